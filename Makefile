@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` do everything on a fresh machine: see `make help`.
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+
+# One OpenMP thread a process: the engine runs as several processes, and on a small machine their
+# thread pools would wait for one another. Set it to use more.
+OMP_NUM_THREADS ?= 1
+TEST_ENV := OMP_NUM_THREADS=$(OMP_NUM_THREADS) TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-gpu lint format build-ext clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f)
+	@scripts/setup_env.sh
+
+setup: $(STAMP)  ## Create .venv and install everything (done by the other commands).
+
+demo: $(STAMP)  ## Run one real-text prompt through full, streaming-llm and pyramidkv.
+	@$(PY) -m vllm_pyramid.demo
+
+test: lint  ## Lint, then all tests that need no GPU.
+	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)  ## The tests that need a CUDA device.
+	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff (rules and format) and mypy.
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy vllm_pyramid
+
+format: $(STAMP)  ## Rewrite the sources as `make lint` wants them, where ruff can.
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+build-ext: $(STAMP)  ## Rebuild the C++ library in place.
+	$(PY) setup.py --quiet build_ext --inplace --force
+
+clean:  ## Remove .venv and everything that was built.
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find vllm_pyramid tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find vllm_pyramid -name '*.so' -delete

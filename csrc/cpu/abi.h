@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI between the shared library and vllm_pyramid/ops/cpu.py.
+//
+// Every function takes one packed record of 8-byte fields, so that a call costs one pointer
+// instead of thirty converted arguments. The field order here and the `struct` formats in cpu.py
+// must agree; `pyr_abi_version` is checked at load. Strides are in elements. Functions return 0,
+// or nonzero with the reason in `pyr_last_error()`.
+//
+// Letters: R requests, T query tokens, H query heads, G KV heads, D head size, N tokens a block,
+// P physical blocks, M table entries a request.
+#pragma once
+#include <cstdint>
+
+#define PYR_ABI_VERSION 1
+#define PYR_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
+
+struct PyrAttention {
+  void* out;
+  const void* query;
+  const void* key;
+  const void* value;
+  const int32_t* table;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  const int32_t* skips;
+  const void* sinks;  // [H] or null
+  int64_t out_dtype, query_dtype, cache_dtype, sinks_dtype;
+  int64_t T, H, G, D, N, P, R, M;
+  int64_t out_t, out_h, query_t, query_h;
+  int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r;
+  int64_t sliding_window, threads;
+  double scale, soft_cap;
+};
+
+enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };
+enum PyrPooling : int64_t { PYR_POOL_AVG = 0, PYR_POOL_MAX = 1, PYR_POOL_NONE = 2 };
+
+struct PyrScores {
+  float* out;  // [R, G, out_len], contiguous
+  const void* query;
+  const void* key;
+  const int32_t* table;
+  const int32_t* query_ends;
+  const int32_t* prompt_lens;
+  int64_t query_dtype, cache_dtype;
+  int64_t T, H, G, D, N, P, R, M, out_len;
+  int64_t query_t, query_h, key_p, key_g, key_n, table_r;
+  int64_t window, reduce, pooling, kernel_size, threads;
+  double scale, soft_cap;
+};
+
+struct PyrSelect {
+  int32_t* out;  // [R, G, out_len], contiguous
+  const float* scores;
+  const int32_t* prompt_lens;
+  const int32_t* keeps;
+  int64_t R, G, out_len, scores_len, scores_r, scores_g, window, sinks, threads;
+};
+
+struct PyrCompact {
+  void* key;
+  void* value;
+  const int32_t* table;
+  const int32_t* kept;
+  const int32_t* prompt_lens;
+  const int32_t* keeps;
+  int64_t item_size, G, D, N, P, R, M, kept_len;
+  int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r, kept_r, kept_g, threads;
+};
+
+struct PyrCacheWrite {
+  const void* key;
+  const void* value;
+  void* key_cache;
+  void* value_cache;
+  const int64_t* slots;
+  int64_t item_size, T, G, D, N, P;
+  int64_t key_t, key_h, value_t, value_h;
+  int64_t key_p, key_g, key_n, value_p, value_g, value_n, threads;
+};
+
+PYR_EXPORT int64_t pyr_abi_version();
+PYR_EXPORT const char* pyr_last_error();
+// Chooses the instruction set: a name ("avx512bf16", "avx512", "avx2", "portable"), or null for
+// the best the CPU has. Nonzero where the CPU or the build lacks the one named.
+PYR_EXPORT int pyr_set_isa(const char* name);
+PYR_EXPORT const char* pyr_isa();
+// The address of GOMP_parallel in the OpenMP runtime that the process already uses; null: serial.
+PYR_EXPORT void pyr_set_parallel(void* gomp_parallel);
+
+PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
+PYR_EXPORT int pyr_window_scores(const PyrScores* p);
+PYR_EXPORT int pyr_select(const PyrSelect* p);
+PYR_EXPORT int pyr_compact(const PyrCompact* p);
+PYR_EXPORT int pyr_reshape_and_cache(const PyrCacheWrite* p);

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks a batch, cuts it into items and runs them.
+//
+// How a request is cut depends on that request alone (not on the batch, not on the number of
+// threads), so its result is the same bits in any company.
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "runtime.h"
+
+namespace pyr {
+namespace {
+
+// Rows of a tile of a long prompt: enough to pay for packing each tile of keys.
+constexpr int64_t kPromptRows = 240;
+// Keys of a part of a split request: at least this, and at most kMaxParts parts.
+constexpr int64_t kPartKeys = 512;
+constexpr int64_t kMaxParts = 16;
+// Multiply-adds below which waking the other threads costs more than they help.
+constexpr int64_t kSerialWork = 1 << 17;
+
+int64_t align_down(int64_t x) { return x / kTileKeys * kTileKeys; }
+
+struct Split {
+  int64_t first_item, parts;
+  std::atomic<int64_t> left;
+  Split(int64_t item, int64_t count) : first_item(item), parts(count), left(count) {}
+  Split(const Split& other)
+      : first_item(other.first_item), parts(other.parts), left(other.parts) {}
+};
+
+struct Plan {
+  std::vector<AttentionItem> items;
+  std::vector<Split> splits;
+  int64_t slots = 0, max_rows = 1, work = 0;
+};
+
+int check(const PyrAttention& p, int64_t r) {
+  const long long begin = p.query_start[r], end = p.query_start[r + 1];
+  const long long length = p.seq_lens[r], skip = p.skips[r];
+  if (begin < 0 || end < begin || end > p.T)
+    return fail("query_start_loc of request %lld is %lld .. %lld, but query has %lld rows",
+                (long long)r, begin, end, (long long)p.T);
+  if (end == begin) return 0;
+  if (length < end - begin)
+    return fail("request %lld has %lld queries but seq_lens says %lld tokens", (long long)r,
+                end - begin, length);
+  if (skip < 0 || skip > length)
+    return fail("skips of request %lld is %lld, outside 0 .. seq_lens = %lld", (long long)r, skip,
+                length);
+  int64_t first = skip;
+  if (p.sliding_window) first = std::max<int64_t>(skip, length - (end - begin) - p.sliding_window + 1);
+  return check_table(p.table, p.table_r, r, first, length, p.N, p.M, p.P);
+}
+
+void plan_request(const PyrAttention& p, int64_t r, Plan& plan) {
+  const int64_t heads = p.H / p.G, queries = p.query_start[r + 1] - p.query_start[r];
+  const int64_t length = p.seq_lens[r] - p.skips[r], rows = queries * heads;
+  if (!rows) return;
+  const bool split = rows <= kSplitRows;
+  const int64_t tile_queries = split ? queries : std::max<int64_t>(1, kPromptRows / heads);
+  for (int64_t q = 0; q < queries; q += tile_queries) {
+    const int64_t count = std::min(tile_queries, queries - q);
+    const int64_t first = length - queries + q;  // local position of the tile's first query
+    const int64_t end = std::max<int64_t>(0, first + count);
+    int64_t begin = 0;
+    if (p.sliding_window) begin = align_down(std::max<int64_t>(0, first - p.sliding_window + 1));
+    const int64_t keys = std::max<int64_t>(0, end - begin);
+    int64_t part = keys;
+    if (split) {
+      part = std::max(kPartKeys, align_down((keys + kMaxParts - 1) / kMaxParts + kTileKeys - 1));
+    }
+    const int64_t parts = keys ? (keys + part - 1) / part : 1;
+    plan.max_rows = std::max(plan.max_rows, count * heads);
+    plan.work += keys * count * p.H * p.D;
+    for (int64_t g = 0; g < p.G; ++g) {
+      const int64_t group = parts > 1 ? int64_t(plan.splits.size()) : -1;
+      if (parts > 1) plan.splits.emplace_back(int64_t(plan.items.size()), parts);
+      for (int64_t k = 0; k < parts; ++k)
+        plan.items.push_back({int32_t(r), int32_t(g), int32_t(q * heads), int32_t(count * heads),
+                              int32_t(begin + k * part), int32_t(std::min(end, begin + (k + 1) * part)),
+                              parts > 1 ? int32_t(plan.slots++) : -1, int32_t(group)});
+    }
+  }
+}
+
+int run(const PyrAttention& p) {
+  for (int64_t r = 0; r < p.R; ++r)
+    if (int error = check(p, r)) return error;
+  thread_local Plan plan;
+  plan.items.clear();
+  plan.splits.clear();
+  plan.slots = plan.work = 0;
+  plan.max_rows = 1;
+  // Prompts first and their last (longest) tiles first, so that no thread is left with a long one.
+  bool prompts = false;
+  for (int64_t r = 0; r < p.R; ++r)
+    if ((p.query_start[r + 1] - p.query_start[r]) * (p.H / p.G) > kSplitRows) {
+      plan_request(p, r, plan);
+      prompts = true;
+    }
+  if (prompts)
+    std::stable_sort(plan.items.begin(), plan.items.end(),
+                     [](const AttentionItem& a, const AttentionItem& b) {
+                       return int64_t(a.end - a.begin) * a.rows > int64_t(b.end - b.begin) * b.rows;
+                     });
+  for (int64_t r = 0; r < p.R; ++r)
+    if ((p.query_start[r + 1] - p.query_start[r]) * (p.H / p.G) <= kSplitRows)
+      plan_request(p, r, plan);
+  if (plan.items.empty()) return 0;
+
+  const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
+  const size_t scratch_bytes = kernels.attention_scratch(p, plan.max_rows);
+  float* partials = nullptr;
+  if (plan.slots) {
+    partials = static_cast<float*>(
+        scratch(Scratch::kShared, plan.slots * partial_floats(kSplitRows, p.D) * sizeof(float)));
+    if (!partials) return fail("no memory for the partial results of %lld parts", (long long)plan.slots);
+  }
+  struct Context {
+    const PyrAttention& p;
+    const Kernels& kernels;
+    Plan& plan;
+    float* partials;
+    size_t scratch_bytes;
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> out_of_memory{false};
+  } context{p, kernels, plan, partials, scratch_bytes};
+  auto body = [](void* raw) {
+    auto& c = *static_cast<Context*>(raw);
+    void* memory = scratch(Scratch::kWork, c.scratch_bytes);
+    if (!memory) {
+      c.out_of_memory = true;
+      return;
+    }
+    const int64_t count = int64_t(c.plan.items.size());
+    int64_t i = c.next.fetch_add(1, std::memory_order_relaxed);
+    while (i < count) {
+      const int64_t then = c.next.fetch_add(1, std::memory_order_relaxed);
+      const AttentionItem& item = c.plan.items[i];
+      c.kernels.attention(c.p, item, then < count ? &c.plan.items[then] : nullptr, c.partials,
+                          memory);
+      if (item.group >= 0) {
+        Split& split = c.plan.splits[item.group];
+        if (split.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+          c.kernels.merge(c.p, c.plan.items[split.first_item], split.parts, c.partials, memory);
+      }
+      i = then;
+    }
+  };
+  const bool serial = plan.items.size() == 1 || plan.work < kSerialWork;
+  parallel(serial ? 1 : p.threads, body, &context);
+  if (context.out_of_memory)
+    return fail("no memory for %zu bytes of attention scratch", scratch_bytes);
+  return 0;
+}
+
+}  // namespace
+}  // namespace pyr
+
+int pyr_paged_attention(const PyrAttention* p) {
+  try {
+    return pyr::run(*p);
+  } catch (const std::bad_alloc&) {
+    return pyr::fail("no memory to plan the attention of %lld requests", (long long)p->R);
+  }
+}

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the instruction-set units offer to the rest of the library.
+//
+// kernels_*.cpp are compiled with different -m flags. They must not instantiate anything with
+// external linkage that another unit also has (std:: templates, inline functions): the linker
+// keeps one copy of each, perhaps the one this CPU cannot run.
+#pragma once
+#include <cstddef>
+
+#include "abi.h"
+
+namespace pyr {
+
+// Keys of one step of the attention kernels. Steps are counted from the first visible position of
+// a request, so its result does not depend on where in the table its survivors lie.
+constexpr int64_t kTileKeys = 64;
+// Rows (query tokens x query heads of one KV head) up to which a request is split over its context.
+constexpr int64_t kSplitRows = 32;
+
+// Rows row0 .. row0 + rows - 1 (row = query * (H / G) + head) of one request and KV head over the
+// keys begin .. end - 1, counted from `skip`; begin is a multiple of kTileKeys.
+struct AttentionItem {
+  int32_t request, kv_head;
+  int32_t row0, rows;
+  int32_t begin, end;
+  int32_t slot;   // where a part of a split request goes; -1: straight to `out`
+  int32_t group;  // which split (request, KV head) it is a part of
+};
+
+// Partial results of a split: per row the unnormalised sum of values, its maximum and its weight.
+static inline size_t partial_floats(int64_t rows, int64_t D) { return size_t(rows) * (D + 2); }
+
+// Keys begin .. end - 1 of one request and KV head, for the window scores.
+struct ScoreItem {
+  int32_t request, kv_head;
+  int32_t begin, end;
+};
+
+struct ScoreBuffers {
+  float* logits;           // rows x (end - begin) of this item, or null: computed again
+  float* row_max;          // [rows] of this item in phase 1, of the whole request in phase 2
+  float* row_sum;          // likewise
+  float* mass;             // [max keys] of this (request, KV head), written in phase 2
+};
+
+struct Kernels {
+  size_t (*attention_scratch)(const PyrAttention&, int64_t max_rows);
+  // `next` is the item this thread takes afterwards (or null), to fetch its first rows early.
+  void (*attention)(const PyrAttention&, const AttentionItem&, const AttentionItem* next,
+                    float* partials, void* scratch);
+  void (*merge)(const PyrAttention&, const AttentionItem& first, int64_t parts,
+                const float* partials, void* scratch);
+  size_t (*score_scratch)(const PyrScores&);
+  void (*score_logits)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
+  void (*score_mass)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
+};
+
+// By cache element type (PyrDtype). The AVX-512-BF16 unit only has products of bfloat16 with
+// bfloat16; everything else there is the AVX-512 unit's.
+extern const Kernels kKernelsPortable[3];
+#ifdef PYR_X86
+extern const Kernels kKernelsAvx2[3];
+extern const Kernels kKernelsAvx512[3];
+extern const Kernels kKernelsAvx512Bf16;
+#endif
+
+}  // namespace pyr

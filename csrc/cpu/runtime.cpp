@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace pyr {
+namespace {
+
+thread_local char last_error[512];
+
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+GompParallel gomp_parallel = nullptr;
+
+struct Area {
+  void* memory = nullptr;
+  size_t bytes = 0;
+  ~Area() { free(memory); }
+};
+thread_local Area areas[int(Scratch::kCount)];
+
+struct Isa {
+  const char* name;
+  bool built, runs;
+  const Kernels* by_dtype;
+};
+
+constexpr int kIsas = 4;
+const Isa* all_isas() {
+#ifdef PYR_X86
+  static const Isa isas[kIsas] = {
+      {"avx512bf16", true,
+       bool(__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")),
+       kKernelsAvx512},
+      {"avx512", true,
+       bool(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")),
+       kKernelsAvx512},
+      {"avx2", true,
+       bool(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+            __builtin_cpu_supports("f16c")),
+       kKernelsAvx2},
+      {"portable", true, true, kKernelsPortable}};
+#else
+  static const Isa isas[kIsas] = {{"avx512bf16", false, false, nullptr},
+                                  {"avx512", false, false, nullptr},
+                                  {"avx2", false, false, nullptr},
+                                  {"portable", true, true, kKernelsPortable}};
+#endif
+  return isas;
+}
+const Isa* chosen = nullptr;
+
+}  // namespace
+
+int fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(last_error, sizeof last_error, format, arguments);
+  va_end(arguments);
+  return 1;
+}
+
+void* scratch(Scratch use, size_t bytes) {
+  Area& area = areas[int(use)];
+  if (area.bytes < bytes) {
+    free(area.memory);
+    area.bytes = 0;
+    const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    area.memory = aligned_alloc(4096, size);
+    if (!area.memory) return nullptr;
+    area.bytes = size;
+  }
+  return area.memory;
+}
+
+void parallel(int64_t threads, void (*body)(void*), void* context) {
+  if (threads > 1 && gomp_parallel)
+    gomp_parallel(body, context, unsigned(threads), 0);
+  else
+    body(context);
+}
+
+const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype) {
+#ifdef PYR_X86
+  if (chosen == all_isas() && query_dtype == PYR_BF16 && cache_dtype == PYR_BF16)
+    return kKernelsAvx512Bf16;
+#else
+  (void)query_dtype;
+#endif
+  return chosen->by_dtype[cache_dtype];
+}
+
+int check_table(const int32_t* table, int64_t table_r, int64_t r, int64_t first, int64_t last,
+                int64_t N, int64_t M, int64_t P) {
+  if (last > M * N)
+    return fail("request %lld has %lld tokens, but its row of block_table holds %lld (%lld blocks "
+                "of %lld)",
+                (long long)r, (long long)last, (long long)(M * N), (long long)M, (long long)N);
+  const int32_t* row = table + r * table_r;
+  const int64_t begin = first / N, end = (last + N - 1) / N;
+  uint32_t worst = 0;  // as unsigned, so that negative ids are the largest
+  for (int64_t i = begin; i < end; ++i) worst = uint32_t(row[i]) > worst ? uint32_t(row[i]) : worst;
+  if (begin < end && int64_t(worst) >= P)
+    return fail("block_table names block %lld of request %lld (entries %lld .. %lld), but the "
+                "cache has %lld blocks",
+                (long long)int32_t(worst), (long long)r, (long long)begin, (long long)(end - 1),
+                (long long)P);
+  return 0;
+}
+
+}  // namespace pyr
+
+int64_t pyr_abi_version() { return PYR_ABI_VERSION; }
+const char* pyr_last_error() { return pyr::last_error; }
+const char* pyr_isa() { return pyr::chosen ? pyr::chosen->name : ""; }
+void pyr_set_parallel(void* address) {
+  pyr::gomp_parallel = reinterpret_cast<pyr::GompParallel>(address);
+}
+
+int pyr_set_isa(const char* name) {
+  const pyr::Isa* isas = pyr::all_isas();
+  for (int i = 0; i < pyr::kIsas; ++i) {
+    if (name ? strcmp(name, isas[i].name) != 0 : !isas[i].runs) continue;
+    if (!isas[i].built) return pyr::fail("%s is not in this build (not an x86-64 build)", name);
+    if (!isas[i].runs) return pyr::fail("this CPU does not have %s", name);
+    pyr::chosen = &isas[i];
+    return 0;
+  }
+  return pyr::fail("unknown instruction set '%s'; one of avx512bf16, avx512, avx2, portable", name);
+}

@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Creates .venv and installs everything that `make demo` and `make test` need. Safe to run again:
+# each step remembers what it did and is skipped while its inputs are the same, so a second run
+# takes a second and needs no network. A change in csrc/ rebuilds the C++ library, offline.
+#
+#   PYTHON=/path/to/python3.12 scripts/setup_env.sh     chooses the interpreter
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly TORCH=2.13.0
+readonly VLLM=0.32.0
+readonly VENV=.venv
+readonly PY="$VENV/bin/python"
+readonly STATE="$VENV/.setup"
+
+say() { printf '==> %s\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    if [[ -n "${PYTHON:-}" ]]; then
+        is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3; do
+        if command -v "$candidate" >/dev/null && is_supported "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON=/path/to/python"
+}
+
+# done_before STEP FINGERPRINT: whether the step was finished for exactly these inputs.
+done_before() { [[ -f "$STATE/$1" && "$(<"$STATE/$1")" == "$2" ]]; }
+remember() { mkdir -p "$STATE" && printf '%s\n' "$2" >"$STATE/$1"; }
+
+hash_files() { cat -- "$@" | sha256sum | cut -d' ' -f1; }
+
+# The parts of pyproject.toml given as arguments, so that a change of, say, a lint rule reinstalls
+# nothing.
+hash_project() {
+    "$PY" - "$@" <<'PYTHON'
+import hashlib, json, sys, tomllib
+
+with open("pyproject.toml", "rb") as file:
+    data = tomllib.load(file)
+parts = []
+for name in sys.argv[1:]:
+    part = data
+    for key in name.split("."):
+        part = part[key]
+    parts.append(part)
+print(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest())
+PYTHON
+}
+
+torch_cuda() { "$PY" -c 'import torch; print(torch.version.cuda or "cpu", torch.__version__)'; }
+
+install_dependencies() {
+    local before after overrides
+    say "installing torch $TORCH"
+    # pip, not uv: pip follows the machine's own configuration, which may point to a CPU build.
+    "$PY" -m pip install --quiet --disable-pip-version-check uv "setuptools>=78.1.1"
+    "$PY" -m pip install --disable-pip-version-check "torch==$TORCH"
+    before=$(torch_cuda)
+
+    overrides=$(mktemp)
+    # shellcheck disable=SC2064  # expand now: the variable is local
+    trap "rm -f '$overrides'" EXIT
+    echo "torch==$TORCH" >"$overrides"
+    if [[ "$before" == cpu* ]]; then
+        # vLLM's wheel asks for CUDA builds of these three. Beside a CPU build of torch they cannot
+        # load, and `import transformers` fails on them; text models need none.
+        local package
+        for package in torchvision torchaudio torchcodec; do
+            echo "$package ; sys_platform == 'never'" >>"$overrides"
+        done
+        "$PY" -m uv pip uninstall --quiet --python "$PY" torchvision torchaudio torchcodec
+    fi
+    say "installing vLLM $VLLM and the tools (torch: $before)"
+    "$PY" -m uv pip install --python "$PY" --override "$overrides" \
+        "torch==$TORCH" "vllm==$VLLM" -r pyproject.toml --extra dev --extra bench
+
+    after=$(torch_cuda)
+    [[ "$before" == "$after" ]] || die "the installation replaced torch ($before) by ($after)"
+}
+
+if [[ ! -x "$PY" ]] || ! is_supported "$PY"; then
+    python=$(find_python)
+    say "creating $VENV with $("$python" --version)"
+    rm -rf "$VENV"
+    "$python" -m venv "$VENV" ||
+        die "'$python -m venv' failed (on Debian and Ubuntu install the package python3-venv)"
+fi
+
+dependencies=$(hash_project project.dependencies project.optional-dependencies)
+dependencies="$dependencies torch $TORCH vllm $VLLM"
+if ! done_before dependencies "$dependencies"; then
+    install_dependencies
+    remember dependencies "$dependencies"
+fi
+
+# The editable installation holds the entry points through which vLLM finds the plugin. It lies in
+# .venv and points to this folder, so a moved checkout installs again.
+package="$(hash_project project build-system tool.setuptools) $(hash_files setup.py) $PWD"
+if ! done_before package "$package"; then
+    say "installing vllm-pyramid (editable)"
+    "$PY" -m uv pip install --quiet --python "$PY" --offline --no-deps --no-build-isolation -e .
+    remember package "$package"
+fi
+
+mapfile -t sources < <(find csrc -type f | LC_ALL=C sort)
+library="$(hash_files setup.py "${sources[@]}")"
+if ! done_before library "$library"; then
+    say "building the C++ library"
+    "$PY" setup.py --quiet build_ext --inplace
+    remember library "$library"
+fi
+
+# Generated here so that the first test or demonstration does not wait for it (two seconds, once).
+"$PY" -c 'from vllm_pyramid.demo import model_path; print("==> built-in model:", model_path())'
+touch "$VENV/.stamp"

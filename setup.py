@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the C++ CPU kernels; everything else about the package is in pyproject.toml.
+
+`vllm_pyramid/ops/_kernels` is a plain shared library with a C ABI (csrc/cpu/abi.h), loaded with
+ctypes: no PyTorch or Python headers are needed, and an isolated build environment is enough.
+Its units are compiled for different instruction sets, of which one is chosen when it is loaded.
+Without a compiler the package installs all the same and runs the PyTorch reference kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path("csrc/cpu")
+BASELINE = ["runtime", "attention", "scores", "select", "cache_ops", "kernels_portable"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+X86_FLAGS = {
+    "kernels_avx2": AVX2,
+    "kernels_avx512": AVX512,
+    "kernels_avx512bf16": [*AVX512, "-mavx512bf16"],
+}
+COMMON_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+    "-Wno-sign-compare",
+]
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
+
+
+class BuildKernels(build_ext):
+    """Compiles each unit with its own flags; a failure is a warning, never a failed install."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._build(ext)
+        except Exception as error:  # the compiler classes raise a dozen kinds
+            self.warn(
+                f"the C++ kernels were not built ({error}); the package will run the much slower "
+                "PyTorch kernels on CPU. Install a C++17 compiler and reinstall to mend it."
+            )
+
+    def _build(self, ext: Extension) -> None:
+        flags = {name: list[str]() for name in BASELINE}
+        macros: list[tuple[str, str | None]] = []
+        if is_x86():
+            flags |= X86_FLAGS
+            macros.append(("PYR_X86", "1"))
+        extra = os.environ.get("VLLM_PYRAMID_CXXFLAGS", "").split()
+        objects: list[str] = []
+        for name, unit_flags in flags.items():
+            objects += self.compiler.compile(
+                [str(SOURCE / f"{name}.cpp")],
+                output_dir=self.build_temp,
+                macros=macros,
+                depends=ext.depends,
+                extra_postargs=[*COMMON_FLAGS, *unit_flags, *extra],
+            )
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        self.compiler.link_shared_object(
+            objects, str(fresh), extra_postargs=extra, target_lang="c++"
+        )
+        os.replace(fresh, target)
+
+    def copy_extensions_to_source(self) -> None:
+        # A running process may have the old library mapped: replace the file, never write into it.
+        for ext in self.extensions:
+            built = Path(self.build_lib) / self.get_ext_filename(ext.name)
+            if not built.exists():
+                continue
+            target = Path(self.get_finalized_command("build_py").get_package_dir("")) / (
+                self.get_ext_filename(ext.name)
+            )
+            fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+            shutil.copyfile(built, fresh)
+            os.replace(fresh, target)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "vllm_pyramid.ops._kernels",
+            sources=sorted(str(path) for path in SOURCE.glob("*.cpp")),
+            depends=sorted(str(path) for path in SOURCE.glob("*.h")),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demonstration without an engine: its prompt, its refusals, what it prints."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from vllm_pyramid.demo import run, text
+from vllm_pyramid.demo.worker import Answer, Task, proof_of
+
+pytestmark = pytest.mark.cpu
+
+ANSWER = Answer(
+    kv_policy="pyramidkv",
+    text="no[i]se\x1b with a control character",
+    prompt_tokens=1000,
+    kept_tokens=[400, 200, 100, 20],
+    evicted_tokens=3280,
+    blocks_before=252,
+    blocks_after=48,
+    prefill_seconds=0.5,
+    decode_tokens_per_second=123.4,
+)
+
+
+def proof() -> dict[str, object]:
+    return {
+        "kv_policy": "pyramidkv",
+        "prompt_tokens": 1000,
+        "kept_tokens": [400, 200, 100, 20],
+        "evicted_tokens": 3280,
+        "blocks_before": 252,
+        "blocks_after": 48,
+    }
+
+
+def test_topics_are_real_text() -> None:
+    assert len(text.topics()) > 50
+    assert list(text.topics()) == sorted(text.topics())
+    assert len(text.prompt_text()) > 50_000
+    assert all(name in text.topics() for name in text.PROMPT_TOPICS)
+
+
+@pytest.mark.parametrize("tokens", [64, 3000])
+def test_prompt_has_the_length_that_was_asked_for(demo_model: Path, tokens: int) -> None:
+    from tokenizers import Tokenizer
+
+    prompt = run.build_prompt(demo_model, tokens)
+    ids = Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(prompt).ids
+    assert abs(len(ids) - tokens) <= 4  # words at the cut may split differently
+    assert prompt.endswith(run.QUESTION)
+    assert prompt.startswith(text.prompt_text()[:100])
+
+
+@pytest.mark.parametrize("tokens", [3, 10_000_000])
+def test_impossible_prompt_lengths_are_refused(demo_model: Path, tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"not {tokens}"):
+        run.build_prompt(demo_model, tokens)
+
+
+def test_a_complete_report_is_accepted() -> None:
+    assert proof_of(proof(), "pyramidkv") == proof()
+
+
+@pytest.mark.parametrize("report", [None, {}])
+def test_a_missing_report_is_an_error(report: dict[str, object] | None) -> None:
+    with pytest.raises(RuntimeError, match="the plugin is not active"):
+        proof_of(report, "pyramidkv")
+
+
+@pytest.mark.parametrize("key", sorted(proof()))
+def test_an_incomplete_report_is_an_error(key: str) -> None:
+    report = proof()
+    del report[key]
+    with pytest.raises(RuntimeError, match=f"lacks {key}"):
+        proof_of(report, "pyramidkv")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_policy": "full"}, "ran 'full'"),
+        ({"evicted_tokens": 0}, "contradicts itself"),
+        ({"kept_tokens": [], "evicted_tokens": 0}, "contradicts itself"),
+    ],
+)
+def test_a_wrong_report_is_an_error(change: dict[str, object], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        proof_of(proof() | change, "pyramidkv")
+
+
+def test_bars_are_right_aligned_and_never_vanish() -> None:
+    assert run.bar(50, 100, width=10) == "[dim]·····[/dim][cyan]█████[/cyan]"
+    assert run.bar(100, 100, width=4) == "[dim][/dim][cyan]████[/cyan]"
+    assert run.bar(1, 100_000, width=4) == "[dim]···[/dim][cyan]█[/cyan]"
+    assert run.bar(0, 100, width=4) == "[dim]····[/dim][cyan][/cyan]"
+
+
+def test_show_prints_every_number() -> None:
+    stream = io.StringIO()
+    run.show(Console(file=stream, width=100), ANSWER, "18%")
+    shown = stream.getvalue()
+    assert "pyramidkv, budget 18%" in shown
+    assert "no[i]se  with a control character" in shown
+    assert "\x1b" not in shown
+    for kept in ("400", "200", "100", "20"):
+        assert f" {kept} " in shown
+    assert "3,280 over 4 layers (18.0% kept)" in shown
+    assert "252 before, 48 after (204 given back)" in shown
+    assert "123.4 tokens/s" in shown
+
+
+def task() -> Task:
+    return Task("no-such-model", "a prompt", 4, 64, "pyramidkv", "12%")
+
+
+def use_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:
+    """Let a small script stand in for the process that starts an engine."""
+    script = tmp_path / "worker"
+    script.write_text(f"#!{sys.executable}\nimport json, sys\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_stages_and_the_answer_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    use_worker(
+        monkeypatch,
+        tmp_path,
+        "task = json.load(sys.stdin)\n"
+        "print('noise of the engine')\n"
+        "print('@demo ' + json.dumps({'stage': task['prompt']}))\n"
+        f"print('@demo ' + json.dumps({{'answer': {asdict(ANSWER)!r}}}))",
+    )
+    stages: list[str] = []
+    assert run.run_policy(task(), stages.append) == ANSWER
+    assert stages == ["pyramidkv: a prompt"]
+
+
+def test_a_failing_worker_shows_the_end_of_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_worker(monkeypatch, tmp_path, "sys.exit('the reason')")
+    with pytest.raises(run.DemoError, match=r"exit status 1(?s:.)*the reason"):
+        run.run_policy(task(), lambda _: None)
+
+
+def test_a_worker_without_an_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_worker(monkeypatch, tmp_path, "")
+    with pytest.raises(run.DemoError, match="exit status 0"):
+        run.run_policy(task(), lambda _: None)
+
+
+def test_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--prompt-tokens", "3"]) == 1
+    assert "not 3" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run.main(["--max-tokens", "1"])

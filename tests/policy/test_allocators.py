@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocators: conserved sums, bounds, order, and the formulas of the papers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.policy.allocators import ALLOCATORS, Allocator, parse_allocator, round_to_sum
+
+pytestmark = pytest.mark.cpu
+
+DECAYING = ["arithmetic", "exponential", "geometric"]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(B, m, C) with 0 <= B <= C; often B next to 0 or to C."""
+    capacity = draw(st.one_of(st.integers(0, 40), st.integers(0, 2_000_000)))
+    mean = draw(
+        st.one_of(
+            st.integers(0, capacity),
+            st.integers(max(0, capacity - 3), capacity),
+            st.integers(0, min(3, capacity)),
+        )
+    )
+    return mean, draw(st.integers(1, 130)), capacity
+
+
+@st.composite
+def allocators(draw: st.DrawFn) -> Allocator:
+    kind = draw(st.sampled_from(sorted(ALLOCATORS)))
+    if kind == "uniform":
+        return parse_allocator(kind)
+    beta = draw(st.one_of(st.floats(1.0, 64.0), st.sampled_from([1.0, 1.0 + 1e-12, 20.0, 1e6])))
+    return parse_allocator({"kind": kind, "beta": beta})
+
+
+@settings(max_examples=400, deadline=None)
+@given(allocators(), problems())
+def test_sum_bounds_and_order(allocator: Allocator, problem: tuple[int, int, int]) -> None:
+    mean, num_layers, capacity = problem
+    tokens = allocator.allocate(mean, num_layers, capacity)
+    assert tokens.shape == (num_layers,)
+    assert int(tokens.sum()) == mean * num_layers
+    assert tokens.min() >= 0
+    assert tokens.max() <= capacity
+    assert (np.diff(tokens) <= 0).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(allocators(), problems())
+def test_within_one_token_of_the_curve(allocator: Allocator, problem: tuple[int, int, int]) -> None:
+    mean, num_layers, capacity = problem
+    if num_layers == 1 or mean in (0, capacity):
+        assert (allocator.allocate(*problem) == mean).all()
+        return
+    curve = allocator.curve(*problem)
+    assert abs(curve.sum() - mean * num_layers) < 1e-3
+    assert np.abs(allocator.allocate(*problem) - curve).max() < 1.0 + 1e-5
+
+
+def paper_sequence(mean: int, num_layers: int, capacity: int, beta: int) -> list[Fraction]:
+    """PyramidKV's sec. 4.2.1 in exact arithmetic, written from the paper alone."""
+    total = Fraction(mean * num_layers)
+    top = total / (beta * num_layers)
+    bottom = 2 * total / num_layers - top
+    if bottom > capacity:
+        bottom = Fraction(capacity)
+        top = 2 * Fraction(mean) - bottom
+    step = (bottom - top) / (num_layers - 1)
+    return [bottom - step * layer for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 8, 32, 80])
+@pytest.mark.parametrize(
+    ("mean", "prompt_len"),
+    [
+        (mean, prompt_len)
+        for mean in (1, 7, 56, 120, 504, 2040)
+        for prompt_len in (600, 2049, 2100, 4095, 8192)
+        if mean < prompt_len - 8
+    ],
+)
+@pytest.mark.parametrize("beta", [1, 14, 20])
+def test_arithmetic_is_the_papers(mean: int, num_layers: int, prompt_len: int, beta: int) -> None:
+    capacity = prompt_len - 8
+    expected = paper_sequence(mean, num_layers, capacity, beta)
+    assert sum(expected) == mean * num_layers
+    tokens = parse_allocator({"kind": "arithmetic", "beta": float(beta)}).allocate(
+        mean, num_layers, capacity
+    )
+    assert all(abs(int(t) - e) < 1 for t, e in zip(tokens, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", DECAYING)
+@pytest.mark.parametrize("beta", [2.0, 14.0, 20.0])
+def test_the_top_layer_keeps_a_beta_of_the_mean(kind: str, beta: float) -> None:
+    curve = parse_allocator({"kind": kind, "beta": beta}).curve(504, 32, 1_000_000)
+    assert curve[-1] == pytest.approx(504 / beta, rel=1e-9)
+
+
+def test_geometric_has_equal_ratios_and_exponential_a_shrinking_excess() -> None:
+    geometric = parse_allocator("geometric").curve(504, 32, 8184)
+    ratios = geometric[:-1] / geometric[1:]
+    assert ratios == pytest.approx(np.full(31, ratios[0]), rel=1e-9)
+    exponential = parse_allocator("exponential").curve(504, 32, 8184)
+    steps = -np.diff(exponential)
+    # Beta is the factor by which the decay slows from the first layer to the last.
+    assert steps[:-1] / steps[1:] == pytest.approx(np.full(30, 20.0 ** (1 / 31)), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", DECAYING)
+def test_a_full_bottom_layer_is_clamped_and_the_rest_keeps_its_kind(kind: str) -> None:
+    allocator = parse_allocator(kind)
+    curve = allocator.curve(504, 32, 592)
+    assert curve[0] == pytest.approx(592)
+    assert curve.sum() == pytest.approx(504 * 32)
+    if kind == "geometric":
+        assert curve[:-1] / curve[1:] == pytest.approx(np.full(31, curve[0] / curve[1]))
+    if kind == "arithmetic":
+        assert np.diff(curve) == pytest.approx(np.full(31, curve[1] - curve[0]))
+
+
+def test_beta_of_one_is_uniform() -> None:
+    for kind in DECAYING:
+        tokens = parse_allocator({"kind": kind, "beta": 1.0}).allocate(77, 9, 1000)
+        assert tokens.tolist() == [77] * 9
+
+
+def test_rounding_gives_ties_to_the_lower_layer() -> None:
+    assert round_to_sum(np.array([2.5, 2.5, 2.5, 2.5]), 10).tolist() == [3, 3, 2, 2]
+    assert round_to_sum(np.array([2.9999999999, 1.0, 0.0000000001]), 4).tolist() == [3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("aritmetic", "did you mean 'arithmetic'.*valid kinds: arithmetic, exponential"),
+        ({"kind": "uniform", "beta": 3.0}, "unknown key 'beta' in allocator 'uniform'"),
+        ({"kind": "arithmetic", "betta": 3.0}, "did you mean 'beta'.*valid keys: kind, beta"),
+        ({"beta": 3.0}, "must be a kind or a mapping"),
+        (3, "must be a kind or a mapping"),
+        ({"kind": ["arithmetic"]}, "unknown allocator kind"),
+        ({"kind": "arithmetic", "beta": 0.9}, "greater than or equal to 1"),
+        ({"kind": "arithmetic", "beta": float("nan")}, "greater than or equal to 1|finite"),
+        ({"kind": "geometric", "beta": float("inf")}, "finite"),
+        ({"kind": "geometric", "beta": "20"}, "valid number"),
+        ("no.such.module:Thing", "cannot import the allocator"),
+        ("fractions:Fraction", "not a subclass of Allocator"),
+    ],
+)
+def test_bad_sections(section: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_allocator(section)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: what every policy keeps of a prompt, and the arithmetic of blocks around it."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.policy import Budget, Policy, load_policy, policy_names
+
+pytestmark = pytest.mark.cpu
+
+PRESETS = {name: load_policy(name) for name in policy_names()}
+PYRAMIDS = [
+    load_policy("pyramidkv", None, {"allocator": kind, "fill_blocks": fill, "sinks": sinks})
+    for kind in ("arithmetic", "geometric", "exponential")
+    for fill, sinks in ((True, 0), (False, 4))
+]
+
+
+@st.composite
+def budgets(draw: st.DrawFn, policy: Policy) -> Budget | None:
+    if not policy.evicts:
+        return None
+    return Budget.parse(
+        draw(
+            st.one_of(
+                st.integers(policy.min_budget, 5000),
+                st.integers(1, 100).map(lambda percent: f"{percent}%"),
+            )
+        )
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from([*PRESETS.values(), *PYRAMIDS]))
+def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
+    prompt_len = data.draw(st.one_of(st.integers(0, 300), st.integers(0, 40_000)))
+    num_layers = data.draw(st.integers(1, 80))
+    block_size = data.draw(st.sampled_from([1, 8, 16, 128]))
+    plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
+    for array in (plan.keep, plan.skip, plan.held, plan.blocks):
+        assert array.shape == (num_layers,)
+        assert array.dtype == np.int32
+        assert not array.flags.writeable
+    # Every allocator keeps the same mean.
+    assert int(plan.keep.sum()) == plan.budget_tokens * num_layers
+    assert (plan.keep <= prompt_len).all()
+    assert (plan.keep >= min(policy.window + policy.sinks, prompt_len)).all()
+    assert (np.diff(plan.keep) <= 0).all()
+    assert (plan.held == prompt_len - plan.skip).all()
+    if policy.fill_blocks:
+        assert (plan.skip % block_size == 0).all()
+        assert (plan.held >= plan.keep).all()
+        assert (plan.held - plan.keep < block_size).all()
+    else:
+        assert (plan.held == plan.keep).all()
+    for skip, blocks in zip(plan.skip.tolist(), plan.blocks.tolist(), strict=True):
+        live = {position // block_size for position in range(skip, prompt_len)}
+        assert blocks == len(live)
+    assert plan.evicts == bool((plan.skip > 0).any())
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_budget_as_long_as_the_prompt_evicts_nothing(name: str) -> None:
+    policy = PRESETS[name]
+    for budget in ("100%", 4096, 4097) if policy.evicts else ("100%",):
+        plan = policy.plan(4096, 32, 16, Budget.parse(budget))
+        assert not plan.evicts
+        assert (plan.keep == 4096).all()
+        assert (plan.blocks == 256).all()
+
+
+def test_pyramidkv_by_hand() -> None:
+    """8 layers, B = 512 - 8: top 504 / 20 = 25.2, bottom 1008 - 25.2 = 982.8, step 136.8."""
+    plan = load_policy("pyramidkv", 512).plan(8192, 8, 16)
+    assert plan.keep.tolist() == [991, 854, 717, 580, 444, 307, 170, 33]
+    assert plan.skip.tolist() == [7200, 7328, 7472, 7600, 7744, 7872, 8016, 8144]
+    assert plan.held.tolist() == [992, 864, 720, 592, 448, 320, 176, 48]
+    assert plan.blocks.tolist() == [62, 54, 45, 37, 28, 20, 11, 3]
+
+
+def test_an_odd_prompt_keeps_its_partial_block() -> None:
+    plan = load_policy("snapkv", 100).plan(1003, 2, 16)
+    assert plan.keep.tolist() == [100, 100]
+    assert plan.skip.tolist() == [896, 896]
+    assert plan.blocks.tolist() == [7, 7]  # positions 896 .. 1002 are blocks 56 .. 62
+
+
+def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
+    plan = load_policy("pyramidkv", "12%").plan(40, 4, 16)
+    assert plan.budget_tokens == 9
+    assert plan.keep.sum() == 36
+    assert load_policy("pyramidkv", "12%").plan(7, 4, 16).keep.tolist() == [7] * 4
+
+
+def test_which_policies_evict_and_need_scores() -> None:
+    assert {name for name, policy in PRESETS.items() if not policy.evicts} == {"full"}
+    needs = {name for name, policy in PRESETS.items() if policy.needs_scores}
+    assert needs == {"snapkv", "pyramidkv"}
+
+
+def test_snapkv_and_pyramidkv_differ_in_the_allocator_alone() -> None:
+    ignored = {"name", "description", "paper", "allocator"}
+    one, other = (PRESETS[name].model_dump(exclude=ignored) for name in ("snapkv", "pyramidkv"))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("name", "keep", "positions"),
+    [
+        ("window", 4, [6, 7, 8, 9]),
+        ("streaming-llm", 7, [0, 1, 2, 3, 7, 8, 9]),
+        ("streaming-llm", 10, list(range(10))),
+        ("full", 10, list(range(10))),
+    ],
+)
+def test_kept_positions(name: str, keep: int, positions: list[int]) -> None:
+    result = PRESETS[name].kept_positions(10, keep)
+    assert result.dtype == np.int32
+    assert result.tolist() == positions
+
+
+def test_kept_positions_of_a_scored_policy_are_not_known() -> None:
+    with pytest.raises(AssertionError, match="attention scores"):
+        PRESETS["snapkv"].kept_positions(100, 20)
+
+
+def test_plans_are_cached_by_value() -> None:
+    plan = load_policy("pyramidkv", 512).plan(8192, 32, 16)
+    assert load_policy("pyramidkv", 512).plan(8192, 32, 16) is plan
+    assert load_policy("pyramidkv", 513).plan(8192, 32, 16) is not plan
+
+
+def test_policies_are_immutable_and_travel() -> None:
+    policy = load_policy("pyramidkv", "12.5%", {"beta": 14})
+    hash(policy)
+    again = pickle.loads(pickle.dumps(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert Policy.model_validate(policy.model_dump()) == policy
+    with pytest.raises(ValueError, match="frozen"):
+        policy.window = 16  # type: ignore[misc]
+    wider = policy.model_copy(update={"window": 16})
+    assert wider.window == 16
+    assert hash(wider) != hash(policy)
+    with pytest.raises(ValueError, match="too small"):
+        policy.model_copy(update={"budget": 3})
+
+
+def test_the_hash_is_the_same_in_every_process() -> None:
+    code = "from vllm_pyramid.policy import load_policy; print(hash(load_policy('pyramidkv', 512)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) == hash(load_policy("pyramidkv", 512))
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, vllm_pyramid.policy, vllm_pyramid.config, vllm_pyramid.cli;"
+        "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets by name and by file, and changes to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_pyramid.policy import load_policy, load_presets, policy_names
+from vllm_pyramid.policy.allocators import UniformAllocator
+
+pytestmark = pytest.mark.cpu
+
+DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
+
+
+class HalfDepthAllocator(UniformAllocator):
+    """A kind of its own, as a user would write one."""
+
+    kind: str = "test"  # type: ignore[assignment]
+
+
+@pytest.fixture
+def preset(tmp_path: Path) -> Any:
+    def write(text: str) -> str:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_the_presets() -> None:
+    names = policy_names()
+    assert {"full", "window", "streaming-llm", "snapkv", "pyramidkv"} <= set(names)
+    for name, policy in zip(names, load_presets(), strict=True):
+        assert policy.name == name
+        assert "https://" in policy.paper
+        assert f"| `{name}` |" in DOCS.read_text(), f"docs/policies.md has no row for {name}"
+
+
+def test_values_of_the_papers() -> None:
+    pyramid = load_policy("pyramidkv").model_dump()
+    assert pyramid["window"] == 8
+    assert pyramid["allocator"] == {"kind": "arithmetic", "beta": 20.0}
+    assert pyramid["scorer"] == {
+        "kind": "observation_window",
+        "pooling": "avg",
+        "kernel_size": 5,
+        "gqa_reduce": "mean",
+    }
+    assert load_policy("streaming-llm").sinks == 4
+    assert load_policy("window").sinks == 0
+
+
+@pytest.mark.parametrize("name", ["pyramidvk", "", "None", "../configs/snapkv", "none"])
+def test_an_unknown_name_lists_the_valid_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown policy .* valid policies: full, .*pyramidkv"):
+        load_policy(name)
+
+
+def test_a_near_miss_is_suggested() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'pyramidkv'\?"):
+        load_policy("pyramidvk")
+
+
+def test_a_file_of_the_user(preset: Any) -> None:
+    policy = load_policy(preset("budget: 64\nwindow: 4\nscorer: observation_window\n"))
+    assert policy.name == "mine"
+    assert policy.budget.tokens == 64
+    assert policy.allocator.kind == "uniform"
+    assert policy.fill_blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "budget: 64\nscorrer: none\n",
+            r"unknown key 'scorrer' in .*mine\.yaml, line 2 .*'scorer'",
+        ),
+        ("budget: 64\nscorer: [\n", r"malformed YAML in .*mine\.yaml, line 3, column 1"),
+        ("budget: 64\nscorer: @x\n", r"malformed YAML in .*mine\.yaml, line 2"),
+        ("budget: 64\nbudget: 65\nscorer: recency\n", r"line 2: 'budget' is given twice"),
+        ("a: {b: 1,\n  b: 2}\n", r"line 2: 'a\.b' is given twice"),
+        ("- a\n", "not a list"),
+        ("", "not a NoneType"),
+        ("scorer: recency\n", "budget: this key is missing"),
+        ("budget: 64\n", "scorer: this key is missing"),
+        ("budget: 0\nscorer: recency\n", r"budget \(line 1\): budget 0 is out of range"),
+        ("scorer: recency\nbudget: 120%\n", r"budget \(line 2\): .*at most 100%"),
+        ("budget: 9\nsinks: 9\nscorer: recency\n", "at least 10"),
+        ("budget: 9\nwindow: -1\nscorer: recency\n", r"window \(line 2\): .*not -1"),
+        ("budget: 9\nfill_blocks: 1\nscorer: recency\n", r"fill_blocks \(line 2\)"),
+        ("budget: 9\nscorer: observation_window\n", "`window` must be at least 1"),
+        (
+            "budget: 99\nwindow: 8\nscorer: {kind: observation_window, pooling: median}\n",
+            r"scorer\.pooling.*not 'median'",
+        ),
+        ("budget: 99\nscorer: {kind: recency, x: 1}\n", "unknown key 'x' in scorer 'recency'"),
+        ("budget: 50%\nscorer: none\n", "keeps every token"),
+        ("name: full\nbudget: 50%\nscorer: recency\n", "reserved"),
+        ("name: none\nbudget: 50%\nscorer: recency\n", "reserved"),
+        ("1: 2\n", "unknown key 1 in"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(preset: Any, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy(preset(text))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the policy file .*gone\.yaml"):
+        load_policy(str(tmp_path / "gone.yaml"))
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot read the policy file"):
+        load_policy(str(binary))
+
+
+def test_a_class_of_the_users(preset: Any) -> None:
+    kind = f"{__name__}:HalfDepthAllocator"
+    policy = load_policy(preset(f"budget: 64\nscorer: recency\nallocator: {{kind: '{kind}'}}\n"))
+    assert type(policy.allocator) is HalfDepthAllocator
+    assert load_policy(preset(f"budget: 64\nscorer: recency\nallocator: '{kind}'\n")) == policy
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"beta": 14, "window": 16, "pooling": "max"},
+        {"allocator.beta": 14, "window": 16, "scorer.pooling": "max"},
+        {"allocator": {"beta": 14.0}, "window": 16, "scorer": {"pooling": "max"}},
+    ],
+)
+def test_arguments_in_every_spelling(args: dict[str, Any]) -> None:
+    policy = load_policy("pyramidkv", 512, args).model_dump()
+    assert policy["allocator"] == {"kind": "arithmetic", "beta": 14.0}
+    assert policy["window"] == 16
+    assert policy["scorer"]["pooling"] == "max"
+    assert policy["scorer"]["kernel_size"] == 5
+    assert policy["budget"] == 512
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"beta": 10, "allocator.kind": "geometric"},
+        {"allocator": {"kind": "geometric", "beta": 10}},
+        {"allocator": "geometric", "beta": 10},
+    ],
+)
+def test_a_kind_is_changed_before_its_fields(args: dict[str, Any]) -> None:
+    policy = load_policy("snapkv", 512, args)
+    assert policy.allocator.model_dump() == {"kind": "geometric", "beta": 10.0}
+
+
+def test_a_changed_kind_starts_from_its_own_defaults() -> None:
+    policy = load_policy("pyramidkv", 512, {"allocator": "uniform"})
+    assert policy.allocator.model_dump() == {"kind": "uniform"}
+    plain, scored = load_policy("snapkv", 512), policy
+    assert (plain.plan(2048, 8, 16).keep == scored.plan(2048, 8, 16).keep).all()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"betta": 3}, "unknown argument 'betta'.*did you mean 'beta'.*allocator.beta"),
+        ({"budget": 3}, "--kv-budget"),
+        ({"name": "x"}, "unknown argument 'name'"),
+        ({"kind": "uniform"}, "ambiguous.*'allocator.kind'"),
+        ({"scorer.beta": 3}, "unknown argument 'scorer.beta'"),
+        ({"allocator": {"x": 3}}, "unknown argument 'allocator.x'"),
+        ({"allocator": 3}, "unknown allocator kind 3"),
+        ({"allocator": {"beta": 3}, "allocator.beta": 4}, "given twice"),
+        ({"beta": 3, "allocator.beta": 4}, "given twice"),
+        ({"beta": "x"}, r"policy 'pyramidkv': allocator\.beta: .*not 'x'"),
+        ({"window": 8.0}, "window: .*not 8.0"),
+        ({"window": True}, "window: .*not True"),
+        ({"window": 600}, "budget 512 is too small .* at least 601"),
+        ({"allocator": "uniform", "beta": 3}, "unknown argument 'beta' .it belongs to allocator"),
+    ],
+)
+def test_wrong_arguments(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy("pyramidkv", 512, args)
+
+
+def test_a_budget_is_checked_against_the_arguments() -> None:
+    with pytest.raises(ValueError, match="at least 9"):
+        load_policy("snapkv", 8)
+    assert load_policy("snapkv", 8, {"window": 4}).budget.tokens == 8
+    with pytest.raises(ValueError, match="keeps every token"):
+        load_policy("full", 512)

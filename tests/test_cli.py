@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: output that can be read by people and programs, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_pyramid.cli import main
+from vllm_pyramid.policy import load_policy, policy_names
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def write_config(folder: Path, **changes: Any) -> str:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_size": 256,
+        "dtype": "float32",
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_policies_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policies"]) == 0
+    out = capsys.readouterr().out
+    for name in policy_names():
+        policy = load_policy(name)
+        assert name in out
+        assert policy.paper.split()[-1] in out
+        assert str(policy.budget) in out
+    assert [row["name"] for row in run_json(capsys, "policies")] == policy_names()
+
+
+def test_budgets_table(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["budgets", "--num-layers", "8", "--prompt-len", "8192", "--kv-budget", "512"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    rows = [line.split("│")[1:6] for line in out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert cells[0] == ["0", "991", "992", "62", "3.88"]
+    assert cells[7] == ["7", "33", "48", "3", "0.19"]
+    assert cells[8] == ["total", "4096", "4160", "260", "16.25"]
+    assert "260 of 4096 blocks" in out
+    assert "6.3 % of the full cache" in out
+    # The assumptions behind the MiB are stated.
+    assert "--num-kv-heads 8, --head-size 128, --dtype bfloat16" in out
+    bars = [line.split("│")[6].count("█") for line in out.splitlines() if line.startswith("│")]
+    assert bars[0] > bars[3] > bars[7] > 0
+
+
+def test_budgets_json(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(
+        capsys,
+        *("budgets", "--num-layers", "3", "--prompt-len", "1000", "--kv-policy", "pyramidkv"),
+        *("--kv-budget", "12%", "--kv-policy-args", '{"allocator": "geometric"}'),
+        *("--block-size", "32", "--num-kv-heads", "4", "--head-size", "64", "--dtype", "float32"),
+    )
+    plan = load_policy("pyramidkv", "12%", {"allocator": "geometric"}).plan(1000, 3, 32)
+    assert [row["keep"] for row in report["layers"]] == plan.keep.tolist()
+    assert [row["blocks"] for row in report["layers"]] == plan.blocks.tolist()
+    assert report["total"]["keep"] == 3 * 120
+    block_mib = 2 * 32 * 4 * 64 * 4 / 2**20
+    assert report["total"]["mib"] == pytest.approx(plan.blocks.sum() * block_mib)
+    assert report["full"] == {"keep": 3000, "blocks": 96, "mib": pytest.approx(96 * block_mib)}
+    assert report["blocks_share"] == pytest.approx(plan.blocks.sum() / 96)
+
+
+def test_budgets_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = write_config(tmp_path)
+    report = run_json(capsys, "budgets", "--model", model, "--kv-budget", "64")
+    shape = {key: report[key] for key in ("num_layers", "num_kv_heads", "head_size", "dtype")}
+    assert shape == {"num_layers": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
+    report = run_json(capsys, "budgets", "--model", model, "--dtype", "float16")
+    assert report["dtype"] == "float16"
+
+
+def test_only_full_attention_layers_are_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = write_config(
+        tmp_path,
+        model_type="qwen3",
+        architectures=["Qwen3ForCausalLM"],
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        use_sliding_window=True,
+        sliding_window=128,
+    )
+    report = run_json(capsys, "budgets", "--model", model)
+    assert report["num_layers"] == 2
+    assert "2 full-attention layers of 4" in report["source"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--kv-policy", "nope"], "unknown policy 'nope'"),
+        (["--kv-budget", "0"], "out of range"),
+        (["--kv-budget", "-3"], "out of range"),
+        (["--kv-budget", "5"], "at least 9"),
+        (["--kv-budget", "120%"], "at most 100%"),
+        (["--kv-policy-args", "{"], "not valid JSON"),
+        (["--kv-policy-args", '{"x": 1}'], "unknown argument 'x'"),
+        (["--kv-policy", "/nowhere/x.yaml"], "cannot read the policy file"),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert main(["budgets", "--num-layers", "4", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("vllm-pyramid: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "argv", "message"),
+    [
+        (None, [], "there is no config.json"),
+        ({"model_type": "no-such-model"}, [], "cannot read the configuration"),
+        ({"dtype": None}, [], "give --dtype"),
+        ({}, ["--head-size", "64"], "come from the model"),
+    ],
+)
+def test_model_errors(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    changes: dict[str, Any] | None,
+    argv: list[str],
+    message: str,
+) -> None:
+    model = str(tmp_path) if changes is None else write_config(tmp_path, **changes)
+    assert main(["budgets", "--model", model, *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["budgets"],
+        ["budgets", "--num-layers", "0"],
+        ["budgets", "--num-layers", "2", "--model", "x"],
+        ["budgets", "--num-layers", "2", "--prompt-len", "-1"],
+        ["nonsense"],
+    ],
+)
+def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: vllm-pyramid" in capsys.readouterr().err

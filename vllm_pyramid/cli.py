@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-pyramid` command. Heavy modules are imported only by the subcommands that need them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_pyramid.config import parse_policy_args
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy import Policy, RetentionPlan
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the size of a model's KV cache depends on.
+
+    Attributes:
+        num_layers: layers with full attention. num_kv_heads: KV heads a layer.
+        head_size: elements of a head. dtype: of K and V.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of K and V of one block of one layer."""
+        return 2 * block_size * self.num_kv_heads * self.head_size * _DTYPE_BYTES[self.dtype]
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-pyramid",
+        description="KV budgets per layer for vLLM: look at policies and what they keep.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    policies = commands.add_parser("policies", help="list the policies for --kv-policy")
+    policies.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    policies.set_defaults(run=_run_policies)
+
+    budgets = commands.add_parser(
+        "budgets", help="show what a policy keeps of a prompt, layer by layer"
+    )
+    source = budgets.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="folder with a config.json, or a Hugging Face name")
+    source.add_argument("--num-layers", type=_positive, help="layers, where there is no model")
+    budgets.add_argument("--num-kv-heads", type=_positive, help="with --num-layers (default 8)")
+    budgets.add_argument("--head-size", type=_positive, help="with --num-layers (default 128)")
+    budgets.add_argument(
+        "--dtype", choices=sorted(_DTYPE_BYTES), help="of the cache (default: the model's)"
+    )
+    budgets.add_argument("--prompt-len", type=_positive, default=8192, help="tokens (default 8192)")
+    budgets.add_argument(
+        "--kv-policy", default="pyramidkv", help="name or .yaml file (default pyramidkv)"
+    )
+    budgets.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
+    budgets.add_argument("--kv-policy-args", help="JSON, for example '{\"beta\": 14}'")
+    budgets.add_argument("--block-size", type=_positive, default=16, help="tokens (default 16)")
+    budgets.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    budgets.set_defaults(run=_run_budgets)
+
+    demo = commands.add_parser("demo", help="run the built-in model with three policies")
+    demo.set_defaults(run=_run_demo)
+    demo_model = commands.add_parser("demo-model", help="print the path of the built-in model")
+    demo_model.set_defaults(run=_run_demo_model)
+    return parser
+
+
+def _run_policies(args: argparse.Namespace) -> int:
+    from vllm_pyramid.policy import load_presets
+
+    presets = load_presets()
+    if args.json:
+        print(json.dumps([policy.model_dump() for policy in presets], indent=2))
+        return 0
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Policies for --kv-policy", box=box.SIMPLE_HEAD, padding=(0, 1, 1, 0))
+    table.add_column("name", no_wrap=True)
+    table.add_column("idea and paper", overflow="fold", ratio=1)
+    table.add_column("scorer, allocator", no_wrap=True)
+    table.add_column("budget", no_wrap=True, justify="right")
+    for policy in presets:
+        idea = Text.assemble(policy.description, "\n", (policy.paper, "dim"))
+        parts = f"{policy.scorer.kind}\n{policy.allocator.kind}"
+        table.add_row(policy.name, idea, parts, str(policy.budget))
+    console = Console()
+    console.print(table)
+    console.print(
+        "The budget is the mean number of prompt tokens kept per layer and KV head; these are the "
+        "defaults. A .yaml file of the same format works in place of a name; `none` switches the "
+        "plugin off.",
+        highlight=False,
+    )
+    return 0
+
+
+def _shape_of_model(model: str, dtype: str | None) -> tuple[CacheShape, str]:
+    """The cache of a model from its configuration, and a sentence on where it comes from.
+
+    Raises:
+        ValueError: no readable configuration, or a cache that is not K and V per head.
+    """
+    if model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file():
+        raise ValueError(f"there is no config.json in the folder {model!r}")
+
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot read the configuration of {model!r}: {reason}") from error
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{model!r} uses multi-head latent attention (kv_lora_rank {config.kv_lora_rank}): it "
+            "has no keys and values per head to choose from"
+        )
+    heads = config.num_attention_heads
+    layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    note = f"{model}"
+    if kinds and any(kind != "full_attention" for kind in kinds):
+        layers = sum(kind == "full_attention" for kind in kinds)
+        note += f": only its {layers} full-attention layers of {len(kinds)} are counted"
+        if not layers:
+            raise ValueError(f"{model!r} has no layer with full attention")
+    name = dtype or str(getattr(config, "dtype", None)).removeprefix("torch.")
+    if name not in _DTYPE_BYTES:
+        raise ValueError(
+            f"{model!r} does not say a data type that the cache can have ({name}): give --dtype, "
+            f"one of {', '.join(sorted(_DTYPE_BYTES))}"
+        )
+    shape = CacheShape(
+        num_layers=layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=name,
+    )
+    return shape, note
+
+
+def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
+    if args.model is not None:
+        if args.num_kv_heads or args.head_size:
+            raise ValueError(
+                "--num-kv-heads and --head-size come from the model: leave them out, or give "
+                "--num-layers instead of --model"
+            )
+        return _shape_of_model(args.model, args.dtype)
+    assumed = [
+        f"{name} {value}"
+        for name, given, value in (
+            ("--num-kv-heads", args.num_kv_heads, "8"),
+            ("--head-size", args.head_size, "128"),
+            ("--dtype", args.dtype, "bfloat16"),
+        )
+        if given is None
+    ]
+    shape = CacheShape(
+        num_layers=args.num_layers,
+        num_kv_heads=args.num_kv_heads or 8,
+        head_size=args.head_size or 128,
+        dtype=args.dtype or "bfloat16",
+    )
+    note = f"a model of {args.num_layers} layers"
+    return shape, f"{note} (assumed: {', '.join(assumed)})" if assumed else note
+
+
+def _budget_report(
+    policy: Policy, plan: RetentionPlan, shape: CacheShape, source: str
+) -> dict[str, Any]:
+    block_bytes = shape.block_bytes(plan.block_size)
+    full_blocks = -(-plan.prompt_len // plan.block_size) * shape.num_layers
+    blocks = int(plan.blocks.sum())
+    return {
+        "source": source,
+        "policy": policy.name,
+        "budget": policy.budget.value,
+        "budget_tokens": plan.budget_tokens,
+        "prompt_len": plan.prompt_len,
+        "block_size": plan.block_size,
+        **asdict(shape),
+        "layers": [
+            {
+                "layer": layer,
+                "keep": int(plan.keep[layer]),
+                "held": int(plan.held[layer]),
+                "blocks": int(plan.blocks[layer]),
+                "mib": int(plan.blocks[layer]) * block_bytes / _MIB,
+            }
+            for layer in range(shape.num_layers)
+        ],
+        "total": {
+            "keep": int(plan.keep.sum()),
+            "held": int(plan.held.sum()),
+            "blocks": blocks,
+            "mib": blocks * block_bytes / _MIB,
+        },
+        "full": {
+            "keep": plan.prompt_len * shape.num_layers,
+            "blocks": full_blocks,
+            "mib": full_blocks * block_bytes / _MIB,
+        },
+        "blocks_share": blocks / full_blocks,
+    }
+
+
+def _print_budgets(report: dict[str, Any]) -> None:
+    from rich.bar import Bar
+    from rich.console import Console
+    from rich.table import Table
+
+    widest = max(row["held"] for row in report["layers"])
+    table = Table(
+        title=f"{report['policy']}, budget {report['budget']}, prompt of {report['prompt_len']} "
+        f"tokens, blocks of {report['block_size']}",
+        show_footer=True,
+    )
+    total, full = report["total"], report["full"]
+    table.add_column("layer", "total", justify="right")
+    table.add_column("kept", str(total["keep"]), justify="right")
+    table.add_column("held", str(total["held"]), justify="right")
+    table.add_column("blocks", str(total["blocks"]), justify="right")
+    table.add_column("MiB", f"{total['mib']:.2f}", justify="right")
+    table.add_column("tokens held", min_width=20, ratio=1)
+    for row in report["layers"]:
+        bar = Bar(size=widest, begin=0, end=row["held"], color="cyan")
+        cells = [str(row[key]) for key in ("layer", "keep", "held", "blocks")]
+        table.add_row(*cells, f"{row['mib']:.2f}", bar)
+    console = Console()
+    console.print(table)
+    console.print(f"For {report['source']}.", highlight=False)
+    console.print(
+        f"{report['num_layers']} layers x {report['num_kv_heads']} KV heads x "
+        f"{report['head_size']} ({report['dtype']}): {total['blocks']} of {full['blocks']} blocks, "
+        f"{total['mib']:.2f} of {full['mib']:.2f} MiB, {100 * report['blocks_share']:.1f} % of the "
+        "full cache.",
+        highlight=False,
+    )
+    console.print(
+        f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "
+        "with whole blocks filled up.",
+        highlight=False,
+    )
+
+
+def _run_budgets(args: argparse.Namespace) -> int:
+    from vllm_pyramid.policy import load_policy
+
+    policy = load_policy(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
+    shape, source = _cache_shape(args)
+    plan = policy.plan(args.prompt_len, shape.num_layers, args.block_size)
+    report = _budget_report(policy, plan, shape, source)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_budgets(report)
+    return 0
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from vllm_pyramid.demo import run
+
+    return int(run.main() or 0)
+
+
+def _run_demo_model(args: argparse.Namespace) -> int:
+    from vllm_pyramid.demo import model_path
+
+    try:
+        print(model_path())
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 on success, 2 on wrong input, which is explained in one line."""
+    args = _build_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except ValueError as error:
+        print(f"vllm-pyramid: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags and settings: from the command line, or from `additional_config`, into the engine.
+
+Target: `EngineArgs.add_cli_args`, `from_cli_args`, `create_engine_config`. Why: vLLM has no hook
+through which a plugin adds engine arguments or adjusts the finished configuration. The values
+travel in `additional_config`, which reaches every process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_pyramid.config import CONFIG_KEYS, NO_POLICY, KVSettings
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "kv_policy": {
+        "metavar": "NAME|PATH.yaml",
+        "help": "KV eviction policy with a budget per layer: a preset (vllm-pyramid policies lists "
+        "them) or a YAML file. 'none' (the default) leaves vLLM as it is; 'full' runs "
+        "vllm-pyramid's per-layer cache without eviction, as a baseline.",
+    },
+    "kv_budget": {
+        "metavar": "N|P%%",
+        "help": "Prompt tokens kept, on average over layers and KV heads: a number, or a share of "
+        "the prompt such as 12%%. Default: the policy's own.",
+    },
+    "kv_policy_args": {
+        "metavar": "JSON",
+        "help": 'Changes to the policy\'s parameters, for example \'{"beta": 14, "window": 16}\'.',
+    },
+    "kv_trace": {
+        "metavar": "DIR",
+        "help": "Write the positions that each request keeps to DIR, one .npz a request.",
+    },
+}
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    if "--kv-policy" in parser._option_string_actions:
+        return
+    group = parser.add_argument_group(
+        "KV policy (vllm-pyramid)", "Per-layer KV cache budgets and eviction at the end of prefill."
+    )
+    for key, options in _FLAGS.items():
+        group.add_argument("--" + key.replace("_", "-"), dest=key, default=None, **options)
+
+
+def _merge_flags(args: argparse.Namespace, engine_args: EngineArgs) -> None:
+    """Move the flags that were given into `additional_config`."""
+    given = {key: value for key in CONFIG_KEYS if (value := getattr(args, key, None)) is not None}
+    if not given:
+        return
+    if engine_args.additional_config is None:
+        engine_args.additional_config = {}
+    both = sorted(given.keys() & engine_args.additional_config.keys())
+    if both:
+        raise ValueError(
+            f"{', '.join(both)} given both as a flag and in --additional-config: leave one out"
+        )
+    engine_args.additional_config = {**engine_args.additional_config, **given}
+
+
+def install() -> None:
+    """Put the three wrappers in place. Idempotent."""
+    if getattr(EngineArgs, "_vllm_pyramid", False):
+        return
+    add_cli_args = EngineArgs.add_cli_args
+    from_cli_args = EngineArgs.from_cli_args.__func__  # type: ignore[attr-defined]
+    create_engine_config = EngineArgs.create_engine_config
+
+    @functools.wraps(add_cli_args)
+    def add_cli_args_with_policy(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        _add_flags(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def from_cli_args_with_policy(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
+        engine_args: EngineArgs = from_cli_args(cls, args)
+        _merge_flags(args, engine_args)
+        return engine_args
+
+    @functools.wraps(create_engine_config)
+    def create_engine_config_with_policy(
+        self: EngineArgs, *args: Any, **kwargs: Any
+    ) -> VllmConfig:
+        settings = KVSettings.from_additional_config(self.additional_config)
+        if settings is None or settings.kv_policy == NO_POLICY:
+            return create_engine_config(self, *args, **kwargs)
+        from vllm_pyramid.engine_config import finish_config, prepare_args
+
+        prepare_args(self, settings)
+        config = create_engine_config(self, *args, **kwargs)
+        finish_config(config, settings)
+        return config
+
+    EngineArgs.add_cli_args = staticmethod(add_cli_args_with_policy)  # type: ignore[method-assign]
+    EngineArgs.from_cli_args = classmethod(from_cli_args_with_policy)  # type: ignore[assignment,method-assign]
+    EngineArgs.create_engine_config = create_engine_config_with_policy  # type: ignore[method-assign]
+    EngineArgs._vllm_pyramid = True  # type: ignore[attr-defined]

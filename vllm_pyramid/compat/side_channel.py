@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carrying our data through vLLM's messages between processes.
+
+Worker to scheduler: `ModelRunnerOutput` is pickled, so an extra attribute survives. Scheduler to
+front end: only declared fields survive; `SchedulerStats.kv_connector_stats` is a free dictionary,
+unused without a KV connector (which a KV policy refuses). Remove when vLLM has a field for plugins.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+_EVICTIONS = "vllm_pyramid_evictions"
+_STATS = "vllm_pyramid"
+
+
+def attach_evictions(output: ModelRunnerOutput, evictions: dict[str, int]) -> ModelRunnerOutput:
+    """Send `{request id: layers whose survivors were moved}` with a step's output."""
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        output = copy.copy(output)  # one object shared by the whole process
+    setattr(output, _EVICTIONS, evictions)
+    return output
+
+
+def read_evictions(output: ModelRunnerOutput) -> dict[str, int]:
+    """What `attach_evictions` sent, or nothing."""
+    return getattr(output, _EVICTIONS, {})
+
+
+def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:
+    """Put the policy's counters into a step's statistics."""
+    assert stats.kv_connector_stats is None, "KV connectors are refused beside a KV policy"
+    stats.kv_connector_stats = {_STATS: policy_stats}
+
+
+def take_policy_stats(stats: SchedulerStats | None) -> dict[str, Any] | None:
+    """Take the counters out again, before vLLM's loggers see a connector that is not there."""
+    if stats is None or not stats.kv_connector_stats or _STATS not in stats.kv_connector_stats:
+        return None
+    policy_stats: dict[str, Any] = stats.kv_connector_stats.pop(_STATS)
+    if not stats.kv_connector_stats:
+        stats.kv_connector_stats = None
+    return policy_stats

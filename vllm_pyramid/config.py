@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: what the flags, `additional_config` and single requests may say.
+
+Everything travels in vLLM's `additional_config` under four keys, so that the engine core and the
+workers read the same values in their own processes:
+
+    {"kv_policy": "pyramidkv", "kv_budget": 512, "kv_policy_args": {"beta": 14}, "kv_trace": "DIR"}
+
+A request may carry `kv_policy` and `kv_budget` in `SamplingParams.extra_args` (`vllm_xargs`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from vllm_pyramid.policy import Budget, Policy, RetentionPlan, load_policy
+from vllm_pyramid.policy.component import did_you_mean
+
+NO_POLICY = "none"
+FULL_POLICY = "full"
+CONFIG_KEYS = ("kv_policy", "kv_budget", "kv_policy_args", "kv_trace")
+REQUEST_KEYS = ("kv_policy", "kv_budget")
+
+
+def parse_policy_args(value: object) -> dict[str, Any]:
+    """Read `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
+
+    Raises:
+        ValueError: malformed JSON (with its line and column), a key given twice, or something that
+            is not an object.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(
+                value, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
+            )
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"kv_policy_args is not valid JSON: {error.msg} at line {error.lineno}, column "
+                f"{error.colno} of {error.doc!r}; write for example '{{\"beta\": 14}}'"
+            ) from None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(
+            f'kv_policy_args must be a JSON object such as {{"beta": 14}}, not {value!r}'
+        )
+    return dict(value)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"kv_policy_args gives {key!r} twice")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"kv_policy_args holds {text}, which is not a JSON number")
+
+
+def _refuse_misspelt(keys: Mapping[str, Any], valid: tuple[str, ...], where: str) -> None:
+    """Refuse keys that look like ours but are not; others belong to somebody else."""
+    for key in keys:
+        if isinstance(key, str) and key.startswith("kv_") and key not in valid:
+            hint = did_you_mean(key, valid, cutoff=0.75)
+            if hint:
+                raise ValueError(
+                    f"unknown key {key!r} in {where}{hint}; the keys of vllm-pyramid there are: "
+                    f"{', '.join(valid)}"
+                )
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """The settings of an engine, checked.
+
+    Attributes:
+        kv_policy: a preset's name, the path of a `.yaml` file, or `none` (the plugin stays inert).
+        kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
+        kv_policy_args: changes to the preset (see `load_policy`).
+        kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
+    """
+
+    kv_policy: str = NO_POLICY
+    kv_budget: str | int | None = None
+    kv_policy_args: dict[str, Any] = field(default_factory=dict)
+    kv_trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kv_policy, str) or not self.kv_policy:
+            raise ValueError(
+                f"kv_policy must be the name of a policy or a path, not {self.kv_policy!r}"
+            )
+        if self.kv_trace is not None and not (isinstance(self.kv_trace, str) and self.kv_trace):
+            raise ValueError(f"kv_trace must be the path of a folder, not {self.kv_trace!r}")
+        object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
+        if self.kv_policy == NO_POLICY:
+            given = [key for key in CONFIG_KEYS[1:] if getattr(self, key)]
+            if self.kv_budget is not None and "kv_budget" not in given:
+                given.insert(0, "kv_budget")
+            if given:
+                raise ValueError(
+                    f"{' and '.join(given)} without a kv_policy would have no effect: choose a "
+                    "policy (vllm-pyramid policies lists them), for example --kv-policy pyramidkv"
+                )
+        else:
+            _ = self._loaded_policy
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> KVSettings | None:
+        """Read our keys; None if there are none. Other keys are left alone.
+
+        Raises:
+            ValueError: a key that is nearly one of ours, or any wrong value.
+        """
+        if not isinstance(additional_config, Mapping):
+            return None
+        _refuse_misspelt(additional_config, CONFIG_KEYS, "additional_config")
+        given = {key: additional_config[key] for key in CONFIG_KEYS if key in additional_config}
+        if not given:
+            return None
+        if given.get("kv_policy", "") is None:
+            given["kv_policy"] = NO_POLICY
+        return cls(**given)
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """Our keys for `additional_config`; values that say nothing are left out."""
+        values = {key: getattr(self, key) for key in CONFIG_KEYS}
+        return {key: value for key, value in values.items() if value not in (None, {})}
+
+    @cached_property
+    def _loaded_policy(self) -> Policy:
+        return load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
+
+    def policy(self) -> Policy | None:
+        """The policy that is served, loaded once; None if the plugin is to stay inert."""
+        return None if self.kv_policy == NO_POLICY else self._loaded_policy
+
+
+@dataclass(frozen=True)
+class RequestOverride:
+    """What a single request asks for.
+
+    Attributes:
+        policy: `full` to opt out of eviction, or the served policy's own name; None for that.
+        budget: the request's own budget; None for the policy's.
+    """
+
+    policy: str | None = None
+    budget: Budget | None = None
+
+    @classmethod
+    def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOverride | None:
+        """Read `SamplingParams.extra_args`; None if it holds nothing of ours.
+
+        Whether the values suit the served policy is for `resolve` to say.
+
+        Raises:
+            ValueError: wrong type or range, or a key that is nearly one of ours.
+        """
+        if not extra_args:
+            return None
+        _refuse_misspelt(extra_args, REQUEST_KEYS, "the request's vllm_xargs")
+        if not any(key in extra_args for key in REQUEST_KEYS):
+            return None
+        policy = extra_args.get("kv_policy")
+        if policy is not None and not (isinstance(policy, str) and policy):
+            raise ValueError(f"kv_policy of a request must be a policy's name, not {policy!r}")
+        value = extra_args.get("kv_budget")
+        if value is None:
+            return None if policy is None else cls(policy)
+        try:
+            return cls(policy, Budget.parse(value))
+        except ValueError as error:
+            raise ValueError(f"kv_budget of the request: {error}") from None
+
+
+@lru_cache(maxsize=1)
+def _full_policy() -> Policy:
+    return load_policy(FULL_POLICY)
+
+
+def resolve(policy: Policy, override: RequestOverride | None) -> tuple[Policy, Budget | None]:
+    """The policy and the budget (None: the policy's own) that hold for a request.
+
+    Args:
+        policy: the served policy. override: what the request asks for.
+
+    Raises:
+        ValueError: a policy that is not served, or a budget that this policy cannot work with.
+    """
+    if override is None:
+        return policy, None
+    chosen = policy
+    if override.policy == FULL_POLICY:
+        chosen = _full_policy() if policy.name != FULL_POLICY else policy
+    elif override.policy not in (None, policy.name):
+        possible = list(dict.fromkeys((policy.name, FULL_POLICY)))
+        raise ValueError(
+            f"kv_policy {override.policy!r} is not served here: a request may ask for "
+            f"{' or '.join(repr(name) for name in possible)}"
+        )
+    if override.budget is not None:
+        chosen.check_budget(override.budget)
+    return chosen, override.budget
+
+
+def plan_for(
+    policy: Policy,
+    override: RequestOverride | None,
+    prompt_len: int,
+    num_layers: int,
+    block_size: int,
+) -> RetentionPlan:
+    """The plan of a request: `Policy.plan` with its override. Cached, so cheap to ask again."""
+    chosen, budget = resolve(policy, override)
+    return chosen.plan(prompt_len, num_layers, block_size, budget)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a KV policy asks of the rest of vLLM's configuration, and what it cannot live with.
+
+Two moments: `prepare_args` before vLLM resolves its defaults (so that what vLLM would switch on by
+itself is switched off with one line, and what the user asked for is refused), `finish_config`
+after. Whatever is not mentioned here works or fails with vLLM's own message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_pyramid.config import KVSettings
+from vllm_pyramid.policy.base import Policy
+
+logger = init_logger(f"vllm.{__name__}")
+
+_WORKERS = {
+    "cpu": "vllm_pyramid.worker.cpu_worker.PyramidCpuWorker",
+    "cuda": "vllm_pyramid.worker.gpu_worker.PyramidGpuWorker",
+}
+_STOCK_WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+_CUDA_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
+_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def _refuse(flag: str, why: str) -> None:
+    raise ValueError(f"a KV policy (--kv-policy) does not work with {flag} yet: {why}")
+
+
+def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
+    """Refuse what the user asked for and eviction cannot do; switch off vLLM's own defaults.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    policy = settings.policy()
+    assert policy is not None
+    if current_platform.device_type not in _WORKERS:
+        raise ValueError(
+            f"a KV policy runs on CUDA devices and on CPUs; this is {current_platform.device_type}"
+        )
+    if args.enable_prefix_caching:
+        _refuse(
+            "--enable-prefix-caching",
+            "evicted prompts are compacted in place, so their blocks cannot be shared; leave the "
+            "flag out",
+        )
+    if args.enable_prefix_caching is None:
+        args.enable_prefix_caching = False
+        logger.info("kv-policy %s: prefix caching is off", policy.name)
+    wants: list[tuple[str, Any, str]] = [
+        (
+            "--kv-transfer-config",
+            args.kv_transfer_config,
+            "a KV connector would move blocks that hold other tokens than their positions say",
+        ),
+        (
+            "--kv-offloading-size",
+            args.kv_offloading_size,
+            "offloaded blocks would hold other tokens than their positions say",
+        ),
+        (
+            "--speculative-config",
+            args.speculative_config,
+            "drafts may be rejected, and an eviction cannot be taken back",
+        ),
+        (
+            "--pipeline-parallel-size",
+            args.pipeline_parallel_size > 1,
+            "a stage knows only its own layers; use --tensor-parallel-size",
+        ),
+        (
+            "--decode-context-parallel-size",
+            args.decode_context_parallel_size > 1,
+            "the tokens of a block would be spread over ranks",
+        ),
+        (
+            "--prefill-context-parallel-size",
+            args.prefill_context_parallel_size > 1,
+            "the observation window would be spread over ranks",
+        ),
+        ("--enable-dbo", args.enable_dbo, "a step's requests would be split into two batches"),
+        (
+            "--disable-hybrid-kv-cache-manager",
+            args.disable_hybrid_kv_cache_manager,
+            "it forces one block table for all layers; leave the flag out",
+        ),
+        (
+            "--kv-sharing-fast-prefill",
+            args.kv_sharing_fast_prefill,
+            "it skips the queries that the scorer looks through",
+        ),
+        (
+            f"--kv-cache-dtype {args.kv_cache_dtype}",
+            args.kv_cache_dtype not in _KV_CACHE_DTYPES,
+            f"quantised caches have no scoring kernel; use one of {', '.join(_KV_CACHE_DTYPES)}",
+        ),
+        ("--scheduler-cls", args.scheduler_cls, "the policy brings its own scheduler"),
+        (
+            f"--worker-cls {args.worker_cls}",
+            args.worker_cls not in ("auto", *_STOCK_WORKERS),
+            "the policy brings its own worker",
+        ),
+    ]
+    for flag, wanted, why in wants:
+        if wanted:
+            _refuse(flag, why)
+    if args.runner == "pooling":
+        _refuse("--runner pooling", "pooling models keep no cache to evict from")
+    _prepare_backend(args)
+
+
+def _prepare_backend(args: EngineArgs) -> None:
+    chosen = args.attention_backend or args.attention_config.backend
+    allowed = (None, AttentionBackendEnum.CUSTOM)
+    if current_platform.device_type == "cuda":
+        allowed = (*allowed, *_CUDA_BACKENDS)
+    if isinstance(chosen, str):
+        chosen = AttentionBackendEnum[chosen.upper()]
+    if chosen not in allowed:
+        names = ", ".join(b.name for b in allowed if b is not None)
+        _refuse(
+            f"--attention-backend {chosen.name}", f"per-layer lengths are built on {names} here"
+        )
+    if current_platform.device_type == "cuda":
+        from vllm_pyramid.worker.backend_cuda import choose_base
+
+        choose_base(chosen)
+        args.attention_backend = AttentionBackendEnum.CUSTOM
+        args.attention_config.backend = None
+
+
+def finish_config(config: VllmConfig, settings: KVSettings) -> None:
+    """Put our scheduler and worker in place and check what vLLM made of the rest.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    policy = settings.policy()
+    assert policy is not None
+    model_config = config.model_config
+    if model_config.is_encoder_decoder:
+        raise ValueError("a KV policy works with decoder-only models; this one has an encoder")
+    if model_config.use_mla:
+        raise ValueError(
+            "a KV policy does not work with multi-head latent attention (MLA) yet: its cache has "
+            "no KV heads to choose tokens for; serve this model with --kv-policy none"
+        )
+    if config.cache_config.enable_prefix_caching:
+        _refuse("prefix caching", "vLLM switched it on; add --no-enable-prefix-caching")
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ValueError(
+            "a KV policy needs a block table per layer, but vLLM switched its hybrid KV cache "
+            "manager off for this configuration (KV events or chunked local attention do that)"
+        )
+    _check_chunks(config, policy)
+    _check_graphs(config, policy)
+    parallel = config.parallel_config
+    parallel.worker_cls = _WORKERS[current_platform.device_type]
+    asynchronous = config.scheduler_config.async_scheduling
+    config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
+        "PyramidAsyncScheduler" if asynchronous else "PyramidScheduler"
+    )
+    _install_front_end()
+
+
+def _check_chunks(config: VllmConfig, policy: Policy) -> None:
+    """The last chunk of a prompt must be able to carry the observation window."""
+    if not policy.needs_scores:
+        return
+    scheduler = config.scheduler_config
+    for flag, tokens in (
+        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
+    ):
+        if tokens and tokens <= policy.window:
+            raise ValueError(
+                f"{flag} {tokens} is not larger than the policy's observation window of "
+                f"{policy.window} tokens, so the last chunk of a prompt could never be scheduled: "
+                f"raise it above {policy.window}"
+            )
+
+
+def _check_graphs(config: VllmConfig, policy: Policy) -> None:
+    """A graph that covers prefill would replay attention without ever calling the eviction."""
+    compilation = config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is None or not policy.evicts:
+        return
+    if mode.mixed_mode() == CUDAGraphMode.FULL:
+        raise ValueError(
+            f"compilation_config.cudagraph_mode {mode.name} captures prefill in a full graph, "
+            "which would skip the eviction: use FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE "
+            "or NONE"
+        )
+
+
+def _install_front_end() -> None:
+    from vllm_pyramid import metrics
+    from vllm_pyramid.compat import requests, stats
+
+    requests.install()
+    stats.install(metrics.observe)

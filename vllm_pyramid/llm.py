@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm_pyramid.LLM`: vLLM's `LLM` with the policy as keyword arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import vllm
+
+from vllm_pyramid.config import CONFIG_KEYS, KVSettings
+from vllm_pyramid.plugin import register
+
+
+class LLM(vllm.LLM):
+    """vLLM's offline engine with a KV budget per layer.
+
+    The same as `vllm.LLM(model, additional_config={"kv_policy": ..., "kv_budget": ...})`, which
+    needs no import of ours.
+
+    Args:
+        model: as for `vllm.LLM`.
+        kv_policy: a preset's name or the path of a `.yaml` file; `"none"` leaves vLLM as it is.
+        kv_budget: prompt tokens kept, averaged over layers and KV heads: `512` or `"12%"`.
+        kv_policy_args: changes to the policy's parameters, such as `{"beta": 14}`.
+        kv_trace: folder for the kept positions of every request.
+        **kwargs: as for `vllm.LLM`.
+
+    Raises:
+        ValueError: a setting is wrong, or cannot work with another argument.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *args: Any,
+        kv_policy: str | None = None,
+        kv_budget: int | str | None = None,
+        kv_policy_args: dict[str, Any] | None = None,
+        kv_trace: str | None = None,
+        additional_config: dict[str, Any] | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        register()
+        values = (kv_policy, kv_budget, kv_policy_args, kv_trace)
+        given = {k: v for k, v in zip(CONFIG_KEYS, values, strict=True) if v is not None}
+        if isinstance(additional_config, str):
+            additional_config = json.loads(additional_config)
+        merged = {**(additional_config or {}), **given}
+        KVSettings.from_additional_config(merged)  # wrong values: before anything is loaded
+        super().__init__(model, *args, additional_config=merged, **kwargs)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton launchers check on the host: shapes, dtypes and strides, never device values."""
+
+from __future__ import annotations
+
+import torch
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
+) -> None:
+    """Raise ValueError unless both are `[P, G, N, D]` of one of `dtypes`, unit stride in D."""
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            "key and value cache must both be [blocks, KV heads, block size, head size], got "
+            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if key_cache.dtype not in dtypes or value_cache.dtype != key_cache.dtype:
+        raise ValueError(
+            f"key and value cache must have one dtype of {dtypes}, got {key_cache.dtype} and "
+            f"{value_cache.dtype}"
+        )
+    check_unit_stride("key_cache", key_cache)
+    check_unit_stride("value_cache", value_cache)
+
+
+def check_query(query: torch.Tensor, key_cache: torch.Tensor) -> int:
+    """Raise ValueError unless `[T, H, D]` fits the cache; the query heads of a KV head."""
+    num_kv_heads, _, head_size = key_cache.shape[1:]
+    if query.dim() != 3 or query.shape[2] != head_size or query.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"query {tuple(query.shape)} must be [tokens, a multiple of {num_kv_heads} heads, "
+            f"{head_size}] for the cache given"
+        )
+    if query.dtype != key_cache.dtype:
+        raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}; they must be equal")
+    check_unit_stride("query", query)
+    return query.shape[1] // num_kv_heads
+
+
+def check_table(block_table: torch.Tensor, num_requests: int) -> None:
+    """Raise ValueError unless the block table has a row for every request."""
+    if block_table.dim() != 2 or block_table.shape[0] < num_requests:
+        raise ValueError(
+            f"block_table {tuple(block_table.shape)} must be [>= {num_requests}, entries]"
+        )
+    check_unit_stride("block_table", block_table)
+
+
+def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the last dimension is contiguous."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise ValueError(
+            f"the last dimension of {name} must have stride 1, got strides {tensor.stride()}"
+        )
+
+
+def check_float32(compute_dtype: torch.dtype) -> None:
+    """Raise ValueError for any other `compute_dtype` of the contract."""
+    if compute_dtype != torch.float32:
+        raise ValueError(f"the Triton kernels compute in float32, not {compute_dtype}")

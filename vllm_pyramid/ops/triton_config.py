@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes of the Triton kernels, and the scratch memory of decode.
+
+Fixed tables instead of autotuning: a captured graph or a first request must not stop to measure,
+and equal inputs must take equal paths on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+def padded_head_size(head_size: int) -> int:
+    """The head size as the tile sees it: a power of two, at least a tensor-core step."""
+    return max(16, triton.next_power_of_2(head_size))
+
+
+def decode_config(head_size: int, element_size: int, group: int) -> dict[str, int]:
+    """Tile of `decode_kernel`. About 16 KiB of K in flight a stage, whatever the head size."""
+    block_d = padded_head_size(head_size)
+    block_k = max(16, min(128, 16384 // (block_d * element_size)))
+    rows = max(16, triton.next_power_of_2(group))
+    if element_size == 4:
+        block_k = min(block_k, 32)  # IEEE products run on the FMA units, out of registers
+    return {
+        "ROWS": rows,
+        "BLOCK_D": block_d,
+        "BLOCK_K": block_k,
+        "num_warps": 4 if rows <= 32 else 8,
+        "num_stages": 2,
+    }
+
+
+def prefill_config(head_size: int, element_size: int) -> dict[str, int]:
+    """Tile of `prefill_kernel`."""
+    block_d = padded_head_size(head_size)
+    if element_size == 4:
+        return {
+            "BLOCK_D": block_d,
+            "BLOCK_M": 32,
+            "BLOCK_K": 32,
+            "num_warps": 4 if block_d <= 64 else 8,
+            "num_stages": 1,
+        }
+    if block_d > 128:
+        return {"BLOCK_D": block_d, "BLOCK_M": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
+    return {
+        "BLOCK_D": block_d,
+        "BLOCK_M": 128,
+        "BLOCK_K": 64,
+        "num_warps": 4 if block_d <= 64 else 8,
+        "num_stages": 2,
+    }
+
+
+def score_config(head_size: int, element_size: int, group: int, window: int) -> dict[str, int]:
+    """Tile of the scoring kernels: `HEADS * WINDOW_TILE` query rows, at most 64, at least 16."""
+    block_d = padded_head_size(head_size)
+    max_rows = 64 if element_size == 2 else 32
+    window_tile = min(max_rows, triton.next_power_of_2(window))
+    heads = min(triton.next_power_of_2(group), max_rows // window_tile)
+    return {
+        "HEADS": max(heads, 16 // window_tile, 1),
+        "WINDOW_TILE": window_tile,
+        "BLOCK_D": block_d,
+        "BLOCK_K": max(16, min(64, 16384 // (block_d * element_size))),
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+
+
+@functools.lru_cache(maxsize=None)
+def target_programs(device: torch.device) -> int:
+    """Programs that fill the device: four a multiprocessor; few where the interpreter runs them."""
+    if device.type != "cuda":
+        return 4
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose_num_splits(programs: int, num_pairs: int, max_seq_len: int, block_k: int) -> int:
+    """Splits of the context for `num_pairs` (request, KV head) pairs: a power of two, at most 64.
+
+    As many as keep `num_pairs * splits <= programs` and give every split of the longest request
+    two tiles or more; 1 where the pairs alone fill the device. Depends on numbers the host knows,
+    so a captured graph always replays the same launch.
+    """
+    limit = min(programs // max(num_pairs, 1), max_seq_len // (2 * block_k), 64)
+    return 1 << (max(limit, 1).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of split decode: allocated once, shared by all layers of one head geometry.
+
+    Because `num_pairs * splits` never exceeds the programs that fill the device, the size does not
+    grow with the number of requests: about 1 MiB for 32 heads of 128 on 132 multiprocessors.
+
+    Attributes:
+        partial_out: `[rows, D]` float32. partial_max, partial_sum: `[rows]` float32.
+        programs: see `choose_num_splits`.
+    """
+
+    partial_out: torch.Tensor
+    partial_max: torch.Tensor
+    partial_sum: torch.Tensor
+    programs: int
+
+    @staticmethod
+    def allocate(
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        device: torch.device | str,
+        rows: int | None = None,
+    ) -> Workspace:
+        """Allocate for every batch size; `rows` (requests * query heads * splits) for more splits
+        than `choose_num_splits` takes."""
+        device = torch.device(device)
+        programs = target_programs(device)
+        if rows is None:
+            rows = programs * (num_query_heads // num_kv_heads)
+        return Workspace(
+            partial_out=torch.empty(rows, head_size, dtype=torch.float32, device=device),
+            partial_max=torch.empty(rows, dtype=torch.float32, device=device),
+            partial_sum=torch.empty(rows, dtype=torch.float32, device=device),
+            programs=programs,
+        )

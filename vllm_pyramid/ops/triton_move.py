@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels that move rows of the cache: `compact` and `reshape_and_cache`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["stride_kept_request", "stride_kept_head"])
+def compact_kernel(
+    key_cache,
+    value_cache,
+    block_table,
+    kept,
+    prompt_lens,
+    keeps,
+    stride_key_block,
+    stride_key_head,
+    stride_key_token,
+    stride_value_block,
+    stride_value_head,
+    stride_value_token,
+    stride_table,
+    stride_kept_request,
+    stride_kept_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Move the survivors of one (request, KV head) to the tail, `BLOCK_D` elements of each row.
+
+    Grid: request and KV head, piece of the row, K or V. No two programs touch the same element, so
+    only the order inside a program matters. Survivor i goes to `base + i`, `base = length - keep`,
+    from a position that is at most that. The tiles of survivors go from the last to the first: the
+    targets of a tile that starts at rank a are `base + a` and above, the sources of all lower ranks
+    are below `base + a`, so a tile overwrites nothing that a later tile reads. Inside a tile the
+    barrier lets every load finish before the first store.
+    """
+    r = tl.program_id(0) // NUM_KV_HEADS
+    g = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
+    length = tl.load(prompt_lens + r)
+    keep = tl.load(keeps + r)
+    base = length - keep
+    if tl.program_id(2) == 0:
+        cache = key_cache + g * stride_key_head
+        stride_block = stride_key_block.to(tl.int64)
+        stride_token = stride_key_token.to(tl.int64)
+    else:
+        cache = value_cache + g * stride_value_head
+        stride_block = stride_value_block.to(tl.int64)
+        stride_token = stride_value_token.to(tl.int64)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    dim_mask = (dims < HEAD_SIZE)[None, :]
+    table_row = block_table + r.to(tl.int64) * stride_table
+    kept_row = kept + r.to(tl.int64) * stride_kept_request + g * stride_kept_head
+
+    num_tiles = tl.cdiv(keep, BLOCK_ROWS)
+    for i in range(num_tiles):
+        ranks = (num_tiles - 1 - i) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        targets = base + ranks
+        sources = tl.load(kept_row + ranks, mask=ranks < keep, other=0)
+        # Rows that stay where they are, the window at least, cost no traffic.
+        moves = (ranks < keep) & (sources != targets)
+        source_blocks = tl.load(table_row + sources // BLOCK_SIZE, mask=moves, other=0)
+        target_blocks = tl.load(table_row + targets // BLOCK_SIZE, mask=moves, other=0)
+        source_rows = (
+            source_blocks.to(tl.int64) * stride_block + (sources % BLOCK_SIZE) * stride_token
+        )
+        target_rows = (
+            target_blocks.to(tl.int64) * stride_block + (targets % BLOCK_SIZE) * stride_token
+        )
+        mask = moves[:, None] & dim_mask
+        data = tl.load(cache + source_rows[:, None] + dims[None, :], mask=mask)
+        tl.debug_barrier()
+        tl.store(cache + target_rows[:, None] + dims[None, :], data, mask=mask)
+
+
+@triton.jit
+def reshape_and_cache_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    stride_key_in_token,
+    stride_key_in_head,
+    stride_value_in_token,
+    stride_value_in_head,
+    stride_key_block,
+    stride_key_head,
+    stride_key_token,
+    stride_value_block,
+    stride_value_head,
+    stride_value_token,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write token `pid 0` to its slot, `BLOCK` of its `G * D` elements; negative slots are padding."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    block = slot // BLOCK_SIZE
+    row = slot % BLOCK_SIZE
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < NUM_KV_HEADS * HEAD_SIZE
+    g = (index // HEAD_SIZE).to(tl.int64)
+    d = index % HEAD_SIZE
+    key_row = tl.load(key + token * stride_key_in_token + g * stride_key_in_head + d, mask=mask)
+    tl.store(
+        key_cache + block * stride_key_block + row * stride_key_token + g * stride_key_head + d,
+        key_row.to(key_cache.dtype.element_ty),
+        mask=mask,
+    )
+    value_row = tl.load(
+        value + token * stride_value_in_token + g * stride_value_in_head + d, mask=mask
+    )
+    tl.store(
+        value_cache
+        + block * stride_value_block
+        + row * stride_value_token
+        + g * stride_value_head
+        + d,
+        value_row.to(value_cache.dtype.element_ty),
+        mask=mask,
+    )

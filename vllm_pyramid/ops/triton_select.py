@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernel of `select`: exact top-k of ragged rows, one program a (request, KV head).
+
+Radix search for the k-th largest score over the order-preserving integer image of the floats
+(four histograms of eight bits each), then one ordered sweep that writes the positions above it,
+and of those equal to it the lowest ones that still fit. No sort, no scratch memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def ordered_bits(scores, positions, num_sinks):
+    """Unsigned integers in the order of the scores; -0.0 equals 0.0, sinks count as +inf."""
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    scores = tl.where(positions < num_sinks, float("inf"), scores)
+    bits = scores.to(tl.int32, bitcast=True)
+    signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return signed.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit(do_not_specialize=["num_sinks", "max_keep", "stride_scores_request"])
+def select_kernel(
+    kept,
+    scores,
+    prompt_lens,
+    keeps,
+    num_sinks,
+    max_keep,
+    stride_scores_request,
+    stride_scores_head,
+    NUM_KV_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`kept[r, g, :]`, `[R, G, max_keep]` contiguous: ascending positions, -1 behind `keeps[r]`."""
+    r = tl.program_id(0) // NUM_KV_HEADS
+    g = tl.program_id(0) % NUM_KV_HEADS
+    length = tl.load(prompt_lens + r)
+    keep = tl.load(keeps + r)
+    candidates = length - WINDOW
+    row = scores + r.to(tl.int64) * stride_scores_request + g.to(tl.int64) * stride_scores_head
+    target = kept + tl.program_id(0).to(tl.int64) * max_keep
+    offsets = tl.arange(0, BLOCK)
+    bins = tl.arange(0, 256)
+
+    # `wanted` counts what is still to be found among the scores that share the prefix.
+    wanted = keep - WINDOW
+    prefix = tl.full([], 0, tl.uint32)
+    for i in tl.static_range(4):
+        shift: tl.constexpr = 24 - 8 * i
+        counts = tl.zeros([256], tl.int32)
+        for start in range(0, candidates, BLOCK):
+            positions = start + offsets
+            inside = positions < candidates
+            bits = ordered_bits(
+                tl.load(row + positions, mask=inside, other=0.0), positions, num_sinks
+            )
+            if i > 0:
+                inside &= (bits >> (shift + 8)) == prefix
+            digits = ((bits >> shift) & 0xFF).to(tl.int32)
+            counts += tl.histogram(digits, 256, mask=inside)
+        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
+        wanted -= tl.sum(tl.where(bins > digit, counts, 0), 0)
+        prefix = prefix * 256 + digit.to(tl.uint32)
+
+    taken = tl.full([], 0, tl.int32)
+    equal_before = tl.full([], 0, tl.int32)
+    for start in range(0, candidates, BLOCK):
+        positions = start + offsets
+        inside = positions < candidates
+        bits = ordered_bits(
+            tl.load(row + positions, mask=inside, other=0.0), positions, num_sinks
+        )
+        equal = (inside & (bits == prefix)).to(tl.int32)
+        equal_rank = equal_before + tl.cumsum(equal, 0) - equal
+        chosen = inside & ((bits > prefix) | ((equal == 1) & (equal_rank < wanted)))
+        ones = chosen.to(tl.int32)
+        place = taken + tl.cumsum(ones, 0) - ones
+        tl.store(target + place, positions, mask=chosen)
+        taken += tl.sum(ones, 0)
+        equal_before += tl.sum(equal, 0)
+
+    for start in range(keep - WINDOW, max_keep, BLOCK):
+        place = start + offsets
+        positions = tl.where(place < keep, length - keep + place, -1)
+        tl.store(target + place, positions, mask=place < max_keep)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocators: how many tokens does each layer keep?
+
+Notation: m layers, l = 0 .. m-1 from the input side, B the mean number of tokens a layer may keep
+beyond what it keeps anyway (window and sinks), C how many such tokens the prompt has, B <= C.
+
+An allocator gives real numbers k_l in [0, C] that sum to B * m. `allocate` turns them into integers
+with exactly that sum. If the bottom layer's k_0 would exceed C it is set to C, and the surplus goes
+to the layers above without changing the kind of the curve (PyramidKV's rule for its arithmetic
+sequence, applied to all of them).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import lru_cache, partial
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from vllm_pyramid.policy.component import Component, parse_component
+
+Reals = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+class Allocator(Component):
+    """Base of all allocators: a pure function of B, m and C."""
+
+    section: ClassVar[str] = "allocator"
+
+    @abstractmethod
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        """Tokens per layer as real numbers.
+
+        Args:
+            mean: B, 0 <= B <= capacity. num_layers: m >= 1. capacity: C.
+
+        Returns:
+            `[m]` float64 within [0, C] that sums to B * m up to float rounding.
+        """
+
+    def allocate(self, mean: int, num_layers: int, capacity: int) -> Integers:
+        """Tokens per layer as integers: `[m]` int64 within [0, C], summing to exactly B * m.
+
+        Each differs from `curve` by less than one token, and the order of the layers is kept.
+        """
+        assert 0 <= mean <= capacity and num_layers >= 1, (mean, num_layers, capacity)
+        if num_layers == 1 or mean == capacity or mean == 0:
+            return np.full(num_layers, mean, dtype=np.int64)
+        return round_to_sum(self.curve(mean, num_layers, capacity), mean * num_layers)
+
+
+def round_to_sum(curve: Reals, total: int) -> Integers:
+    """Largest-remainder rounding: whole numbers next to `curve` that sum to `total`.
+
+    Ties go to the lower layer, so a curve that does not rise gives integers that do not rise.
+    """
+    # Values such as 2.9999999996 are whole numbers that float arithmetic missed.
+    snapped = np.round(curve, 6)
+    whole = np.floor(snapped)
+    result = whole.astype(np.int64)
+    missing = total - int(result.sum())
+    assert 0 <= missing < max(len(curve), 1), (missing, total, curve)
+    largest = np.argsort(-(snapped - whole), kind="stable")[:missing]
+    result[largest] += 1
+    return result
+
+
+class UniformAllocator(Allocator):
+    """Every layer the same (SnapKV, StreamingLLM): k_l = B."""
+
+    kind: Literal["uniform"] = "uniform"
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        return np.full(num_layers, float(mean))
+
+
+class DecayingAllocator(Allocator):
+    """Base of the curves that fall with depth from k_0 to k_{m-1} = B / beta.
+
+    Attributes:
+        beta: how much less than the mean the top layer keeps, >= 1; 1 is the uniform allocation.
+            PyramidKV's default is 20; 14 to 20 are all close (its Table 6).
+    """
+
+    beta: float = Field(default=20.0, ge=1.0, allow_inf_nan=False)
+
+
+class _InterpolatingAllocator(DecayingAllocator):
+    """Curves k_l = k_{m-1} + (k_0 - k_{m-1}) * s_l, s falling from 1 to 0.
+
+    k_0 follows from the sum: with g the mean of s, B = k_{m-1} + (k_0 - k_{m-1}) * g.
+    """
+
+    @abstractmethod
+    def shape(self, depth: Reals) -> Reals:
+        """s at relative depths 0 .. 1: `[m]` to `[m]`."""
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        shape = self.shape(np.linspace(0.0, 1.0, num_layers))
+        gain = float(shape.mean())
+        top = mean / self.beta
+        bottom = top + (mean - top) / gain
+        if bottom > capacity:
+            bottom = float(capacity)
+            top = (mean - bottom * gain) / (1.0 - gain)
+        return top + (bottom - top) * shape
+
+
+class ArithmeticAllocator(_InterpolatingAllocator):
+    """PyramidKV's arithmetic sequence (its section 4.2.1, Eq. 1).
+
+    k_{m-1} = B / beta, k_0 = 2B - k_{m-1}, equal steps between. If k_0 > C: k_0 = C and
+    k_{m-1} = 2B - C.
+    """
+
+    kind: Literal["arithmetic"] = "arithmetic"
+
+    def shape(self, depth: Reals) -> Reals:
+        return 1.0 - depth
+
+
+class ExponentialAllocator(_InterpolatingAllocator):
+    """Exponential decay from k_0 onto k_{m-1} = B / beta, with rate ln(beta) over the whole depth.
+
+    k_l = k_{m-1} + (k_0 - k_{m-1}) * (beta^-x - beta^-1) / (1 - beta^-1) with x = l / (m-1).
+    PyramidKV's Table 4 compares such a strategy by name without giving its formula.
+    """
+
+    kind: Literal["exponential"] = "exponential"
+
+    def shape(self, depth: Reals) -> Reals:
+        if self.beta - 1.0 < 1e-9:
+            return 1.0 - depth  # the limit for beta towards 1
+        return np.expm1((1.0 - depth) * np.log(self.beta)) / (self.beta - 1.0)
+
+
+class GeometricAllocator(DecayingAllocator):
+    """Geometric sequence: k_{m-1} = B / beta and k_l = k_{m-1} * q^(m-1-l).
+
+    q >= 1 solves (1 + q + ... + q^(m-1)) = beta * m. If k_0 > C: k_0 = C, and q solves
+    C * (1 + q^-1 + ... + q^-(m-1)) = B * m. PyramidKV's Table 4 compares such a strategy by name
+    without giving its formula.
+    """
+
+    kind: Literal["geometric"] = "geometric"
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        powers = np.arange(num_layers - 1, -1, -1, dtype=np.float64)
+        # Relative to the top layer the sequence is 1, q, q^2, ...: its mean is beta.
+        log_ratio = _solve_log_ratio(num_layers, self.beta)
+        top = mean / self.beta
+        if top * np.exp(log_ratio * (num_layers - 1)) > capacity:
+            # Relative to the bottom layer it is 1, 1/q, 1/q^2, ...: its mean is B / C.
+            log_ratio = -_solve_log_ratio(num_layers, mean / capacity)
+            top = capacity * float(np.exp(-log_ratio * (num_layers - 1)))
+        values = top * np.exp(log_ratio * powers)
+        # The ratio is solved to float precision; the sum must hold to far less than one token.
+        return np.minimum(values * (mean * num_layers / values.sum()), float(capacity))
+
+
+@lru_cache(maxsize=4096)
+def _solve_log_ratio(num_terms: int, mean: float) -> float:
+    """log r such that the mean of 1, r, ..., r^(num_terms-1) is `mean`, by bisection.
+
+    The mean grows with r from 1 / num_terms (r = 0) over 1 (r = 1) without bound.
+    """
+    exponents = np.arange(num_terms, dtype=np.float64)
+    # Upwards the last term alone is at most the sum, mean * num_terms.
+    low, high = (0.0, np.log(mean * num_terms) / (num_terms - 1)) if mean >= 1.0 else (-60.0, 0.0)
+    for _ in range(100):
+        middle = (low + high) / 2.0
+        if float(np.exp(exponents * middle).mean()) < mean:
+            low = middle
+        else:
+            high = middle
+    return float((low + high) / 2.0)
+
+
+ALLOCATORS: dict[str, type[Allocator]] = {
+    "uniform": UniformAllocator,
+    "arithmetic": ArithmeticAllocator,
+    "geometric": GeometricAllocator,
+    "exponential": ExponentialAllocator,
+}
+parse_allocator = partial(parse_component, Allocator, ALLOCATORS)

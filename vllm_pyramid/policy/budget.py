@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV budget: the average number of prompt tokens kept per layer and KV head."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_TOKENS = re.compile(r"[0-9]+")
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
+_MAX_TOKENS = 2**31 - 1
+_HOW = "give a number of tokens such as 512, or a share of the prompt such as '12%'"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Either a number of tokens or a share of the prompt; exactly one of the two is set.
+
+    This is what the papers call KV size: the mean over layers and KV heads of the tokens that
+    survive the end of prefill, observation window and sinks included.
+
+    Attributes:
+        tokens: a fixed number of tokens, at least 1.
+        percent: a share of the prompt in percent, above 0 and at most 100, held exactly.
+    """
+
+    tokens: int | None = None
+    percent: Fraction | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.tokens is None) != (self.percent is None)
+
+    @classmethod
+    def parse(cls, value: object) -> Budget:
+        """Read `512`, `"512"` or `"12%"` (also `"12.5%"`).
+
+        Raises:
+            ValueError: anything else, with what was given and what is expected.
+        """
+        if isinstance(value, Budget):
+            return value
+        # bool is an int to Python; a budget of `true` is a mistake all the same.
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"budget {value!r} is a {type(value).__name__}: {_HOW}")
+        text = str(value).strip() if isinstance(value, str) else value
+        if isinstance(text, str):
+            if match := _PERCENT.fullmatch(text):
+                return cls._from_percent(match.group(1), value)
+            if not _TOKENS.fullmatch(text.removeprefix("-")) or len(text) > 20:
+                raise ValueError(f"budget {value!r} cannot be read: {_HOW}")
+            text = int(text)
+        if not 1 <= text <= _MAX_TOKENS:
+            raise ValueError(
+                f"budget {value!r} is out of range: it must be at least 1 token and at most "
+                f"{_MAX_TOKENS}; {_HOW}"
+            )
+        return cls(tokens=text)
+
+    @classmethod
+    def _from_percent(cls, digits: str, value: object) -> Budget:
+        percent = Fraction(digits)
+        if not 0 < percent <= 100:
+            raise ValueError(
+                f"budget {value!r} is out of range: a share of the prompt must be above 0% and at "
+                "most 100%"
+            )
+        return cls(percent=percent)
+
+    @property
+    def value(self) -> int | str:
+        """The budget as a user writes it: `512` or `'12%'`; `parse` reads it back."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.percent is not None
+        # Every percentage comes from a finite decimal, so its denominator divides a power of ten.
+        places = 0
+        while (self.percent * 10**places).denominator != 1:
+            places += 1
+        whole, rest = divmod(int(self.percent * 10**places), 10**places)
+        return f"{whole}.{rest:0{places}d}%" if places else f"{whole}%"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def tokens_for(self, prompt_len: int, floor: int) -> int:
+        """Tokens per layer and KV head for a prompt, never more than the prompt has.
+
+        Args:
+            prompt_len: tokens of the prompt.
+            floor: the least a percentage may come to (window + sinks + 1); shares of short prompts
+                are raised to it. Shares are rounded up.
+        """
+        if self.tokens is not None:
+            return min(self.tokens, prompt_len)
+        assert self.percent is not None
+        return min(max(math.ceil(self.percent * prompt_len / 100), floor), prompt_len)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All layers' blocks at the price of one layer's.
+
+Block boundaries lie at the same token positions in every layer, so all layers of a request need
+their next block in the same step. vLLM's coordinator asks each group in turn, which for 32 groups
+and hundreds of requests costs several times the rest of the step; here one counter a request
+answers for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from vllm_pyramid.policy.base import RetentionPlan
+from vllm_pyramid.scheduler.manager import LayerKVCacheManager
+
+
+class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
+    """KV cache coordinator for groups of one layer each that grow together.
+
+    A request's head blocks go back to the pool when its whole prompt has been processed and a plan
+    was given for it (`set_plan`); until then, and without a plan, it is full attention.
+
+    Attributes:
+        held_blocks: `[layers]` int64, blocks of the pool held by all requests, per layer.
+        skipped_tokens: `[layers]` int64, tokens given back by requests that still hold blocks.
+        blocks_freed: `[layers]` int64, blocks given back by eviction since the start.
+        tokens_evicted: `[layers]` int64, tokens given back by eviction since the start.
+    """
+
+    single_type_managers: tuple[LayerKVCacheManager, ...]  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        sizes = set(self.group_block_sizes)
+        assert len(sizes) == 1, f"layers with different block sizes cannot run in lockstep: {sizes}"
+        self.block_size = sizes.pop()
+        self.num_layers = len(self.single_type_managers)
+        self._no_blocks: tuple[list[KVCacheBlock], ...] = tuple([] for _ in range(self.num_layers))
+        self._num_blocks: dict[str, int] = {}  # table entries a layer, null blocks included
+        self._plans: dict[str, RetentionPlan] = {}  # of requests that will evict
+        self._confirmed: set[str] = set()  # requests whose survivors the worker has moved
+        self._evicted: set[str] = set()  # requests whose head has been given back
+        self.held_blocks = np.zeros(self.num_layers, np.int64)
+        self.skipped_tokens = np.zeros(self.num_layers, np.int64)
+        self.blocks_freed = np.zeros(self.num_layers, np.int64)
+        self.tokens_evicted = np.zeros(self.num_layers, np.int64)
+        self.num_evictions = 0
+
+    # Plans ------------------------------------------------------------------------------------
+
+    def set_plan(self, request_id: str, plan: RetentionPlan) -> None:
+        """Say what the request keeps once its prompt is processed. `plan.skip` is per layer."""
+        assert len(plan.skip) == self.num_layers, (len(plan.skip), self.num_layers)
+        if plan.evicts:
+            self._plans[request_id] = plan
+
+    def forget_plan(self, request_id: str) -> None:
+        """Drop the plan of a request that has finished."""
+        self._plans.pop(request_id, None)
+
+    def confirm(self, request_id: str, num_layers: int) -> None:
+        """The worker reports that it moved the survivors of `num_layers` layers to the tail.
+
+        Raises:
+            RuntimeError: that is not the number of layers that the plan shortens.
+        """
+        plan = self._plans.get(request_id)
+        if plan is None or request_id not in self._num_blocks:
+            return  # finished, or preempted while the step ran; it will evict again
+        expected = int((plan.skip > 0).sum())
+        if num_layers != expected:
+            raise RuntimeError(
+                f"request {request_id}: the worker evicted in {num_layers} layers, the plan "
+                f"shortens {expected}; scheduler and worker disagree about the KV policy"
+            )
+        self._confirmed.add(request_id)
+
+    def is_confirmed(self, request_id: str) -> bool:
+        """Whether the worker has moved the request's survivors."""
+        return request_id in self._confirmed
+
+    def has_evicted(self, request_id: str) -> bool:
+        """Whether the request's head blocks have gone back to the pool (and not come again)."""
+        return request_id in self._evicted
+
+    # vLLM's contract --------------------------------------------------------------------------
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """Blocks that all layers together need for `num_tokens` tokens of the request."""
+        missing = cdiv(num_tokens, self.block_size) - self._num_blocks.get(request_id, 0)
+        return missing * self.num_layers if missing > 0 else 0
+
+    def allocate_new_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> None:
+        """Nothing to adopt: prefix caching and KV connectors are refused at start-up."""
+        assert not any(new_computed_blocks) and num_external_computed_tokens == 0
+
+    def allocate_new_blocks(
+        self,
+        request_id: str,
+        num_tokens: int,
+        num_tokens_main_model: int,
+        num_encoder_tokens: int = 0,
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """The next blocks of every layer, `[layers][new blocks]`; usually none."""
+        have = self._num_blocks.get(request_id, 0)
+        missing = cdiv(num_tokens, self.block_size) - have
+        if missing <= 0:
+            return self._no_blocks
+        pool_blocks = self.block_pool.get_new_blocks(missing * self.num_layers)
+        self._num_blocks[request_id] = have + missing
+        self.held_blocks += missing
+        new_blocks = tuple(
+            pool_blocks[start : start + missing] for start in range(0, len(pool_blocks), missing)
+        )
+        for manager, blocks in zip(self.single_type_managers, new_blocks, strict=True):
+            manager.req_to_blocks[request_id].extend(blocks)
+            if manager.records_new_block_ids:
+                manager.new_block_ids.extend(block.block_id for block in blocks)
+        return new_blocks
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """No prefix caching, nothing to hash."""
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Give the head blocks back, once, when the whole prompt has been processed.
+
+        vLLM counts processed tokens here, not scheduled ones, so the step that compacts the cache
+        has ended and no step in flight still reads the head.
+        """
+        plan = self._plans.get(request_id)
+        if plan is None or request_id in self._evicted:
+            return
+        if processed_computed_tokens < plan.prompt_len:
+            return
+        if request_id not in self._confirmed:
+            raise RuntimeError(
+                f"request {request_id}: its prompt of {plan.prompt_len} tokens is processed but "
+                "the worker did not evict. Eviction was asked for and did not happen, so the "
+                "engine stops; start with --enforce-eager to rule out captured graphs, and report "
+                "this"
+            )
+        self._evicted.add(request_id)
+        freed = np.empty(self.num_layers, np.int64)
+        skips = plan.skip.tolist()
+        for layer, (manager, skip) in enumerate(zip(self.single_type_managers, skips, strict=True)):
+            freed[layer] = manager.release_head(request_id, skip // self.block_size)
+        self.held_blocks -= freed
+        self.blocks_freed += freed
+        self.skipped_tokens += plan.skip
+        self.tokens_evicted += plan.skip
+        self.num_evictions += 1
+
+    def free(self, request_id: str) -> None:
+        """Give all blocks back (the request has finished or is preempted); the plan stays."""
+        self._forget_blocks(request_id)
+        super().free(request_id)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """As `free`, but the caller returns the blocks to the pool."""
+        self._forget_blocks(request_id)
+        return super().pop_blocks_for_free(request_id)
+
+    def _forget_blocks(self, request_id: str) -> None:
+        self.held_blocks -= self._num_blocks.pop(request_id, 0)
+        self._confirmed.discard(request_id)
+        if request_id in self._evicted:
+            self._evicted.discard(request_id)
+            plan = self._plans[request_id]
+            self.held_blocks += plan.skip // self.block_size
+            self.skipped_tokens -= plan.skip
+
+    def new_step_starts(self) -> None:
+        """The managers keep nothing per step."""
+
+    # Checks -----------------------------------------------------------------------------------
+
+    def blocks_held(self, request_id: str) -> list[int]:
+        """Blocks the request holds, per layer, counted from its block lists."""
+        return [manager.num_held(request_id) for manager in self.single_type_managers]
+
+    def check_integrity(self) -> None:
+        """Recount everything; for tests.
+
+        Raises:
+            AssertionError: blocks free + held differ from the pool, a block has two owners, or a
+                counter disagrees with the block lists.
+        """
+        held = np.zeros(self.num_layers, np.int64)
+        owned: list[int] = []
+        for layer, manager in enumerate(self.single_type_managers):
+            for request_id, blocks in manager.req_to_blocks.items():
+                if not blocks:
+                    continue
+                assert len(blocks) == self._num_blocks[request_id], (layer, request_id)
+                ids = [block.block_id for block in blocks if not block.is_null]
+                held[layer] += len(ids)
+                owned.extend(ids)
+        assert len(owned) == len(set(owned)), "a block belongs to two places"
+        assert (held == self.held_blocks).all(), (held, self.held_blocks)
+        free = self.block_pool.get_num_free_blocks()
+        usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
+        assert free + len(owned) == usable, (free, len(owned), usable)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of one layer."""
+
+from __future__ import annotations
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+
+class LayerKVCacheManager(FullAttentionManager):
+    """Blocks of one layer for every request; `LockstepCoordinator` decides when they change.
+
+    To vLLM it is a full-attention manager without prefix caching. The one thing it adds is giving
+    back the head of a request's blocks, as a sliding window would:
+
+        before   [b0][b1][b2][b3][b4]      after release_head(rid, 3)   [null][null][null][b3][b4]
+    """
+
+    def release_head(self, request_id: str, num_blocks: int) -> int:
+        """Return the first `num_blocks` blocks of a request to the pool.
+
+        The places stay in the list as null blocks, so token p is still found at p // block size.
+
+        Returns:
+            How many blocks were really given back (0 when it was done before).
+        """
+        before = self.block_pool.get_num_free_blocks()
+        self._remove_blocks_in_range(request_id, 0, num_blocks)
+        return self.block_pool.get_num_free_blocks() - before
+
+    def num_held(self, request_id: str) -> int:
+        """Blocks of the pool that the request holds in this layer."""
+        return sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))

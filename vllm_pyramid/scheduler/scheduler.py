@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers with a KV budget per layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_pyramid.compat.coordinator import lockstep_coordinator
+from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions
+from vllm_pyramid.config import KVSettings, RequestOverride, plan_for
+from vllm_pyramid.policy.base import RetentionPlan
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class PyramidSchedulerMixin(Scheduler):
+    """What eviction asks of a scheduler, and nothing else.
+
+    - a request's plan (what every layer keeps) is made when it arrives;
+    - a chunk never crosses the end of the prompt, so a preempted request that comes back with
+      generated tokens evicts where it did the first time, and never leaves a last prompt chunk
+      shorter than the observation window;
+    - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
+    - what happened is reported with the request and with the statistics.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with lockstep_coordinator(LockstepCoordinator):
+            super().__init__(*args, **kwargs)
+        coordinator = self.kv_cache_manager.coordinator
+        assert isinstance(coordinator, LockstepCoordinator)
+        self.coordinator = coordinator
+        settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
+        policy = settings.policy() if settings is not None else None
+        assert policy is not None, "this scheduler is only chosen when a policy was asked for"
+        self.kv_policy = policy
+        # The last chunk of a prompt must carry the queries that the scorer looks through.
+        self.min_last_chunk = policy.window if policy.needs_scores else 1
+        self._plans: dict[str, RetentionPlan] = {}
+        self._log_capacity()
+
+    def _log_capacity(self) -> None:
+        length = self.max_model_len
+        plan = self.kv_policy.plan(length, self.coordinator.num_layers, self.block_size)
+        total = self.kv_cache_config.num_blocks - 1
+        full = cdiv(length, self.block_size) * self.coordinator.num_layers
+        logger.info(
+            "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
+            "%d blocks holds %.1f such prompts whole and %.1f evicted",
+            self.kv_policy.name,
+            length,
+            int(plan.blocks.sum()),
+            full,
+            self.coordinator.num_layers,
+            total,
+            total / full,
+            total / int(plan.blocks.sum()),
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Plan what the request keeps, then queue it."""
+        params = request.sampling_params
+        override = RequestOverride.parse(params.extra_args if params is not None else None)
+        plan = plan_for(
+            self.kv_policy,
+            override,
+            request.num_prompt_tokens,
+            self.coordinator.num_layers,
+            self.block_size,
+        )
+        self._plans[request.request_id] = plan
+        self.coordinator.set_plan(request.request_id, plan)
+        super().add_request(request)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM's last word on the size of a chunk; ours ends it at the prompt's end.
+
+            |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
+            0                                              prompt_len
+        """
+        num_new_tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        remaining = request.num_prompt_tokens - num_computed_tokens
+        if remaining <= 0 or not self._plans[request.request_id].evicts:
+            return num_new_tokens
+        num_new_tokens = min(num_new_tokens, remaining)
+        left = remaining - num_new_tokens
+        if 0 < left < self.min_last_chunk:
+            num_new_tokens -= self.min_last_chunk - left
+        return max(num_new_tokens, 0)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        """Take the worker's word that it evicted before the blocks are given back."""
+        for request_id, num_layers in read_evictions(model_runner_output).items():
+            self.coordinator.confirm(request_id, num_layers)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        report = self._report(request)
+        kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
+        self.coordinator.forget_plan(request.request_id)
+        return kv_transfer_params or report, ec_transfer_params
+
+    def _report(self, request: Request) -> dict[str, Any]:
+        """What the request kept, for its response (`kv_transfer_params`, all that vLLM passes)."""
+        plan = self._plans.pop(request.request_id)
+        evicted = self.coordinator.has_evicted(request.request_id) or (
+            plan.evicts and self.coordinator.is_confirmed(request.request_id)
+        )
+        held = plan.held if evicted else plan.held + plan.skip
+        blocks_before = cdiv(plan.prompt_len, self.block_size) * self.coordinator.num_layers
+        return {
+            "kv_policy": self.kv_policy.name,
+            "kv_budget": plan.budget_tokens,
+            "prompt_tokens": plan.prompt_len,
+            "kept_tokens": held.tolist(),
+            "evicted_tokens": int(plan.skip.sum()) if evicted else 0,
+            "blocks_before": blocks_before,
+            "blocks_after": int(plan.blocks.sum()) if evicted else blocks_before,
+        }
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's statistics with the per-layer counters beside them."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            attach_policy_stats(stats, self.policy_stats())
+        return stats
+
+    def policy_stats(self) -> dict[str, Any]:
+        """Counters since the start and what is held now, per layer (`metrics.py` has the names)."""
+        computed = sum(request.num_computed_tokens for request in self.running)
+        coordinator = self.coordinator
+        return {
+            "evictions": coordinator.num_evictions,
+            "tokens_evicted": coordinator.tokens_evicted.tolist(),
+            "blocks_freed": coordinator.blocks_freed.tolist(),
+            "blocks_held": coordinator.held_blocks.tolist(),
+            "tokens_held": (computed - coordinator.skipped_tokens).tolist(),
+        }
+
+
+class PyramidScheduler(PyramidSchedulerMixin, Scheduler):
+    """Over vLLM's synchronous scheduler."""
+
+
+class PyramidAsyncScheduler(PyramidSchedulerMixin, AsyncScheduler):
+    """Over vLLM's asynchronous scheduler (the default on CUDA)."""

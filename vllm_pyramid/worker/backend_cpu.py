@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backend of the CPU platform: every layer attends to what it kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from vllm_pyramid.ops import get_ops
+from vllm_pyramid.worker.context import LayerContext
+from vllm_pyramid.worker.retention import StepRetention
+
+
+class PyramidCpuBackend(AttentionBackend):
+    """Paged attention on the CPU with a token range per layer and request."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """A member of vLLM's backend enumeration."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PyramidCpuImpl]:
+        return PyramidCpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PyramidCpuMetadataBuilder]:
+        return PyramidCpuMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(8)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= 256
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Heads outside tokens: the rows of a KV head in a block are contiguous."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+
+@dataclass
+class PyramidCpuMetadata:
+    """One layer's view of a step.
+
+    Attributes:
+        block_table: `[R, M]` int32. query_start_loc: `[R + 1]` int32. seq_lens: `[R]` int32.
+        skips: `[R]` int32, tokens below which the layer's table is not valid.
+        step: the whole step, for evictions. layer: index of this layer in it.
+    """
+
+    num_tokens: int
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    skips: torch.Tensor
+    step: StepRetention | None
+    layer: int
+
+
+class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
+    """Slices the step's retention; all the work was done once for all layers.
+
+    Attributes:
+        context: set by the model runner; None where no policy is served (one group, no eviction).
+    """
+
+    context: LayerContext | None = None
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._no_skips = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PyramidCpuMetadata:
+        """Metadata of this builder's layers for the current step."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
+        num_reqs = common.num_reqs
+        step, layer = None, 0
+        skips = self._no_skips[:num_reqs]
+        if self.context is not None:
+            step, layer = self.context.retention.step, self.context.layer
+            skips = torch.from_numpy(step.skips[layer])
+            assert skips.numel() == num_reqs, (skips.numel(), num_reqs)
+        return PyramidCpuMetadata(
+            num_tokens=common.num_actual_tokens,
+            block_table=common.block_table_tensor,
+            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            seq_lens=common.seq_lens[:num_reqs],
+            skips=skips,
+            step=step,
+            layer=layer,
+        )
+
+
+class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
+    """Attention of one layer.
+
+    Attributes:
+        context: set by the model runner where a policy is served.
+    """
+
+    context: LayerContext | None = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise ValueError("ALiBi has no kernel in vllm-pyramid's CPU platform")
+        if attn_type != AttentionType.DECODER:
+            raise ValueError(
+                f"attention of type {attn_type} has no kernel in vllm-pyramid's CPU platform; it "
+                "serves decoder-only models"
+            )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.sliding_window = sliding_window or 0
+        self.soft_cap = float(logits_soft_cap or 0.0)
+        self.sinks = sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.ops = get_ops("cpu")
+
+    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[P, G, N, 2 * D]` as vLLM allocates it: K plane and V plane of a head, `[P, G, N, D]`."""
+        blocks, heads, tokens, content = kv_cache.shape
+        planes = kv_cache.view(blocks, heads, 2 * tokens, content // 2)
+        return planes[:, :, :tokens], planes[:, :, tokens:]
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values, `[T, G, D]`, to their slots."""
+        key_cache, value_cache = self._split(kv_cache)
+        self.ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PyramidCpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend, then evict from the prompts that end in this step.
+
+        Args:
+            query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`. output: `[T, H, D]`, written.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantisation is not supported on the CPU")
+        if attn_metadata is None:  # profiling run
+            return output.zero_()
+        meta = attn_metadata
+        key_cache, value_cache = self._split(kv_cache)
+        query = query[: meta.num_tokens]
+        self.ops.paged_attention(
+            output[: meta.num_tokens],
+            query,
+            key_cache,
+            value_cache,
+            meta.block_table,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.skips,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+        )
+        if meta.step is not None and meta.step.evictions is not None:
+            assert self.context is not None, "the model runner did not bind this layer"
+            self.context.evict(
+                self.ops,
+                meta.step.evictions,
+                query,
+                key_cache,
+                value_cache,
+                meta.block_table,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+            )
+        return output

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer's metadata builder and attention share: given to both by the model runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from vllm_pyramid.worker.evict import evict_layer
+from vllm_pyramid.worker.retention import Retention, StepEvictions
+from vllm_pyramid.worker.trace import TraceWriter
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """One attention layer's place in the policy.
+
+    Attributes:
+        retention: the runner's, shared by all layers. layer: index of this one, from the bottom.
+        trace: where kept positions go, or None.
+    """
+
+    retention: Retention
+    layer: int
+    trace: TraceWriter | None
+
+    def evict(
+        self,
+        ops: ModuleType,
+        evictions: StepEvictions,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        scale: float,
+        soft_cap: float,
+    ) -> None:
+        """Evict in this layer (see `evict_layer`); the last layer closes the step's trace."""
+        evict_layer(
+            ops,
+            self.retention.policy,
+            evictions,
+            self.layer,
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            scale=scale,
+            soft_cap=soft_cap,
+            trace=self.trace,
+        )
+        if self.trace is not None and self.layer == self.retention.num_layers - 1:
+            self.trace.finish_step(evictions, key_cache.shape[1])

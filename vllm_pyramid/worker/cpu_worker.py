@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU worker with a policy. Importing vLLM's module replaces parts of torch: CPU only."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_pyramid.worker.runner import extend_with_policy
+
+
+class PyramidCpuWorker(CPUWorker):
+    """Extends the model runner once vLLM has chosen and built it."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        extend_with_policy(self.model_runner, self.use_v2_model_runner)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--kv-trace DIR`: the positions every request kept, for whoever wants to check or plot them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_pyramid.worker.retention import StepEvictions
+
+
+class TraceWriter:
+    """Writes one `.npz` a request into a folder, when its last layer has evicted.
+
+    Each holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
+    (`[L]` int32, tokens kept per KV head) and `kept_<layer>` (`[G, held[layer]]` int32, ascending
+    positions; layers that kept everything too). With tensor parallelism each rank writes its own
+    KV heads into `<request>-rank<r>.npz`. A request that is preempted and evicts again replaces
+    its file.
+    """
+
+    def __init__(self, folder: str, num_layers: int, rank: int, world_size: int) -> None:
+        self.folder = Path(folder).expanduser()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.num_layers = num_layers
+        self.suffix = f"-rank{rank}" if world_size > 1 else ""
+        self._open: dict[str, dict[int, np.ndarray]] = {}
+
+    def record(
+        self, evictions: StepEvictions, index: int, layer: int, positions: torch.Tensor
+    ) -> None:
+        """Take the positions `[G, held]` that request `index` keeps in `layer`."""
+        layers = self._open.setdefault(evictions.request_ids[index], {})
+        layers[layer] = positions.cpu().numpy().copy()
+
+    def finish_step(self, evictions: StepEvictions, num_kv_heads: int) -> None:
+        """Write the requests of a step whose layers are all done."""
+        for index, request_id in enumerate(evictions.request_ids):
+            layers = self._open.pop(request_id, {})
+            prompt_len = int(evictions.prompt_lens[index])
+            everything = np.tile(np.arange(prompt_len, dtype=np.int32), (num_kv_heads, 1))
+            arrays = {
+                f"kept_{layer}": layers.get(layer, everything) for layer in range(self.num_layers)
+            }
+            name = re.sub(r"[^\w.-]", "_", request_id) + self.suffix
+            partial = self.folder / f".{name}.part"
+            with partial.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    request_id=request_id,
+                    prompt_len=prompt_len,
+                    budget=int(evictions.budgets[index]),
+                    held=evictions.helds[:, index],
+                    **arrays,
+                )
+            partial.rename(self.folder / f"{name}.npz")
