@@ -37,6 +37,7 @@ COMMON_FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-sign-compare",
+    "-Wno-maybe-uninitialized",  # false alarms inside the compiler's own intrinsics
 ]
 
 

@@ -14,6 +14,7 @@ readonly VLLM=0.32.0
 readonly VENV=.venv
 readonly PY="$VENV/bin/python"
 readonly STATE="$VENV/.setup"
+readonly LIBRARY='vllm_pyramid/ops/_kernels*.so' # a pattern: Python's version is in the name
 
 say() { printf '==> %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -93,6 +94,16 @@ install_dependencies() {
     [[ "$before" == "$after" ]] || die "the installation replaced torch ($before) by ($after)"
 }
 
+# Not remembered where the compiler failed or is missing, so that the next run tries again.
+remember_library() {
+    if compgen -G "$LIBRARY" >/dev/null; then
+        remember library "$library"
+    else
+        say "WARNING: the C++ library was not built: the CPU kernels will be PyTorch's, and slow." \
+            "Install a C++17 compiler, then run 'make build-ext'."
+    fi
+}
+
 if [[ ! -x "$PY" ]] || ! is_supported "$PY"; then
     python=$(find_python)
     say "creating $VENV with $("$python" --version)"
@@ -108,21 +119,22 @@ if ! done_before dependencies "$dependencies"; then
     remember dependencies "$dependencies"
 fi
 
-# The editable installation holds the entry points through which vLLM finds the plugin. It lies in
-# .venv and points to this folder, so a moved checkout installs again.
-package="$(hash_project project build-system tool.setuptools) $(hash_files setup.py) $PWD"
-if ! done_before package "$package"; then
-    say "installing vllm-pyramid (editable)"
-    "$PY" -m uv pip install --quiet --python "$PY" --offline --no-deps --no-build-isolation -e .
-    remember package "$package"
-fi
-
+# The editable installation holds the entry points through which vLLM finds the plugin, and builds
+# the library. It lies in .venv and points to this folder, so a moved checkout installs again.
 mapfile -t sources < <(find csrc -type f | LC_ALL=C sort)
 library="$(hash_files setup.py "${sources[@]}")"
-if ! done_before library "$library"; then
+package="$(hash_project project build-system tool.setuptools) $(hash_files setup.py) $PWD"
+if ! done_before package "$package"; then
+    say "installing vllm-pyramid (editable) and building its C++ library"
+    rm -f $LIBRARY  # a failed build must not leave the old one behind
+    "$PY" -m uv pip install --quiet --python "$PY" --offline --no-deps --no-build-isolation -e .
+    remember package "$package"
+    remember_library
+elif ! done_before library "$library"; then
     say "building the C++ library"
+    rm -f $LIBRARY
     "$PY" setup.py --quiet build_ext --inplace
-    remember library "$library"
+    remember_library
 fi
 
 # Generated here so that the first test or demonstration does not wait for it (two seconds, once).

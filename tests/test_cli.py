@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +176,48 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], argv: list
         main(argv)
     assert caught.value.code == 2
     assert "usage: vllm-pyramid" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_pyramid.cli",
+        "budgets",
+        "--num-layers",
+        "9999",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"{\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+def test_demo_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_pyramid.demo import run
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(run, "main", lambda argv: seen.append(argv) or 3)
+    assert main(["demo", "--prompt-tokens", "100"]) == 3
+    assert seen == [["--prompt-tokens", "100"]]
+
+
+def test_demo_model_prints_a_path(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_pyramid import demo
+
+    monkeypatch.setattr(demo, "model_path", lambda: Path("/some/model"))
+    assert main(["demo-model"]) == 0
+    assert capsys.readouterr().out == "/some/model\n"
+
+    def fail() -> Path:
+        raise RuntimeError("the cache folder cannot be written")
+
+    monkeypatch.setattr(demo, "model_path", fail)
+    assert main(["demo-model"]) == 2
+    assert "the cache folder cannot be written" in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_plans_of_requests() -> None:
 def test_full_serves_only_full() -> None:
     policy = load_policy("full")
     assert resolve(policy, RequestOverride.parse({"kv_policy": "full"})) == (policy, None)
-    with pytest.raises(ValueError, match="may ask for 'full'$"):
+    with pytest.raises(ValueError, match=r"may ask for 'full'$"):
         resolve(policy, RequestOverride.parse({"kv_policy": "snapkv"}))
     with pytest.raises(ValueError, match="keeps every token"):
         resolve(policy, RequestOverride.parse({"kv_budget": 256}))

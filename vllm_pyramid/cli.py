@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -77,8 +79,8 @@ def _build_parser() -> argparse.ArgumentParser:
     budgets.add_argument("--json", action="store_true", help="print JSON instead of a table")
     budgets.set_defaults(run=_run_budgets)
 
-    demo = commands.add_parser("demo", help="run the built-in model with three policies")
-    demo.set_defaults(run=_run_demo)
+    # Only for the list of commands: `main` hands the demonstration its own arguments.
+    commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)
     demo_model = commands.add_parser("demo-model", help="print the path of the built-in model")
     demo_model.set_defaults(run=_run_demo_model)
     return parser
@@ -281,10 +283,10 @@ def _run_budgets(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_demo(args: argparse.Namespace) -> int:
+def _run_demo(argv: Sequence[str]) -> int:
     from vllm_pyramid.demo import run
 
-    return int(run.main() or 0)
+    return run.main(argv)
 
 
 def _run_demo_model(args: argparse.Namespace) -> int:
@@ -299,13 +301,22 @@ def _run_demo_model(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 on success, 2 on wrong input, which is explained in one line."""
-    args = _build_parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = args.run
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return run(args)
+        if argv[:1] == ["demo"]:
+            return _run_demo(argv[1:])
+        args = _build_parser().parse_args(argv)
+        run: Callable[[argparse.Namespace], int] = args.run
+        status = run(args)
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         print(f"vllm-pyramid: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone; without this Python complains again while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -26,7 +27,6 @@ _WORKERS = {
     "cuda": "vllm_pyramid.worker.gpu_worker.PyramidGpuWorker",
 }
 _STOCK_WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
-_CUDA_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -114,27 +114,46 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
             _refuse(flag, why)
     if args.runner == "pooling":
         _refuse("--runner pooling", "pooling models keep no cache to evict from")
-    _prepare_backend(args)
+    _prepare_backend(args, policy)
 
 
-def _prepare_backend(args: EngineArgs) -> None:
+def _prepare_backend(args: EngineArgs, policy: Policy) -> None:
+    """On CUDA, take over the attention backend: ours runs vLLM's kernels on per-layer tables."""
+    on_cuda = current_platform.device_type == "cuda"
     chosen = args.attention_backend or args.attention_config.backend
-    allowed = (None, AttentionBackendEnum.CUSTOM)
-    if current_platform.device_type == "cuda":
-        allowed = (*allowed, *_CUDA_BACKENDS)
     if isinstance(chosen, str):
         chosen = AttentionBackendEnum[chosen.upper()]
-    if chosen not in allowed:
-        names = ", ".join(b.name for b in allowed if b is not None)
+    allowed = tuple(BACKENDS) if on_cuda else ()
+    if chosen is not None and chosen.name not in allowed:
         _refuse(
-            f"--attention-backend {chosen.name}", f"per-layer lengths are built on {names} here"
+            f"--attention-backend {chosen.name}",
+            f"per-layer tables are built for {' and '.join(allowed)} here"
+            if on_cuda
+            else "on the CPU vllm-pyramid's own kernels run; leave the flag out",
         )
-    if current_platform.device_type == "cuda":
-        from vllm_pyramid.worker.backend_cuda import choose_base
+    if not on_cuda:
+        return
+    if policy.evicts and not policy.fill_blocks:
+        raise ValueError(
+            f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "
+            "block that the attention kernels for CUDA cannot mask: set fill_blocks to true"
+        )
+    args.additional_config = {
+        **(args.additional_config or {}),
+        BACKEND_KEY: chosen.name if chosen is not None else _default_backend(),
+    }
+    args.attention_backend = AttentionBackendEnum.CUSTOM
+    args.attention_config.backend = None
+    register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[args.additional_config[BACKEND_KEY]])
 
-        choose_base(chosen)
-        args.attention_backend = AttentionBackendEnum.CUSTOM
-        args.attention_config.backend = None
+
+def _default_backend() -> str:
+    """FlashAttention where the device and this vLLM have it, else Triton."""
+    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+
+    if current_platform.has_device_capability(80) and is_flash_attn_varlen_func_available():
+        return "FLASH_ATTN"
+    return "TRITON_ATTN"
 
 
 def finish_config(config: VllmConfig, settings: KVSettings) -> None:
@@ -173,7 +192,7 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
 
 def _check_chunks(config: VllmConfig, policy: Policy) -> None:
     """The last chunk of a prompt must be able to carry the observation window."""
-    if not policy.needs_scores:
+    if not policy.evicts:
         return
     scheduler = config.scheduler_config
     for flag, tokens in (
@@ -181,11 +200,12 @@ def _check_chunks(config: VllmConfig, policy: Policy) -> None:
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
         ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
     ):
-        if tokens and tokens <= policy.window:
+        if tokens and tokens <= policy.min_last_chunk:
             raise ValueError(
-                f"{flag} {tokens} is not larger than the policy's observation window of "
-                f"{policy.window} tokens, so the last chunk of a prompt could never be scheduled: "
-                f"raise it above {policy.window}"
+                f"{flag} {tokens} is too small for policy {policy.name!r}: the last chunk of a "
+                f"prompt carries at least {policy.min_last_chunk} tokens (the observation "
+                f"window), so prompts could stop short of it for ever; raise it above "
+                f"{policy.min_last_chunk}"
             )
 
 

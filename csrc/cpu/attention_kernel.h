@@ -118,7 +118,7 @@ PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* proba
     }
   }
   const float correction =
-      after == before ? 1.0f : v_hmax(v_exp2(v_set((before - after) * factor)));
+      after == before ? 1.0f : v_first(v_exp2(v_set((before - after) * factor)));
   *max = after;
   *weight = *weight * correction + v_hsum(total);
   return correction;
@@ -192,8 +192,8 @@ PYR_INLINE void finish_row(const PyrAttention& p, const Sight& sight, int kv_hea
     const float sink = load_scalar(p.sinks, head, p.sinks_dtype) * kLog2e;
     const float shift = sink > top ? sink : top;
     if (shift != -INFINITY) {
-      factor = v_hmax(v_exp2(v_set(top - shift)));
-      weight = weight * factor + v_hmax(v_exp2(v_set(sink - shift)));
+      factor = v_first(v_exp2(v_set(top - shift)));
+      weight = weight * factor + v_first(v_exp2(v_set(sink - shift)));
     }
   }
   store_row(p.out, (sight.query0 + row / sight.heads) * p.out_t + head * p.out_h, p.out_dtype, sum,
@@ -241,7 +241,7 @@ void merge(const PyrAttention& p, const AttentionItem& first, int64_t parts, con
     memset(sum, 0, size_t(p.D) * 4);
     for (int64_t k = 0; k < parts; ++k) {
       if (part[k * size] == -INFINITY) continue;
-      const float factor = v_hmax(v_exp2(v_set((part[k * size] - max) * scale)));
+      const float factor = v_first(v_exp2(v_set((part[k * size] - max) * scale)));
       weight += part[k * size + 1] * factor;
       for (int d = 0; d < p.D; ++d) sum[d] += part[k * size + 2 + d] * factor;
     }

@@ -108,7 +108,7 @@ void score_logits(const PyrScores& p, const ScoreItem& item, const ScoreBuffers&
       V total = v_zero();
       for (int i = 0; i < vectors; ++i)
         total = v_add(total, v_exp2(v_sub(v_load(row + i * W), v_set(after))));
-      const float kept = after == before ? 1.0f : v_hmax(v_exp2(v_set(before - after)));
+      const float kept = after == before ? 1.0f : v_first(v_exp2(v_set(before - after)));
       b.row_sum[r] = b.row_sum[r] * kept + v_hsum(total);
       b.row_max[r] = after;
     }

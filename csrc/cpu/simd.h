@@ -69,6 +69,7 @@ PYR_INLINE V v_mul(V a, V b) { return _mm512_mul_ps(a, b); }
 PYR_INLINE V v_div(V a, V b) { return _mm512_div_ps(a, b); }
 PYR_INLINE V v_max(V a, V b) { return _mm512_max_ps(a, b); }
 PYR_INLINE V v_min(V a, V b) { return _mm512_min_ps(a, b); }
+PYR_INLINE float v_first(V a) { return _mm512_cvtss_f32(a); }
 PYR_INLINE float v_hmax(V a) { return _mm512_reduce_max_ps(a); }
 PYR_INLINE float v_hsum(V a) { return _mm512_reduce_add_ps(a); }
 
@@ -167,6 +168,7 @@ PYR_INLINE V v_mul(V a, V b) { return _mm256_mul_ps(a, b); }
 PYR_INLINE V v_div(V a, V b) { return _mm256_div_ps(a, b); }
 PYR_INLINE V v_max(V a, V b) { return _mm256_max_ps(a, b); }
 PYR_INLINE V v_min(V a, V b) { return _mm256_min_ps(a, b); }
+PYR_INLINE float v_first(V a) { return _mm256_cvtss_f32(a); }
 PYR_INLINE float v_hmax(V a) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -257,6 +259,7 @@ PYR_INLINE V v_div(V a, V b) { return a / b; }
 PYR_INLINE V v_blend(VI take_a, V a, V b) { return (V)((take_a & (VI)a) | (~take_a & (VI)b)); }
 PYR_INLINE V v_max(V a, V b) { return v_blend(a > b, a, b); }
 PYR_INLINE V v_min(V a, V b) { return v_blend(a < b, a, b); }
+PYR_INLINE float v_first(V a) { return a[0]; }
 PYR_INLINE float v_hmax(V a) {
   const float x = a[0] > a[1] ? a[0] : a[1], y = a[2] > a[3] ? a[2] : a[3];
   return x > y ? x : y;

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def test_values_of_the_papers() -> None:
     }
     assert load_policy("streaming-llm").sinks == 4
     assert load_policy("window").sinks == 0
+
+
+def test_the_examples_of_the_documentation(
+    preset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    format_example, own_example = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    packaged = load_policy("pyramidkv").model_dump(exclude={"description", "paper"})
+    documented = load_policy(preset(format_example)).model_dump(exclude={"description", "paper"})
+    assert documented == packaged
+
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (tmp_path / "my_policies.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = load_policy(preset(own_example)).plan(8192, 8, 16)
+    assert plan.keep.tolist() == [1016, 1016, 1016, 210, 210, 210, 209, 209]
 
 
 @pytest.mark.parametrize("name", ["pyramidvk", "", "None", "../configs/snapkv", "none"])

@@ -1,5 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels (placeholder until the C++ bindings land)."""
-def get_ops(device_type: str):
-    from vllm_pyramid.ops import reference
+"""The kernels: one contract (`reference.py`), three back ends."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+@functools.cache
+def get_ops(device_type: str) -> ModuleType:
+    """The module with the kernels for a device: `reference.py` names its functions.
+
+    On CPU these are the C++ kernels, or, where they were not built, the PyTorch reference after one
+    warning.
+
+    Args:
+        device_type: "cpu" or "cuda", as `torch.device.type`.
+
+    Raises:
+        ValueError: another device type, or an instruction set that this CPU lacks was asked for.
+    """
+    if device_type == "cuda":
+        from vllm_pyramid.ops import triton_ops
+
+        return triton_ops
+    if device_type != "cpu":
+        raise ValueError(f"no kernels for device type {device_type!r}; one of {DEVICE_TYPES}")
+    from vllm_pyramid.ops import cpu, reference
+
+    reason = cpu.load_error()
+    if not reason:
+        return cpu
+    logger.warning("Using the much slower PyTorch kernels on CPU: %s", reason)
     return reference

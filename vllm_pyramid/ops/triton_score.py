@@ -153,9 +153,8 @@ def join_log_sum_exp_kernel(
             sums * tl.exp2(maxima - reference_max[:, None]), 1
         )
         running_max = new_max
-    tl.store(
-        log_sum_exp + rows, (running_max + tl.log2(running_sum)) / LOG2_E, mask=row_mask
-    )
+    running_sum = tl.where(row_mask, running_sum, 1.0)
+    tl.store(log_sum_exp + rows, (running_max + tl.log2(running_sum)) / LOG2_E, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["num_columns"])

@@ -51,7 +51,6 @@ def select_kernel(
     wanted = keep - WINDOW
     prefix = tl.full([], 0, tl.uint32)
     for i in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * i
         counts = tl.zeros([256], tl.int32)
         for start in range(0, candidates, BLOCK):
             positions = start + offsets
@@ -60,8 +59,8 @@ def select_kernel(
                 tl.load(row + positions, mask=inside, other=0.0), positions, num_sinks
             )
             if i > 0:
-                inside &= (bits >> (shift + 8)) == prefix
-            digits = ((bits >> shift) & 0xFF).to(tl.int32)
+                inside &= (bits >> (32 - 8 * i)) == prefix
+            digits = ((bits >> (24 - 8 * i)) & 0xFF).to(tl.int32)
             counts += tl.histogram(digits, 256, mask=inside)
         at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
         digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)

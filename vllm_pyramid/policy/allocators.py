@@ -50,7 +50,9 @@ class Allocator(Component):
         assert 0 <= mean <= capacity and num_layers >= 1, (mean, num_layers, capacity)
         if num_layers == 1 or mean == capacity or mean == 0:
             return np.full(num_layers, mean, dtype=np.int64)
-        return round_to_sum(self.curve(mean, num_layers, capacity), mean * num_layers)
+        tokens = round_to_sum(self.curve(mean, num_layers, capacity), mean * num_layers)
+        assert tokens.min() >= 0 and tokens.max() <= capacity, (self, tokens, capacity)
+        return tokens
 
 
 def round_to_sum(curve: Reals, total: int) -> Integers:
@@ -135,7 +137,8 @@ class ExponentialAllocator(_InterpolatingAllocator):
     def shape(self, depth: Reals) -> Reals:
         if self.beta - 1.0 < 1e-9:
             return 1.0 - depth  # the limit for beta towards 1
-        return np.expm1((1.0 - depth) * np.log(self.beta)) / (self.beta - 1.0)
+        shape: Reals = np.expm1((1.0 - depth) * np.log(self.beta)) / (self.beta - 1.0)
+        return shape
 
 
 class GeometricAllocator(DecayingAllocator):
@@ -159,7 +162,8 @@ class GeometricAllocator(DecayingAllocator):
             top = capacity * float(np.exp(-log_ratio * (num_layers - 1)))
         values = top * np.exp(log_ratio * powers)
         # The ratio is solved to float precision; the sum must hold to far less than one token.
-        return np.minimum(values * (mean * num_layers / values.sum()), float(capacity))
+        curve: Reals = np.minimum(values * (mean * num_layers / values.sum()), float(capacity))
+        return curve
 
 
 @lru_cache(maxsize=4096)

@@ -146,6 +146,15 @@ class Policy(BaseModel):
         return self.scorer.needs_attention
 
     @property
+    def min_last_chunk(self) -> int:
+        """Prompt tokens that the prefill's last chunk must have, where prefill is chunked.
+
+        The scorer needs the whole window's queries at once. Two at least: a chunk of one token
+        looks like a decode step, which captured graphs replay without coming by any eviction.
+        """
+        return max(self.window, 2) if self.needs_scores else 2
+
+    @property
     def min_budget(self) -> int:
         """The smallest budget in tokens: window and sinks, and one token to choose."""
         return self.window + self.sinks + 1

@@ -44,8 +44,6 @@ class PyramidSchedulerMixin(Scheduler):
         policy = settings.policy() if settings is not None else None
         assert policy is not None, "this scheduler is only chosen when a policy was asked for"
         self.kv_policy = policy
-        # The last chunk of a prompt must carry the queries that the scorer looks through.
-        self.min_last_chunk = policy.window if policy.needs_scores else 1
         self._plans: dict[str, RetentionPlan] = {}
         self._log_capacity()
 
@@ -98,8 +96,8 @@ class PyramidSchedulerMixin(Scheduler):
             return num_new_tokens
         num_new_tokens = min(num_new_tokens, remaining)
         left = remaining - num_new_tokens
-        if 0 < left < self.min_last_chunk:
-            num_new_tokens -= self.min_last_chunk - left
+        if 0 < left < self.kv_policy.min_last_chunk:
+            num_new_tokens -= self.kv_policy.min_last_chunk - left
         return max(num_new_tokens, 0)
 
     def update_from_output(

@@ -10,6 +10,7 @@ import torch
 
 from vllm_pyramid.worker.evict import evict_layer
 from vllm_pyramid.worker.retention import Retention, StepEvictions
+from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.trace import TraceWriter
 
 
@@ -20,11 +21,13 @@ class LayerContext:
     Attributes:
         retention: the runner's, shared by all layers. layer: index of this one, from the bottom.
         trace: where kept positions go, or None.
+        shifted: short tables of all layers, on devices whose kernels need them.
     """
 
     retention: Retention
     layer: int
     trace: TraceWriter | None
+    shifted: ShiftedTables | None = None
 
     def evict(
         self,

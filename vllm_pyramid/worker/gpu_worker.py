@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS
 from vllm_pyramid.worker.runner import extend_with_policy
 
 
@@ -12,5 +14,7 @@ class PyramidGpuWorker(Worker):
     """Extends the model runner once vLLM has chosen and built it."""
 
     def init_device(self) -> None:
+        chosen = self.vllm_config.additional_config[BACKEND_KEY]
+        register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[chosen])
         super().init_device()
         extend_with_policy(self.model_runner, self.use_v2_model_runner)

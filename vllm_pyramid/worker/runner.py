@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -17,7 +19,8 @@ from vllm_pyramid.compat.runner import (
 )
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.worker.context import LayerContext
-from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.retention import Retention, StepRetention
+from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.trace import TraceWriter
 
 
@@ -25,8 +28,10 @@ class PyramidRunnerMixin:
     """Mixed into vLLM's model runner; subclasses add how that runner tells what a step holds."""
 
     vllm_config: VllmConfig
+    device: torch.device
     attn_groups: list[list[Any]]
     retention: Retention
+    shifted: ShiftedTables | None = None
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """One spec a layer, so that each gets a KV cache group of its own."""
@@ -46,30 +51,52 @@ class PyramidRunnerMixin:
             block_size=self.vllm_config.cache_config.block_size,
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
-        trace = None
+        self._trace = None
         if settings.kv_trace is not None and policy.evicts:
             world_size = self.vllm_config.parallel_config.tensor_parallel_size
-            trace = TraceWriter(
+            self._trace = TraceWriter(
                 settings.kv_trace, len(specs), get_tensor_model_parallel_rank(), world_size
             )
-        self._contexts = {
-            name: LayerContext(self.retention, layer, trace) for layer, name in enumerate(specs)
-        }
+        self._layer_names = list(specs)
         return specs
 
-    def bind_layers(self) -> None:
-        """Give every layer's metadata builders and attention their context."""
+    def bind_layers(self, table_shape: Sequence[int]) -> None:
+        """Give every layer's metadata builders and attention their context.
+
+        Args:
+            table_shape: `(R_max, M)` of the runner's block tables.
+        """
+        retention = self.retention
+        if self.device.type == "cuda":
+            self.shifted = ShiftedTables(
+                retention.num_layers, *table_shape, retention.block_size, self.device
+            )
+        contexts = {
+            name: LayerContext(retention, layer, self._trace, self.shifted)
+            for layer, name in enumerate(self._layer_names)
+        }
         bound = set()
         for groups in self.attn_groups:
             for group in groups:
                 (name,) = group.layer_names
                 for builder in group.metadata_builders:
-                    builder.context = self._contexts[name]
-                attention_layer(self.vllm_config, name).impl.context = self._contexts[name]
+                    builder.context = contexts[name]
+                attention_layer(self.vllm_config, name).impl.context = contexts[name]
                 bound.add(name)
-        missing = self._contexts.keys() - bound
+        missing = contexts.keys() - bound
         if missing:
             raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
+
+    def shift_tables(
+        self, block_tables: torch.Tensor, seq_lens: torch.Tensor, step: StepRetention
+    ) -> None:
+        """Write the step's short tables, where the attention kernels need them.
+
+        Args:
+            block_tables: `[L, R, M]` int32. seq_lens: `[>= R]` int32.
+        """
+        if self.shifted is not None:
+            self.shifted.update(block_tables, seq_lens[: block_tables.shape[1]], step.skips)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with the evictions of the step attached to the output."""

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every Triton kernel ahead of time, without a GPU, and report what it costs.
+
+    python scripts/compile_triton.py [--arch 80 90 100] [--all] [--json FILE]
+
+The public functions of `vllm_pyramid.ops.triton_ops` run on CPU tensors under a driver that
+compiles for the architecture asked for, reads the machine code's resource usage, and launches
+nothing. So exactly the tiles, specialisations and options that a GPU would get are compiled.
+Ends with an error if a kernel spills registers or needs more shared memory than a block may have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from vllm_pyramid.ops import triton_ops
+
+ARCHITECTURES = (80, 90, 100)
+# Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model geometry and the options of a call."""
+
+    name: str
+    num_kv_heads: int = 8
+    group: int = 4
+    head_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    joint: bool = True
+    window: int = 32
+    splits: int = 8
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+    reduce: str = "mean"
+    pooling: str = "avg"
+
+
+MAIN_CASES = (Case("head 128, group 4, bf16"),)
+MORE_CASES = (
+    Case("head 64, group 8, bf16", head_size=64, group=8, pooling="max", reduce="max"),
+    Case("head 80, group 1, fp16", head_size=80, group=1, num_kv_heads=32, dtype=torch.float16),
+    Case("head 96, group 3, bf16, one split", head_size=96, group=3, splits=1, window=8),
+    Case("head 256, group 2, bf16, window, cap", head_size=256, group=2, sliding_window=4096,
+         soft_cap=50.0),
+    Case("head 64, group 8, bf16, window, sinks", head_size=64, group=8, sliding_window=128,
+         sinks=True),
+    Case("head 128, group 32, bf16", group=32, num_kv_heads=1, window=64),
+    Case("head 128, group 4, fp32", dtype=torch.float32, joint=False, pooling="none"),
+    Case("head 64, group 4, fp32", dtype=torch.float32, head_size=64, reduce="sum"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources of one compiled kernel. Stack and local bytes are where spilled registers go."""
+
+    kernel: str
+    case: str
+    arch: int
+    warps: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.spill_bytes == 0 and self.shared_bytes <= SHARED_LIMIT[self.arch]
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of stack and local memory a thread) of machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    numbers = {
+        name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)
+    }
+    if set(numbers) != {"REG", "STACK", "LOCAL"}:
+        raise RuntimeError(f"cuobjdump reported no resource usage: {report!r}")
+    return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
+
+
+class OfflineDriver:
+    """What Triton's launcher asks of a driver, for a device that is not there."""
+
+    def __init__(self, arch: int, record: Callable[[str, bytes, int], None]) -> None:
+        self.arch = arch
+        self.record = record
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton caches kernels by device, so each architecture is one
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 30}  # kernels that are too large are reported, not refused
+
+    def load_binary(
+        self, name: str, cubin: bytes, shared: int, device: int
+    ) -> tuple[int, int, int, int, int]:
+        self.record(name, cubin, shared)
+        return 0, 0, 0, 0, 1024
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        self.warps = metadata.num_warps
+        return lambda *args, **kwargs: None
+
+
+def call_everything(case: Case) -> None:
+    """Every public function once, on small CPU tensors of the case's geometry."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    heads, size, block = case.num_kv_heads, case.head_size, 16
+    length, tokens, keep = 2048, 256, 512
+    if case.joint:
+        pool = torch.zeros(4, heads, block, 2 * size, dtype=case.dtype)
+        key_cache, value_cache = pool[..., :size], pool[..., size:]
+    else:
+        key_cache, value_cache = (
+            torch.zeros(4, block, heads, size, dtype=case.dtype).transpose(1, 2) for _ in "kv"
+        )
+    query = torch.zeros(tokens, heads * case.group, size, dtype=case.dtype)
+    key = torch.zeros(tokens, heads, size, dtype=case.dtype)
+    table = torch.zeros(2, length // block, dtype=torch.int32)
+    lens, keeps = ints(length, length), ints(keep, keep)
+    triton_ops.reshape_and_cache(
+        key, key, key_cache, value_cache, torch.zeros(tokens, dtype=torch.int64)
+    )
+    triton_ops.paged_attention(
+        torch.empty_like(query),
+        query,
+        key_cache,
+        value_cache,
+        table,
+        ints(0, 1, tokens),
+        lens,
+        ints(0, 0),
+        scale=size**-0.5,
+        sliding_window=case.sliding_window,
+        soft_cap=case.soft_cap,
+        sinks=torch.zeros(heads * case.group) if case.sinks else None,
+        num_splits=case.splits,
+    )
+    arguments = (query, key_cache, table, ints(tokens, tokens), lens)
+    options = {"window": case.window, "scale": size**-0.5, "soft_cap": case.soft_cap}
+    scores = triton_ops.window_scores(
+        *arguments, **options, gqa_reduce=case.reduce, pooling=case.pooling
+    )
+    triton_ops.window_scores(
+        *arguments,
+        **options,
+        gqa_reduce=case.reduce,
+        pooling="none",
+        log_sum_exp=torch.zeros(query.shape[:2]),
+    )
+    kept = triton_ops.select(scores, lens, keeps, window=case.window, sinks=4)
+    triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
+    if case.dtype != torch.float32:
+        fp8 = torch.zeros(4, heads, block, size, dtype=torch.float8_e4m3fn)
+        triton_ops.compact(fp8, fp8.clone(), table, kept, lens, keeps)
+    triton_ops.gather_shifted_block_tables(torch.empty_like(table), table, ints(0, 0), block)
+    triton_ops.effective_lens(lens.clone(), lens, ints(0, 0), block)
+
+
+def compile_cases(cases: tuple[Case, ...], architectures: tuple[int, ...]) -> list[Usage]:
+    """Compile and measure; a kernel that two cases share is reported once, with the first."""
+    usages: list[Usage] = []
+    for arch in architectures:
+        for case in cases:
+
+            def record(name: str, cubin: bytes, shared: int, case: Case = case) -> None:
+                registers, spill = resource_usage(cubin)
+                usages.append(
+                    Usage(name, case.name, arch, driver.warps, registers, spill, shared)  # noqa: B023
+                )
+
+            driver = OfflineDriver(arch, record)
+            triton.runtime.driver.set_active(driver)
+            call_everything(case)
+    return usages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
+    parser.add_argument("--all", action="store_true", help="all geometries, not only the main one")
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    options = parser.parse_args()
+    cases = MAIN_CASES + (MORE_CASES if options.all else ())
+    usages = compile_cases(cases, tuple(options.arch))
+    print(f"{'kernel':28}{'sm':>5}{'warps':>7}{'regs':>6}{'spill B':>9}{'shared B':>10}  case")
+    for usage in sorted(usages, key=lambda usage: (usage.kernel, usage.case, usage.arch)):
+        print(
+            f"{usage.kernel:28}{usage.arch:5}{usage.warps:7}{usage.registers:6}"
+            f"{usage.spill_bytes:9}{usage.shared_bytes:10}  {usage.case}"
+            f"{'' if usage.fits else '  <-- does not fit'}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(usage) for usage in usages], indent=1) + "\n")
+    bad = sum(not usage.fits for usage in usages)
+    print(f"{len(usages)} kernels compiled, {bad} of them spill or exceed shared memory")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's CUDA attention backends need so that every layer reads its own, shorter table.
+
+`PyramidBuilderMixin` and `PyramidImplMixin` go in front of a stock builder and implementation:
+`backend_flash.py` and `backend_triton.py` are those. The kernels themselves are vLLM's.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from vllm_pyramid.ops import get_ops
+from vllm_pyramid.worker.context import LayerContext
+
+
+class PyramidBuilderMixin:
+    """Hands the layer's shifted table and length to the stock builder.
+
+    Attributes:
+        context: set by the model runner.
+    """
+
+    # Full graphs may replay decode steps only: an eviction is Python, which a graph leaves out.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    supports_update_block_table = False
+    context: LayerContext | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Decode steps of one token, whatever the stock kernel could do."""
+        return cls._cudagraph_support
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """The stock metadata over this layer's table. `fast_build` leaves out FlashAttention's
+        ahead-of-time schedule, which would be computed once a layer instead of once a step.
+        """
+        context = self.context
+        assert context is not None and context.shifted is not None, "the layer was not bound"
+        common = copy.copy(common_attn_metadata)
+        common.block_table_tensor = context.shifted.tables[context.layer, : common.num_reqs]
+        common.seq_lens = context.shifted.lens[context.layer, : common.num_reqs]
+        metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
+        metadata.kv_step = context.retention.step
+        return metadata
+
+
+class PyramidImplMixin:
+    """Evicts after the stock attention, where a prompt ends in the step.
+
+    Attributes:
+        context: set by the model runner.
+    """
+
+    context: LayerContext | None = None
+    head_size: int
+    scale: float
+    logits_soft_cap: float
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See vLLM's; `kv_cache` is `[P, G, N, 2 * D]`, K then V in a token's row."""
+        result: torch.Tensor = super().forward(  # type: ignore[misc]
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+        if attn_metadata is None or attn_metadata.kv_step.evictions is None:
+            return result
+        assert self.context is not None, "the layer was not bound"
+        # A prompt that ends now has skipped nothing yet, so its shifted row is the whole table.
+        self.context.evict(
+            get_ops(query.device.type),
+            attn_metadata.kv_step.evictions,
+            query[: attn_metadata.num_actual_tokens],
+            kv_cache[..., : self.head_size],
+            kv_cache[..., self.head_size :],
+            attn_metadata.block_table,
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap or 0.0,
+        )
+        return result
