@@ -38,6 +38,7 @@ COMMON_FLAGS = [
     "-Wextra",
     "-Wno-sign-compare",
     "-Wno-maybe-uninitialized",  # false alarms inside the compiler's own intrinsics
+    "-Wno-uninitialized",
 ]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime import driver as triton_driver
 
 from vllm_pyramid.ops import triton_ops
 
@@ -95,9 +96,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
             capture_output=True,
             text=True,
         ).stdout
-    numbers = {
-        name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)
-    }
+    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     if set(numbers) != {"REG", "STACK", "LOCAL"}:
         raise RuntimeError(f"cuobjdump reported no resource usage: {report!r}")
     return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
@@ -208,13 +207,15 @@ def compile_cases(cases: tuple[Case, ...], architectures: tuple[int, ...]) -> li
                 )
 
             driver = OfflineDriver(arch, record)
-            triton.runtime.driver.set_active(driver)
+            triton_driver.set_active(driver)
             call_everything(case)
     return usages
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--all", action="store_true", help="all geometries, not only the main one")
     parser.add_argument("--json", type=Path, help="write the table to this file")

@@ -126,13 +126,13 @@ library="$(hash_files setup.py "${sources[@]}")"
 package="$(hash_project project build-system tool.setuptools) $(hash_files setup.py) $PWD"
 if ! done_before package "$package"; then
     say "installing vllm-pyramid (editable) and building its C++ library"
-    rm -f $LIBRARY  # a failed build must not leave the old one behind
+    rm -f $LIBRARY build/*/$LIBRARY # a failed build must not leave the old one behind
     "$PY" -m uv pip install --quiet --python "$PY" --offline --no-deps --no-build-isolation -e .
     remember package "$package"
     remember_library
 elif ! done_before library "$library"; then
     say "building the C++ library"
-    rm -f $LIBRARY
+    rm -f $LIBRARY build/*/$LIBRARY
     "$PY" setup.py --quiet build_ext --inplace
     remember_library
 fi

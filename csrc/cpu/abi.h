@@ -95,3 +95,5 @@ PYR_EXPORT int pyr_window_scores(const PyrScores* p);
 PYR_EXPORT int pyr_select(const PyrSelect* p);
 PYR_EXPORT int pyr_compact(const PyrCompact* p);
 PYR_EXPORT int pyr_reshape_and_cache(const PyrCacheWrite* p);
+// Reads `bytes` bytes with all threads, for benchmarks; returns a sum that keeps the reads.
+PYR_EXPORT double pyr_read(const char* memory, int64_t bytes, int64_t threads);

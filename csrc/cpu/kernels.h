@@ -53,6 +53,8 @@ struct Kernels {
   size_t (*score_scratch)(const PyrScores&);
   void (*score_logits)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
   void (*score_mass)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
+  // Reads memory at full width, for benchmarks to compare with.
+  float (*read)(const char* memory, size_t bytes);
 };
 
 // By cache element type (PyrDtype). The AVX-512-BF16 unit only has products of bfloat16 with

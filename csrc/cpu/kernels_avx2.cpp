@@ -4,7 +4,7 @@
 
 #define PYR_KERNELS(T)                                                       \
   {attention_scratch<FloatMode<T>>, attention<FloatMode<T>>, merge,          \
-   score_scratch<FloatMode<T>>, score_logits<FloatMode<T>>, score_mass<FloatMode<T>>}
+   score_scratch<FloatMode<T>>, score_logits<FloatMode<T>>, score_mass<FloatMode<T>>, read_memory}
 
 namespace pyr {
 extern const Kernels kKernelsAvx2[3] = {PYR_KERNELS(float), PYR_KERNELS(bf16_t), PYR_KERNELS(f16_t)};

@@ -5,5 +5,5 @@
 namespace pyr {
 extern const Kernels kKernelsAvx512Bf16 = {
     attention_scratch<PairMode>, attention<PairMode>,    merge,
-    score_scratch<PairMode>,     score_logits<PairMode>, score_mass<PairMode>};
+    score_scratch<PairMode>,     score_logits<PairMode>, score_mass<PairMode>, read_memory};
 }  // namespace pyr

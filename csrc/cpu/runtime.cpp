@@ -132,3 +132,15 @@ int pyr_set_isa(const char* name) {
   }
   return pyr::fail("unknown instruction set '%s'; one of avx512bf16, avx512, avx2, portable", name);
 }
+
+double pyr_read(const char* memory, int64_t bytes, int64_t threads) {
+  constexpr int64_t kPiece = 1 << 17;
+  const pyr::Kernels& kernels = pyr::kernels_for(PYR_F32, PYR_F32);
+  std::atomic<int64_t> sum{0};
+  const auto task = [&](int64_t i) {
+    const int64_t left = bytes - i * kPiece;
+    sum += int64_t(kernels.read(memory + i * kPiece, size_t(left < kPiece ? left : kPiece)) != 0);
+  };
+  pyr::for_each_item(threads, (bytes + kPiece - 1) / kPiece, task);
+  return double(sum);
+}

@@ -51,7 +51,7 @@ PYR_INLINE void each_score_tile(const PyrScores& p, const ScoreItem& item, const
   const int step = group_rows(rows);
   TileRows<T> tiles[2];
   const auto rows_at = [&](int begin, TileRows<T>* out) {
-    walk.tile(begin, item.end - begin < KB ? item.end - begin : KB, out);
+    walk.tile(begin, 0, item.end - begin < KB ? item.end - begin : KB, out);
   };
   rows_at(item.begin, &tiles[0]);
   int turn = 0;

@@ -101,24 +101,25 @@ PYR_INLINE V v_round(V x) {
 PYR_INLINE V v_scale2(V x, V exponent) { return _mm512_scalef_ps(x, exponent); }
 constexpr float kMinExponent = -200.0f;
 
-// Lane i of the result is the sum of the lanes of x[i].
-PYR_INLINE V v_sum_each(const V (&x)[16]) {
-  V q[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const V a = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i], x[4 * i + 1]),
-                              _mm512_unpackhi_ps(x[4 * i], x[4 * i + 1]));
-    const V b = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]),
-                              _mm512_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
-    q[i] = _mm512_add_ps(
-        _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))),
-        _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))));
-  }
-  const V s = _mm512_add_ps(_mm512_shuffle_f32x4(q[0], q[1], 0x88),
-                            _mm512_shuffle_f32x4(q[0], q[1], 0xdd));
-  const V t = _mm512_add_ps(_mm512_shuffle_f32x4(q[2], q[3], 0x88),
-                            _mm512_shuffle_f32x4(q[2], q[3], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(s, t, 0x88), _mm512_shuffle_f32x4(s, t, 0xdd));
+// A vector is kGroups groups of four lanes. x[i] group g  <->  x[g] group i.
+constexpr int kGroups = 4;
+PYR_INLINE void v_transpose_groups(V (&x)[4]) {
+  const V a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+  const V c = _mm512_shuffle_f32x4(x[2], x[3], 0x44), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+  x[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+  x[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+  x[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+  x[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+}
+// The same four floats in every group.
+PYR_INLINE V v_load_group(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+// Lane i of group g of the result: the sum of group g of x[i].
+PYR_INLINE V v_sum_groups(V x0, V x1, V x2, V x3) {
+  const V a = _mm512_add_ps(_mm512_unpacklo_ps(x0, x1), _mm512_unpackhi_ps(x0, x1));
+  const V b = _mm512_add_ps(_mm512_unpacklo_ps(x2, x3), _mm512_unpackhi_ps(x2, x3));
+  return _mm512_add_ps(
+      _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))),
+      _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))));
 }
 
 PYR_INLINE void v_transpose(V (&x)[16]) {
@@ -204,14 +205,15 @@ PYR_INLINE V v_scale2(V x, V exponent) {
 }
 constexpr float kMinExponent = -127.0f;
 
-PYR_INLINE V v_sum_each(const V (&x)[8]) {
-  V q[2];
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    q[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[4 * i], x[4 * i + 1]),
-                          _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]));
-  return _mm256_add_ps(_mm256_permute2f128_ps(q[0], q[1], 0x20),
-                       _mm256_permute2f128_ps(q[0], q[1], 0x31));
+constexpr int kGroups = 2;
+PYR_INLINE void v_transpose_groups(V (&x)[2]) {
+  const V a = _mm256_permute2f128_ps(x[0], x[1], 0x20);
+  x[1] = _mm256_permute2f128_ps(x[0], x[1], 0x31);
+  x[0] = a;
+}
+PYR_INLINE V v_load_group(const float* p) { return _mm256_broadcast_ps((const __m128*)p); }
+PYR_INLINE V v_sum_groups(V x0, V x1, V x2, V x3) {
+  return _mm256_hadd_ps(_mm256_hadd_ps(x0, x1), _mm256_hadd_ps(x2, x3));
 }
 
 PYR_INLINE void v_transpose(V (&x)[8]) {
@@ -282,8 +284,11 @@ PYR_INLINE V v_scale2(V x, V exponent) {
   return x * (V)(biased << 23);
 }
 constexpr float kMinExponent = -127.0f;
-PYR_INLINE V v_sum_each(const V (&x)[4]) {
-  return V{v_hsum(x[0]), v_hsum(x[1]), v_hsum(x[2]), v_hsum(x[3])};
+constexpr int kGroups = 1;
+PYR_INLINE void v_transpose_groups(V (&)[1]) {}
+PYR_INLINE V v_load_group(const float* p) { return v_load(p); }
+PYR_INLINE V v_sum_groups(V x0, V x1, V x2, V x3) {
+  return V{v_hsum(x0), v_hsum(x1), v_hsum(x2), v_hsum(x3)};
 }
 PYR_INLINE void v_transpose(V (&x)[4]) {
   V t[4];
@@ -315,6 +320,18 @@ PYR_INLINE V v_soft_cap(V x, float cap) {
   y = v_min(y, v_set(60.0f));
   const V one = v_set(1.0f);
   return v_mul(v_set(cap), v_sub(one, v_div(v_set(2.0f), v_add(v_exp2(y), one))));
+}
+
+// The sum of whatever floats lie there, in whole groups of eight vectors.
+inline float read_memory(const char* memory, size_t bytes) {
+  V sum[8];
+  for (int i = 0; i < 8; ++i) sum[i] = v_zero();
+  const float* p = (const float*)memory;
+  for (size_t n = bytes / sizeof(V) / 8; n; --n, p += 8 * W)
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) sum[i] = v_add(sum[i], v_load(p + i * W));
+  for (int i = 1; i < 8; ++i) sum[0] = v_add(sum[0], sum[i]);
+  return v_hsum(sum[0]);
 }
 
 }  // namespace

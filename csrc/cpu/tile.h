@@ -29,8 +29,10 @@ constexpr int kMaxRows = 4, kNV = 2;
 PYR_INLINE int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 PYR_INLINE int padded(int D) { return round_up(D, W); }
 
+// Into the second level: a tile and the next one would crowd the first.
+constexpr int kPrefetch = 2;
 PYR_INLINE void prefetch_row(const void* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, 3);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, kPrefetch);
 }
 
 // Floats of one element type.
@@ -50,6 +52,11 @@ struct FloatMode {
       v_store(out + d, row ? v_load_row(row + d, D - d) : v_zero());
   }
   static PYR_INLINE void store_probabilities(float* out, int i, V p, V) { v_store(out + i, p); }
+  // Components d .. d + 2W - 1 of the values of one unit of keys, straight from the cache.
+  static PYR_INLINE void load_values(const T* const* rows, int i, int d, V* lo, V* hi) {
+    *lo = v_load_row(rows[i] + d, W);
+    *hi = v_load_row(rows[i] + d + W, W);
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -90,6 +97,9 @@ struct PairMode {
       if (d + W < padded(D)) v_store(out + d + W, hi);
     }
   }
+  static PYR_INLINE void load_values(const bf16_t* const* rows, int i, int d, V* lo, V* hi) {
+    interleave(load(rows[i] + d, 2 * W), load(rows[i + 1] + d, 2 * W), lo, hi);
+  }
   // Two vectors of floats become one of pairs.
   static PYR_INLINE void store_probabilities(float* out, int i, V p, V q) {
     _mm512_storeu_ps(out + i / 2, (__m512)_mm512_cvtne2ps_pbh(q, p));
@@ -112,11 +122,11 @@ struct CacheWalk {
   const int32_t* row;  // of the table
   int64_t N, key_p, key_n, value_p, value_n;
 
-  // Rows of the positions first .. first + count - 1 (absolute); the rest repeats the last one, so
-  // that it can be read, and its scores are masked.
-  PYR_INLINE void tile(int64_t first, int count, TileRows<T>* out) const {
-    int64_t block = first / N, offset = first % N;
-    int i = 0;
+  // Rows of the positions first + from .. first + count - 1 (absolute). Before and behind them the
+  // nearest of these is repeated: it can be read, and is masked.
+  PYR_INLINE void tile(int64_t first, int from, int count, TileRows<T>* out) const {
+    int64_t block = (first + from) / N, offset = (first + from) % N;
+    int i = from;
     while (i < count) {
       const T* k = key + row[block] * key_p + offset * key_n;
       const T* v = value + row[block] * value_p + offset * value_n;
@@ -132,6 +142,10 @@ struct CacheWalk {
     for (; i < KB; ++i) {
       out->key[i] = out->key[count - 1];
       out->value[i] = out->value[count - 1];
+    }
+    for (i = 0; i < from; ++i) {
+      out->key[i] = out->key[from];
+      out->value[i] = out->value[from];
     }
   }
 };

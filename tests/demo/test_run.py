@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,41 @@ def test_a_failing_worker_shows_the_end_of_its_log(
     use_worker(monkeypatch, tmp_path, "sys.exit('the reason')")
     with pytest.raises(run.DemoError, match=r"exit status 1(?s:.)*the reason"):
         run.run_policy(task(), lambda _: None)
+
+
+def test_an_interruption_ends_the_worker_and_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine's processes are children of the worker; none may outlive the demonstration."""
+    use_worker(
+        monkeypatch,
+        tmp_path,
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '300'])\n"
+        "print('@demo ' + json.dumps({'stage': str(child.pid)}), flush=True)\n"
+        "child.wait()",
+    )
+    pids: list[int] = []
+
+    def interrupt(stage: str) -> None:
+        pids.append(int(stage.split()[-1]))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run_policy(task(), interrupt)
+    for _ in range(100):
+        if not is_running(pids[0]):
+            break
+        time.sleep(0.05)
+    assert not is_running(pids[0])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # ended, though nobody has asked for its exit status
 
 
 def test_a_worker_without_an_answer_is_an_error(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,7 @@ def run_policy(task: Task, on_stage: Callable[[str], None]) -> Answer:
             stderr=log,
             text=True,
             env=environment,
+            start_new_session=True,  # a process group of its own, with the engine's processes
         )
         try:
             assert process.stdin is not None
@@ -102,9 +104,7 @@ def run_policy(task: Task, on_stage: Callable[[str], None]) -> Answer:
                         answer = Answer(**message["answer"])
             status = process.wait()
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(timeout=30)
+            _end_group(process)
         log.seek(0)
         tail = "".join(log.readlines()[-LOG_TAIL_LINES:])
     if status != 0 or answer is None:
@@ -113,6 +113,17 @@ def run_policy(task: Task, on_stage: Callable[[str], None]) -> Answer:
             f"{tail}"
         )
     return answer
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End the worker and every process it started, also after an interruption."""
+    for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        if process.poll() is not None and sign == signal.SIGTERM:
+            continue  # it has ended: only what it left behind is to be killed
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
 
 
 def show(console: Console, answer: Answer, kv_budget: str | None) -> None:
@@ -149,6 +160,16 @@ def bar(kept: int, total: int, width: int = BAR_WIDTH) -> str:
 def _printable(text: str) -> str:
     """Noise may hold control characters, which would disturb the terminal."""
     return "".join(char if char.isprintable() else " " for char in text).strip() or "(nothing)"
+
+
+@contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
@@ -195,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else f"Model: {escape(str(model))}\n"
     )
     answers: list[Answer] = []
-    with _progress(console, len(POLICIES)) as (progress, say):
+    with _orderly_termination(), _progress(console, len(POLICIES)) as (progress, say):
         for policy in POLICIES:
             kv_budget = None if policy == FULL else args.kv_budget
             task = Task(

@@ -94,6 +94,8 @@ def load() -> ctypes.CDLL:
     library.pyr_set_isa.argtypes = [ctypes.c_char_p]
     library.pyr_set_parallel.argtypes = [ctypes.c_void_p]
     library.pyr_set_parallel.restype = None
+    library.pyr_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    library.pyr_read.restype = ctypes.c_double
     for name in KERNELS:
         getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
     _share_threads(library)

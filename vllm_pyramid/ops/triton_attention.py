@@ -116,7 +116,7 @@ def decode_kernel(
 
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS:  # noqa: SIM102 (one is known when compiling, the other is not)
         # The sink is one more key without a value; exactly one split must count it.
         if split == 0:
             running_max = tl.load(sinks + heads).to(tl.float32) * LOG2_E
@@ -172,9 +172,7 @@ def decode_kernel(
         tl.store(partial_sum + place, running_sum, mask=row_mask)
         # `combine_kernel` reads no sums of empty splits, except the first one's with a sink.
         if (begin < end) | (split == 0):
-            tl.store(
-                partial_out + place[:, None] * HEAD_SIZE + dims[None, :], acc, mask=store_mask
-            )
+            tl.store(partial_out + place[:, None] * HEAD_SIZE + dims[None, :], acc, mask=store_mask)
 
 
 @triton.jit
@@ -212,10 +210,7 @@ def combine_kernel(
     )
     result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(
-        out
-        + token.to(tl.int64) * stride_out_token
-        + head.to(tl.int64) * stride_out_head
-        + dims,
+        out + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head + dims,
         result.to(out.dtype.element_ty),
         mask=dim_mask,
     )

@@ -24,13 +24,16 @@ def decode_config(head_size: int, element_size: int, group: int) -> dict[str, in
     block_d = padded_head_size(head_size)
     block_k = max(16, min(128, 16384 // (block_d * element_size)))
     rows = max(16, triton.next_power_of_2(group))
+    num_warps = 4 if rows <= 32 else 8
     if element_size == 4:
-        block_k = min(block_k, 32)  # IEEE products run on the FMA units, out of registers
+        # IEEE products run on the FMA units, whose operands all have to sit in registers.
+        block_k = 16 if block_d >= 128 else 32
+        num_warps = 8
     return {
         "ROWS": rows,
         "BLOCK_D": block_d,
         "BLOCK_K": block_k,
-        "num_warps": 4 if rows <= 32 else 8,
+        "num_warps": num_warps,
         "num_stages": 2,
     }
 
@@ -46,34 +49,36 @@ def prefill_config(head_size: int, element_size: int) -> dict[str, int]:
             "num_warps": 4 if block_d <= 64 else 8,
             "num_stages": 1,
         }
-    if block_d > 128:
-        return {"BLOCK_D": block_d, "BLOCK_M": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
+    block_m, block_k = (128, 64) if block_d <= 128 else (64, 32)
     return {
         "BLOCK_D": block_d,
-        "BLOCK_M": 128,
-        "BLOCK_K": 64,
-        "num_warps": 4 if block_d <= 64 else 8,
+        "BLOCK_M": block_m,
+        "BLOCK_K": block_k,
+        "num_warps": 8,
         "num_stages": 2,
     }
 
 
 def score_config(head_size: int, element_size: int, group: int, window: int) -> dict[str, int]:
-    """Tile of the scoring kernels: `HEADS * WINDOW_TILE` query rows, at most 64, at least 16."""
+    """Tile of the scoring kernels: `HEADS * WINDOW_TILE` query rows, 16 to 64."""
     block_d = padded_head_size(head_size)
-    max_rows = 64 if element_size == 2 else 32
+    if element_size == 4:
+        max_rows, block_k = 16, 16  # FMA units, see `decode_config`
+    else:
+        max_rows, block_k = (64, 64) if block_d <= 128 else (32, 32)
     window_tile = min(max_rows, triton.next_power_of_2(window))
     heads = min(triton.next_power_of_2(group), max_rows // window_tile)
     return {
         "HEADS": max(heads, 16 // window_tile, 1),
         "WINDOW_TILE": window_tile,
         "BLOCK_D": block_d,
-        "BLOCK_K": max(16, min(64, 16384 // (block_d * element_size))),
+        "BLOCK_K": block_k,
         "num_warps": 4,
         "num_stages": 2,
     }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def target_programs(device: torch.device) -> int:
     """Programs that fill the device: four a multiprocessor; few where the interpreter runs them."""
     if device.type != "cuda":

@@ -100,7 +100,7 @@ def reshape_and_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write token `pid 0` to its slot, `BLOCK` of its `G * D` elements; negative slots are padding."""
+    """Write `BLOCK` elements of token `pid 0` to its slot; negative slots are padding."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:

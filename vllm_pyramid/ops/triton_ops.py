@@ -268,7 +268,9 @@ def window_scores(
         max_prompt_len = int(prompt_lens.max().item())
     num_columns = max_prompt_len - window
     if num_columns < 1:
-        raise ValueError(f"prompts of {max_prompt_len} tokens have none before a window of {window}")
+        raise ValueError(
+            f"prompts of {max_prompt_len} tokens have none before a window of {window}"
+        )
 
     device = query.device
     config = score_config(head_size, key_cache.element_size(), group, window)
@@ -313,9 +315,7 @@ def window_scores(
         )
     shape = (num_requests, num_kv_heads, num_columns)
     mass = torch.empty(shape, dtype=torch.float32, device=device)
-    window_mass_kernel[
-        (num_requests * num_kv_heads, triton.cdiv(num_columns, config["BLOCK_K"]))
-    ](
+    window_mass_kernel[(num_requests * num_kv_heads, triton.cdiv(num_columns, config["BLOCK_K"]))](
         mass,
         log_sum_exp,
         *inputs,
@@ -364,7 +364,9 @@ def select(
     num_requests, num_kv_heads = scores.shape[:2]
     if max_keep is None:
         max_keep = int(keeps.max().item())
-    kept = torch.empty(num_requests, num_kv_heads, max_keep, dtype=torch.int32, device=scores.device)
+    kept = torch.empty(
+        num_requests, num_kv_heads, max_keep, dtype=torch.int32, device=scores.device
+    )
     block = min(2048, max(128, triton.next_power_of_2(scores.shape[2])))
     select_kernel[(num_requests * num_kv_heads,)](
         kept,

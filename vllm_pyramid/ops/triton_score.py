@@ -26,9 +26,7 @@ def window_logits(
     logits *= scale
     if HAS_SOFT_CAP:
         logits = soft_capped(logits, soft_cap)
-    return tl.where(
-        key_positions[None, :] <= query_positions[:, None], logits, float("-inf")
-    )
+    return tl.where(key_positions[None, :] <= query_positions[:, None], logits, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -109,9 +107,7 @@ def window_max_sum_kernel(
             mask=dim_mask[None, :],
             other=0.0,
         )
-        logits = window_logits(
-            q, k, scale, soft_cap, positions, query_positions, HAS_SOFT_CAP
-        )
+        logits = window_logits(q, k, scale, soft_cap, positions, query_positions, HAS_SOFT_CAP)
         new_max = tl.maximum(running_max, tl.max(logits, 1))
         # The last split may start inside the window, where early queries see none of its keys.
         reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -250,9 +246,7 @@ def window_mass_kernel(
                 )
                 probabilities = tl.exp2(logits - lse[:, None] * LOG2_E)
                 probabilities = tl.where(row_mask[:, None], probabilities, 0.0)
-                per_head += tl.sum(
-                    tl.reshape(probabilities, [HEADS, WINDOW_TILE, BLOCK_K]), axis=1
-                )
+                per_head += tl.sum(tl.reshape(probabilities, [HEADS, WINDOW_TILE, BLOCK_K]), axis=1)
             if REDUCE == "max":  # probabilities are not negative, so padded heads do no harm
                 reduced = tl.maximum(reduced, tl.max(per_head, 0))
             else:

@@ -72,9 +72,7 @@ def select_kernel(
     for start in range(0, candidates, BLOCK):
         positions = start + offsets
         inside = positions < candidates
-        bits = ordered_bits(
-            tl.load(row + positions, mask=inside, other=0.0), positions, num_sinks
-        )
+        bits = ordered_bits(tl.load(row + positions, mask=inside, other=0.0), positions, num_sinks)
         equal = (inside & (bits == prefix)).to(tl.int32)
         equal_rank = equal_before + tl.cumsum(equal, 0) - equal
         chosen = inside & ((bits > prefix) | ((equal == 1) & (equal_rank < wanted)))

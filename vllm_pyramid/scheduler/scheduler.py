@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions
-from vllm_pyramid.config import KVSettings, RequestOverride, plan_for
+from vllm_pyramid.config import KVSettings, RequestOverride, resolve
 from vllm_pyramid.policy.base import RetentionPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 
@@ -44,7 +44,7 @@ class PyramidSchedulerMixin(Scheduler):
         policy = settings.policy() if settings is not None else None
         assert policy is not None, "this scheduler is only chosen when a policy was asked for"
         self.kv_policy = policy
-        self._plans: dict[str, RetentionPlan] = {}
+        self._plans: dict[str, tuple[str, RetentionPlan]] = {}  # with the policy's name
         self._log_capacity()
 
     def _log_capacity(self) -> None:
@@ -69,14 +69,11 @@ class PyramidSchedulerMixin(Scheduler):
         """Plan what the request keeps, then queue it."""
         params = request.sampling_params
         override = RequestOverride.parse(params.extra_args if params is not None else None)
-        plan = plan_for(
-            self.kv_policy,
-            override,
-            request.num_prompt_tokens,
-            self.coordinator.num_layers,
-            self.block_size,
+        policy, budget = resolve(self.kv_policy, override)
+        plan = policy.plan(
+            request.num_prompt_tokens, self.coordinator.num_layers, self.block_size, budget
         )
-        self._plans[request.request_id] = plan
+        self._plans[request.request_id] = (policy.name, plan)
         self.coordinator.set_plan(request.request_id, plan)
         super().add_request(request)
 
@@ -92,7 +89,7 @@ class PyramidSchedulerMixin(Scheduler):
             request, num_computed_tokens, num_new_tokens
         )
         remaining = request.num_prompt_tokens - num_computed_tokens
-        if remaining <= 0 or not self._plans[request.request_id].evicts:
+        if remaining <= 0 or not self._plans[request.request_id][1].evicts:
             return num_new_tokens
         num_new_tokens = min(num_new_tokens, remaining)
         left = remaining - num_new_tokens
@@ -105,6 +102,9 @@ class PyramidSchedulerMixin(Scheduler):
     ) -> Any:
         """Take the worker's word that it evicted before the blocks are given back."""
         for request_id, num_layers in read_evictions(model_runner_output).items():
+            request = self.requests.get(request_id)
+            if request is None or request.num_stale_output_tokens > 0:
+                continue  # finished, or the step ran before it was preempted: it evicts again
             self.coordinator.confirm(request_id, num_layers)
         return super().update_from_output(scheduler_output, model_runner_output)
 
@@ -118,14 +118,14 @@ class PyramidSchedulerMixin(Scheduler):
 
     def _report(self, request: Request) -> dict[str, Any]:
         """What the request kept, for its response (`kv_transfer_params`, all that vLLM passes)."""
-        plan = self._plans.pop(request.request_id)
+        policy_name, plan = self._plans.pop(request.request_id)
         evicted = self.coordinator.has_evicted(request.request_id) or (
             plan.evicts and self.coordinator.is_confirmed(request.request_id)
         )
         held = plan.held if evicted else plan.held + plan.skip
         blocks_before = cdiv(plan.prompt_len, self.block_size) * self.coordinator.num_layers
         return {
-            "kv_policy": self.kv_policy.name,
+            "kv_policy": policy_name,
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
             "kept_tokens": held.tolist(),

@@ -91,6 +91,7 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
         context: set by the model runner; None where no policy is served (one group, no eviction).
     """
 
+    reads_shifted_tables = False
     context: LayerContext | None = None
 
     def __init__(

@@ -21,12 +21,14 @@ class PyramidBuilderMixin:
     """Hands the layer's shifted table and length to the stock builder.
 
     Attributes:
+        reads_shifted_tables: the stock kernels know nothing of skips (see `shifted.py`).
         context: set by the model runner.
     """
 
     # Full graphs may replay decode steps only: an eviction is Python, which a graph leaves out.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
+    reads_shifted_tables = True
     context: LayerContext | None = None
 
     @classmethod

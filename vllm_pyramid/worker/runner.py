@@ -67,7 +67,13 @@ class PyramidRunnerMixin:
             table_shape: `(R_max, M)` of the runner's block tables.
         """
         retention = self.retention
-        if self.device.type == "cuda":
+        builders = [
+            builder
+            for groups in self.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+        ]
+        if any(builder.reads_shifted_tables for builder in builders):
             self.shifted = ShiftedTables(
                 retention.num_layers, *table_shape, retention.block_size, self.device
             )

@@ -96,9 +96,7 @@ def test_decode_extras(make_paged, ints, extra, splits):
     paged = make_paged(lens, 2, 64, torch.bfloat16, block_size=8)
     for r, skip in enumerate(skips):
         paged.hide(r, skip // 8)
-    run_both(
-        paged, ints, geometry, lens, [1] * 3, skips, extras=EXTRAS[extra], num_splits=splits
-    )
+    run_both(paged, ints, geometry, lens, [1] * 3, skips, extras=EXTRAS[extra], num_splits=splits)
 
 
 def test_decode_of_long_context_in_many_tiles(make_paged, ints):
@@ -195,7 +193,13 @@ def test_bad_arguments_name_the_numbers(make_paged, ints):
 
     def call(query, value_cache=paged.value_cache, **keywords):
         triton_ops.paged_attention(
-            torch.empty_like(query), query, paged.key_cache, value_cache, *good, scale=1.0, **keywords
+            torch.empty_like(query),
+            query,
+            paged.key_cache,
+            value_cache,
+            *good,
+            scale=1.0,
+            **keywords,
         )
 
     with pytest.raises(ValueError, match="multiple of 2 heads"):

@@ -40,7 +40,9 @@ def bits_of(cache):
         (torch.float8_e5m2, 80, True, 32),
     ],
 )
-def test_compact_is_gather_then_write(make_paged, ints, device, dtype, head_size, joint, block_size):
+def test_compact_is_gather_then_write(
+    make_paged, ints, device, dtype, head_size, joint, block_size
+):
     """Overlaps of every kind: all but one kept, most kept over several tiles, few kept, all kept.
 
     Random bits, NaN payloads included, must arrive unchanged and nothing else may change.
@@ -127,7 +129,9 @@ def test_reshape_and_cache_beyond_32_bit_offsets(make_huge, device):
     pool = flat.as_strided((3, 1, 16, 64), (2**30, 64, 64, 1))
     key = torch.randn(2, 1, 64).bfloat16().to(device)
     small = torch.zeros(3, 1, 16, 64, dtype=torch.bfloat16, device=device)
-    triton_ops.reshape_and_cache(key, key, pool, small, torch.tensor([2 * 16 + 5, 3], device=device))
+    triton_ops.reshape_and_cache(
+        key, key, pool, small, torch.tensor([2 * 16 + 5, 3], device=device)
+    )
     assert torch.equal(pool[2, :, 5], key[0])
     assert torch.equal(pool[0, :, 3], key[1])
     assert torch.equal(small[2, :, 5], key[0])

@@ -20,7 +20,7 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 @dataclass
 class Paged:
-    """A pool in which only the requests' own rows are numbers; all else, shared spares too, is NaN."""
+    """A pool in which only the requests' own rows are numbers and all else is NaN."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor

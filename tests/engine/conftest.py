@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.models import write_model
+from tests.engine.support import EnginePool
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[EnginePool]:
+    """One engine at a time; tests that ask for the same settings in a row share it."""
+    pool = EnginePool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_model(name)`: the folder of a model of `models.SHAPES`, written on the first call."""
+    written: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in written:
+            written[name] = write_model(name, tmp_path_factory.mktemp(name))
+        return written[name]
+
+    return get

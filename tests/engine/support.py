@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in this process, a driver that steps them, and what the tests compare."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+_COUNTER = itertools.count()
+
+
+@dataclass
+class Job:
+    """One request: token ids, sampling parameters, and the step before which it arrives."""
+
+    prompt: list[int]
+    params: Any
+    arrival: int = 0
+    abort_after: int | None = None  # steps from its arrival; None: it runs to its end
+    name: str = field(default_factory=lambda: f"job{next(_COUNTER)}")
+
+
+@dataclass
+class Outcome:
+    """What came of a job.
+
+    Attributes:
+        request_id: the engine's own name for it (not for n > 1, where each child has another).
+        output: vLLM's last `RequestOutput`; None for a job that was aborted.
+    """
+
+    job: Job
+    request_id: str
+    output: Any
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.output.outputs[0].token_ids)
+
+    @property
+    def logprobs(self) -> list[dict[int, float]]:
+        """A dictionary a generated token: token id to log probability."""
+        return [
+            {token: entry.logprob for token, entry in position.items()}
+            for position in self.output.outputs[0].logprobs
+        ]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the engine says it kept."""
+        assert self.output.kv_transfer_params is not None, "no report of what was evicted"
+        return self.output.kv_transfer_params
+
+
+class Engine:
+    """An in-process engine that is stepped by the test."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.client = llm.llm_engine
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.coordinator = self.scheduler.kv_cache_manager.coordinator
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.num_layers = len(self.scheduler.kv_cache_config.kv_cache_groups)
+        self.block_size = self.scheduler.block_size
+        self.preemptions = 0
+
+    def run(
+        self,
+        jobs: Iterable[Job],
+        on_step: Callable[[Engine], None] | None = None,
+        *,
+        max_steps: int = 100_000,
+    ) -> list[Outcome]:
+        """Run the jobs to their ends; outcomes in the order of the jobs.
+
+        Args:
+            on_step: called after every step of the engine.
+        """
+        jobs = list(jobs)
+        waiting = sorted(jobs, key=lambda job: job.arrival)
+        outcomes: dict[str, Outcome] = {}
+        aborts: list[tuple[int, str]] = []
+        step = 0
+        while waiting or self.client.has_unfinished_requests():
+            while waiting and waiting[0].arrival <= step:
+                job = waiting.pop(0)
+                request_id = self.client.add_request(
+                    job.name, {"prompt_token_ids": job.prompt}, job.params
+                )
+                outcomes[job.name] = Outcome(job, request_id, None)
+                if job.abort_after is not None:
+                    aborts.append((step + job.abort_after, job.name))
+            for name in [name for when, name in aborts if when <= step]:
+                if outcomes[name].output is None or not outcomes[name].output.finished:
+                    self.client.abort_request([name])
+                    outcomes[name].output = None
+            aborts = [entry for entry in aborts if entry[0] > step]
+            for output in self.client.step():
+                outcomes[output.request_id].output = output
+            if on_step is not None:
+                on_step(self)
+            step += 1
+            assert step < max_steps, "the engine makes no progress"
+        return [outcomes[job.name] for job in jobs]
+
+    def generate(self, prompts: Sequence[list[int]], params: Any) -> list[Outcome]:
+        """All prompts at once with the same parameters."""
+        return self.run([Job(prompt, params) for prompt in prompts])
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks of the pool; the null block is never handed out."""
+        return self.pool.num_gpu_blocks - 1
+
+    def check_whole(self) -> None:
+        """Everything went back to the pool."""
+        self.coordinator.check_integrity()
+        assert self.pool.get_num_free_blocks() == self.usable_blocks
+        assert not self.coordinator.held_blocks.any()
+        assert not self.coordinator.skipped_tokens.any()
+        for kept in ("_plans", "_num_blocks", "_confirmed", "_evicted"):
+            assert not getattr(self.coordinator, kept), f"{kept} keeps finished requests"
+        assert not self.scheduler._plans
+
+    def shuffle_blocks(self, seed: int = 0) -> None:
+        """Put the free blocks into random order, so that neighbours in a table are far apart."""
+        blocks = self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+        random.Random(seed).shuffle(blocks)
+        self.pool.free_blocks(blocks)
+
+    def shutdown(self) -> None:
+        """Give back the memory and the process-wide state."""
+        self.client.engine_core.shutdown()
+
+
+def count_preemptions(engine: Engine) -> Callable[[], int]:
+    """A function that tells how often requests were preempted since this call."""
+    scheduler = engine.scheduler
+    original = scheduler._preempt_request
+    count = 0
+
+    def preempt(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return lambda: count
+
+
+class EnginePool:
+    """At most one in-process engine; asking for the same settings again finds it running.
+
+    vLLM keeps its distributed state in globals, so an engine ends before the next one starts.
+    """
+
+    def __init__(self) -> None:
+        self._key: str | None = None
+        self._engine: Engine | None = None
+
+    def get(self, model: Any, **settings: Any) -> Engine:
+        """An engine of `vllm_pyramid.LLM(model, **settings)`, eager unless told otherwise."""
+        key = repr((str(model), sorted(settings.items(), key=lambda item: item[0])))
+        if key != self._key:
+            self.close()
+            self._engine = start_engine(str(model), **settings)
+            self._key = key
+        assert self._engine is not None
+        return self._engine
+
+    def close(self) -> None:
+        """End the engine, if one is running."""
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._engine, self._key = None, None
+        gc.collect()
+
+
+    def abandon(self) -> None:
+        """Clear what an engine that failed to start has left behind."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        assert self._engine is None
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def in_process() -> Any:
+    """vLLM starts its engine core in this process, where tests can look into it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
+
+
+def start_engine(model: str, **settings: Any) -> Engine:
+    """Start an in-process engine with small defaults."""
+    from vllm_pyramid import LLM
+
+    defaults: dict[str, Any] = {
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
+    settings = {**defaults, **settings}
+    if "num_gpu_blocks_override" not in settings:
+        settings.setdefault("kv_cache_memory_bytes", 128 << 20)
+    else:
+        settings.setdefault("kv_cache_memory_bytes", 1 << 30)
+    with in_process():
+        return Engine(LLM(model, **settings))
+
+
+def greedy(max_tokens: int, *, logprobs: int | None = None, **extra_args: Any) -> Any:
+    """Greedy sampling of exactly `max_tokens` tokens; `extra_args` are the request's own settings.
+
+    Token ids only: the tests that read text set their own parameters.
+    """
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+        extra_args=extra_args or None,
+    )
+
+
+def random_prompts(
+    lengths: Iterable[int], *, seed: int = 0, vocab_size: int = 512
+) -> list[list[int]]:
+    """Random token ids above the special tokens, one prompt a length."""
+    source = random.Random(seed)
+    return [[source.randrange(8, vocab_size) for _ in range(length)] for length in lengths]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where nothing is to be evicted, nothing changes: bit for bit `full`, and `full` is the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.support import Engine, EnginePool, Outcome, greedy, random_prompts
+
+pytestmark = pytest.mark.engine
+
+BATCHES = (1, 7, 40)
+# Longer than any prompt here, so nothing is evicted.
+PLENTY = 4096
+# Small enough that long prompts come in chunks, mixed with others' decode steps.
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 1024}
+
+
+def _lengths(count: int) -> list[int]:
+    """From one token over block and chunk boundaries to several chunks."""
+    if count == 1:
+        return [600]
+    fixed = [1, 7, 16, 17, 257, 512, 700]
+    return [fixed[i] if i < len(fixed) else 3 + 13 * i for i in range(count)]
+
+
+def _run(engine: Engine, **extra_args: Any) -> dict[int, list[Outcome]]:
+    return {
+        count: engine.generate(
+            random_prompts(_lengths(count), seed=count, vocab_size=2048),
+            greedy(12, logprobs=3, **extra_args),
+        )
+        for count in BATCHES
+    }
+
+
+def _assert_equal(runs: dict[int, list[Outcome]], expected: dict[int, list[Outcome]]) -> None:
+    for count in BATCHES:
+        for ours, reference in zip(runs[count], expected[count], strict=True):
+            assert ours.token_ids == reference.token_ids
+            assert ours.logprobs == reference.logprobs  # floats, bit for bit
+
+
+@pytest.fixture(scope="module")
+def full_runs(engines: EnginePool, demo_model: Path) -> dict[int, list[Outcome]]:
+    return _run(engines.get(demo_model, kv_policy="full", **SETTINGS))
+
+
+def test_full_evicts_nothing(full_runs: dict[int, list[Outcome]]) -> None:
+    for runs in full_runs.values():
+        for outcome in runs:
+            assert outcome.report["evicted_tokens"] == 0
+            assert outcome.report["kept_tokens"] == [len(outcome.job.prompt)] * 8
+
+
+def test_full_equals_vllm_without_the_plugin(
+    engines: EnginePool, demo_model: Path, full_runs: dict[int, list[Outcome]]
+) -> None:
+    """One block table for all layers or one each: the same numbers."""
+    engine = engines.get(demo_model, kv_policy="none", **SETTINGS)
+    assert engine.num_layers == 1  # groups: vLLM as it is
+    _assert_equal(_run(engine), full_runs)
+
+
+@pytest.mark.parametrize("policy", ["window", "streaming-llm", "snapkv", "pyramidkv"])
+def test_a_budget_as_long_as_the_prompt_equals_full(
+    engines: EnginePool, demo_model: Path, full_runs: dict[int, list[Outcome]], policy: str
+) -> None:
+    engine = engines.get(demo_model, kv_policy=policy, kv_budget="12%", **SETTINGS)
+    _assert_equal(_run(engine, kv_budget=PLENTY), full_runs)
+    _assert_equal(_run(engine, kv_policy="full"), full_runs)
+    engine.check_whole()
+    # The same engine does evict where it may, so the above did not compare `full` with itself.
+    evicted = _run(engine)
+    assert all(run.report["evicted_tokens"] > 0 for run in evicted[7] if len(run.job.prompt) > 99)
+    assert evicted[1][0].token_ids[0] == full_runs[1][0].token_ids[0]
+    assert evicted[1][0].logprobs[0] == full_runs[1][0].logprobs[0]
+    assert evicted[1][0].logprobs[1:] != full_runs[1][0].logprobs[1:]
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+def test_a_budget_of_100_percent_equals_full(
+    engines: EnginePool, demo_model: Path, full_runs: dict[int, list[Outcome]], policy: str
+) -> None:
+    engine = engines.get(demo_model, kv_policy=policy, kv_budget="100%", **SETTINGS)
+    _assert_equal(_run(engine), full_runs)
+
+
+# `full` against Hugging Face Transformers ---------------------------------------------------------
+
+
+def _transformers_model(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def test_full_generates_the_tokens_of_transformers(engines: EnginePool, demo_model: Path) -> None:
+    """In float32: the same greedy tokens, and log probabilities to float accuracy."""
+    model = _transformers_model(demo_model, torch.float32)
+    engine = engines.get(demo_model, kv_policy="full", dtype="float32", **SETTINGS)
+    prompts = random_prompts([1, 9, 64, 333, 700], seed=3, vocab_size=2048)
+    for outcome in engine.generate(prompts, greedy(16, logprobs=1)):
+        tokens = torch.tensor([outcome.job.prompt])
+        with torch.no_grad():
+            generated = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=16,
+                min_new_tokens=16,
+                do_sample=False,
+                # The engine may choose the end token (it only does not stop there).
+                eos_token_id=None,
+            )[0, tokens.shape[1] :].tolist()
+            logits = model(torch.tensor([outcome.job.prompt + generated])).logits[0].double()
+        assert outcome.token_ids == generated
+        expected = logits.log_softmax(dim=-1)[tokens.shape[1] - 1 : -1]
+        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(expected[row, token]), abs=2e-4)
+
+
+def test_full_in_bfloat16_is_as_near_to_float32_as_transformers(
+    full_runs: dict[int, list[Outcome]], demo_model: Path
+) -> None:
+    """Log probabilities of the engine's tokens: our error is at most twice that of Transformers."""
+    exact = _transformers_model(demo_model, torch.float32)
+    rounded = _transformers_model(demo_model, torch.bfloat16)
+    ours, theirs = [], []
+    for outcome in full_runs[7]:
+        tokens = outcome.token_ids
+        with torch.no_grad():
+            logprobs = [
+                model(torch.tensor([outcome.job.prompt + tokens]))
+                .logits[0, len(outcome.job.prompt) - 1 : -1]
+                .float()
+                .log_softmax(dim=-1)
+                .gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                for model in (exact, rounded)
+            ]
+        engine = torch.tensor([p[t] for p, t in zip(outcome.logprobs, tokens, strict=True)])
+        ours.append(engine - logprobs[0])
+        theirs.append(logprobs[1] - logprobs[0])
+    our_error = torch.cat(ours).square().mean().sqrt().item()
+    their_error = torch.cat(theirs).square().mean().sqrt().item()
+    assert our_error <= 2 * their_error, (our_error, their_error)

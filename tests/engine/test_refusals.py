@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work beside eviction is refused before an engine starts, and names the flag."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.support import EnginePool
+
+pytestmark = pytest.mark.engine
+
+
+def _config(model: Path, policy: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """What an engine would be built from."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pyramid.plugin import register
+
+    register()
+    if policy is None:
+        policy = {"kv_policy": "pyramidkv"}
+    args = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=arguments.pop("max_model_len", 512),
+        additional_config=policy,
+        **arguments,
+    )
+    return args.create_engine_config()
+
+
+def test_what_works_is_not_refused(demo_model: Path) -> None:
+    config = _config(demo_model)
+    assert config.scheduler_config.scheduler_cls.endswith("PyramidScheduler")
+    assert config.parallel_config.worker_cls.endswith("PyramidCpuWorker")
+    # vLLM's own default, switched off.
+    assert config.cache_config.enable_prefix_caching is False
+
+
+def test_without_a_policy_vllm_is_left_alone(demo_model: Path) -> None:
+    for policy in ({}, {"kv_policy": "none"}):
+        config = _config(demo_model, policy, enable_prefix_caching=True)
+        assert config.cache_config.enable_prefix_caching is True
+        assert "pyramid" not in str(config.scheduler_config.scheduler_cls).lower()
+        assert "pyramid" not in config.parallel_config.worker_cls.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ({"enable_prefix_caching": True}, "--enable-prefix-caching"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "--speculative-config",
+        ),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "--kv-transfer-config",
+        ),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"runner": "pooling"}, "--runner pooling"),
+        ({"attention_backend": "TRITON_ATTN"}, "--attention-backend TRITON_ATTN"),
+        ({"worker_cls": "somebody.elses.Worker"}, "--worker-cls somebody.elses.Worker"),
+        ({"scheduler_cls": "somebody.elses.Scheduler"}, "--scheduler-cls"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 4}, "--max-num-batched-tokens 8"),
+        ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold 8"),
+    ],
+)
+def test_refused_flags(demo_model: Path, arguments: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(flag)):
+        _config(demo_model, **arguments)
+
+
+def test_chunks_of_a_policy_without_scores_may_be_small(demo_model: Path) -> None:
+    _config(demo_model, {"kv_policy": "window"}, max_num_batched_tokens=8, max_num_seqs=4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"kv_policy": "pyramid"}, "unknown policy 'pyramid'.*pyramidkv.*valid policies"),
+        ({"kv_policy": "pyramidkv", "kv_budget": 0}, "budget 0"),
+        ({"kv_policy": "pyramidkv", "kv_budget": "120%"}, "120%"),
+        ({"kv_policy": "pyramidkv", "kv_budget": 8}, "at least 9"),
+        ({"kv_policy": "pyramidkv", "kv_budgets": 64}, "kv_budget"),
+        ({"kv_budget": 64}, "without a kv_policy"),
+    ],
+)
+def test_wrong_settings(demo_model: Path, policy: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _config(demo_model, policy)
+
+
+def test_sliding_windows(engines: EnginePool, tiny_model: Callable[[str], Path]) -> None:
+    """Eviction moves keys, so a window measured in cache positions would be wrong: refused.
+
+    Only the worker knows which layers have a window, so this comes while the engine starts.
+    """
+    model = tiny_model("mistral-sliding")
+    engines.close()
+    with pytest.raises(ValueError, match="sliding window of 64 tokens.*--kv-policy full or none"):
+        engines.get(model, kv_policy="pyramidkv", dtype="float32", max_model_len=512)
+    engines.abandon()
+    engine = engines.get(model, kv_policy="full", dtype="float32", max_model_len=512)
+    assert engine.num_layers == 4

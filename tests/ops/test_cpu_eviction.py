@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ window scores, selection, compaction and cache writes against the reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.cpu_library import ISAS
+
+pytestmark = pytest.mark.cpu
+
+
+def scores_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
+    ends = batch.query_start_loc[1:]
+    inputs = (batch.query, batch.key_cache, batch.block_table, ends, batch.seq_lens)
+    return module.window_scores(*inputs, scale=batch.query.shape[2] ** -0.5, **options)
+
+
+def assert_scores(batch: Any, **options: Any) -> None:
+    found = scores_of(cpu, batch, **options)
+    right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
+    assert torch.equal(found.isneginf(), right.isneginf())
+    finite = ~right.isneginf()
+    torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("head_size", [32, 64, 128, 40])
+def test_window_scores(make_batch, use_isa, isa, dtype, group, head_size) -> None:
+    use_isa(isa)
+    shape = {"dtype": dtype, "group": group, "head_size": head_size}
+    assert_scores(make_batch([1100, 57, 300], [20, 16, 9], **shape), window=8)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("gqa_reduce", reference.GQA_REDUCTIONS)
+@pytest.mark.parametrize("pooling", reference.POOLINGS)
+@pytest.mark.parametrize("kernel_size", [1, 5, 7, 31])
+def test_reductions_and_pooling(make_batch, use_isa, isa, gqa_reduce, pooling, kernel_size) -> None:
+    use_isa(isa)
+    batch = make_batch([90, 45, 17], [16, 32, 16], group=3, layout="rows", block_size=8)
+    options = {"gqa_reduce": gqa_reduce, "pooling": pooling, "kernel_size": kernel_size}
+    assert_scores(batch, window=16, soft_cap=2.5 if kernel_size == 7 else 0.0, **options)
+
+
+@pytest.mark.parametrize("window", [1, 9, 64])
+def test_windows(make_batch, two_threads, window) -> None:
+    assert_scores(make_batch([1025, 65, 2048], [64, 64, 64], group=4), window=window)
+
+
+def test_scores_without_room_for_the_logits(make_batch, monkeypatch) -> None:
+    """More than 64 MiB of logits are computed a second time instead of kept; the bits agree."""
+    batch = make_batch([2100] * 2, [64] * 2, kv_heads=2, group=8, head_size=32)
+    alone = [
+        cpu.window_scores(
+            batch.query,
+            batch.key_cache,
+            batch.block_table[r : r + 1],
+            batch.query_start_loc[r + 1 : r + 2],
+            batch.seq_lens[r : r + 1],
+            window=64,
+            scale=0.2,
+        )
+        for r in range(2)
+    ]
+    repeated = torch.tensor([0, 1] * 10)
+    many = cpu.window_scores(
+        batch.query,
+        batch.key_cache,
+        batch.block_table[repeated].contiguous(),
+        batch.query_start_loc[1:][repeated].contiguous(),
+        batch.seq_lens[repeated].contiguous(),
+        window=64,
+        scale=0.2,
+    )
+    for i, r in enumerate(repeated.tolist()):
+        assert torch.equal(many[i], alone[r][0])
+
+
+def test_longer_output_on_request(make_batch) -> None:
+    batch = make_batch([60, 40], [8, 8])
+    wide = scores_of(cpu, batch, window=8, max_prompt_len=100)
+    assert wide.shape == (2, 2, 92)
+    assert wide[:, :, 52:].isneginf().all()
+    assert torch.equal(wide[:, :, :52], scores_of(cpu, batch, window=8))
+
+
+def test_bad_scores_raise(make_batch) -> None:
+    batch = make_batch([60, 40], [8, 8])
+    with pytest.raises(ValueError, match="must exceed window = 40"):
+        scores_of(cpu, batch, window=40)
+    with pytest.raises(ValueError, match="query_ends of request 0 is 8"):
+        scores_of(cpu, batch, window=9)
+    with pytest.raises(ValueError, match="gqa_reduce 'median'"):
+        scores_of(cpu, batch, window=8, gqa_reduce="median")
+    with pytest.raises(ValueError, match="kernel_size 4 odd"):
+        scores_of(cpu, batch, window=8, kernel_size=4)
+    with pytest.raises(ValueError, match="more than the output holds"):
+        scores_of(cpu, batch, window=8, max_prompt_len=50)
+    batch.seq_lens = torch.tensor([60, 4000], dtype=torch.int32)
+    with pytest.raises(ValueError, match="request 1 has 4000 tokens"):
+        scores_of(cpu, batch, window=8)
+
+
+VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -1e-30, 1e-42, math.inf, -math.inf, 3.0]
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> dict[str, Any]:
+    """Ragged rows with many equal scores, and budgets from the least to all."""
+    window, sinks = draw(st.integers(0, 9)), draw(st.integers(0, 4))
+    heads = draw(st.integers(1, 3))
+    lens = draw(st.lists(st.integers(window + sinks + 1, 300), min_size=1, max_size=3))
+    keeps = [draw(st.integers(max(1, window + sinks), n)) for n in lens]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = (len(lens), heads, max(lens) - window)
+    if draw(st.booleans()):
+        scores = torch.tensor(VALUES)[torch.randint(len(VALUES), shape, generator=generator)]
+    else:
+        scores = torch.randn(shape, generator=generator)
+    return {
+        "scores": scores,
+        "prompt_lens": torch.tensor(lens, dtype=torch.int32),
+        "keeps": torch.tensor(keeps, dtype=torch.int32),
+        "window": window,
+        "sinks": sinks,
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(selections())
+def test_select_is_exact(arguments: dict[str, Any]) -> None:
+    assert torch.equal(cpu.select(**arguments), reference.select(**arguments))
+
+
+def test_select_many_threads(two_threads) -> None:
+    scores = torch.randn(3, 4, 20000).round(decimals=2)
+    prompt_lens = torch.tensor([20000, 777, 12345], dtype=torch.int32)
+    keeps = torch.tensor([2048, 64, 12345], dtype=torch.int32)
+    arguments = (scores[..., :-8], prompt_lens, keeps)  # a view: rows are not contiguous
+    found = cpu.select(*arguments, window=8, sinks=4, max_keep=12400)
+    assert torch.equal(found[..., :12345], reference.select(*arguments, window=8, sinks=4))
+    assert (found[..., 12345:] == -1).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    selections(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    st.sampled_from([(16, 64), (8, 128), (16, 24)]),
+    st.booleans(),
+)
+def test_compact_moves_bits(
+    arguments: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int], planes: bool
+) -> None:
+    kept = reference.select(**arguments)
+    requests, heads = kept.shape[:2]
+    block_size, head_size = shape
+    entries = -(-int(arguments["prompt_lens"].max()) // block_size)
+    blocks = requests * entries + 2
+    bits = torch.randint(256, (blocks, heads, 2 * block_size, head_size * dtype.itemsize)).byte()
+    memory = bits.view(dtype)
+    if not planes:
+        memory = memory.view(blocks, heads, block_size, 2 * head_size)
+    half = block_size if planes else head_size
+    table = torch.randperm(blocks)[: requests * entries].view(requests, entries).int()
+    lens = (arguments["prompt_lens"], arguments["keeps"])
+    found, right = memory.clone(), memory.clone()
+    for module, target in ((cpu, found), (reference, right)):
+        key, value = target.split(half, dim=2 if planes else 3)
+        module.compact(key, value, table, kept, *lens)
+    assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_bad_selections_raise() -> None:
+    lens, keeps = torch.tensor([30], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    scores = torch.zeros(1, 2, 22)
+    with pytest.raises(ValueError, match="keeps of request 0 is 20, outside sinks \\+ window = 21"):
+        cpu.select(scores, lens, keeps, window=8, sinks=13)
+    with pytest.raises(ValueError, match="outside .* prompt_lens = 30"):
+        cpu.select(scores, lens, keeps + 11, window=8)
+    with pytest.raises(ValueError, match="22 columns"):
+        cpu.select(scores, lens + 1, keeps, window=8)
+    with pytest.raises(ValueError, match="more than the output holds"):
+        cpu.select(scores, lens, keeps, window=8, max_keep=19)
+    with pytest.raises(ValueError, match="float32"):
+        cpu.select(scores.double(), lens, keeps, window=8)
+
+
+def test_bad_compactions_raise() -> None:
+    cache, table = torch.zeros(2, 1, 16, 64), torch.tensor([[0, 1]], dtype=torch.int32)
+    lens, keeps = torch.tensor([30], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    before = cache.clone()
+
+    def refused(message: str, kept: list[int], keeps: torch.Tensor = keeps) -> None:
+        with pytest.raises(ValueError, match=message):
+            cpu.compact(cache, cache, table, torch.tensor([[kept]], dtype=torch.int32), lens, keeps)
+
+    refused("not strictly ascending", [4, 4, 5])
+    refused("not strictly ascending", [4, 3, 5])
+    refused("spans -1 .. 5", [-1, 4, 5])
+    refused("spans 1 .. 30", [1, 4, 30])
+    refused("has 2 columns", [1, 4])
+    refused("outside 0 .. prompt_lens = 30", [1, 4], keeps + 28)
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 64, 500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reshape_and_cache(two_threads, tokens, dtype) -> None:
+    memory = torch.randn(40, 2, 32, 64).to(dtype)
+    packed = torch.randn(tokens, 8, 64).to(dtype)  # rows of a fused projection: strided
+    key, value = packed[:, 4:6], packed[:, 6:]
+    slots = torch.randperm(640)[:tokens]
+    slots[1::4] = -1
+    found, right = memory.clone(), memory.clone()
+    for module, target in ((cpu, found), (reference, right)):
+        module.reshape_and_cache(key, value, target[:, :, :16], target[:, :, 16:], slots)
+    assert torch.equal(found, right)
+
+
+def test_reshape_and_cache_converts_and_pads() -> None:
+    memory = torch.zeros(4, 2, 32, 64, dtype=torch.bfloat16)
+    key, value = torch.randn(9, 2, 64), torch.randn(9, 2, 64)
+    slots = torch.arange(5)  # fewer than the padded tokens
+    cpu.reshape_and_cache(key, value, memory[:, :, :16], memory[:, :, 16:], slots)
+    assert torch.equal(memory[0, :, :5], key[:5].bfloat16().transpose(0, 1))
+    assert torch.equal(memory[0, :, 16:21], value[:5].bfloat16().transpose(0, 1))
+    assert memory[0, :, 5:16].abs().max() == 0
+
+
+def test_bad_slots_raise() -> None:
+    memory, key = torch.zeros(4, 2, 32, 64), torch.randn(3, 2, 64)
+    caches = (memory[:, :, :16], memory[:, :, 16:])
+    with pytest.raises(ValueError, match=r"slot 64, but the cache has 64 \(4 blocks of 16\)"):
+        cpu.reshape_and_cache(key, key, *caches, torch.tensor([0, 64, 1]))
+    with pytest.raises(ValueError, match="int64"):
+        cpu.reshape_and_cache(key, key, *caches, torch.tensor([0, 1, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="4 slots"):
+        cpu.reshape_and_cache(key, key, *caches, torch.arange(4))
+    assert memory.abs().max() == 0

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `triton_matrix/check_*.py`: Triton interprets or compiles by a variable it reads on import.
+
+Each module gets a process of its own, on CPU tensors under the interpreter and, where there is a
+CUDA device, compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MATRIX = Path(__file__).parent / "triton_matrix"
+MODULES = ("check_attention.py", "check_moves.py", "check_scores.py")
+
+
+def run_module(name: str, interpret: bool) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(MATRIX / name)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "skipped" not in result.stdout, result.stdout
+
+
+@pytest.mark.cpu
+def test_every_module_is_run() -> None:
+    assert {path.name for path in MATRIX.glob("check_*.py")} == {*MODULES, "check_launch.py"}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", MODULES)
+def test_interpreted(name: str) -> None:
+    run_module(name, interpret=True)
+
+
+@pytest.mark.cpu
+def test_launchers_offline() -> None:
+    run_module("check_launch.py", interpret=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled(name: str) -> None:
+    run_module(name, interpret=False)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real schedulers on a small configuration, and a worker that moves numbers instead of keys.
+
+`PlainWorker` learns about blocks from `SchedulerOutput` alone, as a real worker does, and decides
+what a request has given up with the real `Retention`. Its cache is an array of tags: every cell
+says which request, layer and token it belongs to. A block that the scheduler gives away too early
+is overwritten by its new owner, and the next read of the old owner finds the wrong tag.
+
+Shape legend: L layers, P physical blocks, N tokens of a block.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_pyramid.compat.side_channel import attach_evictions
+from vllm_pyramid.demo import model_path
+from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
+from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+from vllm_pyramid.worker.retention import Retention
+
+STOP_TOKEN = 7
+ORDINARY_TOKEN = 8
+
+
+def kv_cache_config(num_layers: int, block_size: int, num_blocks: int) -> KVCacheConfig:
+    """One group a layer over one pool of `num_blocks` blocks, the null block included."""
+    groups = [
+        KVCacheGroupSpec(
+            [f"layer.{layer}"],
+            LayerKVCacheSpec(
+                block_size=block_size,
+                num_kv_heads=1,
+                head_size=8,
+                dtype=torch.float32,
+                layer_idx=layer,
+            ),
+        )
+        for layer in range(num_layers)
+    ]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a scheduler is built from."""
+
+    policy: str = "pyramidkv"
+    budget: str | int = "30%"
+    policy_args: tuple[tuple[str, Any], ...] = (("window", 6),)
+    asynchronous: bool = False
+    runner_v2: bool = False
+    reserve_full_prompt: bool = True  # vLLM's: admit a prompt only if all of it fits
+    max_num_batched_tokens: int = 64
+    long_prefill_token_threshold: int = 0
+    max_num_seqs: int = 5
+    max_model_len: int = 96
+    num_layers: int = 3
+    block_size: int = 4
+
+    @property
+    def blocks_of_longest(self) -> int:
+        """Blocks of a sequence of the greatest length, over all layers."""
+        return cdiv(self.max_model_len, self.block_size) * self.num_layers
+
+
+@cache
+def vllm_config(setup: Setup) -> VllmConfig:
+    """The configuration of an engine with the policy; parsed and finished by the plugin itself."""
+    config = EngineArgs(
+        model=str(model_path()),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=16,
+        max_model_len=setup.max_model_len,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        max_num_seqs=setup.max_num_seqs,
+        long_prefill_token_threshold=setup.long_prefill_token_threshold,
+        async_scheduling=False,
+        additional_config={
+            "kv_policy": setup.policy,
+            "kv_budget": setup.budget,
+            "kv_policy_args": dict(setup.policy_args),
+        },
+    ).create_engine_config()
+    assert config.scheduler_config.get_scheduler_cls() is PyramidScheduler
+    config.cache_config.block_size = setup.block_size  # smaller than vLLM's platforms like
+    config.scheduler_config.async_scheduling = setup.asynchronous
+    config.scheduler_config.scheduler_reserve_full_isl = setup.reserve_full_prompt
+    config.cache_config.num_gpu_blocks = 1  # only asked whether there are any
+    return config
+
+
+@cache
+def _structured_output_manager(setup: Setup) -> StructuredOutputManager:
+    return StructuredOutputManager(vllm_config(setup))
+
+
+def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidAsyncScheduler:
+    """A scheduler over a fresh pool of `num_blocks` usable blocks."""
+    cls = PyramidAsyncScheduler if setup.asynchronous else PyramidScheduler
+    scheduler = cls(
+        vllm_config=vllm_config(setup),
+        kv_cache_config=kv_cache_config(setup.num_layers, setup.block_size, num_blocks + 1),
+        structured_output_manager=_structured_output_manager(setup),
+        block_size=setup.block_size,
+        log_stats=True,
+    )
+    scheduler.use_v2_model_runner = setup.runner_v2
+    return scheduler
+
+
+def make_request(
+    request_id: str, prompt_len: int, max_tokens: int = 8, extra_args: dict[str, Any] | None = None
+) -> Request:
+    """A request that ends after `max_tokens` tokens or at `STOP_TOKEN`."""
+    params = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], extra_args=extra_args
+    )
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=[1] * prompt_len,
+        sampling_params=params,
+        pooling_params=None,
+    )
+
+
+def check_pool(coordinator: LockstepCoordinator) -> None:
+    """`check_integrity`, and that no block on the free list belongs to somebody."""
+    coordinator.check_integrity()
+    pool = coordinator.block_pool
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert len(free) == len(set(free)) == pool.get_num_free_blocks()
+    owned = {
+        block.block_id
+        for manager in coordinator.single_type_managers
+        for blocks in manager.req_to_blocks.values()
+        for block in blocks
+        if not block.is_null
+    }
+    assert owned.isdisjoint(free), "a block is free and owned"
+    assert all(pool.blocks[index].ref_cnt == 1 for index in owned)
+    assert all(pool.blocks[index].ref_cnt == 0 for index in free)
+
+
+@dataclass
+class Row:
+    """A request as the worker knows it."""
+
+    serial: int
+    prompt_len: int
+    tables: list[list[int]]
+    cells: np.ndarray  # [L, max_model_len] int64: the tag that each position should hold
+    computed: int = 0  # after the latest step
+    skip: np.ndarray | None = None  # [L], once the prompt has been evicted
+
+
+@dataclass
+class PlainWorker:
+    """Executes `SchedulerOutput`s at once and in order, as a device stream does."""
+
+    policy: Policy
+    setup: Setup
+    num_blocks: int
+    seed: int = 0
+    stop: set[str] = field(default_factory=set)  # requests that sample STOP_TOKEN from now on
+    rows: dict[str, Row] = field(default_factory=dict)
+    num_evictions: int = 0
+
+    def __post_init__(self) -> None:
+        setup = self.setup
+        self.retention = Retention(
+            self.policy, setup.num_layers, setup.block_size, setup.max_num_seqs + 1
+        )
+        shape = (self.num_blocks + 1, setup.block_size)
+        self.memory_PN = np.full(shape, -1, np.int64)
+        self.random = random.Random(self.seed)
+        self.serial = 0
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step; checks that every position that attention would read holds its token."""
+        totals = self._update(output)
+        if not output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        request_ids = list(output.num_scheduled_tokens)
+        self.random.shuffle(request_ids)  # rows move between steps, as they do in vLLM
+        rows = [self.rows[request_id] for request_id in request_ids]
+        scheduled = np.array([output.num_scheduled_tokens[i] for i in request_ids], np.int32)
+        computed = np.array([row.computed for row in rows], np.int32)
+        prompt_lens = np.array([row.prompt_len for row in rows], np.int32)
+        step = self.retention.begin_step(request_ids, prompt_lens, computed, scheduled)
+        for index, row in enumerate(rows):
+            end = int(computed[index] + scheduled[index])
+            assert not step.skips[:, index].any() or computed[index] >= prompt_lens[index]
+            if row.skip is not None:
+                assert (step.skips[:, index] == row.skip).all()
+            self._write(row, int(computed[index]), end)
+            self._read(row, step.skips[:, index], end)
+            row.computed = end
+        if step.evictions is not None:
+            for index, request_id in enumerate(step.evictions.request_ids):
+                self._evict(self.rows[request_id], step.evictions.helds[:, index])
+                step.evictions.layers_done[index] = (
+                    step.evictions.helds[:, index] < step.evictions.prompt_lens[index]
+                ).sum()
+                self.num_evictions += 1
+        return attach_evictions(
+            ModelRunnerOutput(
+                req_ids=request_ids,
+                req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+                sampled_token_ids=[
+                    self._sample(request_id) if row.computed >= totals[request_id] else []
+                    for request_id, row in zip(request_ids, rows, strict=True)
+                ],
+            ),
+            self.retention.take_report(),
+        )
+
+    def _sample(self, request_id: str) -> list[int]:
+        return [STOP_TOKEN if request_id in self.stop else ORDINARY_TOKEN]
+
+    def _update(self, output: SchedulerOutput) -> dict[str, int]:
+        """Take over what the step says about requests; returns the tokens that each has by now."""
+        totals: dict[str, int] = {}
+        for request_id in output.finished_req_ids:
+            self.rows.pop(request_id, None)
+            self.retention.remove(request_id)
+        for new in output.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None and new.num_computed_tokens == 0
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            params = new.sampling_params
+            assert params is not None
+            totals[new.req_id] = len(tokens)
+            self._begin(new.req_id, len(new.prompt_token_ids), new.block_ids)
+            self.retention.add(new.req_id, len(new.prompt_token_ids), params.extra_args)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[index]
+            row = self.rows[request_id]
+            if request_id in cached.resumed_req_ids:
+                assert blocks is not None and cached.num_computed_tokens[index] == 0
+                self._begin(request_id, row.prompt_len, blocks)
+                row = self.rows[request_id]
+            elif blocks is not None:
+                for table, new_ids in zip(row.tables, blocks, strict=True):
+                    table.extend(new_ids)
+            assert row.computed == cached.num_computed_tokens[index]
+            totals[request_id] = row.prompt_len + cached.num_output_tokens[index]
+        return totals
+
+    def _begin(self, request_id: str, prompt_len: int, block_ids: tuple[list[int], ...]) -> None:
+        self.serial += 1  # what an earlier life of the request left in the cache is not its own
+        self.rows[request_id] = Row(
+            self.serial,
+            prompt_len,
+            [list(ids) for ids in block_ids],
+            np.full((self.setup.num_layers, self.setup.max_model_len), -1, np.int64),
+        )
+
+    def _slots(self, row: Row, layer: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        table = np.array(row.tables[layer])
+        blocks = table[positions // self.setup.block_size]
+        assert (blocks > 0).all(), "the null block is nobody's"
+        return blocks, positions % self.setup.block_size
+
+    def _write(self, row: Row, start: int, end: int) -> None:
+        positions = np.arange(start, end)
+        for layer in range(self.setup.num_layers):
+            row.cells[layer, start:end] = (row.serial << 24) + (layer << 16) + positions
+            self.memory_PN[self._slots(row, layer, positions)] = row.cells[layer, start:end]
+
+    def _read(self, row: Row, skips: np.ndarray, end: int) -> None:
+        for layer, skip in enumerate(skips.tolist()):
+            found = self.memory_PN[self._slots(row, layer, np.arange(skip, end))]
+            assert (found == row.cells[layer, skip:end]).all(), (
+                f"layer {layer}: a live position was overwritten"
+            )
+
+    def _evict(self, row: Row, helds: np.ndarray) -> None:
+        end = row.prompt_len
+        row.skip = end - helds
+        for layer, held in enumerate(helds.tolist()):
+            kept = np.array(sorted(self.random.sample(range(end), held)), np.int64)
+            moved = self.memory_PN[self._slots(row, layer, kept)]
+            tail = np.arange(end - held, end)
+            self.memory_PN[self._slots(row, layer, tail)] = moved
+            row.cells[layer, tail] = moved
+            row.cells[layer, : end - held] = -1

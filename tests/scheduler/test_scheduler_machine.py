@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random lives of random requests over the real schedulers and the real block pool."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
+from vllm_pyramid.compat.side_channel import read_evictions
+from vllm_pyramid.config import RequestOverride, plan_for
+from vllm_pyramid.policy.base import RetentionPlan
+
+pytestmark = pytest.mark.cpu
+
+# Seeded below, so that a red run means that the code changed.
+LIMITS = settings(
+    max_examples=int(__import__("os").environ.get("EX", "30")),
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+OVERRIDES: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"kv_policy": "full"},
+    {"kv_budget": 9},
+    {"kv_budget": "60%"},
+    {"other": 1},
+)
+PROMPT_LENS = st.one_of(st.integers(1, 64), st.integers(1, 8), st.sampled_from([9, 10, 32, 64]))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A scheduler, a worker, and up to `depth` steps whose output has not been processed."""
+
+    setup: ClassVar[Setup]
+    depth: ClassVar[int] = 1
+    seen: ClassVar[Counter[str]]  # so that a quiet machine cannot pass for a good one
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+        self.requests: dict[str, Request] = {}
+        self.plans: dict[str, RetentionPlan] = {}
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+
+    @initialize(spare=st.integers(0, 60), seed=st.integers(0, 2**16))
+    def start(self, spare: int, seed: int) -> None:
+        num_blocks = self.setup.blocks_of_longest + spare
+        self.scheduler = make_scheduler(self.setup, num_blocks)
+        self.coordinator = self.scheduler.coordinator
+        self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
+
+    # Rules ------------------------------------------------------------------------------------
+
+    @rule(
+        prompts=st.lists(
+            st.tuples(PROMPT_LENS, st.integers(1, 32), st.sampled_from(OVERRIDES)),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def add(self, prompts: list[tuple[int, int, dict[str, Any] | None]]) -> None:
+        for prompt_len, max_tokens, override in prompts:
+            request_id = f"r{self.num_requests}"
+            self.num_requests += 1
+            request = make_request(request_id, prompt_len, max_tokens, override)
+            self.requests[request_id] = request
+            self.plans[request_id] = plan_for(
+                self.scheduler.kv_policy,
+                RequestOverride.parse(override),
+                prompt_len,
+                self.setup.num_layers,
+                self.setup.block_size,
+            )
+            self.scheduler.add_request(request)
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data(), how=st.sampled_from(["stop", "stop", "abort", "preempt all"]))
+    def interfere(self, data: st.DataObject, how: str) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        if how == "stop":
+            self.worker.stop.add(request_id)
+        elif how == "abort":
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        else:  # as a pause of the engine for new weights does; they resume in the same step
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.seen[how] += 1
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def process(self) -> None:
+        self.scheduler.update_from_output(*self.in_flight.popleft())
+
+    # One step ---------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        while len(self.in_flight) >= self.depth:
+            self.process()
+        before = {name: request.num_computed_tokens for name, request in self.requests.items()}
+        preemptions = {name: request.num_preemptions for name, request in self.requests.items()}
+        output = self.scheduler.schedule()
+        for name, scheduled in output.num_scheduled_tokens.items():
+            again = self.requests[name].num_preemptions != preemptions[name]
+            self.check_chunk(name, 0 if again else before[name], scheduled)
+        for name, count in preemptions.items():
+            self.seen["preempted"] += self.requests[name].num_preemptions - count
+            assert self.requests[name].num_preemptions - count <= 1
+        self.in_flight.append((output, self.worker.execute(output)))
+        for name in read_evictions(self.in_flight[-1][1]):
+            self.seen["evicted"] += 1
+            self.seen["evicted again"] += self.requests[name].num_preemptions > 0
+        self.seen["mixed steps"] += len({*self.phases(output)}) > 1
+        self.check_tables()
+
+    def phases(self, output: SchedulerOutput) -> list[bool]:
+        """Whether each request of the step is past its prompt."""
+        return [
+            self.worker.rows[name].computed > self.plans[name].prompt_len
+            for name in output.num_scheduled_tokens
+        ]
+
+    def check_chunk(self, name: str, computed: int, scheduled: int) -> None:
+        """No chunk crosses a prompt's end, nor leaves less than the observation window."""
+        plan = self.plans[name]
+        if not plan.evicts or computed >= plan.prompt_len:
+            return
+        left = plan.prompt_len - computed - scheduled
+        assert left >= 0, f"{name}: a chunk crosses the end of the prompt"
+        window = self.scheduler.kv_policy.min_last_chunk
+        assert left >= window or (left == 0 and scheduled >= window), (name, computed, scheduled)
+
+    def check_tables(self) -> None:
+        """The worker's tables, from the first live block on, are the scheduler's."""
+        block_size = self.setup.block_size
+        for request in self.scheduler.running:
+            row = self.worker.rows.get(request.request_id)
+            if row is None or request.num_computed_tokens == 0:
+                continue  # preempted and not yet scheduled again
+            for layer, manager in enumerate(self.coordinator.single_type_managers):
+                blocks = manager.req_to_blocks[request.request_id]
+                skip = 0 if row.skip is None else int(row.skip[layer])
+                first = skip // block_size
+                live = [block.block_id for block in blocks[first:]]
+                assert row.tables[layer][first:] == live and 0 not in live
+                assert len(blocks) == len(row.tables[layer])
+                assert len(blocks) == cdiv(request.num_computed_tokens, block_size)
+
+    # What always holds ------------------------------------------------------------------------
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        check_pool(self.coordinator)
+        running = {request.request_id for request in self.scheduler.running}
+        assert set(self.coordinator._num_blocks) == running
+        assert self.coordinator._evicted <= self.coordinator._confirmed <= running
+        stats = self.scheduler.policy_stats()
+        assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
+
+    @invariant()
+    def every_layer_holds_its_share(self) -> None:
+        block_size = self.setup.block_size
+        for request in self.scheduler.running:
+            name = request.request_id
+            plan = self.plans[name]
+            processed = request.num_computed_tokens - request.num_in_flight_tokens
+            entries = cdiv(request.num_computed_tokens, block_size)
+            skip = plan.skip if self.coordinator.has_evicted(name) else plan.skip * 0
+            expected = entries - skip // block_size
+            assert self.coordinator.blocks_held(name) == expected.tolist()
+            if self.coordinator.is_confirmed(name):
+                assert plan.evicts and processed >= plan.prompt_len
+            if self.coordinator.has_evicted(name):
+                assert processed >= plan.prompt_len
+
+    def teardown(self) -> None:
+        for _ in range(1000):
+            if not self.scheduler.requests:
+                break
+            self.step()
+        assert not self.scheduler.requests, "no progress"
+        while self.in_flight:
+            self.process()
+        check_pool(self.coordinator)
+        self.worker.execute(self.scheduler.schedule())  # tells the worker who finished
+        coordinator, scheduler = self.coordinator, self.scheduler
+        assert coordinator.block_pool.get_num_free_blocks() == self.worker.num_blocks
+        assert not coordinator._num_blocks and not coordinator._plans
+        assert not coordinator._confirmed and not coordinator._evicted
+        assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
+        assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
+        assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
+        assert not scheduler._plans and not scheduler.running and not scheduler.waiting
+        assert not self.worker.rows and not self.worker.retention._plans
+
+
+SMALL = {"max_num_batched_tokens": 11, "long_prefill_token_threshold": 7}
+VARIANTS: dict[str, Setup] = {
+    "sync": Setup(),
+    "sync-small-chunks": Setup(**SMALL, reserve_full_prompt=False),
+    "sync-v2": Setup(runner_v2=True, max_num_batched_tokens=24),
+    "sync-not-filled": Setup(policy_args=(("window", 6), ("fill_blocks", False))),
+    "async": Setup(asynchronous=True),
+    "async-small-chunks": Setup(asynchronous=True, **SMALL),
+    "async-v2": Setup(
+        asynchronous=True, runner_v2=True, max_num_batched_tokens=24, reserve_full_prompt=False
+    ),
+    "async-streaming-llm": Setup(
+        policy="streaming-llm", policy_args=(("sinks", 2),), asynchronous=True
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_machine(variant: str) -> None:
+    class Machine(SchedulerMachine):
+        setup = VARIANTS[variant]
+        depth = 2 if setup.asynchronous else 1
+        seen = Counter()
+
+    numbered = seed(list(VARIANTS).index(variant))(Machine)  # every variant lives other lives
+    run_state_machine_as_test(numbered, settings=LIMITS)
+    for happening in ("evicted", "preempted", "evicted again", "mixed steps"):
+        assert Machine.seen[happening] >= 5, Machine.seen
