@@ -44,8 +44,11 @@ class LLM(vllm.LLM):
         register()
         values = (kv_policy, kv_budget, kv_policy_args, kv_trace)
         given = {k: v for k, v in zip(CONFIG_KEYS, values, strict=True) if v is not None}
-        if isinstance(additional_config, str):
-            additional_config = json.loads(additional_config)
-        merged = {**(additional_config or {}), **given}
+        base: dict[str, Any] = (
+            json.loads(additional_config)
+            if isinstance(additional_config, str)
+            else additional_config or {}
+        )
+        merged = {**base, **given}
         KVSettings.from_additional_config(merged)  # wrong values: before anything is loaded
         super().__init__(model, *args, additional_config=merged, **kwargs)

@@ -157,7 +157,7 @@ def test_queries_that_see_nothing_get_zeros(make_batch) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seq_lens": [300, 95]}, "holds 112"),
+        ({"seq_lens": [300, 95]}, "holds 128"),
         ({"seq_lens": [3, 95]}, "4 queries but seq_lens says 3"),
         ({"skips": [0, 96]}, "skips of request 1 is 96"),
         ({"skips": [-1, 0]}, "skips of request 0 is -1"),

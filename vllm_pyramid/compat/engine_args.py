@@ -86,9 +86,7 @@ def install() -> None:
         return engine_args
 
     @functools.wraps(create_engine_config)
-    def create_engine_config_with_policy(
-        self: EngineArgs, *args: Any, **kwargs: Any
-    ) -> VllmConfig:
+    def create_engine_config_with_policy(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         settings = KVSettings.from_additional_config(self.additional_config)
         if settings is None or settings.kv_policy == NO_POLICY:
             return create_engine_config(self, *args, **kwargs)

@@ -160,9 +160,7 @@ def window_scores(
     """
     num_kv_heads = key_cache.shape[1]
     lens = prompt_lens.tolist()
-    out = torch.full(
-        (len(lens), num_kv_heads, max(lens) - window), -math.inf, device=query.device
-    )
+    out = torch.full((len(lens), num_kv_heads, max(lens) - window), -math.inf, device=query.device)
     for r, (end, n) in enumerate(zip(query_ends.tolist(), lens, strict=True)):
         q = query[end - window : end].to(compute_dtype)
         k = gather_tokens(key_cache, block_table[r], 0, n).to(compute_dtype)
@@ -174,7 +172,10 @@ def window_scores(
         query_pos = torch.arange(n - window, n, device=q.device)
         logits.masked_fill_(key_pos[None, :] > query_pos[:, None], -math.inf)
         mass = logits.softmax(dim=-1)[..., : n - window].sum(dim=2)  # [G, Q, n - window]
-        mass = {"mean": mass.mean, "sum": mass.sum, "max": mass.amax}[gqa_reduce](dim=1)
+        if gqa_reduce == "max":
+            mass = mass.amax(dim=1)
+        else:
+            mass = mass.mean(dim=1) if gqa_reduce == "mean" else mass.sum(dim=1)
         if pooling != "none":
             pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
             mass = pool(mass, kernel_size, stride=1, padding=kernel_size // 2)

@@ -67,12 +67,12 @@ def compute_slot_mapping(
     block_table_ptr: torch.Tensor,
     block_table_stride: int,
     slot_mapping_ptr: torch.Tensor,
-    KV_CACHE_BLOCK_SIZE: int,  # noqa: N803  vLLM passes these by the kernel's own names
-    TOTAL_CP_WORLD_SIZE: int,  # noqa: N803
-    TOTAL_CP_RANK: int,  # noqa: N803
-    CP_KV_CACHE_INTERLEAVE_SIZE: int,  # noqa: N803
-    PAD_ID: int,  # noqa: N803
-    BLOCK_SIZE: int,  # noqa: N803
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    BLOCK_SIZE: int,
 ) -> None:
     """Host version of vLLM's `ComputeSlotMappingKernel`: block * block size + row, per token.
 

@@ -82,8 +82,8 @@ class PyramidSchedulerMixin(Scheduler):
     ) -> int:
         """vLLM's last word on the size of a chunk; ours ends it at the prompt's end.
 
-            |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
-            0                                              prompt_len
+        |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
+        0                                              prompt_len
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens

@@ -174,7 +174,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         self.ops = get_ops("cpu")
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[P, G, N, 2 * D]` as vLLM allocates it: K plane and V plane of a head, `[P, G, N, D]`."""
+        """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one."""
         blocks, heads, tokens, content = kv_cache.shape
         planes = kv_cache.view(blocks, heads, 2 * tokens, content // 2)
         return planes[:, :, :tokens], planes[:, :, tokens:]

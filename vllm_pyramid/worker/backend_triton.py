@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -23,7 +25,7 @@ class PyramidTritonImpl(PyramidImplMixin, TritonAttentionImpl):
 class PyramidTritonBackend(TritonAttentionBackend):
     """vLLM's Triton backend under the name that plugins may take."""
 
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:

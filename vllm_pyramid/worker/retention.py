@@ -82,9 +82,7 @@ class Retention:
         max_num_reqs: rows of the runner's batch.
     """
 
-    def __init__(
-        self, policy: Policy, num_layers: int, block_size: int, max_num_reqs: int
-    ) -> None:
+    def __init__(self, policy: Policy, num_layers: int, block_size: int, max_num_reqs: int) -> None:
         self.policy = policy
         self.num_layers = num_layers
         self.block_size = block_size

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,11 +59,11 @@ class PyramidRunnerMixin:
         self._layer_names = list(specs)
         return specs
 
-    def bind_layers(self, table_shape: Sequence[int]) -> None:
+    def bind_layers(self, max_num_reqs: int, table_width: int) -> None:
         """Give every layer's metadata builders and attention their context.
 
         Args:
-            table_shape: `(R_max, M)` of the runner's block tables.
+            max_num_reqs: rows of the runner's block tables. table_width: entries of a row.
         """
         retention = self.retention
         builders = [
@@ -75,7 +74,11 @@ class PyramidRunnerMixin:
         ]
         if any(builder.reads_shifted_tables for builder in builders):
             self.shifted = ShiftedTables(
-                retention.num_layers, *table_shape, retention.block_size, self.device
+                retention.num_layers,
+                max_num_reqs,
+                table_width,
+                retention.block_size,
+                self.device,
             )
         contexts = {
             name: LayerContext(retention, layer, self._trace, self.shifted)

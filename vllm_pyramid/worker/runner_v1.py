@@ -21,7 +21,7 @@ class PyramidRunnerV1(PyramidRunnerMixin):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's; then the layers exist and can be bound."""
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        self.bind_layers(self.input_batch.block_table[0].block_table.gpu.shape)
+        self.bind_layers(*self.input_batch.block_table[0].block_table.gpu.shape)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request_id in scheduler_output.finished_req_ids:

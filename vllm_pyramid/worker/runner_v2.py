@@ -28,7 +28,7 @@ class PyramidRunnerV2(PyramidRunnerMixin):
         self._gathered = torch.stack(tables.input_block_tables)
         tables.input_block_tables = list(self._gathered)
         tables.init_block_table_layout_tensors()
-        self.bind_layers(self._gathered.shape[1:])
+        self.bind_layers(*self._gathered.shape[1:])
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.finished_req_ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class TraceWriter:
             layers = self._open.pop(request_id, {})
             prompt_len = int(evictions.prompt_lens[index])
             everything = np.tile(np.arange(prompt_len, dtype=np.int32), (num_kv_heads, 1))
-            arrays = {
+            arrays: dict[str, Any] = {
                 f"kept_{layer}": layers.get(layer, everything) for layer in range(self.num_layers)
             }
             name = re.sub(r"[^\w.-]", "_", request_id) + self.suffix
