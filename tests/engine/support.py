@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +71,7 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.num_layers = len(self.scheduler.kv_cache_config.kv_cache_groups)
         self.block_size = self.scheduler.block_size
-        self.preemptions = 0
+        self.broken = False
 
     def run(
         self,
@@ -85,7 +85,14 @@ class Engine:
         Args:
             on_step: called after every step of the engine.
         """
-        jobs = list(jobs)
+        self.broken = True  # unless this comes to its end
+        outcomes = self._run(list(jobs), on_step, max_steps)
+        self.broken = False
+        return outcomes
+
+    def _run(
+        self, jobs: list[Job], on_step: Callable[[Engine], None] | None, max_steps: int
+    ) -> list[Outcome]:
         waiting = sorted(jobs, key=lambda job: job.arrival)
         outcomes: dict[str, Outcome] = {}
         aborts: list[tuple[int, str]] = []
@@ -142,19 +149,23 @@ class Engine:
         self.client.engine_core.shutdown()
 
 
-def count_preemptions(engine: Engine) -> Callable[[], int]:
-    """A function that tells how often requests were preempted since this call."""
+@contextmanager
+def count_preemptions(engine: Engine) -> Iterator[dict[str, int]]:
+    """Counts inside, how often requests were preempted: `all`, and `evicted` before."""
     scheduler = engine.scheduler
     original = scheduler._preempt_request
-    count = 0
+    count = {"all": 0, "evicted": 0}
 
-    def preempt(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return original(*args, **kwargs)
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        count["all"] += 1
+        count["evicted"] += engine.coordinator.has_evicted(request.request_id)
+        return original(request, *args, **kwargs)
 
     scheduler._preempt_request = preempt
-    return lambda: count
+    try:
+        yield count
+    finally:
+        scheduler._preempt_request = original
 
 
 class EnginePool:
@@ -170,7 +181,7 @@ class EnginePool:
     def get(self, model: Any, **settings: Any) -> Engine:
         """An engine of `vllm_pyramid.LLM(model, **settings)`, eager unless told otherwise."""
         key = repr((str(model), sorted(settings.items(), key=lambda item: item[0])))
-        if key != self._key:
+        if key != self._key or (self._engine is not None and self._engine.broken):
             self.close()
             self._engine = start_engine(str(model), **settings)
             self._key = key
@@ -194,7 +205,7 @@ class EnginePool:
 
 
 @contextmanager
-def in_process() -> Any:
+def in_process() -> Iterator[None]:
     """vLLM starts its engine core in this process, where tests can look into it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -96,8 +96,8 @@ def test_longer_output_on_request(make_batch) -> None:
 
 def test_bad_scores_raise(make_batch) -> None:
     batch = make_batch([60, 40], [8, 8])
-    with pytest.raises(ValueError, match="must exceed window = 40"):
-        scores_of(cpu, batch, window=40)
+    with pytest.raises(ValueError, match="request 1 is 40; it must exceed window = 40"):
+        scores_of(cpu, make_batch([60, 40], [60, 40]), window=40)
     with pytest.raises(ValueError, match="query_ends of request 0 is 8"):
         scores_of(cpu, batch, window=9)
     with pytest.raises(ValueError, match="gqa_reduce 'median'"):

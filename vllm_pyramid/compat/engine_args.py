@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags and settings: from the command line, or from `additional_config`, into the engine.
 
-Target: `EngineArgs.add_cli_args`, `from_cli_args`, `create_engine_config`. Why: vLLM has no hook
-through which a plugin adds engine arguments or adjusts the finished configuration. The values
-travel in `additional_config`, which reaches every process.
+Target: `EngineArgs.add_cli_args`, `from_cli_args`, `create_engine_config`, and `parse_known_args` of
+the parsers that get our flags. Why: vLLM has no hook through which a plugin adds engine arguments or
+adjusts the finished configuration. The values travel in `additional_config`, which reaches every
+process.
 """
 
 from __future__ import annotations
@@ -48,21 +49,40 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for key, options in _FLAGS.items():
         group.add_argument("--" + key.replace("_", "-"), dest=key, default=None, **options)
+    _check_while_parsing(parser)
 
 
-def _merge_flags(args: argparse.Namespace, engine_args: EngineArgs) -> None:
-    """Move the flags that were given into `additional_config`."""
+def _check_while_parsing(parser: argparse.ArgumentParser) -> None:
+    """Answer wrong values as argparse does: usage, one line, exit status 2, nothing loaded yet.
+
+    Not a `type` of each flag: whether a budget will do depends on the policy and its parameters.
+    """
+    parse_known_args = parser.parse_known_args
+
+    @functools.wraps(parse_known_args)
+    def parse_and_check(*args: Any, **kwargs: Any) -> Any:
+        namespace, rest = parse_known_args(*args, **kwargs)
+        try:
+            merged = _merge_flags(namespace, getattr(namespace, "additional_config", None))
+            KVSettings.from_additional_config(merged)
+        except ValueError as error:
+            parser.error(str(error))
+        return namespace, rest
+
+    parser.parse_known_args = parse_and_check  # type: ignore[method-assign, assignment]
+
+
+def _merge_flags(args: argparse.Namespace, additional_config: Any) -> Any:
+    """`additional_config` with the flags that were given."""
     given = {key: value for key in CONFIG_KEYS if (value := getattr(args, key, None)) is not None}
     if not given:
-        return
-    if engine_args.additional_config is None:
-        engine_args.additional_config = {}
-    both = sorted(given.keys() & engine_args.additional_config.keys())
+        return additional_config
+    both = sorted(given.keys() & (additional_config or {}).keys())
     if both:
         raise ValueError(
             f"{', '.join(both)} given both as a flag and in --additional-config: leave one out"
         )
-    engine_args.additional_config = {**engine_args.additional_config, **given}
+    return {**(additional_config or {}), **given}
 
 
 def install() -> None:
@@ -82,7 +102,7 @@ def install() -> None:
     @functools.wraps(from_cli_args)
     def from_cli_args_with_policy(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
         engine_args: EngineArgs = from_cli_args(cls, args)
-        _merge_flags(args, engine_args)
+        engine_args.additional_config = _merge_flags(args, engine_args.additional_config)
         return engine_args
 
     @functools.wraps(create_engine_config)

@@ -66,7 +66,7 @@ def _run(name: str, record: bytes) -> None:
         raise ValueError(library.pyr_last_error().decode())
 
 
-def _check_cache(name: str, cache: torch.Tensor) -> tuple[int, int, int]:
+def _check_cache(name: str, cache: torch.Tensor) -> tuple[int, ...]:
     if cache.dim() != 4:
         raise ValueError(f"{name} must be [P, G, N, D], got shape {tuple(cache.shape)}")
     if cache.stride(3) != 1:

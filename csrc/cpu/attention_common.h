@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// What both ways of attending share: positions, addresses, scratch memory, the running softmax.
+#pragma once
+#include "tile.h"
+
+namespace {
+
+using pyr::AttentionItem;
+
+// What a request looks like to the kernels. Positions are local: counted from `skip`.
+struct Sight {
+  int64_t skip;
+  int last;        // local position of the last query
+  int queries;
+  int heads;       // query heads of a KV head
+  int64_t query0;  // row of the first query in `query` and `out`
+  int window;      // 0: all
+
+  PYR_INLINE int hi(int row) const { return last - queries + 1 + row / heads; }
+  PYR_INLINE int lo(int row) const { return window ? hi(row) - window + 1 : 0; }
+};
+
+PYR_INLINE Sight sight_of(const PyrAttention& p, int request) {
+  const int first = p.query_start[request];
+  const int queries = p.query_start[request + 1] - first;
+  return {p.skips[request],         p.seq_lens[request] - p.skips[request] - 1,
+          queries,                  int(p.H / p.G),
+          first,                    int(p.sliding_window)};
+}
+
+template <class T>
+PYR_INLINE CacheWalk<T> walk_of(const PyrAttention& p, const AttentionItem& item) {
+  return {(const T*)p.key + item.kv_head * p.key_g,
+          (const T*)p.value + item.kv_head * p.value_g,
+          p.table + item.request * p.table_r,
+          p.N,
+          p.key_p,
+          p.key_n,
+          p.value_p,
+          p.value_n};
+}
+
+// The addresses of the keys begin .. begin + KB - 1 of an item. Nothing is read below the window of
+// its first row: those blocks may be somebody else's.
+template <class T>
+PYR_INLINE void tile_rows(const PyrAttention& p, const AttentionItem& item, int begin,
+                          TileRows<T>* out) {
+  const Sight sight = sight_of(p, item.request);
+  const int from = sight.lo(item.row0) - begin, count = item.end - begin;
+  walk_of<T>(p, item).tile(sight.skip + begin, from > 0 ? from : 0, count < KB ? count : KB, out);
+}
+
+// The state of a tile of rows while it runs over the keys.
+struct RowState {
+  float* sum;     // [rows][padded D], unnormalised
+  float* max;     // [rows], of the scores as they come out of the product
+  float* weight;  // [rows]
+};
+
+struct AttentionScratch {
+  float *queries, *keys, *values, *scores, *probabilities;
+  RowState rows;
+};
+
+// Decoding holds its few rows W / 4 times over.
+PYR_INLINE int64_t query_floats(const PyrAttention& p, int64_t rows, int step) {
+  const int64_t tile = rows * (p.D / step), direct = 8 * (p.D / step) * (W / 4);
+  return tile > direct ? tile : direct;
+}
+
+template <class Mode>
+PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* memory) {
+  Carver carver{(char*)memory};
+  AttentionScratch s;
+  s.keys = carver.floats(p.D / Mode::Step * KB);
+  s.values = carver.floats(KB / Mode::Step * padded(int(p.D)));
+  s.scores = carver.floats(8 * KB);
+  s.probabilities = carver.floats(8 * KB);
+  s.queries = carver.floats(query_floats(p, rows, Mode::Step));
+  s.rows.sum = carver.floats(rows * padded(int(p.D)));
+  s.rows.max = carver.floats(rows);
+  s.rows.weight = carver.floats(rows);
+  return s;
+}
+
+template <class Mode>
+size_t attention_scratch(const PyrAttention& p, int64_t rows) {
+  return carved(p.D / Mode::Step * KB) + carved(KB / Mode::Step * padded(int(p.D))) +
+         2 * carved(8 * KB) + carved(query_floats(p, rows, Mode::Step)) +
+         carved(rows * padded(int(p.D))) + 2 * carved(rows);
+}
+
+// One row's softmax step over a tile: scores -> probabilities relative to the running maximum.
+// Returns the factor for what was summed before.
+template <class Mode>
+PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* probabilities,
+                              int vectors, bool mask, int lo, int hi, float* max, float* weight) {
+  float factor = float(p.scale) * kLog2e;
+  if (p.soft_cap > 0) {
+    for (int i = 0; i < vectors; ++i)
+      v_store(scores + i * W, v_soft_cap(v_mul(v_load(scores + i * W), v_set(float(p.scale))),
+                                         float(p.soft_cap)));
+    factor = kLog2e;
+  }
+  if (mask)
+    for (int i = 0; i < vectors; ++i)
+      v_store(scores + i * W, v_mask_outside(v_load(scores + i * W), i * W, lo, hi));
+  V top = v_load(scores);
+  for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(scores + i * W));
+  const float before = *max, tile_max = v_hmax(top);
+  const float after = tile_max > before ? tile_max : before;
+  // Nothing visible so far: any finite reference gives probabilities of zero.
+  const float shift = after == -INFINITY ? 0.0f : -after * factor;
+  const V scale = v_set(factor), offset = v_set(shift);
+  V total = v_zero();
+  if (Mode::kPairs) {
+    int i = 0;
+    for (; i + 2 <= vectors; i += 2) {
+      const V a = v_exp2(v_fma(v_load(scores + i * W), scale, offset));
+      const V b = v_exp2(v_fma(v_load(scores + i * W + W), scale, offset));
+      total = v_add(total, v_add(a, b));
+      Mode::store_probabilities(probabilities, i * W, a, b);
+    }
+    if (i < vectors) {
+      const V a = v_exp2(v_fma(v_load(scores + i * W), scale, offset));
+      total = v_add(total, a);
+      Mode::store_probabilities(probabilities, i * W, a, v_zero());
+    }
+  } else {
+    for (int i = 0; i < vectors; ++i) {
+      const V a = v_exp2(v_fma(v_load(scores + i * W), scale, offset));
+      total = v_add(total, a);
+      Mode::store_probabilities(probabilities, i * W, a, a);
+    }
+  }
+  const float correction =
+      after == before ? 1.0f : v_first(v_exp2(v_set((before - after) * factor)));
+  *max = after;
+  *weight = *weight * correction + v_hsum(total);
+  return correction;
+}
+
+}  // namespace

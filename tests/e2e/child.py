@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in a process of its own, for tests that need another environment than pytest's.
+
+    python tests/e2e/child.py REQUEST.json RESULT.json
+
+Nothing of vllm_pyramid is imported here: vLLM finds it by itself, as in a stock program. `REQUEST`
+holds `llm` (arguments of `vllm.LLM`), `waves` (lists of `[token ids, sampling parameters]`; a wave
+begins two steps after the one before it, so that later prompts meet requests that decode) and
+`triton`: null, "interpreter" (Triton's interpreter takes the place of a device, as vLLM's second
+model runner needs it), or "attention" (the same, and the attention is that of CUDA devices: vLLM's
+Triton kernels on tables that are shifted for each layer).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def pretend_triton_device() -> None:
+    """Let Triton believe that one device is there; its interpreter then runs on the host."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    from triton.backends import Backend, backends
+
+    nvidia = backends["nvidia"]
+
+    class ActiveDriver(nvidia.driver):  # type: ignore[name-defined]
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    backends.clear()
+    backends["nvidia"] = Backend(nvidia.compiler, ActiveDriver)
+
+
+def use_attention_of_cuda() -> None:
+    """Make our CPU platform choose the backend that CUDA devices use."""
+    import torch
+
+    from vllm_pyramid.platform.cpu import PyramidCpuPlatform
+
+    def backend(cls: type, *args: Any, **kwargs: Any) -> str:
+        return "vllm_pyramid.worker.backend_triton.PyramidTritonBackend"
+
+    PyramidCpuPlatform.get_attn_backend_cls = classmethod(backend)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine, run the waves, and tell what came of them."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**request["llm"])
+    engine = llm.llm_engine
+    waves = list(request["waves"])
+    outputs: dict[str, Any] = {}
+    names: list[str] = []
+    while waves or engine.has_unfinished_requests():
+        if waves:
+            for prompt, params in waves.pop(0):
+                names.append(f"request-{len(names)}")
+                engine.add_request(
+                    names[-1], {"prompt_token_ids": prompt}, SamplingParams(**params)
+                )
+        for _ in range(2):
+            for output in engine.step():
+                outputs[output.request_id] = output
+    config = engine.vllm_config
+    return {
+        "outputs": [
+            {
+                "token_ids": list(outputs[name].outputs[0].token_ids),
+                "report": outputs[name].kv_transfer_params,
+            }
+            for name in names
+        ],
+        "scheduler": str(config.scheduler_config.scheduler_cls),
+        "worker": config.parallel_config.worker_cls,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "modules": sorted(name for name in sys.modules if name.startswith("vllm_pyramid")),
+        "runner": _runner_name(engine),
+    }
+
+
+def _runner_name(engine: Any) -> str | None:
+    """The classes of the model runner, where it lives in this process."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    if core is None:
+        return None
+    runner = core.model_executor.driver_worker.worker.model_runner
+    return " ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__)
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    if request.get("triton"):
+        pretend_triton_device()
+    if request.get("triton") == "attention":
+        use_attention_of_cuda()
+    Path(sys.argv[2]).write_text(json.dumps(run(request)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users know of vLLM stays whole beside eviction."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+
+pytestmark = pytest.mark.engine
+
+MAX_LEN = 1024
+SETTINGS: dict[str, Any] = {
+    "kv_policy": "pyramidkv",
+    "kv_budget": "12%",
+    "max_model_len": MAX_LEN,
+    "max_num_batched_tokens": 256,
+    "skip_tokenizer_init": False,
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+
+
+@pytest.fixture
+def engine(engines: EnginePool, demo_model: Path) -> Engine:
+    return engines.get(demo_model, **SETTINGS)
+
+
+def _prompts(*lengths: int) -> list[list[int]]:
+    return random_prompts(lengths, seed=5, vocab_size=2048)
+
+
+def _sampling(**options: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"ignore_eos": True, "max_tokens": 16, **options})
+
+
+def test_stop_strings(engine: Engine) -> None:
+    (free,) = engine.generate(_prompts(300), _sampling(temperature=0.0, max_tokens=24))
+    text = free.output.outputs[0].text
+    stop = text[len(text) // 2 :][:4]
+    (stopped,) = engine.generate(
+        _prompts(300), _sampling(temperature=0.0, max_tokens=24, stop=[stop])
+    )
+    completion = stopped.output.outputs[0]
+    assert completion.finish_reason == "stop" and completion.stop_reason == stop
+    assert completion.text == text[: text.index(stop)]
+    assert stopped.report["evicted_tokens"] > 0
+    engine.check_whole()
+
+
+def test_several_completions_of_a_prompt(engine: Engine) -> None:
+    """n > 1: every completion prefills and evicts; seeded, they are the same each time."""
+    params = _sampling(n=3, temperature=1.0, seed=4)
+    before = engine.coordinator.num_evictions
+    first, second = (
+        [completion.token_ids for completion in run.output.outputs]
+        for _ in range(2)
+        for run in engine.generate(_prompts(300), params)
+    )
+    assert engine.coordinator.num_evictions == before + 6
+    assert first == second
+    assert len({tuple(tokens) for tokens in first}) == 3
+    engine.check_whole()
+
+
+def test_seeds(engine: Engine) -> None:
+    prompts = _prompts(300, 170, 40)
+    first = engine.generate(prompts, _sampling(temperature=0.9, top_p=0.95, seed=1))
+    again = engine.generate(prompts, _sampling(temperature=0.9, top_p=0.95, seed=1))
+    other = engine.generate(prompts, _sampling(temperature=0.9, top_p=0.95, seed=2))
+    assert [run.token_ids for run in first] == [run.token_ids for run in again]
+    assert all(a.token_ids != b.token_ids for a, b in zip(first, other, strict=True))
+
+
+def test_logprobs(engine: Engine) -> None:
+    for run in engine.generate(_prompts(300, 20), greedy(10, logprobs=5)):
+        assert len(run.logprobs) == 10
+        for token, position in zip(run.token_ids, run.logprobs, strict=True):
+            assert len(position) == 5 and token in position
+            assert position[token] == max(position.values())
+            assert 0 < sum(math.exp(value) for value in position.values()) <= 1 + 1e-5
+
+
+def test_prompt_logprobs(engine: Engine) -> None:
+    """The prompt is attended to in full, so its log probabilities are those of `full`."""
+    runs = [
+        engine.generate(
+            _prompts(300), _sampling(temperature=0.0, prompt_logprobs=1, extra_args=extra)
+        )[0]
+        for extra in (None, {"kv_policy": "full"})
+    ]
+    assert runs[0].report["evicted_tokens"] > 0 and runs[1].report["evicted_tokens"] == 0
+    assert len(runs[0].output.prompt_logprobs) == 300
+    for ours, full in zip(*(run.output.prompt_logprobs[1:] for run in runs), strict=True):
+        assert {t: p.logprob for t, p in ours.items()} == {t: p.logprob for t, p in full.items()}
+
+
+def test_structured_output(engine: Engine) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"enum": ["yes", "no"]}, "sure": {"type": "boolean"}},
+        "required": ["answer", "sure"],
+        "additionalProperties": False,
+    }
+    date = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
+    options: dict[str, Any] = {"ignore_eos": False, "temperature": 0.0, "max_tokens": 64}
+    prompts = _prompts(300, 200, 100)
+    of_schema, of_date, free = engine.run(
+        [
+            Job(prompts[0], _sampling(structured_outputs=StructuredOutputsParams(json=schema), **options)),
+            Job(prompts[1], _sampling(structured_outputs=StructuredOutputsParams(regex=date), **options)),
+            Job(prompts[2], greedy(20)),
+        ]
+    )  # fmt: skip
+    answer = json.loads(of_schema.output.outputs[0].text)
+    assert answer["answer"] in ("yes", "no") and isinstance(answer["sure"], bool)
+    assert re.fullmatch(date, of_date.output.outputs[0].text)
+    assert len(free.token_ids) == 20
+    assert all(run.report["evicted_tokens"] > 0 for run in (of_schema, of_date, free))
+    engine.check_whole()
+
+
+def test_extreme_lengths(engine: Engine) -> None:
+    """One token in, one token out, shorter than the window, up to the model's last position."""
+    window = 8
+    lengths = [1, 2, window - 1, window, window + 1, 255, 256, 257, MAX_LEN - 20, MAX_LEN - 1]
+    prompts = _prompts(*lengths)
+    full = engine.generate(prompts, greedy(1, kv_policy="full"))
+    one = engine.generate(prompts, greedy(1))
+    assert [run.token_ids for run in one] == [run.token_ids for run in full]
+    engine.check_whole()
+    for n, run in zip(lengths, engine.generate(prompts, greedy(500)), strict=True):
+        assert len(run.token_ids) == min(500, MAX_LEN - n)
+        assert run.output.outputs[0].finish_reason == "length"
+        assert len(run.report["kept_tokens"]) == 8
+        assert (run.report["evicted_tokens"] > 0) == (n >= 255)
+    engine.check_whole()
+
+
+def test_abort(engine: Engine) -> None:
+    """While waiting, inside a prompt, right after its end, and while decoding."""
+    prompts = _prompts(*[700] * 6)
+    jobs = [
+        Job(prompt, greedy(30), abort_after=steps)
+        for prompt, steps in zip(prompts, [0, 2, 3, 4, 20, None], strict=True)
+    ]
+    outcomes = engine.run(jobs, lambda engine: engine.coordinator.check_integrity())
+    assert [run.output is None for run in outcomes] == [True] * 5 + [False]
+    (alone,) = engine.run([Job(prompts[5], greedy(30))])
+    assert len(outcomes[5].token_ids) == len(alone.token_ids) == 30
+    engine.check_whole()
+
+
+def test_a_wrong_request_is_refused_and_the_rest_go_on(engine: Engine) -> None:
+    prompts = _prompts(300, 200)
+    for extra, said in (
+        ({"kv_budget": 3}, "too small"),
+        ({"kv_budget": "120%"}, "at most 100%"),
+        ({"kv_policy": "snapkv"}, "not served here"),
+        ({"kv_polcy": "full"}, "kv_policy"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.run([Job(prompts[0], _sampling(extra_args=extra))])
+    assert len(engine.generate(prompts[1:], greedy(5))[0].token_ids) == 5
+    engine.check_whole()
+
+
+def test_budgets_of_requests(engine: Engine) -> None:
+    """Several budgets in one batch: each request keeps what it asked for."""
+    prompt = _prompts(400)[0]
+    asked: list[dict[str, Any]] = [
+        {},
+        {"kv_budget": 100},
+        {"kv_budget": "50%"},
+        {"kv_policy": "full"},
+        {"kv_policy": "pyramidkv", "kv_budget": 30},
+        {"kv_budget": 4000},
+    ]
+    runs = engine.run([Job(prompt, greedy(8, **extra)) for extra in asked])
+    assert [run.report["kv_budget"] for run in runs] == [48, 100, 200, 400, 30, 400]
+    for run in runs:
+        kept, budget = run.report["kept_tokens"], run.report["kv_budget"]
+        assert budget * 8 <= sum(kept) < (budget + 16) * 8
+        assert run.report["evicted_tokens"] == 400 * 8 - sum(kept)
+        assert run.token_ids[0] == runs[3].token_ids[0]
