@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters that show what was evicted: in Prometheus and in the log. Reads, never decides.
 
-They live in the front end (the process that answers `/metrics`) and are fed with the scheduler's
-statistics of every step.
+They live in the front end (the process that answers `/metrics`; there may be several, over which
+Prometheus' client adds up) and are fed with the scheduler's statistics.
 """
 
 from __future__ import annotations
@@ -56,30 +56,31 @@ class PolicyMetrics:
                 multiprocess_mode="mostrecent",
             ),
         }
-        self._last: dict[int, dict[str, Any]] = {}
         self._logged: dict[int, dict[str, Any]] = {}
         self._next_log = time.monotonic() + LOG_INTERVAL_S
 
-    def observe(self, stats: dict[str, Any], engine: int) -> None:
-        """Take the totals of one step (see `PyramidSchedulerMixin.policy_stats`)."""
-        last = self._last.get(engine)
-        changes = ("evictions", "blocks_held")  # the token gauges move with every step: too often
-        if last is not None and all(stats[name] == last[name] for name in changes):
-            return
+    def observe(self, message: dict[str, Any], engine: int) -> None:
+        """Take a message of the scheduler's.
+
+        Args:
+            message: `now` and `before`, totals since the start (see
+                `PyramidSchedulerMixin.policy_stats`); `before` is None in the first one. Other
+                front ends may have got the messages in between, so what is added is the difference.
+        """
+        now: dict[str, Any] = message["now"]
+        before: dict[str, Any] = message["before"] or {}
         label = str(engine)
-        self.evictions.labels(label).inc(stats["evictions"] - (last or {}).get("evictions", 0))
+        self.evictions.labels(label).inc(now["evictions"] - before.get("evictions", 0))
         for name, counter in self.counters.items():
-            before = (last or {}).get(name)
-            if stats[name] == before:
+            if now[name] == before.get(name):
                 continue
-            for layer, total in enumerate(stats[name]):
-                counter.labels(label, str(layer)).inc(total - (before[layer] if before else 0))
+            earlier = before.get(name) or [0] * len(now[name])
+            for layer, (total, old) in enumerate(zip(now[name], earlier, strict=True)):
+                counter.labels(label, str(layer)).inc(total - old)
         for name, gauge in self.gauges.items():
-            if last is None or stats[name] != last[name]:
-                for layer, value in enumerate(stats[name]):
-                    gauge.labels(label, str(layer)).set(value)
-        self._last[engine] = stats
-        self._log(stats, engine)
+            for layer, value in enumerate(now[name]):
+                gauge.labels(label, str(layer)).set(value)
+        self._log(now, engine)
 
     def _log(self, stats: dict[str, Any], engine: int) -> None:
         now = time.monotonic()
@@ -106,9 +107,9 @@ class PolicyMetrics:
 _METRICS: PolicyMetrics | None = None
 
 
-def observe(stats: dict[str, Any], engine: int) -> None:
+def observe(message: dict[str, Any], engine: int) -> None:
     """Feed the process's `PolicyMetrics`, made on first use (Prometheus names are global)."""
     global _METRICS
     if _METRICS is None:
         _METRICS = PolicyMetrics()
-    _METRICS.observe(stats, engine)
+    _METRICS.observe(message, engine)

@@ -66,8 +66,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
                     names[-1], {"prompt_token_ids": prompt}, SamplingParams(**params)
                 )
         for _ in range(2):
-            for output in engine.step():
-                outputs[output.request_id] = output
+            if engine.has_unfinished_requests():  # a step without any would wait for ever
+                outputs |= {output.request_id: output for output in engine.step()}
     config = engine.vllm_config
     return {
         "outputs": [
@@ -81,17 +81,20 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "worker": config.parallel_config.worker_cls,
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "modules": sorted(name for name in sys.modules if name.startswith("vllm_pyramid")),
-        "runner": _runner_name(engine),
+        **_inside(engine),
     }
 
 
-def _runner_name(engine: Any) -> str | None:
-    """The classes of the model runner, where it lives in this process."""
+def _inside(engine: Any) -> dict[str, Any]:
+    """What is only known where the engine core lives in this process."""
     core = getattr(engine.engine_core, "engine_core", None)
     if core is None:
-        return None
+        return {}
     runner = core.model_executor.driver_worker.worker.model_runner
-    return " ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__)
+    return {
+        "groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
+        "runner": [f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__],
+    }
 
 
 def main() -> None:

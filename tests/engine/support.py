@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -193,8 +192,6 @@ class EnginePool:
         if self._engine is not None:
             self._engine.shutdown()
         self._engine, self._key = None, None
-        gc.collect()
-
 
     def abandon(self) -> None:
         """Clear what an engine that failed to start has left behind."""

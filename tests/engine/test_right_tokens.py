@@ -177,9 +177,7 @@ def demo_reference(demo_model: Path) -> HuggingFaceModel:
         ("pyramidkv", True),
         ("pyramidkv", False),
         ("snapkv", True),
-        ("snapkv", False),
         ("streaming-llm", False),
-        ("window", True),
     ],
 )
 def test_kept_tokens_and_decoding(

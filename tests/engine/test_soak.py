@@ -18,7 +18,7 @@ from tests.engine.support import Engine, EnginePool, Job, count_preemptions, gre
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-NUM_REQUESTS = int(os.environ.get("PYRAMID_SOAK", "250"))
+NUM_REQUESTS = int(os.environ.get("PYRAMID_SOAK", "200"))
 LAYERS = 4
 MAX_LEN = 384
 BLOCKS_OF_ONE = MAX_LEN // 16 * LAYERS
@@ -31,8 +31,10 @@ def _jobs(policy: str, *, aborts: bool) -> list[Job]:
     jobs = []
     arrival = 0
     for index in range(NUM_REQUESTS):
-        n = source.choice([1, 5, 16, 33, source.randrange(1, 320), source.randrange(100, 320)])
-        max_tokens = min(source.choice([1, 2, source.randrange(10, 64), source.randrange(10, 64)]), MAX_LEN - n)
+        n = source.choice([1, 5, 16, 33, source.randrange(1, 320), source.randrange(40, 160)])
+        # Long answers to short prompts, so that requests are preempted after they have evicted.
+        max_tokens = source.choice([1, 2, source.randrange(10, 60), source.randrange(60, 200)])
+        max_tokens = min(max_tokens, MAX_LEN - n)
         extra = source.choice(
             [{}, {}, {"kv_budget": source.randrange(WINDOW + 1, 80)}, {"kv_policy": "full"}]
         )
@@ -70,7 +72,9 @@ def _run(
     return tokens, preemptions
 
 
-def _changed(engines: EnginePool, model: Path, policy: str) -> tuple[dict[str, Any], int, dict[str, int]]:
+def _changed(
+    engines: EnginePool, model: Path, policy: str
+) -> tuple[dict[str, Any], int, dict[str, int]]:
     """Requests whose tokens contention changed; requests compared; preemptions."""
     alone, none = _run(engines, model, policy, contended=False)
     assert none["all"] == 0 and len(alone) == NUM_REQUESTS

@@ -42,6 +42,7 @@ def test_stock_llm_with_the_engine_in_its_own_process(
 ) -> None:
     """`vllm.LLM(additional_config=...)`; reports and traces cross the process boundary."""
     from vllm import LLM
+    from vllm.exceptions import VLLMValidationError
 
     engines.close()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -61,7 +62,7 @@ def test_stock_llm_with_the_engine_in_its_own_process(
     try:
         assert not hasattr(llm.llm_engine.engine_core, "engine_core"), "it runs in this process"
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in _prompts()]
-        with pytest.raises(ValueError, match="too small"):
+        with pytest.raises(VLLMValidationError, match="too small"):
             llm.generate(prompts[:1], greedy(16, kv_budget=2), use_tqdm=False)
         outputs = llm.generate(prompts, greedy(16), use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in outputs] == eager_tokens

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every private vLLM name that vllm-pyramid touches: the ledger.
 
-engine_args     EngineArgs.add_cli_args, .from_cli_args, .create_engine_config
+engine_args     EngineArgs.add_cli_args, .create_engine_config; parse_known_args of those parsers
                 Why: flags and settings. Remove when plugins can add engine arguments.
-requests        InputProcessor._validate_params
+requests        InputProcessor.process_inputs
                 Why: a wrong request must answer 400. Remove when a hook checks extra_args.
 coordinator     kv_cache_manager.get_kv_cache_coordinator, while the scheduler is built
                 Why: one counter a request for all layers. Remove when specs name a coordinator.

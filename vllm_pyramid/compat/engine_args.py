@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags and settings: from the command line, or from `additional_config`, into the engine.
 
-Target: `EngineArgs.add_cli_args`, `from_cli_args`, `create_engine_config`, and `parse_known_args` of
-the parsers that get our flags. Why: vLLM has no hook through which a plugin adds engine arguments or
+Target: `EngineArgs.add_cli_args`, `EngineArgs.create_engine_config`, and `parse_known_args` of the
+parsers that get our flags. Why: vLLM has no hook through which a plugin adds engine arguments or
 adjusts the finished configuration. The values travel in `additional_config`, which reaches every
 process.
 """
@@ -53,9 +53,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_while_parsing(parser: argparse.ArgumentParser) -> None:
-    """Answer wrong values as argparse does: usage, one line, exit status 2, nothing loaded yet.
+    """Make the parser check our flags together and move them into `additional_config`.
 
-    Not a `type` of each flag: whether a budget will do depends on the policy and its parameters.
+    Wrong values are answered as argparse does: one line, exit status 2, nothing loaded yet. A
+    `type` of each flag could not do it: whether a budget is possible depends on the policy and its
+    parameters. They move here, not in `EngineArgs.from_cli_args`, because processes that get the
+    finished namespace (`--api-server-count 2`) call that before plugins are loaded.
     """
     parse_known_args = parser.parse_known_args
 
@@ -63,8 +66,8 @@ def _check_while_parsing(parser: argparse.ArgumentParser) -> None:
     def parse_and_check(*args: Any, **kwargs: Any) -> Any:
         namespace, rest = parse_known_args(*args, **kwargs)
         try:
-            merged = _merge_flags(namespace, getattr(namespace, "additional_config", None))
-            KVSettings.from_additional_config(merged)
+            _move_flags(namespace)
+            KVSettings.from_additional_config(namespace.additional_config)
         except ValueError as error:
             parser.error(str(error))
         return namespace, rest
@@ -72,25 +75,29 @@ def _check_while_parsing(parser: argparse.ArgumentParser) -> None:
     parser.parse_known_args = parse_and_check  # type: ignore[method-assign, assignment]
 
 
-def _merge_flags(args: argparse.Namespace, additional_config: Any) -> Any:
-    """`additional_config` with the flags that were given."""
-    given = {key: value for key in CONFIG_KEYS if (value := getattr(args, key, None)) is not None}
+def _move_flags(namespace: argparse.Namespace) -> None:
+    """Put the flags that were given into `additional_config`, and set them back to None."""
+    given = {key: value for key in CONFIG_KEYS if (value := getattr(namespace, key)) is not None}
     if not given:
-        return additional_config
-    both = sorted(given.keys() & (additional_config or {}).keys())
+        return
+    base = namespace.additional_config or {}
+    if not isinstance(base, dict):
+        raise ValueError(f"--additional-config must be a JSON object, not {base!r}")
+    both = [f"--{key.replace('_', '-')}" for key in given if key in base]
     if both:
         raise ValueError(
             f"{', '.join(both)} given both as a flag and in --additional-config: leave one out"
         )
-    return {**(additional_config or {}), **given}
+    namespace.additional_config = {**base, **given}
+    for key in given:
+        setattr(namespace, key, None)
 
 
 def install() -> None:
-    """Put the three wrappers in place. Idempotent."""
+    """Put the wrappers in place. Idempotent."""
     if getattr(EngineArgs, "_vllm_pyramid", False):
         return
     add_cli_args = EngineArgs.add_cli_args
-    from_cli_args = EngineArgs.from_cli_args.__func__  # type: ignore[attr-defined]
     create_engine_config = EngineArgs.create_engine_config
 
     @functools.wraps(add_cli_args)
@@ -98,12 +105,6 @@ def install() -> None:
         parser = add_cli_args(parser)
         _add_flags(parser)
         return parser
-
-    @functools.wraps(from_cli_args)
-    def from_cli_args_with_policy(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
-        engine_args: EngineArgs = from_cli_args(cls, args)
-        engine_args.additional_config = _merge_flags(args, engine_args.additional_config)
-        return engine_args
 
     @functools.wraps(create_engine_config)
     def create_engine_config_with_policy(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
@@ -118,6 +119,5 @@ def install() -> None:
         return config
 
     EngineArgs.add_cli_args = staticmethod(add_cli_args_with_policy)  # type: ignore[method-assign]
-    EngineArgs.from_cli_args = classmethod(from_cli_args_with_policy)  # type: ignore[assignment,method-assign]
     EngineArgs.create_engine_config = create_engine_config_with_policy  # type: ignore[method-assign]
     EngineArgs._vllm_pyramid = True  # type: ignore[attr-defined]

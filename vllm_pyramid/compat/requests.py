@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's own settings are checked in the front end, where a mistake can be answered.
 
-Target: `InputProcessor._validate_params`. Why: what is wrong with `vllm_xargs` would otherwise be
+Target: `InputProcessor.process_inputs`. Why: what is wrong with `vllm_xargs` would otherwise be
 found in the engine core, where an exception ends the engine instead of the request.
 """
 
@@ -15,27 +15,55 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.config import KVSettings, RequestOverride, resolve
+from vllm_pyramid.policy.base import Policy
+
+
+def _served_policy(processor: InputProcessor) -> Policy | None:
+    """The engine's policy, read from its configuration once."""
+    if "kv_policy" not in vars(processor):
+        settings = KVSettings.from_additional_config(processor.vllm_config.additional_config)
+        vars(processor)["kv_policy"] = settings.policy() if settings is not None else None
+    policy: Policy | None = vars(processor)["kv_policy"]
+    return policy
+
+
+def _check(policy: Policy, params: object, resumable: bool) -> None:
+    if resumable:
+        raise VLLMValidationError(
+            "streaming input does not work with a KV policy: the prompt would grow after its "
+            "cache was evicted; send the prompt whole",
+            parameter="resumable",
+        )
+    if not isinstance(params, SamplingParams) or not params.extra_args:
+        return
+    try:
+        resolve(policy, RequestOverride.parse(params.extra_args))
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
 def install() -> None:
     """Put the wrapper in place. Idempotent; engines without a policy are not affected."""
     if getattr(InputProcessor, "_vllm_pyramid", False):
         return
-    validate_params = InputProcessor._validate_params
+    process_inputs = InputProcessor.process_inputs
 
-    @functools.wraps(validate_params)
-    def validate_params_and_override(
-        self: InputProcessor, params: Any, *args: Any, **kwargs: Any
+    @functools.wraps(process_inputs)
+    def process_checked_inputs(
+        self: InputProcessor,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *args: Any,
+        resumable: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        result = validate_params(self, params, *args, **kwargs)
-        settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
-        policy = settings.policy() if settings is not None else None
-        if policy is not None and isinstance(params, SamplingParams) and params.extra_args:
-            try:
-                resolve(policy, RequestOverride.parse(params.extra_args))
-            except ValueError as error:
-                raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
-        return result
+        policy = _served_policy(self)
+        if policy is not None:
+            _check(policy, params, resumable)
+        return process_inputs(
+            self, request_id, prompt, params, *args, resumable=resumable, **kwargs
+        )
 
-    InputProcessor._validate_params = validate_params_and_override  # type: ignore[method-assign]
+    InputProcessor.process_inputs = process_checked_inputs  # type: ignore[method-assign]
     InputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]

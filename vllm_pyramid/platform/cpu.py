@@ -51,12 +51,18 @@ class PyramidCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Replace the Triton kernels of the step by host code, where Triton has no device."""
+        """Replace the Triton kernels of the step by host code, where Triton has no device.
+
+        vLLM calls this in every worker before it makes the model runner, so it is also the place
+        for what the runner needs.
+        """
         from vllm.triton_utils import HAS_TRITON
         from vllm.triton_utils.dispatcher import register_kernels
 
+        from vllm_pyramid.platform import seeds
         from vllm_pyramid.platform.torch_ops import compute_slot_mapping
 
+        seeds.install()
         if HAS_TRITON:
             return
         register_kernels(

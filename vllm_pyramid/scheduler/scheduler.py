@@ -45,6 +45,7 @@ class PyramidSchedulerMixin(Scheduler):
         assert policy is not None, "this scheduler is only chosen when a policy was asked for"
         self.kv_policy = policy
         self._plans: dict[str, tuple[str, RetentionPlan]] = {}  # with the policy's name
+        self._sent_stats: dict[str, Any] | None = None
         self._log_capacity()
 
     def _log_capacity(self) -> None:
@@ -135,10 +136,19 @@ class PyramidSchedulerMixin(Scheduler):
         }
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's statistics with the per-layer counters beside them."""
+        """vLLM's statistics with the per-layer counters beside them, when these have changed.
+
+        Each message reaches one of possibly several front ends, so it says what the counters were
+        in the message before.
+        """
         stats = super().make_stats(*args, **kwargs)
-        if stats is not None:
-            attach_policy_stats(stats, self.policy_stats())
+        if stats is None:
+            return None
+        now, before = self.policy_stats(), self._sent_stats
+        changes = ("evictions", "blocks_held")  # tokens move with every step: too often
+        if before is None or any(now[name] != before[name] for name in changes):
+            attach_policy_stats(stats, {"now": now, "before": before})
+            self._sent_stats = now
         return stats
 
     def policy_stats(self) -> dict[str, Any]:

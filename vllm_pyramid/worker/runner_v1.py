@@ -28,13 +28,10 @@ class PyramidRunnerV1(PyramidRunnerMixin):
             self.retention.remove(request_id)
         for request in scheduler_output.scheduled_new_reqs:
             params = request.sampling_params
-            prompt_len = len(
-                request.prompt_token_ids
-                if request.prompt_token_ids is not None
-                else request.prompt_embeds
-            )
             self.retention.add(
-                request.req_id, prompt_len, params.extra_args if params is not None else None
+                request.req_id,
+                request.prompt_len,
+                params.extra_args if params is not None else None,
             )
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 

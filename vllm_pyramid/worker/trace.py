@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,22 @@ import torch
 from vllm_pyramid.worker.retention import StepEvictions
 
 
+def _file_name(request_id: str) -> str:
+    """The request's name where it can be one; clients choose it, so it may be anything."""
+    name = re.sub(r"^\.|[^A-Za-z0-9_.-]", "_", request_id)[:128]
+    if name != request_id:
+        name += f"-{zlib.crc32(request_id.encode()):08x}"  # two odd names stay two files
+    return name
+
+
 class TraceWriter:
     """Writes one `.npz` a request into a folder, when its last layer has evicted.
 
     Each holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
     (`[L]` int32, tokens kept per KV head) and `kept_<layer>` (`[G, held[layer]]` int32, ascending
     positions; layers that kept everything too). With tensor parallelism each rank writes its own
-    KV heads into `<request>-rank<r>.npz`. A request that is preempted and evicts again replaces
+    KV heads into `<request>-rank<r>.npz`. A name with characters that a file cannot have, or too
+    long for one, is shortened and gets a checksum. A request that is preempted and evicts again replaces
     its file.
     """
 
@@ -46,7 +56,7 @@ class TraceWriter:
             arrays: dict[str, Any] = {
                 f"kept_{layer}": layers.get(layer, everything) for layer in range(self.num_layers)
             }
-            name = re.sub(r"[^\w.-]", "_", request_id) + self.suffix
+            name = _file_name(request_id) + self.suffix
             partial = self.folder / f".{name}.part"
             with partial.open("wb") as file:
                 np.savez_compressed(

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `vllm serve`, in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+_SAMPLE = re.compile(r"^(vllm_pyramid:\w+)\{(.*)\} (\S+)$")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A server that was started and is being waited for.
+
+    Attributes:
+        url: of its root. process: the front end, leader of a process group of its own.
+    """
+
+    def __init__(self, model: Path, *flags: str, log: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        command = [*VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Return when `/health` answers; fail with the end of the log if it never does."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            time.sleep(0.25)
+        raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
+
+    def metrics(self) -> dict[str, dict[int, float]]:
+        """Our samples of `/metrics`: name to layer to value, -1 for those without a layer."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        samples: dict[str, dict[int, float]] = defaultdict(dict)
+        for line in text.splitlines():
+            if match := _SAMPLE.match(line):
+                name, labels, value = match.groups()
+                layer = re.search(r'layer="(\d+)"', labels)
+                assert 'engine="0"' in labels, line
+                samples[name][int(layer.group(1)) if layer else -1] = float(value)
+        return samples
+
+    def group(self) -> list[int]:
+        """The processes of the server that are alive."""
+        members = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                state, session = fields[0], int(fields[3])
+                if session == self.process.pid and state != "Z":
+                    members.append(int(entry.name))
+        return members
+
+    def stop(self, how: signal.Signals, seconds: float) -> float:
+        """Send the signal to the front end; the seconds until it had ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        start = time.monotonic()
+        self.process.send_signal(how)
+        self.process.wait(seconds)
+        return time.monotonic() - start
+
+    def kill(self) -> None:
+        """End whatever is left."""
+        for pid in self.group():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str, log: Path, seconds: float = 400) -> Iterator[Server]:
+    """A server that answers; whatever is left of it afterwards is killed."""
+    server = Server(model, *flags, log=log)
+    try:
+        server.wait_until_ready(seconds)
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From `vllm serve` to its end as a user goes through it, with the official client."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.server import Server, serving
+
+pytestmark = pytest.mark.engine
+
+LAYERS = 8
+BLOCK = 16
+TEXT = "The quick brown fox jumps over the lazy dog. " * 30
+FLAGS = (
+    "--kv-policy",
+    "pyramidkv",
+    "--enforce-eager",
+    "--max-model-len",
+    "2048",
+    "--max-num-seqs",
+    "16",
+    "--kv-cache-memory-bytes",
+    str(256 << 20),
+)
+WRONG = [
+    ({"kv_policy": "snapkv"}, "'snapkv' is not served here: a request may ask for 'pyramidkv'"),
+    ({"kv_policy": "nonsense"}, "'nonsense' is not served here"),
+    ({"kv_budget": -3}, "-3"),
+    ({"kv_budget": 3}, "at least 9"),
+    ({"kv_budget": "120%"}, "120%"),
+    ({"kv_budgt": 33}, "did you mean 'kv_budget'"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with serving(demo_model, *FLAGS, "--kv-budget", "64", log=log) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def _complete(client: openai.OpenAI, model: str, **changes: Any) -> Any:
+    arguments = {"prompt": TEXT, "max_tokens": 8, "temperature": 0, **changes}
+    return client.completions.create(model=model, **arguments)
+
+
+def _xargs(**values: Any) -> dict[str, Any]:
+    return {"extra_body": {"vllm_xargs": values}}
+
+
+def _check_report(report: dict[str, Any], budget: int) -> None:
+    """The report adds up and keeps what was asked for, rounded up to blocks a layer."""
+    prompt, kept = report["prompt_tokens"], report["kept_tokens"]
+    assert report["kv_policy"] == "pyramidkv"
+    assert report["kv_budget"] == budget
+    assert len(kept) == LAYERS
+    assert LAYERS * budget <= sum(kept) < LAYERS * (budget + BLOCK)
+    assert kept == sorted(kept, reverse=True) and kept[0] > kept[-1]
+    assert report["evicted_tokens"] == LAYERS * prompt - sum(kept) > 0
+    assert report["blocks_before"] == LAYERS * -(-prompt // BLOCK)
+    assert report["blocks_before"] - report["blocks_after"] == report["evicted_tokens"] // BLOCK
+
+
+def _wait_until_idle(server: Server) -> dict[str, dict[int, float]]:
+    """The metrics once nothing is held any more; the last that were read after ten seconds."""
+    for _ in range(50):
+        metrics = server.metrics()
+        held = [*metrics["vllm_pyramid:blocks_held"].values()]
+        held += metrics["vllm_pyramid:tokens_held"].values()
+        if not any(held):
+            break
+        time.sleep(0.2)
+    return metrics
+
+
+def _totals(metrics: dict[str, dict[int, float]]) -> tuple[float, float, float]:
+    """Evictions, evicted tokens and freed blocks, summed over layers."""
+    names = ("evictions_total", "tokens_evicted_total", "blocks_freed_total")
+    evictions, tokens, blocks = (sum(metrics[f"vllm_pyramid:{name}"].values()) for name in names)
+    return evictions, tokens, blocks
+
+
+def test_completions(client: openai.OpenAI, model: str) -> None:
+    answer = _complete(client, model)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 8
+    _check_report(answer.kv_transfer_params, 64)
+    assert answer.kv_transfer_params["prompt_tokens"] == answer.usage.prompt_tokens
+
+    pieces = [
+        chunk.choices[0].text for chunk in _complete(client, model, stream=True) if chunk.choices
+    ]
+    assert len(pieces) > 1
+    assert "".join(pieces) == answer.choices[0].text
+
+
+def test_chat(client: openai.OpenAI, model: str) -> None:
+    arguments: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": TEXT}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    answer = client.chat.completions.create(**arguments)
+    assert answer.choices[0].finish_reason == "length"
+    _check_report(answer.kv_transfer_params, 64)
+
+    stream = client.chat.completions.create(stream=True, **arguments)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert len(pieces) > 1
+    assert "".join(pieces) == answer.choices[0].message.content
+
+
+def test_single_requests_may_differ(client: openai.OpenAI, model: str) -> None:
+    report = _complete(client, model, **_xargs(kv_policy="full")).kv_transfer_params
+    assert report["kv_policy"] == "full"
+    assert report["kept_tokens"] == [report["prompt_tokens"]] * LAYERS
+    assert report["evicted_tokens"] == 0
+    assert report["blocks_after"] == report["blocks_before"]
+
+    _check_report(_complete(client, model, **_xargs(kv_budget=256)).kv_transfer_params, 256)
+    share = _complete(client, model, **_xargs(kv_budget="25%")).kv_transfer_params
+    _check_report(share, -(-share["prompt_tokens"] // 4))
+
+    short = _complete(client, model, prompt="A short prompt").kv_transfer_params
+    assert short["evicted_tokens"] == 0
+
+
+def test_several_choices_and_logprobs(client: openai.OpenAI, model: str) -> None:
+    answer = _complete(client, model, n=3, temperature=0.8, seed=1, logprobs=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert len(choice.logprobs.token_logprobs) == 8
+        assert all(len(top) >= 2 for top in choice.logprobs.top_logprobs)
+    _check_report(answer.kv_transfer_params, 64)
+
+
+@pytest.mark.parametrize(("values", "reason"), WRONG)
+def test_wrong_requests_are_answered(
+    server: Server, client: openai.OpenAI, model: str, values: dict[str, Any], reason: str
+) -> None:
+    before = _totals(_wait_until_idle(server))
+    with pytest.raises(openai.BadRequestError) as caught:
+        _complete(client, model, **_xargs(**values))
+    assert reason in caught.value.message
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "Hello"}], **_xargs(**values)
+        )
+    assert _totals(_wait_until_idle(server)) == before
+    _check_report(_complete(client, model).kv_transfer_params, 64)  # it lives on
+
+
+def test_metrics_agree_with_the_responses(
+    server: Server, client: openai.OpenAI, model: str
+) -> None:
+    """Requests that run side by side, among them one that opts out and one that is short."""
+    before = _totals(_wait_until_idle(server))
+    changes: list[dict[str, Any]] = [
+        {"prompt": f"Number {index}. {TEXT}", "max_tokens": 4 + index} for index in range(6)
+    ]
+    changes += [_xargs(kv_policy="full"), _xargs(kv_budget=256), {"prompt": "Short."}]
+    with ThreadPoolExecutor(len(changes)) as threads:
+        answers = list(threads.map(lambda change: _complete(client, model, **change), changes))
+    reports = [answer.kv_transfer_params for answer in answers]
+    evicted = [report for report in reports if report["evicted_tokens"]]
+    assert len(evicted) == 7
+    metrics = _wait_until_idle(server)
+    after = _totals(metrics)
+    assert after[0] - before[0] == len(evicted)
+    assert after[1] - before[1] == sum(report["evicted_tokens"] for report in reports)
+    assert after[2] - before[2] == sum(
+        report["blocks_before"] - report["blocks_after"] for report in reports
+    )
+    for name in ("tokens_evicted_total", "blocks_freed_total", "tokens_held", "blocks_held"):
+        assert sorted(metrics[f"vllm_pyramid:{name}"]) == list(range(LAYERS)), name
+    assert set(metrics["vllm_pyramid:blocks_held"].values()) == {0}
+    assert set(metrics["vllm_pyramid:tokens_held"].values()) == {0}
+    freed = metrics["vllm_pyramid:blocks_freed_total"]
+    assert freed[LAYERS - 1] > freed[0] > 0  # a pyramid
+
+
+def test_a_closed_stream_gives_its_blocks_back(
+    server: Server, client: openai.OpenAI, model: str
+) -> None:
+    evictions = _totals(_wait_until_idle(server))[0]
+    stream = _complete(client, model, max_tokens=1200, stream=True, extra_body={"ignore_eos": True})
+    for _ in range(3):
+        next(iter(stream))
+    held = server.metrics()["vllm_pyramid:blocks_held"]
+    assert held[0] > held[LAYERS - 1] > 0
+    stream.close()
+    metrics = _wait_until_idle(server)
+    assert set(metrics["vllm_pyramid:blocks_held"].values()) == {0}
+    assert set(metrics["vllm_pyramid:tokens_held"].values()) == {0}
+    assert _totals(metrics)[0] == evictions + 1
+    _check_report(_complete(client, model).kv_transfer_params, 64)
+
+
+def test_the_log_tells(server: Server, client: openai.OpenAI, model: str) -> None:
+    """The counters in words, at most every ten seconds."""
+    line = re.compile(r"KV policy: \d+ prompts evicted, (\d+) tokens and (\d+) blocks given back")
+    end = time.monotonic() + 40
+    while not (found := line.search(server.log.read_text())) and time.monotonic() < end:
+        _complete(client, model)
+        time.sleep(1)
+    assert found is not None
+    assert int(found.group(1)) == BLOCK * int(found.group(2)) > 0
+
+
+def _check_end(server: Server, how: signal.Signals) -> None:
+    """The signal ends all processes in good order."""
+    assert len(server.group()) > 1
+    seconds = server.stop(how, seconds=30)
+    print(f"ended {seconds:.1f} s after {how.name} with status {server.process.returncode}")
+    for _ in range(50):  # helpers such as Python's resource tracker end after the front end
+        if not server.group():
+            break
+        time.sleep(0.1)
+    assert server.group() == []
+    assert server.process.returncode == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_the_end(server: Server) -> None:
+    """The last test of this server."""
+    _check_end(server, signal.SIGTERM)
+    assert "Application shutdown complete" in server.log.read_text()
+
+
+def test_two_front_ends(demo_model: Path, tmp_path: Path) -> None:
+    """Each front end checks requests, and gets a part of the statistics."""
+    flags = (*FLAGS, "--kv-budget", "10%", "--api-server-count", "2")
+    with serving(demo_model, *flags, log=tmp_path / "server.log") as server:
+        reports = []
+        for _ in range(10):  # a client each: a connection each, so both front ends take part
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            with client, pytest.raises(openai.BadRequestError, match="at least 9"):
+                _complete(client, str(demo_model), **_xargs(kv_budget=3))
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            with client:
+                reports.append(_complete(client, str(demo_model)).kv_transfer_params)
+        metrics = _wait_until_idle(server)
+        expected = (
+            len(reports),
+            sum(report["evicted_tokens"] for report in reports),
+            sum(report["blocks_before"] - report["blocks_after"] for report in reports),
+        )
+        assert expected[1] > 0
+        assert _totals(metrics) == expected
+        assert set(metrics["vllm_pyramid:blocks_held"].values()) == {0}
+        _check_end(server, signal.SIGINT)

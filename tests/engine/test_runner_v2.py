@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's second model runner, which CUDA users get, against the first.
+
+It needs Triton and a device; Triton's interpreter stands in for both, so these engines run in
+processes of their own. With it the attention of CUDA devices runs too: vLLM's Triton kernels on the
+tables that `worker/shifted.py` writes for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.children import Child, greedy
+from tests.engine import models
+from tests.engine.support import EnginePool, Job, random_prompts
+from tests.engine.support import greedy as greedy_params
+
+pytestmark = pytest.mark.engine
+
+# The interpreter takes its time: two layers, grouped queries, a few dozen tokens. In float32,
+# because the interpreter's dot product of bfloat16 is wrong.
+SHAPE = (
+    "Llama",
+    {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+)
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,  # the prompts of 70 and 100 tokens come in chunks
+    "kv_cache_memory_bytes": 4 << 20,
+    "block_size": 16,
+}
+POLICY = {"kv_policy": "pyramidkv", "kv_budget": 24}
+# Prompt length, generated tokens, step of arrival (even: see `child.py`), the request's own
+# settings. The later prompts meet requests that decode.
+REQUESTS: list[tuple[int, int, int, dict[str, Any]]] = [
+    (70, 6, 0, {}),
+    (20, 8, 0, {}),
+    (45, 4, 2, {"kv_policy": "full"}),
+    (100, 3, 4, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.SHAPES, "llama-tiny", SHAPE)
+        return models.write_model("llama-tiny", tmp_path_factory.mktemp("llama-tiny"))
+
+
+@pytest.fixture(scope="module")
+def children(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
+    """Both ways to run the second runner, side by side."""
+    folder = tmp_path_factory.mktemp("runner-v2")
+    waves: list[list[Any]] = [[], [], []]
+    for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
+        waves[arrival // 2].append([prompt, greedy(tokens, **own)])
+    llm = {"model": str(model), **SETTINGS, "additional_config": POLICY}
+    running = {
+        triton: Child(
+            folder / triton,
+            llm,
+            waves,
+            triton,
+            TRITON_INTERPRET="1",
+            VLLM_USE_V2_MODEL_RUNNER="1",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )
+        for triton in ("interpreter", "attention")
+    }
+    yield running
+    for child in running.values():
+        child.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(
+    children: dict[str, Child], engines: EnginePool, model: Path
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """Tokens and reports of the first runner, while the others start."""
+    engine = engines.get(model, **SETTINGS, **POLICY)
+    jobs = [
+        Job(prompt, greedy_params(tokens, **own), arrival)
+        for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True)
+    ]
+    return [(outcome.token_ids, outcome.report) for outcome in engine.run(jobs)]
+
+
+def _prompts() -> list[list[int]]:
+    return random_prompts([length for length, *_ in REQUESTS])
+
+
+@pytest.mark.parametrize(
+    ("triton", "backend"),
+    [
+        ("interpreter", "vllm_pyramid.worker.backend_cpu"),
+        ("attention", "vllm_pyramid.worker.backend_triton"),
+    ],
+)
+def test_second_runner(
+    children: dict[str, Child],
+    expected: list[tuple[list[int], dict[str, Any]]],
+    triton: str,
+    backend: str,
+) -> None:
+    result = children[triton].result()
+    assert "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in result["runner"]
+    assert "vllm_pyramid.worker.runner_v2.PyramidRunnerV2" in result["runner"]
+    assert backend in result["modules"]
+    assert result["groups"] == SHAPE[1]["num_hidden_layers"]
+    outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
+    assert outputs == expected
+    evicted = [report["evicted_tokens"] > 0 for _, report in outputs]
+    assert evicted == [True, False, False, True]

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block accounting of `LockstepCoordinator` over vLLM's own pool, without a scheduler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.utils.math_utils import cdiv
+
+from tests.scheduler.harness import check_pool, kv_cache_config
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.base import RetentionPlan
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+
+pytestmark = pytest.mark.cpu
+
+NUM_LAYERS = 5
+BLOCK_SIZE = 8
+NUM_BLOCKS = 400
+
+
+def make_coordinator() -> LockstepCoordinator:
+    return LockstepCoordinator(
+        kv_cache_config=kv_cache_config(NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS + 1),
+        max_model_len=512,
+        max_in_flight_tokens=512,
+        use_eagle=False,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
+    )
+
+
+def make_plan(prompt_len: int, skip: list[int]) -> RetentionPlan:
+    skips = np.array(skip, np.int32)
+    keep = prompt_len - skips
+    return RetentionPlan(prompt_len, BLOCK_SIZE, int(keep.mean()), keep, skips)
+
+
+def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int) -> int:
+    """As `KVCacheManager.allocate_slots` does; returns the blocks that were asked for."""
+    needed = coordinator.get_num_blocks_to_allocate(request_id, num_tokens)
+    new_blocks = coordinator.allocate_new_blocks(request_id, num_tokens, num_tokens)
+    assert len(new_blocks) == NUM_LAYERS
+    assert sum(map(len, new_blocks)) == needed
+    check_pool(coordinator)
+    return needed
+
+
+def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan) -> None:
+    coordinator.confirm(request_id, int((plan.skip > 0).sum()))
+    coordinator.remove_skipped_blocks(request_id, plan.prompt_len, plan.prompt_len)
+    check_pool(coordinator)
+
+
+@given(
+    prompt_len=st.integers(1, 300),
+    budget=st.one_of(st.integers(9, 310), st.sampled_from(["1%", "12%", "50%", "100%"])),
+    fill_blocks=st.booleans(),
+    policy_name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "window", "full"]),
+)
+def test_a_layer_holds_what_its_plan_says(
+    prompt_len: int, budget: int | str, fill_blocks: bool, policy_name: str
+) -> None:
+    args = {"fill_blocks": fill_blocks}
+    policy = load_policy(policy_name, None if policy_name == "full" else budget, args)
+    plan = policy.plan(prompt_len, NUM_LAYERS, BLOCK_SIZE)
+    coordinator = make_coordinator()
+    coordinator.set_plan("r", plan)
+    allocate(coordinator, "r", prompt_len)
+    full = cdiv(prompt_len, BLOCK_SIZE)
+    assert coordinator.blocks_held("r") == [full] * NUM_LAYERS
+    if plan.evicts:
+        evict(coordinator, "r", plan)
+    else:
+        coordinator.remove_skipped_blocks("r", prompt_len, prompt_len)
+    held = coordinator.blocks_held("r")
+    assert held == plan.blocks.tolist() == coordinator.held_blocks.tolist()
+    # The head is given back by whole blocks, at the same boundaries as everybody's.
+    assert held == [full - skip // BLOCK_SIZE for skip in plan.skip.tolist()]
+    if fill_blocks:
+        assert held == [cdiv(prompt_len - skip, BLOCK_SIZE) for skip in plan.skip.tolist()]
+    freed = NUM_LAYERS * full - sum(held)
+    assert coordinator.blocks_freed.sum() == freed
+    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS - sum(held)
+    coordinator.free("r")
+    check_pool(coordinator)
+    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
+    assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
+
+
+def test_an_unaligned_skip_frees_whole_blocks_only() -> None:
+    coordinator = make_coordinator()
+    plan = make_plan(40, [0, 7, 8, 15, 31])
+    coordinator.set_plan("r", plan)
+    allocate(coordinator, "r", 40)
+    evict(coordinator, "r", plan)
+    assert coordinator.blocks_held("r") == [5, 5, 4, 4, 2]
+    assert coordinator.blocks_freed.tolist() == [0, 0, 1, 1, 3]
+    assert coordinator.tokens_evicted.tolist() == [0, 7, 8, 15, 31]
+    assert coordinator.num_evictions == 1
+
+
+def test_tables_keep_their_places_and_grow_in_lockstep() -> None:
+    coordinator = make_coordinator()
+    plan = make_plan(20, [16, 8, 0, 0, 8])
+    coordinator.set_plan("r", plan)
+    assert allocate(coordinator, "r", 5) == NUM_LAYERS
+    assert allocate(coordinator, "r", 8) == 0
+    assert allocate(coordinator, "r", 20) == 2 * NUM_LAYERS
+    before = [[b.block_id for b in blocks] for blocks in coordinator.get_blocks("r")]
+    evict(coordinator, "r", plan)
+    assert allocate(coordinator, "r", 24) == 0
+    assert allocate(coordinator, "r", 25) == NUM_LAYERS, "the freed head is not counted as room"
+    for layer, blocks in enumerate(coordinator.get_blocks("r")):
+        first = int(plan.skip[layer]) // BLOCK_SIZE
+        assert len(blocks) == 4
+        assert all(block.is_null for block in blocks[:first])
+        assert [block.block_id for block in blocks[first:3]] == before[layer][first:]
+    assert coordinator.blocks_held("r") == [2, 3, 4, 4, 3]
+
+
+def test_nothing_is_freed_before_the_prompt_is_processed() -> None:
+    coordinator = make_coordinator()
+    plan = make_plan(32, [16] * NUM_LAYERS)
+    coordinator.set_plan("r", plan)
+    allocate(coordinator, "r", 32)
+    for processed in (0, 31):
+        coordinator.remove_skipped_blocks("r", processed, 32)
+        assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
+    with pytest.raises(RuntimeError, match="32 tokens is processed but the worker did not evict"):
+        coordinator.remove_skipped_blocks("r", 32, 32)
+    assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
+    assert not coordinator.has_evicted("r")
+    check_pool(coordinator)
+    evict(coordinator, "r", plan)
+    assert coordinator.has_evicted("r")
+    coordinator.remove_skipped_blocks("r", 33, 32)  # once is enough
+    assert coordinator.blocks_held("r") == [2] * NUM_LAYERS
+    assert coordinator.num_evictions == 1
+    check_pool(coordinator)
+
+
+@pytest.mark.parametrize("reported", [0, 2, 4, 5])
+def test_a_worker_that_evicted_in_other_layers_is_refused(reported: int) -> None:
+    coordinator = make_coordinator()
+    coordinator.set_plan("r", make_plan(32, [16, 16, 8, 0, 0]))
+    allocate(coordinator, "r", 32)
+    with pytest.raises(RuntimeError, match=f"evicted in {reported} layers, the plan shortens 3"):
+        coordinator.confirm("r", reported)
+    assert not coordinator.is_confirmed("r")
+
+
+def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
+    coordinator = make_coordinator()
+    plan = make_plan(32, [16, 16, 8, 8, 0])
+    coordinator.set_plan("r", plan)
+    allocate(coordinator, "r", 40)
+    evict(coordinator, "r", plan)
+    coordinator.free("r")
+    check_pool(coordinator)
+    assert not coordinator.has_evicted("r") and not coordinator.is_confirmed("r")
+    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
+    coordinator.confirm("r", 4)  # of a step that ran before the preemption
+    assert not coordinator.is_confirmed("r")
+    allocate(coordinator, "r", 32)
+    coordinator.remove_skipped_blocks("r", 31, 32)
+    assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
+    with pytest.raises(RuntimeError, match="did not evict"):
+        coordinator.remove_skipped_blocks("r", 32, 32)
+    evict(coordinator, "r", plan)
+    assert coordinator.blocks_held("r") == plan.blocks.tolist()
+    assert coordinator.num_evictions == 2
+    assert coordinator.tokens_evicted.tolist() == (2 * plan.skip).tolist()
+    assert coordinator.skipped_tokens.tolist() == plan.skip.tolist()
+    coordinator.free("r")
+    coordinator.forget_plan("r")
+    assert not coordinator._plans
+
+
+def test_blocks_popped_for_a_deferred_free() -> None:
+    coordinator = make_coordinator()
+    plan = make_plan(32, [16, 16, 8, 8, 0])
+    coordinator.set_plan("r", plan)
+    allocate(coordinator, "r", 32)
+    evict(coordinator, "r", plan)
+    blocks = coordinator.pop_blocks_for_free("r")
+    assert not coordinator.held_blocks.any() and "r" not in coordinator._num_blocks
+    assert sum(not block.is_null for block in blocks) == plan.blocks.sum()
+    coordinator.block_pool.free_blocks(reversed(blocks))
+    check_pool(coordinator)
+    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
+
+
+def test_freeing_a_stranger_changes_nothing() -> None:
+    coordinator = make_coordinator()
+    allocate(coordinator, "r", 32)
+    coordinator.free("never seen")
+    coordinator.confirm("never seen", 3)
+    coordinator.remove_skipped_blocks("never seen", 100, 100)
+    check_pool(coordinator)
+    assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
+
+
+def test_requests_do_not_share_blocks_after_one_has_evicted() -> None:
+    coordinator = make_coordinator()
+    plan = make_plan(64, [32] * NUM_LAYERS)
+    coordinator.set_plan("a", plan)
+    allocate(coordinator, "a", 64)
+    evict(coordinator, "a", plan)
+    allocate(coordinator, "b", NUM_BLOCKS // NUM_LAYERS * BLOCK_SIZE - 32)
+    assert coordinator.block_pool.get_num_free_blocks() == 0
+    assert coordinator.get_num_blocks_to_allocate("a", 65) == NUM_LAYERS
+    coordinator.free("b")
+    check_pool(coordinator)
+    assert coordinator.blocks_held("a") == [4] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("damage", ["double owner", "leak", "counter"])
+def test_check_integrity_sees_damage(damage: str) -> None:
+    coordinator = make_coordinator()
+    allocate(coordinator, "a", 32)
+    allocate(coordinator, "b", 32)
+    first, second = coordinator.single_type_managers[:2]
+    if damage == "double owner":
+        first.req_to_blocks["a"][0] = second.req_to_blocks["b"][0]
+    elif damage == "leak":
+        first.req_to_blocks["a"][0] = coordinator.block_pool.null_block
+    else:
+        coordinator.held_blocks[3] += 1
+    with pytest.raises(AssertionError):
+        coordinator.check_integrity()
+
+
+def test_layers_must_have_one_block_size() -> None:
+    config = kv_cache_config(2, BLOCK_SIZE, 20)
+    config.kv_cache_groups[1] = kv_cache_config(1, 2 * BLOCK_SIZE, 20).kv_cache_groups[0]
+    with pytest.raises(AssertionError, match="different block sizes"):
+        LockstepCoordinator(
+            kv_cache_config=config,
+            max_model_len=64,
+            max_in_flight_tokens=64,
+            use_eagle=False,
+            enable_kv_cache_events=False,
+            dcp_world_size=1,
+            pcp_world_size=1,
+            scheduler_block_size=2 * BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+        )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single situations of the schedulers that the state machine meets too seldom, and the reports."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
+from vllm_pyramid.compat.side_channel import attach_evictions, read_evictions, take_policy_stats
+
+pytestmark = pytest.mark.cpu
+
+SYNC = Setup()
+ASYNC = Setup(asynchronous=True)
+
+
+class Pair:
+    """A scheduler and its worker; steps whose output waits are in `in_flight`."""
+
+    def __init__(self, setup: Setup, spare_blocks: int = 0) -> None:
+        num_blocks = setup.blocks_of_longest + spare_blocks
+        self.scheduler = make_scheduler(setup, num_blocks)
+        self.coordinator = self.scheduler.coordinator
+        self.worker = PlainWorker(self.scheduler.kv_policy, setup, num_blocks)
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        self.scheduler.add_request(make_request(*args, **kwargs))
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        self.in_flight.append((output, self.worker.execute(output)))
+        check_pool(self.coordinator)
+        return output
+
+    def process(self) -> dict[int, Any]:
+        return self.scheduler.update_from_output(*self.in_flight.popleft())
+
+    def step(self) -> dict[int, Any]:
+        self.schedule()
+        return self.process()
+
+
+def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
+    """Preempted and resumed while its eviction was in flight: its prompt is not evicted yet."""
+    pair = Pair(ASYNC)
+    pair.add("r", 80)
+    assert pair.schedule().num_scheduled_tokens == {"r": 64}
+    assert pair.schedule().num_scheduled_tokens == {"r": 16}
+    assert read_evictions(pair.in_flight[-1][1]) == {"r": 3}
+    pair.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert pair.schedule().num_scheduled_tokens == {"r": 64}
+    pair.process()
+    pair.process()
+    assert not pair.coordinator.is_confirmed("r")
+    pair.process()
+    pair.step()
+    assert pair.coordinator.is_confirmed("r") and not pair.coordinator.has_evicted("r")
+    pair.schedule()
+    assert pair.coordinator.has_evicted("r")
+    assert pair.coordinator.num_evictions == 1
+
+
+def test_the_head_stays_while_a_step_that_reads_it_is_in_flight() -> None:
+    pair = Pair(ASYNC)
+    pair.add("r", 40)
+    pair.schedule()  # the prompt, and its eviction
+    pair.schedule()  # decodes from the tail, before the scheduler knows of the eviction
+    assert pair.coordinator.blocks_held("r") == [11, 11, 11]
+    pair.process()
+    assert pair.coordinator.blocks_held("r") == [11, 11, 11]
+    pair.schedule()
+    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    assert pair.coordinator.blocks_held("r") == (plan.blocks + 1).tolist()
+
+
+def test_a_worker_that_did_not_evict_stops_the_engine() -> None:
+    pair = Pair(SYNC)
+    pair.add("r", 40)
+    output = pair.scheduler.schedule()
+    result = attach_evictions(pair.worker.execute(output), {})
+    pair.scheduler.update_from_output(output, result)
+    with pytest.raises(RuntimeError, match="the worker did not evict"):
+        pair.scheduler.schedule()
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "chunks"),
+    [(64, [64]), (65, [59, 6]), (69, [63, 6]), (70, [64, 6]), (71, [64, 7]), (80, [64, 16])],
+)
+def test_the_last_chunk_carries_the_window(prompt_len: int, chunks: list[int]) -> None:
+    pair = Pair(SYNC)
+    pair.add("r", prompt_len)
+    seen = []
+    for _ in chunks:
+        seen.append(pair.schedule().num_scheduled_tokens["r"])
+        pair.process()
+    assert seen == chunks
+    assert pair.coordinator.is_confirmed("r")
+
+
+def test_full_requests_are_not_cut() -> None:
+    pair = Pair(SYNC)
+    pair.add("r", 65, extra_args={"kv_policy": "full"})
+    assert pair.schedule().num_scheduled_tokens == {"r": 64}
+    pair.process()
+    assert pair.schedule().num_scheduled_tokens == {"r": 1}
+
+
+@pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_the_response_says_what_was_kept(setup: Setup, max_tokens: int) -> None:
+    pair = Pair(setup)
+    pair.add("r", 40, max_tokens)
+    report = None
+    while pair.scheduler.requests:
+        for outputs in pair.step().values():
+            for output in outputs.outputs:
+                report = output.kv_transfer_params
+    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    assert report == {
+        "kv_policy": "pyramidkv",
+        "kv_budget": 12,
+        "prompt_tokens": 40,
+        "kept_tokens": plan.held.tolist(),
+        "evicted_tokens": int(plan.skip.sum()),
+        "blocks_before": 30,
+        "blocks_after": int(plan.blocks.sum()),
+    }
+
+
+def test_the_statistics_count_layers_when_they_change() -> None:
+    pair = Pair(SYNC)
+    pair.add("r", 40)
+    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    messages = []
+    for _ in range(4):
+        (outputs,) = pair.step().values()
+        messages.append(take_policy_stats(outputs.scheduler_stats))
+    prefill, eviction, *decode = messages
+    assert prefill is not None and eviction is not None
+    assert prefill["before"] is None
+    assert prefill["now"]["evictions"] == 0
+    assert prefill["now"]["blocks_held"] == [10, 10, 10]
+    assert eviction["before"] == prefill["now"]
+    assert eviction["now"] == {
+        "evictions": 1,
+        "tokens_evicted": plan.skip.tolist(),
+        "blocks_freed": (plan.skip // 4).tolist(),
+        "blocks_held": (plan.blocks + 1).tolist(),
+        "tokens_held": (plan.held + 1).tolist(),
+    }
+    assert decode == [None, None]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_an_abort_at_any_moment_leaves_nothing(steps: int) -> None:
+    pair = Pair(ASYNC)
+    pair.add("r", 80)
+    for _ in range(steps):
+        pair.schedule()
+        if len(pair.in_flight) > 1:
+            pair.process()
+    pair.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    while pair.in_flight:
+        pair.process()
+    pair.schedule()
+    pair.process()
+    assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
+    assert not pair.coordinator._plans and not pair.coordinator._confirmed
+    assert not pair.scheduler._plans and not pair.worker.rows

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Retention.begin_step` against a recomputation request by request, over random batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.config import RequestOverride, plan_for
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.worker.retention import Retention, StepRetention
+
+pytestmark = pytest.mark.cpu
+
+NUM_LAYERS = 4
+BLOCK_SIZE = 8
+MAX_REQS = 5
+OVERRIDES: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"kv_policy": "full"},
+    {"kv_budget": 12},
+    {"kv_budget": "80%"},
+    {"somebody_else": 1},
+]
+
+
+def make(name: str = "pyramidkv", budget: str | int = "25%") -> tuple[Policy, Retention]:
+    policy = load_policy(name, budget, {})
+    return policy, Retention(policy, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+
+
+def begin(retention: Retention, rows: list[tuple[str, int, int, int]]) -> StepRetention:
+    """`rows` holds name, prompt length, computed and scheduled tokens of each request."""
+    columns = [np.array([row[i] for row in rows], np.int32) for i in (1, 2, 3)]
+    return retention.begin_step([row[0] for row in rows], *columns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "window", "full"]))
+def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> None:
+    policy, retention = make(name, "100%" if name == "full" else "25%")
+    window = policy.window if policy.needs_scores else 1
+    prompts: dict[str, tuple[int, dict[str, Any] | None]] = {}
+    computed: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(1, 12), label="steps")):
+        action = data.draw(st.sampled_from(["add", "step", "step", "preempt", "finish"]))
+        if action == "add" or not prompts:
+            request_id = f"r{data.draw(st.integers(0, 6), label='id')}"  # ids come back
+            override = data.draw(st.sampled_from(OVERRIDES))
+            if name == "full" and override is not None and "kv_budget" in override:
+                override = None  # refused for a policy that keeps everything
+            prompts[request_id] = (data.draw(st.integers(1, 150), label="prompt"), override)
+            computed[request_id] = 0
+            retention.add(request_id, *prompts[request_id])
+            continue
+        if action != "step":
+            request_id = data.draw(st.sampled_from(sorted(prompts)))
+            computed[request_id] = 0
+            if action == "finish":
+                del prompts[request_id], computed[request_id]
+                retention.remove(request_id)
+            continue
+        names = data.draw(st.permutations(sorted(prompts)))[:MAX_REQS]
+        rows = []
+        for request_id in names:
+            remaining = prompts[request_id][0] - computed[request_id]
+            scheduled = 1
+            if remaining > 0:
+                scheduled = data.draw(st.integers(1, remaining))
+                if remaining - scheduled < window:
+                    scheduled = remaining  # the scheduler's promise
+                elif scheduled < window:
+                    scheduled = min(window, remaining)
+            rows.append((request_id, prompts[request_id][0], computed[request_id], scheduled))
+        step = begin(retention, rows)
+        check(policy, prompts, rows, step, retention)
+        for request_id, _, _, scheduled in rows:
+            computed[request_id] += scheduled
+
+
+def check(
+    policy: Policy,
+    prompts: dict[str, tuple[int, dict[str, Any] | None]],
+    rows: list[tuple[str, int, int, int]],
+    step: StepRetention,
+    retention: Retention,
+) -> None:
+    ending = []
+    query_end = 0
+    assert step.skips.shape == (NUM_LAYERS, len(rows)) and step.skips.flags.c_contiguous
+    for index, (request_id, prompt_len, computed, scheduled) in enumerate(rows):
+        override = RequestOverride.parse(prompts[request_id][1])
+        plan = plan_for(policy, override, prompt_len, NUM_LAYERS, BLOCK_SIZE)
+        expected = plan.skip.tolist() if computed >= prompt_len else [0] * NUM_LAYERS
+        assert step.skips[:, index].tolist() == expected
+        query_end += scheduled
+        if computed < prompt_len == computed + scheduled and plan.skip.any():
+            ending.append((request_id, index, query_end, plan))
+    if not ending:
+        assert step.evictions is None and retention.take_report() == {}
+        return
+    evictions = step.evictions
+    assert evictions is not None
+    assert evictions.request_ids == [request_id for request_id, *_ in ending]
+    assert evictions.rows.tolist() == [index for _, index, *_ in ending]
+    assert evictions.query_ends.tolist() == [end for _, _, end, _ in ending]
+    assert evictions.prompt_lens.tolist() == [plan.prompt_len for *_, plan in ending]
+    assert evictions.budgets.tolist() == [plan.budget_tokens for *_, plan in ending]
+    assert evictions.helds.T.tolist() == [plan.held.tolist() for *_, plan in ending]
+    for array in (evictions.query_ends, evictions.prompt_lens, evictions.helds, step.skips):
+        assert array.dtype == np.int32
+    evictions.layers_done += np.arange(1, len(ending) + 1)
+    report = {request_id: i + 1 for i, (request_id, *_) in enumerate(ending)}
+    assert retention.take_report() == report
+    assert retention.take_report() == {}, "reported once"
+
+
+def test_preemption_brings_the_whole_prompt_back() -> None:
+    _, retention = make()
+    retention.add("r", 64, None)
+    first = begin(retention, [("r", 64, 0, 64)])
+    assert first.evictions is not None and not first.skips.any()
+    skips = begin(retention, [("r", 64, 64, 1)]).skips
+    assert skips.any() and (skips % BLOCK_SIZE == 0).all()
+    again = begin(retention, [("r", 64, 0, 40)])
+    assert again.evictions is None and not again.skips.any()
+    last = begin(retention, [("r", 64, 40, 24)])
+    assert last.evictions is not None and not last.skips.any()
+    assert (begin(retention, [("r", 64, 64, 5)]).skips == skips).all(), "generated tokens again"
+
+
+def test_a_row_changes_hands() -> None:
+    _, retention = make()
+    retention.add("a", 64, None)
+    retention.add("b", 64, {"kv_policy": "full"})
+    assert begin(retention, [("a", 64, 64, 1), ("b", 64, 64, 1)]).skips.any(axis=0).tolist() == [
+        True,
+        False,
+    ]
+    assert begin(retention, [("b", 64, 64, 1), ("a", 64, 65, 1)]).skips.any(axis=0).tolist() == [
+        False,
+        True,
+    ]
+    retention.remove("a")
+    retention.add("a", 64, {"kv_policy": "full"})  # another request with the old name
+    assert not begin(retention, [("b", 64, 64, 1), ("a", 64, 64, 1)]).skips.any()
+
+
+def test_a_chunk_over_the_end_of_a_prompt_is_a_bug() -> None:
+    _, retention = make()
+    retention.add("r", 64, None)
+    with pytest.raises(AssertionError, match="crosses the end"):
+        begin(retention, [("r", 64, 40, 25)])
+
+
+def test_a_last_chunk_shorter_than_the_window_is_a_bug() -> None:
+    policy, retention = make()
+    retention.add("r", 64, None)
+    with pytest.raises(AssertionError, match="shorter than the observation window"):
+        begin(retention, [("r", 64, 65 - policy.window, policy.window - 1)])
+    _, positional = make("window")
+    positional.add("r", 64, None)
+    assert begin(positional, [("r", 64, 62, 2)]).evictions is not None
+
+
+def test_a_prompt_that_keeps_everything_may_be_cut_anywhere() -> None:
+    _, retention = make()
+    retention.add("r", 64, {"kv_policy": "full"})
+    assert begin(retention, [("r", 64, 63, 2)]).evictions is None
+
+
+def test_an_unknown_request_is_a_bug() -> None:
+    _, retention = make()
+    with pytest.raises(KeyError):
+        begin(retention, [("r", 64, 0, 64)])
+
+
+def test_an_idle_step_has_no_past() -> None:
+    _, retention = make()
+    retention.add("r", 64, None)
+    begin(retention, [("r", 64, 0, 64)])
+    step = retention.idle_step(3)
+    assert retention.step is step and step.evictions is None
+    assert step.skips.shape == (NUM_LAYERS, 3) and not step.skips.any()
+    assert retention.take_report() == {}
+
+
+def test_a_wrong_override_is_refused() -> None:
+    _, retention = make()
+    with pytest.raises(ValueError, match="not served here"):
+        retention.add("r", 64, {"kv_policy": "snapkv"})
+    assert not retention._plans

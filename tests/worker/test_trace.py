@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--kv-trace`: what the files hold, what they are called, and when they appear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_pyramid.worker.retention import StepEvictions
+from vllm_pyramid.worker.trace import TraceWriter
+
+pytestmark = pytest.mark.cpu
+
+NUM_LAYERS = 3
+NUM_KV_HEADS = 2
+
+
+def make_evictions(request_ids: list[str], prompt_len: int = 12) -> StepEvictions:
+    """Layer 0 keeps 4 tokens, layer 1 everything, layer 2 keeps 8."""
+    count = len(request_ids)
+    return StepEvictions(
+        request_ids=request_ids,
+        rows=np.arange(count),
+        query_ends=np.arange(1, count + 1, dtype=np.int32) * prompt_len,
+        prompt_lens=np.full(count, prompt_len, np.int32),
+        helds=np.tile(np.array([[4], [prompt_len], [8]], np.int32), (1, count)),
+        budgets=np.full(count, 8, np.int32),
+    )
+
+
+def kept(seed: int, count: int, prompt_len: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(prompt_len, generator=generator)[:count].sort().values for _ in range(2)]
+    return torch.stack(rows).to(torch.int32)
+
+
+def write(writer: TraceWriter, evictions: StepEvictions, seed: int = 0) -> None:
+    for index in range(len(evictions.request_ids)):
+        writer.record(evictions, index, 0, kept(seed + index, 4))
+        writer.record(evictions, index, 2, kept(seed + index + 100, 8))
+    writer.finish_step(evictions, NUM_KV_HEADS)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_holds_the_request(tmp_path: Path) -> None:
+    writer = TraceWriter(str(tmp_path / "new" / "folder"), NUM_LAYERS, 0, 1)
+    write(writer, make_evictions(["cmpl-1", "cmpl-2"]))
+    folder = tmp_path / "new" / "folder"
+    assert files(folder) == ["cmpl-1.npz", "cmpl-2.npz"]
+    for index, name in enumerate(["cmpl-1", "cmpl-2"]):
+        with np.load(folder / f"{name}.npz") as trace:
+            assert set(trace) == {
+                *("request_id", "prompt_len", "budget", "held"),
+                *(f"kept_{layer}" for layer in range(NUM_LAYERS)),
+            }
+            assert str(trace["request_id"]) == name
+            assert int(trace["prompt_len"]) == 12
+            assert int(trace["budget"]) == 8
+            assert trace["held"].tolist() == [4, 12, 8]
+            assert trace["held"].dtype == np.int32
+            assert trace["kept_0"].tolist() == kept(index, 4).tolist()
+            assert trace["kept_1"].tolist() == [list(range(12))] * NUM_KV_HEADS
+            assert trace["kept_2"].tolist() == kept(index + 100, 8).tolist()
+            assert all(trace[f"kept_{layer}"].dtype == np.int32 for layer in range(NUM_LAYERS))
+    assert not writer._open
+
+
+def test_recorded_positions_are_a_copy(tmp_path: Path) -> None:
+    writer = TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1)
+    evictions = make_evictions(["r"])
+    positions = kept(0, 4)
+    writer.record(evictions, 0, 0, positions)
+    positions.zero_()  # the buffer is used again before the file is written
+    writer.finish_step(evictions, NUM_KV_HEADS)
+    with np.load(tmp_path / "r.npz") as trace:
+        assert trace["kept_0"].tolist() == kept(0, 4).tolist()
+
+
+def test_ranks_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(TraceWriter(str(tmp_path), NUM_LAYERS, rank, 2), make_evictions(["r"]), rank)
+    assert files(tmp_path) == ["r-rank0.npz", "r-rank1.npz"]
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    ["../../etc/passwd", "a/b\\c", "ä b:c*?", "..", ".", "x" * 500, "ä" * 200, "tab\tnewline\n"],
+)
+def test_odd_names_stay_in_the_folder(tmp_path: Path, request_id: str) -> None:
+    folder = tmp_path / "traces"
+    write(TraceWriter(str(folder), NUM_LAYERS, 0, 1), make_evictions([request_id]))
+    assert files(tmp_path) == ["traces"]
+    (name,) = files(folder)
+    assert name.endswith(".npz") and not name.startswith(".") and name.isascii()
+    with np.load(folder / name) as trace:
+        assert str(trace["request_id"]) == request_id
+
+
+def test_odd_names_do_not_meet(tmp_path: Path) -> None:
+    request_ids = ["a/b", "a_b", "a:b", "x" * 200 + "1", "x" * 200 + "2"]
+    write(TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1), make_evictions(request_ids))
+    assert len(files(tmp_path)) == 5
+    assert "a_b.npz" in files(tmp_path)
+
+
+def test_a_preempted_request_replaces_its_file(tmp_path: Path) -> None:
+    writer = TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1)
+    write(writer, make_evictions(["r"]), seed=1)
+    write(writer, make_evictions(["r"]), seed=2)
+    assert files(tmp_path) == ["r.npz"]
+    with np.load(tmp_path / "r.npz") as trace:
+        assert trace["kept_0"].tolist() == kept(2, 4).tolist()
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1)
+    write(writer, make_evictions(["r"]), seed=1)
+
+    def break_off(file, **arrays) -> None:  # type: ignore[no-untyped-def]
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", break_off)
+    with pytest.raises(OSError, match="disk full"):
+        write(writer, make_evictions(["r"]), seed=2)
+    with np.load(tmp_path / "r.npz") as trace:
+        assert trace["kept_0"].tolist() == kept(1, 4).tolist()
+
+
+def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(TraceWriter("~/traces", NUM_LAYERS, 0, 1), make_evictions(["r"]))
+    assert files(tmp_path / "traces") == ["r.npz"]
