@@ -193,6 +193,7 @@ def main() -> None:
             jobs.append(lambda size=size: bench_prompt(args, *size))  # type: ignore[misc]
     rows: list[Row] = []
     console = Console()
+    console.width = max(console.width, 110)  # also where the output is a file
     for threads in dict.fromkeys(args.threads):
         torch.set_num_threads(threads)
         for job in track(jobs, f"{threads} thread(s)", console=console, transient=True):

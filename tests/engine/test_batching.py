@@ -125,15 +125,15 @@ def test_structured_output(engine: Engine) -> None:
         "additionalProperties": False,
     }
     date = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
-    options: dict[str, Any] = {"ignore_eos": False, "temperature": 0.0, "max_tokens": 64}
     prompts = _prompts(300, 200, 100)
+    constrained = [
+        _sampling(ignore_eos=False, temperature=0.0, max_tokens=64, structured_outputs=outputs)
+        for outputs in (StructuredOutputsParams(json=schema), StructuredOutputsParams(regex=date))
+    ]
     of_schema, of_date, free = engine.run(
-        [
-            Job(prompts[0], _sampling(structured_outputs=StructuredOutputsParams(json=schema), **options)),
-            Job(prompts[1], _sampling(structured_outputs=StructuredOutputsParams(regex=date), **options)),
-            Job(prompts[2], greedy(20)),
-        ]
-    )  # fmt: skip
+        Job(prompt, params)
+        for prompt, params in zip(prompts, [*constrained, greedy(20)], strict=True)
+    )
     answer = json.loads(of_schema.output.outputs[0].text)
     assert answer["answer"] in ("yes", "no") and isinstance(answer["sure"], bool)
     assert re.fullmatch(date, of_date.output.outputs[0].text)

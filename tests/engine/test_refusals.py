@@ -108,7 +108,7 @@ def test_sliding_windows(engines: EnginePool, tiny_model: Callable[[str], Path])
     """
     model = tiny_model("mistral-sliding")
     engines.close()
-    with pytest.raises(ValueError, match="sliding window of 64 tokens.*--kv-policy full or none"):
+    with pytest.raises(ValueError, match=r"sliding window of 64 tokens.*--kv-policy full or none"):
         engines.get(model, kv_policy="pyramidkv", dtype="float32", max_model_len=512)
     engines.abandon()
     _config(model, {"kv_policy": "full"})

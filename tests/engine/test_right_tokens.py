@@ -162,8 +162,9 @@ def _check(
                     assert (kept == torch.tensor([*range(sinks), *recent])).all()
             _check_decode(trace, model, outcome)
     engine.check_whole()
-    print(f"{tally.different} of {tally.kept} kept positions differ, all near ties")
-    assert tally.different <= 0.001 * tally.kept
+    if policy in ("snapkv", "pyramidkv"):
+        print(f"{tally.different} of {tally.kept} kept positions differ, all near ties")
+        assert tally.kept > 1000 and tally.different <= 0.001 * tally.kept
 
 
 @pytest.fixture(scope="module")

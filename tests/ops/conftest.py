@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import cpu
+from vllm_pyramid.ops.cpu_library import ISAS
 
 STALE_BLOCK = 10**6  # an id far outside every pool: reading the entry is an error or a crash
 
@@ -70,11 +71,11 @@ def build_batch(
     order = torch.randperm(blocks, generator=generator)
     table = order[: len(lens) * entries].view(len(lens), entries).to(torch.int32)
     for r, (n, skip) in enumerate(zip(lens, skips, strict=True)):
-        for position in range(skip, n):
-            block, row = int(table[r, position // block_size]), position % block_size
-            for cache in (key_cache, value_cache):
-                values = torch.randn(kv_heads, head_size, generator=generator)
-                cache[block, :, row] = values.to(dtype)
+        positions = torch.arange(skip, n)
+        ids, rows = table[r, positions // block_size].long(), positions % block_size
+        for cache in (key_cache, value_cache):
+            values = torch.randn(n - skip, kv_heads, head_size, generator=generator)
+            cache[ids, :, rows] = values.to(dtype)
         table[r, : skip // block_size] = STALE_BLOCK
         table[r, -(-n // block_size) :] = -1
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -98,16 +99,19 @@ def make_batch() -> Callable[..., Batch]:
 
 
 @pytest.fixture
-def use_isa() -> Iterator[Callable[[str], None]]:
-    """Choose an instruction set for one test; skips it where this CPU lacks the set."""
+def each_isa() -> Iterator[Callable[[], Iterator[str]]]:
+    """`for isa in each_isa():` runs its body with every instruction set that this CPU has."""
 
-    def choose(isa: str) -> None:
-        try:
-            cpu.set_isa(isa)
-        except ValueError as error:
-            pytest.skip(str(error))
+    def walk() -> Iterator[str]:
+        for isa in ISAS:
+            try:
+                cpu.set_isa(isa)
+            except ValueError:
+                assert isa != "portable"
+                continue
+            yield isa
 
-    yield choose
+    yield walk
     cpu.set_isa(None)
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.cpu_library import ISAS
 
 pytestmark = pytest.mark.cpu
 
@@ -31,33 +31,34 @@ def exact(batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> tor
     return out
 
 
-def assert_close(batch: Any, **options: Any) -> None:
-    """At most twice the error of plain PyTorch computing in the dtype of the cache."""
-    right = exact(batch, **options)
-    allowed = 2 * (exact(batch, batch.query.dtype, **options) - right).abs().max().item() + 1e-6
-    error = (attend(batch, **options) - right).abs().max().item()
-    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+@pytest.fixture
+def assert_close(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+    """On every instruction set: at most twice the error of PyTorch in the dtype of the cache."""
+
+    def check(batch: Any, **options: Any) -> None:
+        right = exact(batch, **options)
+        allowed = 2 * (exact(batch, batch.query.dtype, **options) - right).abs().max().item() + 1e-6
+        for isa in each_isa():
+            error = (attend(batch, **options) - right).abs().max().item()
+            assert error <= allowed, f"{isa}: error {error:.3g}, allowed {allowed:.3g}"
+
+    return check
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("head_size", [32, 64, 128])
-def test_matches_reference(make_batch, use_isa, isa, dtype, group, head_size) -> None:
-    use_isa(isa)
+def test_matches_reference(make_batch, assert_close, dtype, group, head_size) -> None:
     shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group + head_size}
     assert_close(make_batch(LENS, QUERY_LENS, **shape))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_size", [8, 24, 40, 80, 96, 256])
-def test_other_head_sizes(make_batch, use_isa, isa, dtype, head_size) -> None:
-    use_isa(isa)
+def test_other_head_sizes(make_batch, assert_close, dtype, head_size) -> None:
     assert_close(make_batch([130, 70], [1, 70], dtype=dtype, head_size=head_size, group=3))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
@@ -70,19 +71,16 @@ def test_other_head_sizes(make_batch, use_isa, isa, dtype, head_size) -> None:
     ],
     ids=str,
 )
-def test_options(make_batch, use_isa, isa, dtype, options) -> None:
-    use_isa(isa)
+def test_options(make_batch, assert_close, dtype, options) -> None:
     batch = make_batch(LENS, QUERY_LENS, dtype=dtype)
     if "sinks" in options:
         options = options | {"sinks": torch.tensor([0.5, -2.0, 4.0, 1.0], dtype=dtype)}
     assert_close(batch, **options)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("layout", ["planes", "rows"])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 48])
-def test_layouts_and_skips(make_batch, use_isa, isa, layout, block_size) -> None:
-    use_isa(isa)
+def test_layouts_and_skips(make_batch, assert_close, layout, block_size) -> None:
     batch = make_batch(
         [300, 95, 700, 64], [1, 20, 1, 6], skips=[131, 48, 5, 40], layout=layout,
         block_size=block_size, dtype=torch.bfloat16,
@@ -135,16 +133,16 @@ def test_bits_do_not_depend_on_the_batch_or_threads(make_batch, two_threads, dty
         assert torch.equal(together[begin:end], out)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_mixed_dtypes(make_batch, use_isa, isa, query_dtype, out_dtype) -> None:
-    use_isa(isa)
+def test_mixed_dtypes(make_batch, each_isa, query_dtype, out_dtype) -> None:
     batch = make_batch([40, 90], [1, 90], dtype=torch.bfloat16)
     batch.query = batch.query.to(query_dtype)
-    out = torch.empty(batch.query.shape, dtype=out_dtype)
-    cpu.paged_attention(out, *batch.inputs(), scale=0.125)
-    torch.testing.assert_close(out.double(), exact(batch), atol=2e-2, rtol=1e-2)
+    right = exact(batch)
+    for _ in each_isa():
+        out = torch.empty(batch.query.shape, dtype=out_dtype)
+        cpu.paged_attention(out, *batch.inputs(), scale=0.125)
+        torch.testing.assert_close(out.double(), right, atol=2e-2, rtol=1e-2)
 
 
 def test_queries_that_see_nothing_get_zeros(make_batch) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.cpu_library import ISAS
 
 pytestmark = pytest.mark.cpu
 
@@ -23,41 +23,46 @@ def scores_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
     return module.window_scores(*inputs, scale=batch.query.shape[2] ** -0.5, **options)
 
 
-def assert_scores(batch: Any, **options: Any) -> None:
-    found = scores_of(cpu, batch, **options)
-    right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
-    assert torch.equal(found.isneginf(), right.isneginf())
-    finite = ~right.isneginf()
-    torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
+@pytest.fixture
+def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+    """On every instruction set: close to the reference in float64."""
+
+    def check(batch: Any, **options: Any) -> None:
+        right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
+        finite = ~right.isneginf()
+        for _ in each_isa():
+            found = scores_of(cpu, batch, **options)
+            assert torch.equal(found.isneginf(), ~finite)
+            torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
+
+    return check
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("head_size", [32, 64, 128, 40])
-def test_window_scores(make_batch, use_isa, isa, dtype, group, head_size) -> None:
-    use_isa(isa)
+def test_window_scores(make_batch, assert_scores, dtype, group, head_size) -> None:
     shape = {"dtype": dtype, "group": group, "head_size": head_size}
     assert_scores(make_batch([1100, 57, 300], [20, 16, 9], **shape), window=8)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("gqa_reduce", reference.GQA_REDUCTIONS)
 @pytest.mark.parametrize("pooling", reference.POOLINGS)
 @pytest.mark.parametrize("kernel_size", [1, 5, 7, 31])
-def test_reductions_and_pooling(make_batch, use_isa, isa, gqa_reduce, pooling, kernel_size) -> None:
-    use_isa(isa)
+def test_reductions_and_pooling(
+    make_batch, assert_scores, gqa_reduce, pooling, kernel_size
+) -> None:
     batch = make_batch([90, 45, 17], [16, 32, 16], group=3, layout="rows", block_size=8)
     options = {"gqa_reduce": gqa_reduce, "pooling": pooling, "kernel_size": kernel_size}
     assert_scores(batch, window=16, soft_cap=2.5 if kernel_size == 7 else 0.0, **options)
 
 
 @pytest.mark.parametrize("window", [1, 9, 64])
-def test_windows(make_batch, two_threads, window) -> None:
+def test_windows(make_batch, assert_scores, two_threads, window) -> None:
     assert_scores(make_batch([1025, 65, 2048], [64, 64, 64], group=4), window=window)
 
 
-def test_scores_without_room_for_the_logits(make_batch, monkeypatch) -> None:
+def test_scores_without_room_for_the_logits(make_batch) -> None:
     """More than 64 MiB of logits are computed a second time instead of kept; the bits agree."""
     batch = make_batch([2100] * 2, [64] * 2, kv_heads=2, group=8, head_size=32)
     alone = [

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from tests.scheduler.harness import check_pool, kv_cache_config
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.base import RetentionPlan
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 
 pytestmark = pytest.mark.cpu
 
@@ -45,7 +46,7 @@ def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int)
     """As `KVCacheManager.allocate_slots` does; returns the blocks that were asked for."""
     needed = coordinator.get_num_blocks_to_allocate(request_id, num_tokens)
     new_blocks = coordinator.allocate_new_blocks(request_id, num_tokens, num_tokens)
-    assert len(new_blocks) == NUM_LAYERS
+    assert len(new_blocks) == (NUM_LAYERS if needed else 0)
     assert sum(map(len, new_blocks)) == needed
     check_pool(coordinator)
     return needed
@@ -194,6 +195,15 @@ def test_blocks_popped_for_a_deferred_free() -> None:
     coordinator.block_pool.free_blocks(reversed(blocks))
     check_pool(coordinator)
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
+
+
+def test_no_blocks_answers_as_vllm_does() -> None:
+    stock = KVCacheBlocks(((),) * NUM_LAYERS)
+    ours = NoBlocks(stock.blocks)
+    assert ours.get_block_ids() == stock.get_block_ids() == ([],) * NUM_LAYERS
+    assert ours.get_block_ids(group_ids=[1]) == stock.get_block_ids(group_ids=[1])
+    assert ours.get_block_ids(allow_none=True) is None
+    assert stock.get_block_ids(allow_none=True) is None
 
 
 def test_freeing_a_stranger_changes_nothing() -> None:

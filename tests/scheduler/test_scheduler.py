@@ -146,7 +146,10 @@ def test_the_statistics_count_layers_when_they_change() -> None:
     prefill, eviction, *decode = messages
     assert prefill is not None and eviction is not None
     assert prefill["before"] is None
-    assert prefill["now"]["evictions"] == 0
+    # Counted when the worker confirms; the blocks go back when the next step is scheduled.
+    assert prefill["now"]["evictions"] == 1
+    assert prefill["now"]["tokens_evicted"] == plan.skip.tolist()
+    assert prefill["now"]["blocks_freed"] == [0, 0, 0]
     assert prefill["now"]["blocks_held"] == [10, 10, 10]
     assert eviction["before"] == prefill["now"]
     assert eviction["now"] == {
@@ -157,6 +160,16 @@ def test_the_statistics_count_layers_when_they_change() -> None:
         "tokens_held": (plan.held + 1).tolist(),
     }
     assert decode == [None, None]
+
+
+def test_a_request_that_ends_with_its_first_token_is_counted() -> None:
+    pair = Pair(SYNC)
+    pair.add("r", 40, max_tokens=1)
+    pair.step()
+    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    assert pair.coordinator.num_evictions == 1
+    assert pair.coordinator.tokens_evicted.tolist() == plan.skip.tolist()
+    assert pair.coordinator.held_blocks.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])

@@ -7,6 +7,8 @@ requests        InputProcessor.process_inputs
                 Why: a wrong request must answer 400. Remove when a hook checks extra_args.
 coordinator     kv_cache_manager.get_kv_cache_coordinator, while the scheduler is built
                 Why: one counter a request for all layers. Remove when specs name a coordinator.
+                KVCacheManager.empty_kv_cache_blocks (`scheduler/coordinator.py: NoBlocks`)
+                Why: vLLM's walks every layer to find nothing. Remove when it is a constant.
 side_channel    an attribute of ModelRunnerOutput, a key of SchedulerStats.kv_connector_stats
                 Why: worker -> scheduler -> front end. Remove when messages have a plugin field.
 stats           StatLoggerManager.record

@@ -15,11 +15,23 @@ from typing import Any
 import numpy as np
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_pyramid.policy.base import RetentionPlan
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
+
+
+class NoBlocks(KVCacheBlocks):
+    """What a request is given that needs no block in a step: nearly every request, every step.
+
+    vLLM's own would look into every layer's empty list to find that it is empty.
+    """
+
+    def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
+        """As vLLM's: None where that is allowed, else an empty list a layer."""
+        return None if allow_none else super().get_block_ids(**kwargs)
 
 
 class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
@@ -32,7 +44,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         held_blocks: `[layers]` int64, blocks of the pool held by all requests, per layer.
         skipped_tokens: `[layers]` int64, tokens given back by requests that still hold blocks.
         blocks_freed: `[layers]` int64, blocks given back by eviction since the start.
-        tokens_evicted: `[layers]` int64, tokens given back by eviction since the start.
+        tokens_evicted: `[layers]` int64, tokens evicted since the start; counted when the worker
+            confirms, since a request that ends there gives all its blocks back at once.
+        num_evictions: prompts evicted since the start.
     """
 
     single_type_managers: tuple[LayerKVCacheManager, ...]  # type: ignore[assignment]
@@ -43,7 +57,6 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         assert len(sizes) == 1, f"layers with different block sizes cannot run in lockstep: {sizes}"
         self.block_size = sizes.pop()
         self.num_layers = len(self.single_type_managers)
-        self._no_blocks: tuple[list[KVCacheBlock], ...] = tuple([] for _ in range(self.num_layers))
         self._num_blocks: dict[str, int] = {}  # table entries a layer, null blocks included
         self._plans: dict[str, RetentionPlan] = {}  # of requests that will evict
         self._confirmed: set[str] = set()  # requests whose survivors the worker has moved
@@ -82,6 +95,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
                 f"shortens {expected}; scheduler and worker disagree about the KV policy"
             )
         self._confirmed.add(request_id)
+        self.num_evictions += 1
+        self.tokens_evicted += plan.skip
 
     def is_confirmed(self, request_id: str) -> bool:
         """Whether the worker has moved the request's survivors."""
@@ -118,11 +133,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         num_tokens_main_model: int,
         num_encoder_tokens: int = 0,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """The next blocks of every layer, `[layers][new blocks]`; usually none."""
+        """The next blocks of every layer, `[layers][new blocks]`; usually none: an empty tuple."""
         have = self._num_blocks.get(request_id, 0)
         missing = cdiv(num_tokens, self.block_size) - have
         if missing <= 0:
-            return self._no_blocks
+            return ()
         pool_blocks = self.block_pool.get_new_blocks(missing * self.num_layers)
         self._num_blocks[request_id] = have + missing
         self.held_blocks += missing
@@ -169,8 +184,6 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.held_blocks -= freed
         self.blocks_freed += freed
         self.skipped_tokens += plan.skip
-        self.tokens_evicted += plan.skip
-        self.num_evictions += 1
 
     def free(self, request_id: str) -> None:
         """Give all blocks back (the request has finished or is preempted); the plan stays."""

@@ -18,7 +18,7 @@ from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions
 from vllm_pyramid.config import KVSettings, RequestOverride, resolve
 from vllm_pyramid.policy.base import RetentionPlan
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -40,6 +40,8 @@ class PyramidSchedulerMixin(Scheduler):
         coordinator = self.kv_cache_manager.coordinator
         assert isinstance(coordinator, LockstepCoordinator)
         self.coordinator = coordinator
+        manager = self.kv_cache_manager
+        manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
         settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
         policy = settings.policy() if settings is not None else None
         assert policy is not None, "this scheduler is only chosen when a policy was asked for"
@@ -120,9 +122,7 @@ class PyramidSchedulerMixin(Scheduler):
     def _report(self, request: Request) -> dict[str, Any]:
         """What the request kept, for its response (`kv_transfer_params`, all that vLLM passes)."""
         policy_name, plan = self._plans.pop(request.request_id)
-        evicted = self.coordinator.has_evicted(request.request_id) or (
-            plan.evicts and self.coordinator.is_confirmed(request.request_id)
-        )
+        evicted = self.coordinator.is_confirmed(request.request_id)
         held = plan.held if evicted else plan.held + plan.skip
         blocks_before = cdiv(plan.prompt_len, self.block_size) * self.coordinator.num_layers
         return {

@@ -28,9 +28,9 @@ class TraceWriter:
     Each holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
     (`[L]` int32, tokens kept per KV head) and `kept_<layer>` (`[G, held[layer]]` int32, ascending
     positions; layers that kept everything too). With tensor parallelism each rank writes its own
-    KV heads into `<request>-rank<r>.npz`. A name with characters that a file cannot have, or too
-    long for one, is shortened and gets a checksum. A request that is preempted and evicts again replaces
-    its file.
+    KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or has characters
+    that a file's cannot have, is shortened and gets a checksum. A request that is preempted and
+    evicts again replaces its file.
     """
 
     def __init__(self, folder: str, num_layers: int, rank: int, world_size: int) -> None:
