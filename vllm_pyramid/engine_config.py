@@ -28,6 +28,10 @@ _WORKERS = {
 }
 _STOCK_WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+SLIDING_WINDOW_REASON = (
+    "{layer} has a sliding window of {window} tokens. Evicted caches lose the distances that a "
+    "window is measured in, so models with sliding windows run with --kv-policy full or none only"
+)
 
 
 def _refuse(flag: str, why: str) -> None:
@@ -172,6 +176,8 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
             "a KV policy does not work with multi-head latent attention (MLA) yet: its cache has "
             "no KV heads to choose tokens for; serve this model with --kv-policy none"
         )
+    if (window := model_config.get_sliding_window()) and policy.evicts:
+        raise ValueError(SLIDING_WINDOW_REASON.format(layer="this model", window=window))
     if config.cache_config.enable_prefix_caching:
         _refuse("prefix caching", "vLLM switched it on; add --no-enable-prefix-caching")
     if config.scheduler_config.disable_hybrid_kv_cache_manager:

@@ -72,9 +72,7 @@ def test_stock_llm_with_the_engine_in_its_own_process(
         for path in tmp_path.glob("*.npz"):
             with np.load(path) as file:
                 traces[int(file["prompt_len"])] = file["held"].tolist()
-        for report in reports:
-            if report["evicted_tokens"]:
-                assert traces[report["prompt_tokens"]] == report["kept_tokens"]
+        assert traces == {report["prompt_tokens"]: report["kept_tokens"] for report in reports}
     finally:
         llm.llm_engine.engine_core.shutdown()
 

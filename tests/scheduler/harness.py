@@ -221,7 +221,7 @@ class PlainWorker:
                 step.evictions.layers_done[index] = (
                     step.evictions.helds[:, index] < step.evictions.prompt_lens[index]
                 ).sum()
-                self.num_evictions += 1
+                self.num_evictions += bool(step.evictions.layers_done[index])
         return attach_evictions(
             ModelRunnerOutput(
                 req_ids=request_ids,

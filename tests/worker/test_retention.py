@@ -99,7 +99,7 @@ def check(
         expected = plan.skip.tolist() if computed >= prompt_len else [0] * NUM_LAYERS
         assert step.skips[:, index].tolist() == expected
         query_end += scheduled
-        if computed < prompt_len == computed + scheduled and plan.skip.any():
+        if computed < prompt_len == computed + scheduled:
             ending.append((request_id, index, query_end, plan))
     if not ending:
         assert step.evictions is None and retention.take_report() == {}
@@ -114,8 +114,8 @@ def check(
     assert evictions.helds.T.tolist() == [plan.held.tolist() for *_, plan in ending]
     for array in (evictions.query_ends, evictions.prompt_lens, evictions.helds, step.skips):
         assert array.dtype == np.int32
-    evictions.layers_done += np.arange(1, len(ending) + 1)
-    report = {request_id: i + 1 for i, (request_id, *_) in enumerate(ending)}
+    evictions.layers_done += np.arange(len(ending))  # nothing done: nothing to report
+    report = {request_id: i for i, (request_id, *_) in enumerate(ending) if i}
     assert retention.take_report() == report
     assert retention.take_report() == {}, "reported once"
 
@@ -171,7 +171,9 @@ def test_a_last_chunk_shorter_than_the_window_is_a_bug() -> None:
 def test_a_prompt_that_keeps_everything_may_be_cut_anywhere() -> None:
     _, retention = make()
     retention.add("r", 64, {"kv_policy": "full"})
-    assert begin(retention, [("r", 64, 63, 2)]).evictions is None
+    evictions = begin(retention, [("r", 64, 63, 2)]).evictions
+    assert evictions is not None and evictions.helds.T.tolist() == [[64] * NUM_LAYERS]
+    assert retention.take_report() == {}
 
 
 def test_an_unknown_request_is_a_bug() -> None:

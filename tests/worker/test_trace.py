@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cpu
 
 NUM_LAYERS = 3
 NUM_KV_HEADS = 2
+HEADS = [NUM_KV_HEADS] * NUM_LAYERS
 
 
 def make_evictions(request_ids: list[str], prompt_len: int = 12) -> StepEvictions:
@@ -41,7 +42,7 @@ def write(writer: TraceWriter, evictions: StepEvictions, seed: int = 0) -> None:
     for index in range(len(evictions.request_ids)):
         writer.record(evictions, index, 0, kept(seed + index, 4))
         writer.record(evictions, index, 2, kept(seed + index + 100, 8))
-    writer.finish_step(evictions, NUM_KV_HEADS)
+    writer.finish_step(evictions)
 
 
 def files(folder: Path) -> list[str]:
@@ -49,7 +50,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_a_file_holds_the_request(tmp_path: Path) -> None:
-    writer = TraceWriter(str(tmp_path / "new" / "folder"), NUM_LAYERS, 0, 1)
+    writer = TraceWriter(str(tmp_path / "new" / "folder"), HEADS, 0, 1)
     write(writer, make_evictions(["cmpl-1", "cmpl-2"]))
     folder = tmp_path / "new" / "folder"
     assert files(folder) == ["cmpl-1.npz", "cmpl-2.npz"]
@@ -72,19 +73,19 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
 
 
 def test_recorded_positions_are_a_copy(tmp_path: Path) -> None:
-    writer = TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1)
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
     evictions = make_evictions(["r"])
     positions = kept(0, 4)
     writer.record(evictions, 0, 0, positions)
     positions.zero_()  # the buffer is used again before the file is written
-    writer.finish_step(evictions, NUM_KV_HEADS)
+    writer.finish_step(evictions)
     with np.load(tmp_path / "r.npz") as trace:
         assert trace["kept_0"].tolist() == kept(0, 4).tolist()
 
 
 def test_ranks_do_not_overwrite_each_other(tmp_path: Path) -> None:
     for rank in range(2):
-        write(TraceWriter(str(tmp_path), NUM_LAYERS, rank, 2), make_evictions(["r"]), rank)
+        write(TraceWriter(str(tmp_path), HEADS, rank, 2), make_evictions(["r"]), rank)
     assert files(tmp_path) == ["r-rank0.npz", "r-rank1.npz"]
 
 
@@ -94,7 +95,7 @@ def test_ranks_do_not_overwrite_each_other(tmp_path: Path) -> None:
 )
 def test_odd_names_stay_in_the_folder(tmp_path: Path, request_id: str) -> None:
     folder = tmp_path / "traces"
-    write(TraceWriter(str(folder), NUM_LAYERS, 0, 1), make_evictions([request_id]))
+    write(TraceWriter(str(folder), HEADS, 0, 1), make_evictions([request_id]))
     assert files(tmp_path) == ["traces"]
     (name,) = files(folder)
     assert name.endswith(".npz") and not name.startswith(".") and name.isascii()
@@ -104,13 +105,13 @@ def test_odd_names_stay_in_the_folder(tmp_path: Path, request_id: str) -> None:
 
 def test_odd_names_do_not_meet(tmp_path: Path) -> None:
     request_ids = ["a/b", "a_b", "a:b", "x" * 200 + "1", "x" * 200 + "2"]
-    write(TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1), make_evictions(request_ids))
+    write(TraceWriter(str(tmp_path), HEADS, 0, 1), make_evictions(request_ids))
     assert len(files(tmp_path)) == 5
     assert "a_b.npz" in files(tmp_path)
 
 
 def test_a_preempted_request_replaces_its_file(tmp_path: Path) -> None:
-    writer = TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1)
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
     write(writer, make_evictions(["r"]), seed=1)
     write(writer, make_evictions(["r"]), seed=2)
     assert files(tmp_path) == ["r.npz"]
@@ -119,7 +120,7 @@ def test_a_preempted_request_replaces_its_file(tmp_path: Path) -> None:
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = TraceWriter(str(tmp_path), NUM_LAYERS, 0, 1)
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
     write(writer, make_evictions(["r"]), seed=1)
 
     def break_off(file, **arrays) -> None:  # type: ignore[no-untyped-def]
@@ -135,5 +136,5 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    write(TraceWriter("~/traces", NUM_LAYERS, 0, 1), make_evictions(["r"]))
+    write(TraceWriter("~/traces", HEADS, 0, 1), make_evictions(["r"]))
     assert files(tmp_path / "traces") == ["r.npz"]

@@ -15,6 +15,9 @@ stats           StatLoggerManager.record
                 Why: our counters reach Prometheus and the log. Remove with side_channel.
 runner          class of worker.model_runner (V1 and V2), static_forward_context, attn_groups
                 Why: specs and step state. Remove when vLLM has a runner_cls.
+platform.seeds  CPUModelRunner._sample, ._bookkeeping_sync
+                Why: seeded requests with chunked prompts end the engine on the CPU. Remove when
+                vLLM turns generators back without `set_offset` there.
 
 The patches of `engine_args` are put in when the plugin loads and do nothing until a policy is
 asked for; the others are put in only then. vLLM's classes that are meant to be derived from

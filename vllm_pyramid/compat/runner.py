@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pyramid.compat.side_channel import attach_evictions
+from vllm_pyramid.engine_config import SLIDING_WINDOW_REASON
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 
@@ -27,14 +28,14 @@ def extend_runner(runner: Any, mixin: type) -> None:
     runner.__class__ = type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
 
 
-def per_layer_specs(specs: dict[str, KVCacheSpec], policy: Policy) -> dict[str, KVCacheSpec]:
+def per_layer_specs(specs: dict[str, KVCacheSpec], policy: Policy) -> dict[str, LayerKVCacheSpec]:
     """Turn every layer's spec into one of its own, numbered from the bottom.
 
     Raises:
         ValueError: a layer whose cache a policy cannot manage, with its name and kind.
     """
     names = sorted(specs, key=extract_layer_index)
-    result: dict[str, KVCacheSpec] = {}
+    result: dict[str, LayerKVCacheSpec] = {}
     for index, name in enumerate(names):
         spec = specs[name]
         window = getattr(spec, "sliding_window", None)
@@ -44,11 +45,7 @@ def per_layer_specs(specs: dict[str, KVCacheSpec], policy: Policy) -> dict[str, 
                 "manage yet: serve this model with --kv-policy none"
             )
         if window is not None and policy.evicts:
-            raise ValueError(
-                f"layer {name} has a sliding window of {window} tokens. Evicted caches lose the "
-                "distances that a window is measured in, so models with sliding windows run with "
-                "--kv-policy full or none only"
-            )
+            raise ValueError(SLIDING_WINDOW_REASON.format(layer=f"layer {name}", window=window))
         result[name] = LayerKVCacheSpec(
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,

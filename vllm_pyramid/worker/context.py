@@ -41,7 +41,7 @@ class LayerContext:
         scale: float,
         soft_cap: float,
     ) -> None:
-        """Evict in this layer (see `evict_layer`); the last layer closes the step's trace."""
+        """Evict in this layer (see `evict_layer`)."""
         evict_layer(
             ops,
             self.retention.policy,
@@ -55,5 +55,3 @@ class LayerContext:
             soft_cap=soft_cap,
             trace=self.trace,
         )
-        if self.trace is not None and self.layer == self.retention.num_layers - 1:
-            self.trace.finish_step(evictions, key_cache.shape[1])

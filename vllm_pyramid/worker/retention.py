@@ -26,7 +26,7 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass
 class StepEvictions:
-    """The requests whose prompt ends in this step and that will keep less than all of it.
+    """The requests whose prompt ends in this step; each may have something to give, or nothing.
 
     Attributes:
         request_ids: E names.
@@ -67,11 +67,11 @@ class StepRetention:
         return cls(np.zeros((num_layers, num_reqs), np.int32), None)
 
     def report(self) -> dict[str, int]:
-        """`{request id: layers compacted}`, for the scheduler's check."""
+        """`{request id: layers compacted}` of requests that gave something, for the scheduler."""
         if self.evictions is None:
             return {}
-        done = self.evictions.layers_done.tolist()
-        return dict(zip(self.evictions.request_ids, done, strict=True))
+        done = zip(self.evictions.request_ids, self.evictions.layers_done.tolist(), strict=True)
+        return {request_id: layers for request_id, layers in done if layers}
 
 
 class Retention:
@@ -127,10 +127,10 @@ class Retention:
         past_prompt = computed >= prompt_lens
         skips = np.ascontiguousarray((self._row_skips[:num_reqs] * past_prompt[:, None]).T)
         ending = np.flatnonzero(~past_prompt & (computed + scheduled >= prompt_lens))
-        ending = ending[self._row_skips[ending].any(axis=1)]
         evictions = None
         if ending.size:
-            assert (computed + scheduled)[ending].tolist() == prompt_lens[ending].tolist(), (
+            giving = ending[self._row_skips[ending].any(axis=1)]
+            assert (computed + scheduled)[giving].tolist() == prompt_lens[giving].tolist(), (
                 "a chunk crosses the end of a prompt that is to be evicted"
             )
             plans = [self._plans[request_ids[row]] for row in ending]
@@ -143,7 +143,7 @@ class Retention:
                 budgets=np.array([plan.budget_tokens for plan in plans], np.int32),
             )
             if self.policy.needs_scores:
-                short = scheduled[ending] < self.policy.window
+                short = scheduled[giving] < self.policy.window
                 assert not short.any(), "a last prompt chunk is shorter than the observation window"
         self.step = StepRetention(skips, evictions)
         return self.step

@@ -34,7 +34,7 @@ class PyramidRunnerMixin:
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """One spec a layer, so that each gets a KV cache group of its own."""
-        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        stock: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
         if shared := getattr(self, "shared_kv_cache_layers", None):
             raise ValueError(
                 f"layer {next(iter(shared))} reads the cache of another layer, which that layer "
@@ -43,7 +43,7 @@ class PyramidRunnerMixin:
         settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
         policy = settings.policy() if settings is not None else None
         assert settings is not None and policy is not None
-        specs = per_layer_specs(specs, policy)
+        specs = per_layer_specs(stock, policy)
         self.retention = Retention(
             policy,
             num_layers=len(specs),
@@ -51,13 +51,15 @@ class PyramidRunnerMixin:
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
         self._trace = None
-        if settings.kv_trace is not None and policy.evicts:
-            world_size = self.vllm_config.parallel_config.tensor_parallel_size
+        if settings.kv_trace is not None:
             self._trace = TraceWriter(
-                settings.kv_trace, len(specs), get_tensor_model_parallel_rank(), world_size
+                settings.kv_trace,
+                [spec.num_kv_heads for spec in specs.values()],
+                get_tensor_model_parallel_rank(),
+                self.vllm_config.parallel_config.tensor_parallel_size,
             )
         self._layer_names = list(specs)
-        return specs
+        return dict(specs)
 
     def bind_layers(self, max_num_reqs: int, table_width: int) -> None:
         """Give every layer's metadata builders and attention their context.
@@ -110,6 +112,9 @@ class PyramidRunnerMixin:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with the evictions of the step attached to the output."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        evictions = self.retention.step.evictions
+        if self._trace is not None and evictions is not None:
+            self._trace.finish_step(evictions)
         return report_evictions(output, self.retention.take_report())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,26 @@ def _file_name(request_id: str) -> str:
 
 
 class TraceWriter:
-    """Writes one `.npz` a request into a folder, when its last layer has evicted.
+    """Writes one `.npz` a request into a folder, at the end of the step that ends its prompt.
 
     Each holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
     (`[L]` int32, tokens kept per KV head) and `kept_<layer>` (`[G, held[layer]]` int32, ascending
-    positions; layers that kept everything too). With tensor parallelism each rank writes its own
-    KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or has characters
-    that a file's cannot have, is shortened and gets a checksum. A request that is preempted and
-    evicts again replaces its file.
+    positions; layers and requests that kept everything too). With tensor parallelism each rank
+    writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
+    has characters that a file's cannot have, is shortened and gets a checksum. A request that is
+    preempted and evicts again replaces its file.
+
+    Args:
+        folder: made if need be. num_kv_heads: of each layer, on this rank.
+        rank: of this worker. world_size: ranks that share the KV heads.
     """
 
-    def __init__(self, folder: str, num_layers: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, folder: str, num_kv_heads: Sequence[int], rank: int, world_size: int
+    ) -> None:
         self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.num_layers = num_layers
+        self.num_kv_heads = list(num_kv_heads)
         self.suffix = f"-rank{rank}" if world_size > 1 else ""
         self._open: dict[str, dict[int, np.ndarray]] = {}
 
@@ -47,14 +54,15 @@ class TraceWriter:
         layers = self._open.setdefault(evictions.request_ids[index], {})
         layers[layer] = positions.cpu().numpy().copy()
 
-    def finish_step(self, evictions: StepEvictions, num_kv_heads: int) -> None:
-        """Write the requests of a step whose layers are all done."""
+    def finish_step(self, evictions: StepEvictions) -> None:
+        """Write the requests whose prompt ended in the step, once all its layers are done."""
         for index, request_id in enumerate(evictions.request_ids):
             layers = self._open.pop(request_id, {})
             prompt_len = int(evictions.prompt_lens[index])
-            everything = np.tile(np.arange(prompt_len, dtype=np.int32), (num_kv_heads, 1))
+            everything = np.arange(prompt_len, dtype=np.int32)
             arrays: dict[str, Any] = {
-                f"kept_{layer}": layers.get(layer, everything) for layer in range(self.num_layers)
+                f"kept_{layer}": layers.get(layer, np.tile(everything, (heads, 1)))
+                for layer, heads in enumerate(self.num_kv_heads)
             }
             name = _file_name(request_id) + self.suffix
             partial = self.folder / f".{name}.part"
