@@ -70,10 +70,9 @@ def test_two_ranks(engines: EnginePool, tiny_model: Any, tmp_path: Path) -> None
         assert output["report"] == outcome.report
 
     one, two = _traces(tmp_path / "one"), _traces(tmp_path / "two")
-    evicted = [length for length in LENGTHS if length > POLICY["kv_budget"]]
-    assert sorted(one) == sorted((length, "") for length in evicted)
-    assert sorted(two) == sorted((n, f"-rank{rank}") for n in evicted for rank in (0, 1))
-    for length in evicted:
+    assert sorted(one) == sorted((length, "") for length in LENGTHS)
+    assert sorted(two) == sorted((n, f"-rank{rank}") for n in LENGTHS for rank in (0, 1))
+    for length in LENGTHS:
         whole, ranks = one[length, ""], [two[length, f"-rank{rank}"] for rank in (0, 1)]
         for rank in ranks:
             assert (rank["held"] == whole["held"]).all()
