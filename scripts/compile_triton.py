@@ -190,7 +190,7 @@ def call_everything(case: Case) -> None:
     if case.dtype != torch.float32:
         fp8 = torch.zeros(4, heads, block, size, dtype=torch.float8_e4m3fn)
         triton_ops.compact(fp8, fp8.clone(), table, kept, lens, keeps)
-    triton_ops.gather_shifted_block_tables(torch.empty_like(table), table, ints(0, 0), block)
+    triton_ops.shift_block_tables_(table[None], ints(0, 0)[None], block, table.shape[1])
     triton_ops.effective_lens(lens.clone(), lens, ints(0, 0), block)
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.plans import plan_for
 from vllm_pyramid.config import (
     KVSettings,
     RequestOverride,
     parse_policy_args,
-    plan_for,
     resolve,
+    settle,
 )
-from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy import Budget, load_policy
 
 pytestmark = pytest.mark.cpu
 
@@ -169,3 +170,11 @@ def test_full_serves_only_full() -> None:
         resolve(policy, RequestOverride.parse({"kv_policy": "snapkv"}))
     with pytest.raises(ValueError, match="keeps every token"):
         resolve(policy, RequestOverride.parse({"kv_budget": 256}))
+
+
+def test_settle_never_raises_and_falls_back_to_the_served_policy() -> None:
+    policy = load_policy("pyramidkv", 64)
+    assert settle(policy, {"kv_budget": 32}) == (policy, Budget.parse(32), None)
+    chosen, budget, error = settle(policy, {"kv_budget": -1})
+    assert (chosen, budget) == (policy, None)
+    assert error is not None and "out of range" in error

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from vllm_pyramid.policy import Budget, Policy, RetentionPlan, load_policy
+from vllm_pyramid.policy import Budget, Policy, load_policy
 from vllm_pyramid.policy.component import did_you_mean
 
 NO_POLICY = "none"
@@ -212,13 +212,14 @@ def resolve(policy: Policy, override: RequestOverride | None) -> tuple[Policy, B
     return chosen, override.budget
 
 
-def plan_for(
-    policy: Policy,
-    override: RequestOverride | None,
-    prompt_len: int,
-    num_layers: int,
-    block_size: int,
-) -> RetentionPlan:
-    """The plan of a request: `Policy.plan` with its override. Cached, so cheap to ask again."""
-    chosen, budget = resolve(policy, override)
-    return chosen.plan(prompt_len, num_layers, block_size, budget)
+def settle(
+    policy: Policy, extra_args: Mapping[str, Any] | None
+) -> tuple[Policy, Budget | None, str | None]:
+    """`resolve` for the engine, which has no one to answer: policy, budget, and what was wrong.
+
+    Where something was wrong, the served policy holds until the scheduler has ended the request.
+    """
+    try:
+        return *resolve(policy, RequestOverride.parse(extra_args)), None
+    except ValueError as error:
+        return policy, None, str(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -34,8 +35,8 @@ SLIDING_WINDOW_REASON = (
 )
 
 
-def _refuse(flag: str, why: str) -> None:
-    raise ValueError(f"a KV policy (--kv-policy) does not work with {flag} yet: {why}")
+def _refuse(what: str, why: str) -> None:
+    raise ValueError(f"a KV policy (--kv-policy) does not work with {what} yet: {why}")
 
 
 def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
@@ -116,59 +117,55 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
     for flag, wanted, why in wants:
         if wanted:
             _refuse(flag, why)
-    if args.runner == "pooling":
-        _refuse("--runner pooling", "pooling models keep no cache to evict from")
-    _prepare_backend(args, policy)
+    _check_backend(args.attention_backend or args.attention_config.backend)
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ValueError(
+            "a KV policy does not work with VLLM_USE_RUST_FRONTEND yet: requests would not be "
+            "checked and counters not shown; unset it"
+        )
 
 
-def _prepare_backend(args: EngineArgs, policy: Policy) -> None:
-    """On CUDA, take over the attention backend: ours runs vLLM's kernels on per-layer tables."""
+def _check_backend(chosen: AttentionBackendEnum | str | None) -> None:
     on_cuda = current_platform.device_type == "cuda"
-    chosen = args.attention_backend or args.attention_config.backend
-    if isinstance(chosen, str):
-        chosen = AttentionBackendEnum[chosen.upper()]
-    allowed = tuple(BACKENDS) if on_cuda else ()
-    if chosen is not None and chosen.name not in allowed:
+    name = chosen.name if isinstance(chosen, AttentionBackendEnum) else chosen
+    if name is not None and (not on_cuda or name.upper() not in BACKENDS):
         _refuse(
-            f"--attention-backend {chosen.name}",
-            f"per-layer tables are built for {' and '.join(allowed)} here"
+            f"--attention-backend {name}",
+            f"per-layer tables are built for {' and '.join(BACKENDS)} here"
             if on_cuda
             else "on the CPU vllm-pyramid's own kernels run; leave the flag out",
         )
-    if not on_cuda:
-        return
-    if policy.evicts and not policy.fill_blocks:
-        raise ValueError(
-            f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "
-            "block that the attention kernels for CUDA cannot mask: set fill_blocks to true"
-        )
-    args.additional_config = {
-        **(args.additional_config or {}),
-        BACKEND_KEY: chosen.name if chosen is not None else _default_backend(),
-    }
-    args.attention_backend = AttentionBackendEnum.CUSTOM
-    args.attention_config.backend = None
-    register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[args.additional_config[BACKEND_KEY]])
-
-
-def _default_backend() -> str:
-    """FlashAttention where the device and this vLLM have it, else Triton."""
-    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
-
-    if current_platform.has_device_capability(80) and is_flash_attn_varlen_func_available():
-        return "FLASH_ATTN"
-    return "TRITON_ATTN"
 
 
 def finish_config(config: VllmConfig, settings: KVSettings) -> None:
-    """Put our scheduler and worker in place and check what vLLM made of the rest.
+    """Check what vLLM made of the rest, and put our scheduler, worker and backend in place.
 
     Raises:
         ValueError: naming the flag to change.
     """
     policy = settings.policy()
     assert policy is not None
+    _check_model(config, policy)
+    _check_resolved(config)
+    _check_chunks(config, policy)
+    _check_graphs(config, policy)
+    if current_platform.device_type == "cuda":
+        _take_backend(config, policy)
+    config.parallel_config.worker_cls = _WORKERS[current_platform.device_type]
+    config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
+        "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
+    )
+    _install_front_end()
+
+
+def _check_model(config: VllmConfig, policy: Policy) -> None:
+    """What can be known of the model here; the rest is checked when its layers exist."""
     model_config = config.model_config
+    if model_config.runner_type != "generate":
+        raise ValueError(
+            f"a KV policy works with models that generate; this one runs as "
+            f"{model_config.runner_type}: serve it with --kv-policy none"
+        )
     if model_config.is_encoder_decoder:
         raise ValueError("a KV policy works with decoder-only models; this one has an encoder")
     if model_config.use_mla:
@@ -176,24 +173,87 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
             "a KV policy does not work with multi-head latent attention (MLA) yet: its cache has "
             "no KV heads to choose tokens for; serve this model with --kv-policy none"
         )
-    if (window := model_config.get_sliding_window()) and policy.evicts:
+    window = model_config.get_sliding_window()
+    if window and window < model_config.max_model_len and policy.evicts:
         raise ValueError(SLIDING_WINDOW_REASON.format(layer="this model", window=window))
-    if config.cache_config.enable_prefix_caching:
-        _refuse("prefix caching", "vLLM switched it on; add --no-enable-prefix-caching")
-    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+
+
+def _check_resolved(config: VllmConfig) -> None:
+    """Refuse what vLLM switched on by itself, or took from the checkpoint."""
+    dtype = config.cache_config.cache_dtype
+    resolved: list[tuple[str, Any, str]] = [
+        (
+            "prefix caching",
+            config.cache_config.enable_prefix_caching,
+            "vLLM switched it on; add --no-enable-prefix-caching",
+        ),
+        (
+            "speculative decoding",
+            config.speculative_config,
+            "this checkpoint brings a draft model, and an eviction cannot be taken back; serve its "
+            "base model",
+        ),
+        ("a KV connector", config.kv_transfer_config, "leave --kv-transfer-config out"),
+        (
+            "two batches a step",
+            config.parallel_config.use_ubatching,
+            "each would need tables of its own; leave --enable-dbo and --ubatch-size out",
+        ),
+        (
+            f"a KV cache of type {dtype}",
+            dtype not in _KV_CACHE_DTYPES,
+            "the checkpoint asks for it; add --kv-cache-dtype bfloat16",
+        ),
+        (
+            "attention_config.backend_per_kind",
+            config.attention_config.backend_per_kind,
+            "it would replace the backend that reads per-layer tables",
+        ),
+        (
+            "attention_config.hisparse_config",
+            config.attention_config.hisparse_config,
+            "it keeps pages of its own",
+        ),
+        (
+            "vLLM's hybrid KV cache manager switched off",
+            config.scheduler_config.disable_hybrid_kv_cache_manager,
+            "every layer needs a block table of its own; KV events and chunked local attention "
+            "switch it off",
+        ),
+    ]
+    for what, present, why in resolved:
+        if present:
+            _refuse(what, why)
+
+
+def _take_backend(config: VllmConfig, policy: Policy) -> None:
+    """On CUDA, put our backend in front: vLLM's kernels, reading per-layer tables."""
+    if policy.evicts and not policy.fill_blocks:
         raise ValueError(
-            "a KV policy needs a block table per layer, but vLLM switched its hybrid KV cache "
-            "manager off for this configuration (KV events or chunked local attention do that)"
+            f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "
+            "block that the attention kernels for CUDA cannot mask: set fill_blocks to true"
         )
-    _check_chunks(config, policy)
-    _check_graphs(config, policy)
-    parallel = config.parallel_config
-    parallel.worker_cls = _WORKERS[current_platform.device_type]
-    asynchronous = config.scheduler_config.async_scheduling
-    config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
-        "PyramidAsyncScheduler" if asynchronous else "PyramidScheduler"
-    )
-    _install_front_end()
+    chosen = config.attention_config.backend
+    name = chosen.name if chosen is not None else _default_backend(config)
+    config.additional_config = {**config.additional_config, BACKEND_KEY: name}
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[name])
+
+
+def _default_backend(config: VllmConfig) -> str:
+    """FlashAttention where the device, this vLLM and the model allow it, else Triton."""
+    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    model_config = config.model_config
+    if (
+        current_platform.has_device_capability(80)
+        and is_flash_attn_varlen_func_available()
+        and FlashAttentionBackend.supports_dtype(model_config.dtype)
+        and FlashAttentionBackend.supports_head_size(model_config.get_head_size())
+    ):
+        return "FLASH_ATTN"
+    return "TRITON_ATTN"
 
 
 def _check_chunks(config: VllmConfig, policy: Policy) -> None:

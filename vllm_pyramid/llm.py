@@ -44,11 +44,16 @@ class LLM(vllm.LLM):
         register()
         values = (kv_policy, kv_budget, kv_policy_args, kv_trace)
         given = {k: v for k, v in zip(CONFIG_KEYS, values, strict=True) if v is not None}
-        base: dict[str, Any] = (
+        base = (
             json.loads(additional_config)
             if isinstance(additional_config, str)
             else additional_config or {}
         )
+        if not isinstance(base, dict):
+            raise ValueError(
+                "vllm_pyramid.LLM puts the policy into additional_config, which must then be a "
+                f"dictionary, not a {type(base).__name__}"
+            )
         merged = {**base, **given}
         KVSettings.from_additional_config(merged)  # wrong values: before anything is loaded
         super().__init__(model, *args, additional_config=merged, **kwargs)

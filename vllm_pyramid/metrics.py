@@ -32,7 +32,9 @@ class PolicyMetrics:
     def __init__(self) -> None:
         layer = ["engine", "layer"]
         self.evictions = Counter(
-            "vllm_pyramid:evictions", "Prompts whose KV cache was evicted.", ["engine"]
+            "vllm_pyramid:evictions",
+            "Prompts evicted; one that is preempted and evicts again counts again.",
+            ["engine"],
         )
         self.counters = {
             "tokens_evicted": Counter(

@@ -218,10 +218,10 @@ class PlainWorker:
         if step.evictions is not None:
             for index, request_id in enumerate(step.evictions.request_ids):
                 self._evict(self.rows[request_id], step.evictions.helds[:, index])
-                step.evictions.layers_done[index] = (
-                    step.evictions.helds[:, index] < step.evictions.prompt_lens[index]
+                step.evictions.tokens_done[index] = (
+                    step.evictions.prompt_lens[index] - step.evictions.helds[:, index]
                 ).sum()
-                self.num_evictions += bool(step.evictions.layers_done[index])
+                self.num_evictions += bool(step.evictions.tokens_done[index])
         return attach_evictions(
             ModelRunnerOutput(
                 req_ids=request_ids,

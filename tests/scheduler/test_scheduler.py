@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
@@ -50,10 +51,11 @@ class Pair:
 def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     """Preempted and resumed while its eviction was in flight: its prompt is not evicted yet."""
     pair = Pair(ASYNC)
+    plan = pair.scheduler.kv_policy.plan(80, 3, 4)
     pair.add("r", 80)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     assert pair.schedule().num_scheduled_tokens == {"r": 16}
-    assert read_evictions(pair.in_flight[-1][1]) == {"r": 3}
+    assert read_evictions(pair.in_flight[-1][1]) == {"r": int(plan.skip.sum())}
     pair.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
@@ -188,3 +190,13 @@ def test_an_abort_at_any_moment_leaves_nothing(steps: int) -> None:
     assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
     assert not pair.coordinator._plans and not pair.coordinator._confirmed
     assert not pair.scheduler._plans and not pair.worker.rows
+
+
+def test_wrong_settings_that_no_front_end_checked_end_the_request_not_the_engine() -> None:
+    pair = Pair(SYNC)
+    pair.add("wrong", 40, extra_args={"kv_budget": -1})
+    pair.add("right", 40)
+    (outputs,) = pair.step().values()
+    reasons = {output.request_id: output.finish_reason for output in outputs.outputs}
+    assert reasons == {"wrong": FinishReason.ERROR}
+    assert "right" in pair.scheduler.requests and "wrong" not in pair.scheduler.requests

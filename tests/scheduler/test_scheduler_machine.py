@@ -22,9 +22,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.plans import plan_for
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_evictions
-from vllm_pyramid.config import RequestOverride, plan_for
+from vllm_pyramid.config import RequestOverride
 from vllm_pyramid.policy.base import RetentionPlan
 
 pytestmark = pytest.mark.cpu
@@ -181,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_pool(self.coordinator)
         running = {request.request_id for request in self.scheduler.running}
         assert set(self.coordinator._num_blocks) == running
-        assert self.coordinator._evicted <= self.coordinator._confirmed <= running
+        assert self.coordinator._evicted.keys() <= self.coordinator._confirmed <= running
         stats = self.scheduler.policy_stats()
         assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.config import RequestOverride, plan_for
+from tests.plans import plan_for
+from vllm_pyramid.config import RequestOverride
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.retention import Retention, StepRetention
 
@@ -114,8 +115,10 @@ def check(
     assert evictions.helds.T.tolist() == [plan.held.tolist() for *_, plan in ending]
     for array in (evictions.query_ends, evictions.prompt_lens, evictions.helds, step.skips):
         assert array.dtype == np.int32
-    evictions.layers_done += np.arange(len(ending))  # nothing done: nothing to report
-    report = {request_id: i for i, (request_id, *_) in enumerate(ending) if i}
+    evictions.tokens_done += np.arange(len(ending))
+    report = {
+        request_id: i for i, (request_id, _, _, plan) in enumerate(ending) if plan.skip.any()
+    }  # with 0 where nothing was done: the scheduler shall see that
     assert retention.take_report() == report
     assert retention.take_report() == {}, "reported once"
 
@@ -192,8 +195,10 @@ def test_an_idle_step_has_no_past() -> None:
     assert retention.take_report() == {}
 
 
-def test_a_wrong_override_is_refused() -> None:
-    _, retention = make()
-    with pytest.raises(ValueError, match="not served here"):
-        retention.add("r", 64, {"kv_policy": "snapkv"})
-    assert not retention._plans
+def test_a_wrong_override_leaves_the_served_policy() -> None:
+    """The scheduler ends such a request with an error; the worker must live until then."""
+    policy, retention = make()
+    retention.add("r", 64, {"kv_policy": "snapkv"})
+    evictions = begin(retention, [("r", 64, 0, 64)]).evictions
+    assert evictions is not None
+    assert evictions.helds[:, 0].tolist() == policy.plan(64, NUM_LAYERS, BLOCK_SIZE).held.tolist()

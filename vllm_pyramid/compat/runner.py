@@ -9,17 +9,25 @@ without copying any constructor. Remove when vLLM has a `runner_cls`.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pyramid.compat.side_channel import attach_evictions
 from vllm_pyramid.engine_config import SLIDING_WINDOW_REASON
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+
+_KINDS = (FullAttentionSpec, SlidingWindowSpec)  # themselves, nothing that derives from them
 
 
 def extend_runner(runner: Any, mixin: type) -> None:
@@ -28,7 +36,9 @@ def extend_runner(runner: Any, mixin: type) -> None:
     runner.__class__ = type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
 
 
-def per_layer_specs(specs: dict[str, KVCacheSpec], policy: Policy) -> dict[str, LayerKVCacheSpec]:
+def per_layer_specs(
+    specs: dict[str, KVCacheSpec], policy: Policy, max_model_len: int
+) -> dict[str, LayerKVCacheSpec]:
     """Turn every layer's spec into one of its own, numbered from the bottom.
 
     Raises:
@@ -38,25 +48,33 @@ def per_layer_specs(specs: dict[str, KVCacheSpec], policy: Policy) -> dict[str, 
     result: dict[str, LayerKVCacheSpec] = {}
     for index, name in enumerate(names):
         spec = specs[name]
-        window = getattr(spec, "sliding_window", None)
-        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        if type(spec) not in _KINDS:
             raise ValueError(
                 f"layer {name} has a cache of type {type(spec).__name__}, which no KV policy can "
                 "manage yet: serve this model with --kv-policy none"
             )
-        if window is not None and policy.evicts:
+        assert isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
+        window = spec.sliding_window or getattr(spec, "attention_chunk_size", None)
+        if window and window < max_model_len and policy.evicts:
             raise ValueError(SLIDING_WINDOW_REASON.format(layer=f"layer {name}", window=window))
-        result[name] = LayerKVCacheSpec(
-            block_size=spec.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            head_size_v=spec.head_size_v,
-            dtype=spec.dtype,
-            sliding_window=window,
-            num_head_slots=spec.num_head_slots,
-            state_content_bytes=spec.state_content_bytes,
-            page_size_padded=spec.page_size_padded,
-            layer_idx=index,
+        if spec.kv_quant_mode != KVQuantMode.NONE or getattr(spec, "non_causal", False):
+            what = "quantised" if spec.kv_quant_mode != KVQuantMode.NONE else "not causal"
+            raise ValueError(
+                f"the cache of layer {name} is {what}, which no KV policy can manage yet: serve "
+                "this model with --kv-policy none (a cache quantised by the checkpoint's settings: "
+                "--kv-cache-dtype bfloat16)"
+            )
+        values = {
+            f.name: getattr(spec, f.name)
+            for f in fields(FullAttentionSpec)
+            if f.init and hasattr(spec, f.name)
+        }
+        result[name] = LayerKVCacheSpec(**values, layer_idx=index)
+    sizes = {spec.page_size_bytes for spec in result.values()}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the layers of this model have KV pages of different sizes ({sorted(sizes)} bytes a "
+            "block), which cannot share one pool: serve it with --kv-policy none"
         )
     return result
 

@@ -19,7 +19,7 @@ _STATS = "vllm_pyramid"
 
 
 def attach_evictions(output: ModelRunnerOutput, evictions: dict[str, int]) -> ModelRunnerOutput:
-    """Send `{request id: layers whose survivors were moved}` with a step's output."""
+    """Send `{request id: tokens evicted over all layers}` with a step's output."""
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # one object shared by the whole process
     setattr(output, _EVICTIONS, evictions)

@@ -39,16 +39,16 @@ from vllm_pyramid.ops.triton_score import (
     window_max_sum_kernel,
 )
 from vllm_pyramid.ops.triton_select import select_kernel
-from vllm_pyramid.ops.triton_tables import effective_lens, gather_shifted_block_tables
+from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
 
 __all__ = [
     "Workspace",
     "compact",
     "effective_lens",
-    "gather_shifted_block_tables",
     "paged_attention",
     "reshape_and_cache",
     "select",
+    "shift_block_tables_",
     "window_scores",
 ]
 

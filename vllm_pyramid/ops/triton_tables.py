@@ -2,8 +2,10 @@
 """Per-layer block tables and lengths for a stock paged kernel, without host synchronisation.
 
 A kernel that knows nothing of `skips` (FlashAttention) sees an evicted layer as a shorter sequence
-whose table starts later. The results go to buffers that the caller keeps: their addresses do not
+whose table starts later. The results go to tensors that the caller keeps: their addresses do not
 change, so captured CUDA graphs may read them. Each function has a PyTorch twin, its oracle.
+
+Numbers that change from step to step are not specialised on: no step waits for a compiler.
 """
 
 from __future__ import annotations
@@ -13,39 +15,38 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns"])
 def shift_tables_kernel(
-    dst,
-    src,
+    tables,
     skips,
-    num_dst_columns,
-    num_src_columns,
-    stride_dst_layer,
-    stride_dst_row,
-    stride_src_layer,
-    stride_src_row,
+    num_columns,
+    stride_layer,
+    stride_row,
     stride_skips_layer,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row `pid 0`, columns of tile `pid 1`, layer `pid 2`."""
+    """Move row `pid 0` of layer `pid 1` to the left, in place.
+
+    No two programs touch the same row, so only the order inside a program matters. Tiles go from
+    the left to the right, and an entry only moves to the left: what a tile stores lies in front of
+    all that a later tile loads. Inside a tile the barrier lets every load finish before the first
+    store.
+    """
     row = tl.program_id(0).to(tl.int64)
-    layer = tl.program_id(2).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    layer = tl.program_id(1).to(tl.int64)
     shift = tl.load(skips + layer * stride_skips_layer + row) // BLOCK_SIZE
-    entries = tl.load(
-        src + layer * stride_src_layer + row * stride_src_row + columns + shift,
-        mask=columns + shift < num_src_columns,
-        other=0,
-    )
-    tl.store(
-        dst + layer * stride_dst_layer + row * stride_dst_row + columns,
-        entries,
-        mask=columns < num_dst_columns,
-    )
+    if shift == 0:
+        return
+    entries = tables + layer * stride_layer + row * stride_row
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        moved = tl.load(entries + columns + shift, mask=columns + shift < num_columns, other=0)
+        tl.debug_barrier()
+        tl.store(entries + columns, moved, mask=columns < num_columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def effective_lens_kernel(
     dst,
     seq_lens,
@@ -65,46 +66,46 @@ def effective_lens_kernel(
     tl.store(dst + layer * stride_dst_layer + rows, tl.maximum(length, 0), mask=mask)
 
 
-def gather_shifted_block_tables(
-    dst: torch.Tensor, src: torch.Tensor, skips: torch.Tensor, block_size: int
+def shift_block_tables_(
+    tables: torch.Tensor, skips: torch.Tensor, block_size: int, num_columns: int
 ) -> None:
-    """Write `dst[r, j] = src[r, j + skips[r] // block_size]`, 0 past the end of `src`.
+    """Leave the skipped blocks out of every row, in place and in one launch.
+
+    The first `num_columns` entries of a row move `skips[l, r] // block_size` entries to the left,
+    zeros (the null block) follow them. Rows that skip nothing are not touched, nor are the entries
+    behind `num_columns`.
 
     Args:
-        dst: `[>= R, M]` int32, written in rows `0 .. R - 1`; or `[L, >= R, M]` for L layers in one
-            launch. Must not overlap `src`.
-        src: `[>= R, M']` int32, or `[L, >= R, M']`, or `[1, >= R, M']` where the layers share it.
-        skips: `[R]` int32, or `[L, R]`.
+        tables: `[L, >= R, M]` int32, written. skips: `[L, R]` int32, tokens.
+        num_columns: entries that the longest of the rows uses, at most M: known on the host, it
+            keeps short batches from moving the width of the longest possible request.
 
     Raises:
         ValueError: the shapes do not fit together.
     """
-    _check_rows("dst", dst, skips, dims=skips.dim() + 1)
-    _check_rows("src", src, skips, dims=skips.dim() + 1)
-    if skips.dim() == 1:
-        dst, src, skips = dst[None], src[None], skips[None]
-    num_layers, num_rows = skips.shape
-    if num_rows == 0 or num_layers == 0 or dst.shape[2] == 0:
-        return
-    if dst.shape[0] != num_layers or src.shape[0] not in (1, num_layers):
+    _check_rows("tables", tables, skips, dims=skips.dim() + 1)
+    if skips.dim() != 2 or tables.shape[0] != skips.shape[0]:
         raise ValueError(
-            f"dst has {dst.shape[0]} and src {src.shape[0]} layers, skips {num_layers}; "
-            "dst must have as many as skips, src as many or one"
+            f"tables {tuple(tables.shape)} and skips {tuple(skips.shape)} do not fit: both need "
+            "the same number of layers in front"
         )
-    block = min(1024, max(16, triton.next_power_of_2(dst.shape[2])))
-    shift_tables_kernel[(num_rows, triton.cdiv(dst.shape[2], block), num_layers)](
-        dst,
-        src,
+    if not 0 <= num_columns <= tables.shape[2]:
+        raise ValueError(
+            f"num_columns is {num_columns}, the tables have {tables.shape[2]}: it must be between "
+            "0 and that"
+        )
+    num_layers, num_rows = skips.shape
+    if num_rows == 0 or num_layers == 0:
+        return
+    shift_tables_kernel[(num_rows, num_layers)](
+        tables,
         skips,
-        dst.shape[2],
-        src.shape[2],
-        dst.stride(0),
-        dst.stride(1),
-        src.stride(0) if src.shape[0] > 1 else 0,
-        src.stride(1),
+        num_columns,
+        tables.stride(0),
+        tables.stride(1),
         skips.stride(0),
         BLOCK_SIZE=block_size,
-        BLOCK=block,
+        BLOCK=min(1024, max(16, triton.next_power_of_2(tables.shape[2]))),
         num_warps=4,
     )
 
@@ -114,7 +115,7 @@ def effective_lens(
 ) -> None:
     """Write `dst[r] = max(0, seq_lens[r] - skip)`, the skip rounded down to a block.
 
-    With the `block_size` of `gather_shifted_block_tables` the lengths fit its tables (and where a
+    With the `block_size` of `shift_block_tables_` the lengths fit its tables (and where a
     skip is not aligned, include the dead rows at the front of the first block); with 1 they count
     the visible tokens. Rows of padding, length 0, stay 0 whatever their skip.
 
@@ -133,7 +134,7 @@ def effective_lens(
             f"dst {tuple(dst.shape)} and seq_lens {tuple(seq_lens.shape)} do not fit skips "
             f"{tuple(skips.shape)}: dst needs its layers, both at least its rows"
         )
-    block = min(1024, max(16, triton.next_power_of_2(num_rows)))
+    block = 256
     effective_lens_kernel[(triton.cdiv(num_rows, block), num_layers)](
         dst,
         seq_lens,
@@ -147,19 +148,16 @@ def effective_lens(
     )
 
 
-def gather_shifted_block_tables_reference(
-    dst: torch.Tensor, src: torch.Tensor, skips: torch.Tensor, block_size: int
+def shift_block_tables_reference_(
+    tables: torch.Tensor, skips: torch.Tensor, block_size: int, num_columns: int
 ) -> None:
-    """PyTorch twin of `gather_shifted_block_tables`."""
-    if skips.dim() == 2:
-        for layer in range(skips.shape[0]):
-            source = src[layer if src.shape[0] > 1 else 0]
-            gather_shifted_block_tables_reference(dst[layer], source, skips[layer], block_size)
-        return
-    for r, skip in enumerate(skips.tolist()):
-        row = src[r, skip // block_size :][: dst.shape[1]]
-        dst[r] = 0
-        dst[r, : row.shape[0]] = row
+    """PyTorch twin of `shift_block_tables_`."""
+    for layer, row in (skips // block_size).nonzero().tolist():
+        shift = int(skips[layer, row]) // block_size
+        entries = tables[layer, row, :num_columns]
+        moved = entries[shift:].clone()
+        entries.zero_()
+        entries[: moved.shape[0]] = moved
 
 
 def effective_lens_reference(

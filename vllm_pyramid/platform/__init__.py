@@ -7,19 +7,25 @@ device. With this plugin it runs there: attention comes from `csrc/`, everything
 
 from __future__ import annotations
 
-import importlib.util
+import os
+from importlib.metadata import entry_points
+
+_GROUP = "vllm.platform_plugins"
+_OUR_PLATFORM = "vllm_pyramid.platform.cpu.PyramidCpuPlatform"
 
 
 def cpu_platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: our platform's path, or None to leave vLLM alone.
 
-    It is offered only where vLLM itself would find nothing: no accelerator, and a vLLM that was
-    not built for the CPU (such a build has its own platform and kernels).
+    A plugin wins over everything that is built into vLLM, so ours is offered only where vLLM would
+    find nothing at all: none of its own detections answers (asked with its own functions; a GPU
+    that is merely hidden from this process still counts) and no other package brings a platform.
     """
-    import torch
+    from vllm.platforms import builtin_platform_plugins
 
-    if torch.cuda.is_available() or importlib.util.find_spec("vllm._C") is not None:
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return None
-    if torch.accelerator.is_available():
+    others = [plugin for plugin in entry_points(group=_GROUP) if plugin.module != __name__]
+    if others or any(detect() is not None for detect in builtin_platform_plugins.values()):
         return None
-    return "vllm_pyramid.platform.cpu.PyramidCpuPlatform"
+    return _OUR_PLATFORM

@@ -56,11 +56,15 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         sizes = set(self.group_block_sizes)
         assert len(sizes) == 1, f"layers with different block sizes cannot run in lockstep: {sizes}"
         self.block_size = sizes.pop()
+        layers = [manager.kv_cache_spec.layer_idx for manager in self.single_type_managers]
+        assert layers == list(range(len(layers))), (
+            f"groups are not in the order of layers: {layers}"
+        )
         self.num_layers = len(self.single_type_managers)
         self._num_blocks: dict[str, int] = {}  # table entries a layer, null blocks included
         self._plans: dict[str, RetentionPlan] = {}  # of requests that will evict
         self._confirmed: set[str] = set()  # requests whose survivors the worker has moved
-        self._evicted: set[str] = set()  # requests whose head has been given back
+        self._evicted: dict[str, RetentionPlan] = {}  # requests whose head has been given back
         self.held_blocks = np.zeros(self.num_layers, np.int64)
         self.skipped_tokens = np.zeros(self.num_layers, np.int64)
         self.blocks_freed = np.zeros(self.num_layers, np.int64)
@@ -79,20 +83,22 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         """Drop the plan of a request that has finished."""
         self._plans.pop(request_id, None)
 
-    def confirm(self, request_id: str, num_layers: int) -> None:
-        """The worker reports that it moved the survivors of `num_layers` layers to the tail.
+    def confirm(self, request_id: str, num_tokens: int) -> None:
+        """The worker reports that it evicted `num_tokens` tokens, summed over the layers.
 
         Raises:
-            RuntimeError: that is not the number of layers that the plan shortens.
+            RuntimeError: that is not what the plan says; blocks freed by the plan would then be
+                blocks that the worker still reads.
         """
         plan = self._plans.get(request_id)
         if plan is None or request_id not in self._num_blocks:
             return  # finished, or preempted while the step ran; it will evict again
-        expected = int((plan.skip > 0).sum())
-        if num_layers != expected:
+        expected = int(plan.skip.sum())
+        if num_tokens != expected:
             raise RuntimeError(
-                f"request {request_id}: the worker evicted in {num_layers} layers, the plan "
-                f"shortens {expected}; scheduler and worker disagree about the KV policy"
+                f"request {request_id}: the worker evicted {num_tokens} tokens, the plan says "
+                f"{expected}; scheduler and worker disagree about the KV policy (was its file "
+                "changed while the engine started?)"
             )
         self._confirmed.add(request_id)
         self.num_evictions += 1
@@ -176,7 +182,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
                 "engine stops; start with --enforce-eager to rule out captured graphs, and report "
                 "this"
             )
-        self._evicted.add(request_id)
+        self._evicted[request_id] = plan
         freed = np.empty(self.num_layers, np.int64)
         skips = plan.skip.tolist()
         for layer, (manager, skip) in enumerate(zip(self.single_type_managers, skips, strict=True)):
@@ -198,9 +204,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     def _forget_blocks(self, request_id: str) -> None:
         self.held_blocks -= self._num_blocks.pop(request_id, 0)
         self._confirmed.discard(request_id)
-        if request_id in self._evicted:
-            self._evicted.discard(request_id)
-            plan = self._plans[request_id]
+        if (plan := self._evicted.pop(request_id, None)) is not None:
             self.held_blocks += plan.skip // self.block_size
             self.skipped_tokens -= plan.skip
 

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions
-from vllm_pyramid.config import KVSettings, RequestOverride, resolve
+from vllm_pyramid.config import KVSettings, settle
 from vllm_pyramid.policy.base import RetentionPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 
@@ -71,8 +71,12 @@ class PyramidSchedulerMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         """Plan what the request keeps, then queue it."""
         params = request.sampling_params
-        override = RequestOverride.parse(params.extra_args if params is not None else None)
-        policy, budget = resolve(self.kv_policy, override)
+        policy, budget, error = settle(self.kv_policy, params.extra_args if params else None)
+        if error is not None:
+            # Front ends check this (compat/requests.py), so somebody else put the request here. It
+            # ends with an error; raising would end the engine.
+            logger.error("request %s: %s", request.request_id, error)
+            self.grammar_compile_error_reqs.add(request.request_id)
         plan = policy.plan(
             request.num_prompt_tokens, self.coordinator.num_layers, self.block_size, budget
         )
@@ -104,11 +108,11 @@ class PyramidSchedulerMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         """Take the worker's word that it evicted before the blocks are given back."""
-        for request_id, num_layers in read_evictions(model_runner_output).items():
+        for request_id, num_tokens in read_evictions(model_runner_output).items():
             request = self.requests.get(request_id)
             if request is None or request.num_stale_output_tokens > 0:
                 continue  # finished, or the step ran before it was preempted: it evicts again
-            self.coordinator.confirm(request_id, num_layers)
+            self.coordinator.confirm(request_id, num_tokens)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request(

@@ -78,7 +78,7 @@ def evict_layer(
     ops.compact(
         key_cache, value_cache, tables, kept, prompt_lens, keeps, max_keep=int(host_keeps.max())
     )
-    evictions.layers_done[shortened] += 1
+    evictions.tokens_done[shortened] += host_lens - host_keeps
     if trace is not None:
         for index, positions in zip(shortened.tolist(), kept, strict=True):
             trace.record(evictions, index, layer, positions[:, : helds[index]])

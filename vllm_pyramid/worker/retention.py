@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.config import RequestOverride, plan_for
+from vllm_pyramid.config import settle
 from vllm_pyramid.policy.base import Policy, RetentionPlan
 
 IntArray = npt.NDArray[np.int32]
@@ -34,7 +34,8 @@ class StepEvictions:
         query_ends: `[E]` int32, one behind their last query in the step's query tensor.
         prompt_lens: `[E]` int32.
         helds: `[L, E]` int32, tokens that stay in each layer.
-        layers_done: `[E]` int64, layers compacted so far; reported to the scheduler at the end.
+        gives: `[E]` bool, whether the request's plan shortens any layer.
+        tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
     """
 
     request_ids: list[str]
@@ -43,10 +44,12 @@ class StepEvictions:
     prompt_lens: IntArray
     helds: IntArray
     budgets: IntArray
-    layers_done: npt.NDArray[np.int64] = field(init=False)
+    gives: npt.NDArray[np.bool_] = field(init=False)
+    tokens_done: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layers_done = np.zeros(len(self.request_ids), np.int64)
+        self.gives = np.any(self.helds < self.prompt_lens, axis=0)
+        self.tokens_done = np.zeros(len(self.request_ids), np.int64)
 
 
 @dataclass
@@ -67,11 +70,13 @@ class StepRetention:
         return cls(np.zeros((num_layers, num_reqs), np.int32), None)
 
     def report(self) -> dict[str, int]:
-        """`{request id: layers compacted}` of requests that gave something, for the scheduler."""
+        """`{request id: tokens evicted over all layers}` of those that give, for the scheduler."""
         if self.evictions is None:
             return {}
-        done = zip(self.evictions.request_ids, self.evictions.layers_done.tolist(), strict=True)
-        return {request_id: layers for request_id, layers in done if layers}
+        done = self.evictions.tokens_done.tolist()
+        return {
+            self.evictions.request_ids[i]: done[i] for i in np.flatnonzero(self.evictions.gives)
+        }
 
 
 class Retention:
@@ -95,10 +100,8 @@ class Retention:
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
         """A request has come (or come back): make its plan."""
-        override = RequestOverride.parse(extra_args)
-        self._plans[request_id] = plan_for(
-            self.policy, override, prompt_len, self.num_layers, self.block_size
-        )
+        policy, budget, _ = settle(self.policy, extra_args)
+        self._plans[request_id] = policy.plan(prompt_len, self.num_layers, self.block_size, budget)
 
     def remove(self, request_id: str) -> None:
         """A request has finished."""

@@ -43,7 +43,7 @@ class PyramidRunnerMixin:
         settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
         policy = settings.policy() if settings is not None else None
         assert settings is not None and policy is not None
-        specs = per_layer_specs(stock, policy)
+        specs = per_layer_specs(stock, policy, self.vllm_config.model_config.max_model_len)
         self.retention = Retention(
             policy,
             num_layers=len(specs),

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
-from vllm_pyramid.ops import triton_ops
+from vllm_pyramid.ops import triton_ops, triton_tables
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,7 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
         )
         kept = triton_ops.select(scores, lens, keeps, window=8, max_keep=20)
         triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
-        triton_ops.gather_shifted_block_tables(table.clone(), table, skips, 16)
+        triton_ops.shift_block_tables_(table[None], skips[None], 16, num_columns=3)
         triton_ops.effective_lens(lens.clone(), lens, skips)
     assert "_local_scalar_dense" not in recorder.names
     assert "_to_copy" not in recorder.names
@@ -117,6 +117,27 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
     with Recorder() as recorder:
         triton_ops.select(scores, lens, keeps, window=8)
     assert "_local_scalar_dense" in recorder.names
+
+
+def test_tables_and_lengths_are_compiled_once(launches):
+    """A decode step changes numbers only: neither a tensor operation nor a compilation."""
+    tables = torch.zeros(4, 300, 512, dtype=torch.int32)
+    lens, skips = torch.zeros(2, 4, 300, dtype=torch.int32)
+    seq_lens = torch.zeros(300, dtype=torch.int32)
+    cached = []
+    for num_rows, num_columns in ((1, 0), (1, 1), (5, 16), (48, 17), (300, 512)):
+        triton_ops.shift_block_tables_(
+            tables[:, :num_rows], skips[:, :num_rows], 16, num_columns=num_columns
+        )
+        triton_ops.effective_lens(lens[:, :num_rows], seq_lens, skips[:, :num_rows])
+        cached.append(
+            [
+                sum(len(caches[0]) for caches in kernel.device_caches.values())
+                for kernel in (triton_tables.shift_tables_kernel, triton_tables.effective_lens_kernel)
+            ]
+        )
+    assert launches == ["shift_tables_kernel", "effective_lens_kernel"] * 5
+    assert cached == [cached[0]] * 5
 
 
 def test_the_split_count_follows_only_what_the_host_knows():
