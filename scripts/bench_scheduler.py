@@ -95,10 +95,10 @@ class Lane:
         return 1000 * (scheduled - start), 1000 * (end - begin)
 
     def _evictions(self, names: list[str]) -> dict[str, int]:
-        """What the worker reports: every layer shortened of the prompts that end in this step."""
+        """What the worker reports: the tokens evicted of the prompts that end in this step."""
         plans = self.scheduler.coordinator._plans
         return {
-            name: int((plans[name].skip > 0).sum())
+            name: int(plans[name].skip.sum())
             for name in names
             if name in plans
             and not self.scheduler.coordinator.is_confirmed(name)
