@@ -91,8 +91,13 @@ def _inside(engine: Any) -> dict[str, Any]:
     if core is None:
         return {}
     runner = core.model_executor.driver_worker.worker.model_runner
+    if hasattr(runner, "block_tables"):
+        tables = runner.block_tables.input_block_tables
+    else:
+        tables = [group.block_table.gpu for group in runner.input_batch.block_table.block_tables]
     return {
         "groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
+        "one_tensor_of_tables": len({t.untyped_storage().data_ptr() for t in tables}) == 1,
         "runner": [f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__],
     }
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's second model runner, which CUDA users get, against the first.
+"""What CUDA users get, against the first model runner of vLLM on the CPU.
 
-It needs Triton and a device; Triton's interpreter stands in for both, so these engines run in
-processes of their own. With it the attention of CUDA devices runs too: vLLM's Triton kernels on the
-tables that `worker/shifted.py` writes for each layer.
+vLLM's second model runner needs Triton and a device; Triton's interpreter stands in for both, so
+these engines run in processes of their own. With it the attention of CUDA devices runs too, under
+either runner: vLLM's Triton kernels on the tables that `worker/shifted.py` shifts for each layer.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ SETTINGS: dict[str, Any] = {
     "block_size": 16,
 }
 POLICY = {"kv_policy": "pyramidkv", "kv_budget": 24}
+# Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend.
+ENGINES = {
+    "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu"),
+    "second-attention": ("2", "attention", "vllm_pyramid.worker.backend_triton"),
+    "first-attention": ("1", "attention", "vllm_pyramid.worker.backend_triton"),
+}
 # Prompt length, generated tokens, step of arrival (even: see `child.py`), the request's own
 # settings. The later prompts meet requests that decode.
 REQUESTS: list[tuple[int, int, int, dict[str, Any]]] = [
@@ -62,23 +68,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def children(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
-    """Both ways to run the second runner, side by side."""
+    """The engines, side by side."""
     folder = tmp_path_factory.mktemp("runner-v2")
     waves: list[list[Any]] = [[], [], []]
     for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
         waves[arrival // 2].append([prompt, greedy(tokens, **own)])
     llm = {"model": str(model), **SETTINGS, "additional_config": POLICY}
     running = {
-        triton: Child(
-            folder / triton,
+        name: Child(
+            folder / name,
             llm,
             waves,
             triton,
             TRITON_INTERPRET="1",
-            VLLM_USE_V2_MODEL_RUNNER="1",
+            VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
-        for triton in ("interpreter", "attention")
+        for name, (runner, triton, _) in ENGINES.items()
     }
     yield running
     for child in running.values():
@@ -102,24 +108,22 @@ def _prompts() -> list[list[int]]:
     return random_prompts([length for length, *_ in REQUESTS])
 
 
-@pytest.mark.parametrize(
-    ("triton", "backend"),
-    [
-        ("interpreter", "vllm_pyramid.worker.backend_cpu"),
-        ("attention", "vllm_pyramid.worker.backend_triton"),
-    ],
-)
-def test_second_runner(
-    children: dict[str, Child],
-    expected: list[tuple[list[int], dict[str, Any]]],
-    triton: str,
-    backend: str,
+@pytest.mark.parametrize("name", ENGINES)
+def test_runner(
+    children: dict[str, Child], expected: list[tuple[list[int], dict[str, Any]]], name: str
 ) -> None:
-    result = children[triton].result()
-    assert "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in result["runner"]
-    assert "vllm_pyramid.worker.runner_v2.PyramidRunnerV2" in result["runner"]
+    runner, triton, backend = ENGINES[name]
+    result = children[name].result()
+    stock = {
+        "1": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        "2": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    }
+    assert stock[runner] in result["runner"]
+    assert f"vllm_pyramid.worker.runner_v{runner}.PyramidRunnerV{runner}" in result["runner"]
     assert backend in result["modules"]
     assert result["groups"] == SHAPE[1]["num_hidden_layers"]
+    # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it.
+    assert result["one_tensor_of_tables"] == (triton == "attention")
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected
     evicted = [report["evicted_tokens"] > 0 for _, report in outputs]

@@ -18,6 +18,12 @@ stats           StatLoggerManager.record
                 Why: our counters reach Prometheus and the log. Remove with side_channel.
 runner          class of worker.model_runner (V1 and V2), static_forward_context, attn_groups
                 Why: specs and step state. Remove when vLLM has a runner_cls.
+worker.runner*  V1: _update_states, _build_attention_metadata, input_batch, the device tensors of
+                input_batch.block_table. V2: add_requests, finish_requests, prepare_attn,
+                prepare_dummy_attn, capture_model, req_states, block_tables.input_block_tables and
+                init_block_table_layout_tensors. Both: AttentionGroup.kernel_block_size,
+                gpu.attn_utils.get_shared_kv_cache_layers
+                Why: what a step holds, and tables of our own. Remove with `runner`.
 platform.seeds  CPUModelRunner._sample, ._bookkeeping_sync
                 Why: seeded requests with chunked prompts end the engine on the CPU. Remove when
                 vLLM turns generators back without `set_offset` there.

@@ -47,9 +47,14 @@ class PyramidBuilderMixin:
         """
         context = self.context
         assert context is not None and context.shifted is not None, "the layer was not bound"
+        shifted = context.shifted
         common = copy.copy(common_attn_metadata)
-        common.block_table_tensor = context.shifted.tables[context.layer, : common.num_reqs]
-        common.seq_lens = context.shifted.lens[context.layer, : common.num_reqs]
+        common.block_table_tensor = shifted.tables[context.layer, : common.num_reqs]
+        common.seq_lens = shifted.lens[context.layer, : common.num_reqs]
+        if shifted.max_lens is not None:
+            # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
+            # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
+            common.max_seq_len = int(shifted.max_lens[context.layer])
         metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
         metadata.kv_step = context.retention.step
         return metadata

@@ -8,25 +8,27 @@ from types import ModuleType
 
 import torch
 
-from vllm_pyramid.worker.evict import evict_layer
+from vllm_pyramid.worker.evict import EvictionUploads, evict_layer
 from vllm_pyramid.worker.retention import Retention, StepEvictions
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.trace import TraceWriter
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerContext:
     """One attention layer's place in the policy.
 
     Attributes:
         retention: the runner's, shared by all layers. layer: index of this one, from the bottom.
-        trace: where kept positions go, or None.
+        uploads: the step's evictions on the device, shared by all layers.
+        trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
     """
 
     retention: Retention
     layer: int
-    trace: TraceWriter | None
+    uploads: EvictionUploads
+    trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
 
     def evict(
@@ -46,6 +48,7 @@ class LayerContext:
             ops,
             self.retention.policy,
             evictions,
+            self.uploads,
             self.layer,
             query,
             key_cache,

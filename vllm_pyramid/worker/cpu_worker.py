@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.worker.runner import extend_with_policy
 
@@ -14,3 +15,9 @@ class PyramidCpuWorker(CPUWorker):
     def init_device(self) -> None:
         super().init_device()
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """vLLM's; the requests of its own that it warms up with leave no trace."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.start_trace()
+        return times

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -10,14 +11,60 @@ import torch
 
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
-from vllm_pyramid.worker.retention import StepEvictions, as_int32
+from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
+from vllm_pyramid.worker.upload import upload
+
+
+@dataclass(frozen=True)
+class DeviceEvictions:
+    """Some of a step's ending prompts, S of them, where the attention is.
+
+    Attributes:
+        rows: `[S]` int64, their rows of the batch. query_ends, prompt_lens: `[S]` int32.
+        keeps: `[L, S]` int32, tokens that stay in each layer.
+    """
+
+    rows: torch.Tensor
+    query_ends: torch.Tensor
+    prompt_lens: torch.Tensor
+    keeps: torch.Tensor
+
+
+class EvictionUploads:
+    """What a step's evictions need on the device: copied once a step, not once a layer.
+
+    Layers mostly shorten the same prompts; each set of prompts that some layer shortens is copied
+    when the first such layer asks for it. Shared by all layers.
+    """
+
+    def __init__(self) -> None:
+        self._evictions: StepEvictions | None = None
+        self._sets: dict[bytes, DeviceEvictions] = {}
+
+    def get(
+        self, evictions: StepEvictions, chosen: np.ndarray, device: torch.device
+    ) -> DeviceEvictions:
+        """The prompts with the indices `chosen`, `[S]` int64, of the step's `evictions`."""
+        if evictions is not self._evictions:
+            self._evictions = evictions
+            self._sets = {}
+        key = chosen.tobytes()
+        if key not in self._sets:
+            self._sets[key] = DeviceEvictions(
+                rows=upload(evictions.rows[chosen], device),
+                query_ends=upload(evictions.query_ends[chosen], device),
+                prompt_lens=upload(evictions.prompt_lens[chosen], device),
+                keeps=upload(np.ascontiguousarray(evictions.helds[:, chosen]), device),
+            )
+        return self._sets[key]
 
 
 def evict_layer(
     ops: ModuleType,
     policy: Policy,
     evictions: StepEvictions,
+    uploads: EvictionUploads,
     layer: int,
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -34,7 +81,7 @@ def evict_layer(
 
     Args:
         ops: a module with the functions of `ops/reference.py`.
-        layer: index of the layer in the plans.
+        uploads: of the runner, for all layers. layer: index of the layer in the plans.
         query: `[T, H, D]` of the step, rotary embedding applied.
         key_cache: `[P, G, N, D]`. value_cache: same. block_table: `[>= R, M]` int32, unshifted.
         scale: softmax scale. soft_cap: of the logits, 0 for none.
@@ -43,11 +90,11 @@ def evict_layer(
     shortened = np.flatnonzero(helds < evictions.prompt_lens)
     if shortened.size == 0:
         return
-    device = query.device
-    rows = torch.from_numpy(evictions.rows[shortened]).to(device)
-    tables = block_table.index_select(0, rows)
     host_lens, host_keeps = evictions.prompt_lens[shortened], helds[shortened]
-    prompt_lens, keeps = as_int32(host_lens, device), as_int32(host_keeps, device)
+    max_keep = int(host_keeps.max())
+    device = uploads.get(evictions, shortened, query.device)
+    tables = block_table.index_select(0, device.rows)
+    keeps = device.keeps[layer]
     if policy.needs_scores:
         scorer = policy.scorer
         assert isinstance(scorer, ObservationWindowScorer)
@@ -55,8 +102,8 @@ def evict_layer(
             query,
             key_cache,
             tables,
-            as_int32(evictions.query_ends[shortened], device),
-            prompt_lens,
+            device.query_ends,
+            device.prompt_lens,
             window=policy.window,
             scale=scale,
             soft_cap=soft_cap,
@@ -67,17 +114,16 @@ def evict_layer(
         )
         kept = ops.select(
             scores,
-            prompt_lens,
+            device.prompt_lens,
             keeps,
             window=policy.window,
             sinks=policy.sinks,
-            max_keep=int(host_keeps.max()),
+            max_keep=max_keep,
         )
     else:
-        kept = _positional(policy, host_lens, host_keeps, key_cache.shape[1]).to(device)
-    ops.compact(
-        key_cache, value_cache, tables, kept, prompt_lens, keeps, max_keep=int(host_keeps.max())
-    )
+        positions = _positional(policy, host_lens, host_keeps, key_cache.shape[1])
+        kept = upload(positions, query.device)
+    ops.compact(key_cache, value_cache, tables, kept, device.prompt_lens, keeps, max_keep=max_keep)
     evictions.tokens_done[shortened] += host_lens - host_keeps
     if trace is not None:
         for index, positions in zip(shortened.tolist(), kept, strict=True):
@@ -86,9 +132,9 @@ def evict_layer(
 
 def _positional(
     policy: Policy, prompt_lens: np.ndarray, keeps: np.ndarray, num_kv_heads: int
-) -> torch.Tensor:
-    """`select`'s result for a policy that looks at positions alone: `[E, G, max(keeps)]` int32."""
+) -> np.ndarray:
+    """`select`'s result for a policy that looks at positions alone: `[S, G, max(keeps)]` int32."""
     kept = np.full((len(keeps), num_kv_heads, int(keeps.max())), -1, np.int32)
     for row, (prompt_len, keep) in enumerate(zip(prompt_lens, keeps, strict=True)):
         kept[row, :, :keep] = policy.kept_positions(int(prompt_len), int(keep))
-    return torch.from_numpy(kept)
+    return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS
 from vllm_pyramid.worker.runner import extend_with_policy
@@ -18,3 +19,9 @@ class PyramidGpuWorker(Worker):
         register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[chosen])
         super().init_device()
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """vLLM's; the requests of its own that it warms up with leave no trace."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.start_trace()
+        return times

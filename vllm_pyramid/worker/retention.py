@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from vllm_pyramid.config import settle
 from vllm_pyramid.policy.base import Policy, RetentionPlan
@@ -161,9 +160,3 @@ class Retention:
         """A step without real requests (profiling, warm-up, graph capture)."""
         self.step = StepRetention.nothing(self.num_layers, num_reqs)
         return self.step
-
-
-def as_int32(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An int32 tensor of `values`; shares memory on the CPU."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32))
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 
 from vllm_pyramid.compat.runner import (
     attention_layer,
@@ -17,7 +21,9 @@ from vllm_pyramid.compat.runner import (
     report_evictions,
 )
 from vllm_pyramid.config import KVSettings
+from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 from vllm_pyramid.worker.context import LayerContext
+from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.retention import Retention, StepRetention
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.trace import TraceWriter
@@ -31,83 +37,157 @@ class PyramidRunnerMixin:
     attn_groups: list[list[Any]]
     retention: Retention
     shifted: ShiftedTables | None = None
+    _trace: TraceWriter | None = None
+    _specs: dict[str, LayerKVCacheSpec]
+    _contexts: dict[str, LayerContext]
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """One spec a layer, so that each gets a KV cache group of its own."""
         stock: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
-        if shared := getattr(self, "shared_kv_cache_layers", None):
+        if shared := get_shared_kv_cache_layers(self.vllm_config):
             raise ValueError(
                 f"layer {next(iter(shared))} reads the cache of another layer, which that layer "
                 "would evict first: serve this model with --kv-policy none"
             )
-        settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
-        policy = settings.policy() if settings is not None else None
-        assert settings is not None and policy is not None
+        settings = self._settings()
+        policy = settings.policy()
+        assert policy is not None
         specs = per_layer_specs(stock, policy, self.vllm_config.model_config.max_model_len)
+        block_sizes = {spec.block_size for spec in specs.values()}
+        assert len(block_sizes) == 1, f"layers have blocks of different sizes: {block_sizes}"
         self.retention = Retention(
             policy,
             num_layers=len(specs),
-            block_size=self.vllm_config.cache_config.block_size,
+            block_size=block_sizes.pop(),
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
-        self._trace = None
-        if settings.kv_trace is not None:
-            self._trace = TraceWriter(
-                settings.kv_trace,
-                [spec.num_kv_heads for spec in specs.values()],
-                get_tensor_model_parallel_rank(),
-                self.vllm_config.parallel_config.tensor_parallel_size,
-            )
-        self._layer_names = list(specs)
+        self._specs = specs
         return dict(specs)
 
-    def bind_layers(self, max_num_reqs: int, table_width: int) -> None:
-        """Give every layer's metadata builders and attention their context.
+    def _settings(self) -> KVSettings:
+        settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
+        assert settings is not None
+        return settings
 
-        Args:
-            max_num_reqs: rows of the runner's block tables. table_width: entries of a row.
-        """
-        retention = self.retention
-        builders = [
-            builder
-            for groups in self.attn_groups
-            for group in groups
-            for builder in group.metadata_builders
-        ]
-        if any(builder.reads_shifted_tables for builder in builders):
-            self.shifted = ShiftedTables(
-                retention.num_layers,
-                max_num_reqs,
-                table_width,
-                retention.block_size,
-                self.device,
-            )
-        contexts = {
-            name: LayerContext(retention, layer, self._trace, self.shifted)
-            for layer, name in enumerate(self._layer_names)
-        }
-        bound = set()
-        for groups in self.attn_groups:
-            for group in groups:
-                (name,) = group.layer_names
-                for builder in group.metadata_builders:
-                    builder.context = contexts[name]
-                attention_layer(self.vllm_config, name).impl.context = contexts[name]
-                bound.add(name)
-        missing = contexts.keys() - bound
-        if missing:
-            raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
+    def table_shape(self) -> tuple[int, int]:
+        """Rows and entries of the block tables that attention reads: `(R_max, M)`."""
+        raise NotImplementedError
 
-    def shift_tables(
-        self, block_tables: torch.Tensor, seq_lens: torch.Tensor, step: StepRetention
-    ) -> None:
-        """Write the step's short tables, where the attention kernels need them.
+    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
+        """Replace the tensor `[R_max, M]` of each group that vLLM fills and attention reads."""
+        raise NotImplementedError
 
-        Args:
-            block_tables: `[L, R, M]` int32. seq_lens: `[>= R]` int32.
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's; then the layers exist and can be bound.
+
+        vLLM may call it twice, first to measure what CUDA graphs need. What the first call bound
+        goes before the second allocates: two generations of tables never exist together.
         """
         if self.shifted is not None:
-            self.shifted.update(block_tables, seq_lens[: block_tables.shape[1]], step.skips)
+            for name in self._contexts:
+                attention_layer(self.vllm_config, name).impl.context = None
+            self._drop_tables()
+            self.shifted = None
+            self._contexts = {}
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self._bind_layers()
+
+    def _drop_tables(self) -> None:
+        self.set_tables([torch.empty(0, dtype=torch.int32, device=self.device)] * len(self._specs))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # no part of a small cached block can serve a large tensor
+
+    def _bind_layers(self) -> None:
+        """Give every layer's metadata builders and attention their context.
+
+        Raises:
+            RuntimeError: a layer that vLLM gave an attention which does not follow a policy.
+            ValueError: a layer whose attention an evicted cache would falsify.
+        """
+        retention, uploads = self.retention, EvictionUploads()
+        self._contexts = {
+            name: LayerContext(retention, layer, uploads, self._trace)
+            for layer, name in enumerate(self._specs)
+        }
+        layers_of_groups = []
+        shifting = False
+        for (group,) in self.attn_groups:
+            (name,) = group.layer_names
+            impl = attention_layer(self.vllm_config, name).impl
+            self._check_attention(name, group, impl)
+            context = self._contexts[name]
+            impl.context = context
+            for builder in group.metadata_builders:
+                builder.context = context
+                shifting |= builder.reads_shifted_tables
+            layers_of_groups.append(context.layer)
+        missing = set(range(len(self._specs))) - set(layers_of_groups)
+        if missing:
+            raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
+        if not shifting:
+            return
+        shape = self.table_shape()
+        self._drop_tables()  # vLLM's own; freed before ours, of the same size, are allocated
+        self.shifted = ShiftedTables(
+            retention.num_layers, *shape, retention.block_size, self.device
+        )
+        self.set_tables([self.shifted.tables[layer] for layer in layers_of_groups])
+        for context in self._contexts.values():
+            context.shifted = self.shifted
+
+    def _check_attention(self, name: str, group: Any, impl: Any) -> None:
+        for part, needed in (
+            (impl, ("context",)),
+            *(
+                (builder, ("context", "reads_shifted_tables"))
+                for builder in group.metadata_builders
+            ),
+        ):
+            if not all(hasattr(part, attribute) for attribute in needed):
+                raise RuntimeError(
+                    f"layer {name} has the attention {type(part).__qualname__}, which does not "
+                    "follow a KV policy: serve this model with --kv-policy none, or without "
+                    "settings that give some layers another attention backend"
+                )
+        if group.kernel_block_size is not None:
+            raise RuntimeError(
+                f"the attention of layer {name} splits the cache's blocks of "
+                f"{self.retention.block_size} tokens into blocks of {group.kernel_block_size}, "
+                "which tables of a KV policy do not follow: set --block-size "
+                f"{group.kernel_block_size}"
+            )
+        if self.retention.policy.evicts and getattr(impl, "alibi_slopes", None) is not None:
+            raise ValueError(
+                f"layer {name} weights keys by their distance (ALiBi), and an evicted cache loses "
+                "the distances: serve this model with --kv-policy none or full"
+            )
+
+    def start_trace(self) -> None:
+        """Write traces from now on. The worker calls this when its warm-up requests are over."""
+        folder = self._settings().kv_trace
+        if folder is None:
+            return
+        self._trace = TraceWriter(
+            folder,
+            [spec.num_kv_heads for spec in self._specs.values()],
+            get_tensor_model_parallel_rank(),
+            self.vllm_config.parallel_config.tensor_parallel_size,
+        )
+        for context in self._contexts.values():
+            context.trace = self._trace
+
+    def shift_tables(
+        self,
+        seq_lens: torch.Tensor,
+        step: StepRetention,
+        host_lens: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Shift the tables that vLLM has just filled, where the attention kernels need it.
+
+        Args: see `ShiftedTables.update`.
+        """
+        if self.shifted is not None:
+            self.shifted.update(seq_lens, step.skips, host_lens)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with the evictions of the step attached to the output."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,20 @@ class PyramidRunnerV1(PyramidRunnerMixin):
     input_batch: Any
     seq_lens: torch.Tensor
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's; then the layers exist and can be bound."""
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        self.bind_layers(*self.input_batch.block_table[0].block_table.gpu.shape)
+    def table_shape(self) -> tuple[int, int]:
+        """See the base."""
+        rows, width = self.input_batch.block_table[0].block_table.cpu.shape
+        return rows, width
+
+    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
+        """The device's side of the tables.
+
+        `_prepare_inputs` copies the rows of all requests there from the host in every step and
+        works out the slots from them. Then `_build_attention_metadata` is called, once, and behind
+        it nothing reads them but attention: rows may be shifted there.
+        """
+        for group, table in zip(self.input_batch.block_table.block_tables, tables, strict=True):
+            group.block_table.gpu = table
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request_id in scheduler_output.finished_req_ids:
@@ -44,24 +55,19 @@ class PyramidRunnerV1(PyramidRunnerMixin):
         num_reqs_padded: int | None = None,
         **kwargs: Any,
     ) -> Any:
+        host_lens = None
         if num_scheduled_tokens:
             batch = self.input_batch
             request_ids = batch.req_ids[:num_reqs]
-            scheduled = [num_scheduled_tokens[request_id] for request_id in request_ids]
+            scheduled = np.array([num_scheduled_tokens[name] for name in request_ids], np.int32)
+            computed = batch.num_computed_tokens_cpu[:num_reqs]
             step = self.retention.begin_step(
-                request_ids,
-                batch.num_prompt_tokens[:num_reqs],
-                batch.num_computed_tokens_cpu[:num_reqs],
-                np.array(scheduled, np.int32),
+                request_ids, batch.num_prompt_tokens[:num_reqs], computed, scheduled
             )
+            host_lens = computed + scheduled
         else:  # profiling, warm-up, graph capture
             step = self.retention.idle_step(num_reqs)
-        if self.shifted is not None:
-            rows = num_reqs_padded or num_reqs
-            tables = self.input_batch.block_table.block_tables
-            source = torch.stack([table.get_device_tensor(rows) for table in tables])
-            source[:, num_reqs:] = 0  # padding rows point at the null block
-            self.shift_tables(source, self.seq_lens, step)
+        self.shift_tables(self.seq_lens[: num_reqs_padded or num_reqs], step, host_lens)
         return super()._build_attention_metadata(  # type: ignore[misc]
             num_tokens,
             num_reqs,

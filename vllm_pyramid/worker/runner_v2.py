@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,18 +18,15 @@ class PyramidRunnerV2(PyramidRunnerMixin):
     block_tables: Any
     req_states: Any
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's; then the gathered tables of all layers become one tensor, and layers are bound.
+    def table_shape(self) -> tuple[int, int]:
+        """See the base. vLLM keeps two tables a group: of all requests, and of the step's."""
+        rows, width = self.block_tables.block_tables[0].gpu.shape
+        return rows, width
 
-        vLLM gathers into one buffer a group. Views of a single allocation let one launch shift all
-        of them.
-        """
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        tables = self.block_tables
-        self._gathered = torch.stack(tables.input_block_tables)
-        tables.input_block_tables = list(self._gathered)
-        tables.init_block_table_layout_tensors()
-        self.bind_layers(*self._gathered.shape[1:])
+    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
+        """The step's tables, and the addresses that vLLM's gathering kernel writes to."""
+        self.block_tables.input_block_tables = list(tables)
+        self.block_tables.init_block_table_layout_tensors()
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.finished_req_ids:
@@ -48,19 +46,28 @@ class PyramidRunnerV2(PyramidRunnerMixin):
     def prepare_attn(self, input_batch: Any) -> Any:
         """vLLM's tables and slot mappings; then the step's retention."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)  # type: ignore[misc]
+        computed, scheduled = input_batch.num_computed_tokens_np, input_batch.num_scheduled_tokens
         step = self.retention.begin_step(
             input_batch.req_ids,
             self.req_states.prompt_len.np[input_batch.idx_mapping_np],
-            input_batch.num_computed_tokens_np,
-            input_batch.num_scheduled_tokens,
+            computed,
+            scheduled,
         )
-        self.shift_tables(self._gathered[:, : len(block_tables[0])], input_batch.seq_lens, step)
+        rows = input_batch.num_reqs_after_padding
+        self.shift_tables(input_batch.seq_lens[:rows], step, computed + scheduled)
         return block_tables, slot_mappings
 
     def prepare_dummy_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same for profiling, warm-up and graph capture: nobody has skipped anything."""
+        """The same for profiling and warm-up: nobody has skipped anything."""
         result = super().prepare_dummy_attn(input_batch, *args, **kwargs)  # type: ignore[misc]
-        num_rows = len(result[0][0])
-        step = self.retention.idle_step(num_rows)
-        self.shift_tables(self._gathered[:, :num_rows], input_batch.seq_lens, step)
+        num_rows = input_batch.num_reqs
+        self.shift_tables(input_batch.seq_lens[:num_rows], self.retention.idle_step(num_rows))
         return result
+
+    def capture_model(self, *args: Any, **kwargs: Any) -> int:
+        """vLLM's. It builds metadata without `prepare_attn`, so no earlier step may be left."""
+        self.retention.idle_step(0)
+        if self.shifted is not None:
+            self.shifted.forget_step()
+        num_bytes: int = super().capture_model(*args, **kwargs)  # type: ignore[misc]
+        return num_bytes

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model runners give to the layers, and what they refuse, with stand-ins for vLLM's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.worker.evict import EvictionUploads
+from vllm_pyramid.worker.retention import Retention, StepEvictions
+from vllm_pyramid.worker.runner import PyramidRunnerMixin
+
+pytestmark = pytest.mark.cpu
+
+NAMES = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
+ROWS, WIDTH = 3, 8
+
+
+class OurImpl:
+    context = None
+    alibi_slopes: Any = None
+
+
+class OurBuilder:
+    context = None
+    reads_shifted_tables = True
+
+
+class StockRunner:
+    """Makes tables as vLLM's second runner does: one a group, new ones in every initialisation."""
+
+    def __init__(self) -> None:
+        self.generations: list[weakref.ref[torch.Tensor]] = []
+
+    def initialize_kv_cache(self, groups: list[Any]) -> None:
+        assert all(old() is None for old in self.generations), "the tables before are still alive"
+        self.attn_groups = [[group] for group in groups]
+        self.tables = [torch.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in groups]
+
+
+class Runner(PyramidRunnerMixin, StockRunner):
+    def __init__(self, policy: str = "pyramidkv", kv_trace: str | None = None) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.layers = {name: SimpleNamespace(impl=OurImpl()) for name in NAMES}
+        self.vllm_config = SimpleNamespace(  # type: ignore[assignment]
+            compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            additional_config={"kv_policy": policy, "kv_trace": kv_trace},
+        )
+        loaded = load_policy(policy, "100%" if policy == "full" else 64, {})
+        self.retention = Retention(loaded, len(NAMES), 16, ROWS)
+        self._specs = {name: SimpleNamespace(num_kv_heads=2) for name in NAMES}  # type: ignore[misc]
+
+    def table_shape(self) -> tuple[int, int]:
+        return ROWS, WIDTH
+
+    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
+        self.tables = list(tables)
+
+
+def make_groups(order: Sequence[int] = (0, 1, 2), **changes: Any) -> list[Any]:
+    return [
+        SimpleNamespace(
+            layer_names=[NAMES[layer]],
+            metadata_builders=[OurBuilder()],
+            kernel_block_size=None,
+            **changes,
+        )
+        for layer in order
+    ]
+
+
+def test_tables_of_vllm_become_layers_of_one_tensor() -> None:
+    runner = Runner()
+    groups = make_groups(order=(2, 0, 1))  # a group's table is its layer's, in whatever order
+    runner.initialize_kv_cache(groups)
+    shifted = runner.shifted
+    assert shifted is not None
+    assert shifted.tables.shape == (len(NAMES), ROWS, WIDTH)
+    for group, table in zip(groups, runner.tables, strict=True):
+        (builder,) = group.metadata_builders
+        context = builder.context
+        assert NAMES[context.layer] == group.layer_names[0]
+        assert table.data_ptr() == shifted.tables[context.layer].data_ptr()
+        assert context is runner.layers[group.layer_names[0]].impl.context
+        assert context.shifted is shifted
+
+
+def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:
+    runner = Runner()
+    runner.initialize_kv_cache(make_groups())
+    assert runner.shifted is not None
+    runner.generations.append(weakref.ref(runner.shifted.tables))
+    assert runner.generations[0]() is not None
+    runner.attn_groups = []  # vLLM clears these
+    runner.initialize_kv_cache(make_groups())
+    assert runner.shifted is not None
+    assert runner.tables[0].shape == (ROWS, WIDTH)
+
+
+def test_nothing_is_replaced_where_kernels_know_skips() -> None:
+    runner = Runner()
+    groups = make_groups()
+    for group in groups:
+        group.metadata_builders[0].reads_shifted_tables = False
+    runner.initialize_kv_cache(groups)
+    assert runner.shifted is None
+    assert len({table.untyped_storage().data_ptr() for table in runner.tables}) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda runner, group: setattr(group, "metadata_builders", [SimpleNamespace()]),
+            "layers.1.attn has the attention SimpleNamespace",
+        ),
+        (
+            lambda runner, group: group.metadata_builders.append(SimpleNamespace(context=None)),
+            "layers.1.attn has the attention SimpleNamespace",
+        ),
+        (
+            lambda runner, group: setattr(runner.layers[NAMES[1]], "impl", SimpleNamespace()),
+            "layers.1.attn has the attention SimpleNamespace",
+        ),
+        (
+            lambda runner, group: setattr(group, "kernel_block_size", 8),
+            "blocks of 16 tokens into blocks of 8, .* set --block-size 8",
+        ),
+    ],
+)
+def test_attention_that_does_not_follow_a_policy_is_refused(spoil: Any, message: str) -> None:
+    runner = Runner()
+    groups = make_groups()
+    spoil(runner, groups[1])
+    with pytest.raises(RuntimeError, match=message):
+        runner.initialize_kv_cache(groups)
+
+
+def test_a_layer_without_a_group_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"without an attention group of their own: \[1\]"):
+        Runner().initialize_kv_cache(make_groups(order=(0, 2)))
+
+
+@pytest.mark.parametrize("policy", ["pyramidkv", "full"])
+def test_distances_that_eviction_loses_are_refused(policy: str) -> None:
+    runner = Runner(policy)
+    runner.layers[NAMES[2]].impl.alibi_slopes = torch.ones(4)
+    if policy == "full":
+        runner.initialize_kv_cache(make_groups())
+        assert runner.shifted is not None
+    else:
+        with pytest.raises(ValueError, match=r"layers\.2\.attn weights keys by their distance"):
+            runner.initialize_kv_cache(make_groups())
+
+
+def test_traces_start_when_the_worker_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_pyramid.worker.runner.get_tensor_model_parallel_rank", lambda: 0)
+    runner = Runner(kv_trace=str(tmp_path / "traces"))
+    groups = make_groups()
+    runner.initialize_kv_cache(groups)
+    contexts = [group.metadata_builders[0].context for group in groups]
+    assert [context.trace for context in contexts] == [None] * 3
+    assert not (tmp_path / "traces").exists()
+    runner.start_trace()
+    assert (tmp_path / "traces").is_dir()
+    assert all(context.trace is contexts[0].trace is not None for context in contexts)
+    silent = Runner()
+    silent.initialize_kv_cache(make_groups())
+    silent.start_trace()
+    assert silent.layers[NAMES[0]].impl.context.trace is None
+
+
+def make_evictions(rows: list[int]) -> StepEvictions:
+    size = len(rows)
+    return StepEvictions(
+        request_ids=[str(row) for row in rows],
+        rows=np.array(rows, np.int64),
+        query_ends=np.arange(10, 10 + size, dtype=np.int32),
+        prompt_lens=np.arange(100, 100 + size, dtype=np.int32),
+        helds=np.arange(3 * size, dtype=np.int32).reshape(3, size),
+        budgets=np.full(size, 64, np.int32),
+    )
+
+
+def test_evictions_are_uploaded_once_a_step() -> None:
+    uploads, device = EvictionUploads(), torch.device("cpu")
+    step = make_evictions([4, 0, 7])
+    everyone, some = np.array([0, 1, 2]), np.array([0, 2])
+    first = uploads.get(step, everyone, device)
+    assert uploads.get(step, everyone.copy(), device) is first
+    part = uploads.get(step, some, device)
+    assert part.rows.tolist() == [4, 7]
+    assert part.query_ends.tolist() == [10, 12]
+    assert part.prompt_lens.tolist() == [100, 102]
+    assert part.keeps.tolist() == [[0, 2], [3, 5], [6, 8]]
+    assert {part.keeps.dtype, part.prompt_lens.dtype, part.query_ends.dtype} == {torch.int32}
+    assert uploads.get(step, everyone, device) is first
+    later = make_evictions([1, 2, 3])  # the same choice in another step is something else
+    assert uploads.get(later, everyone, device).rows.tolist() == [1, 2, 3]
