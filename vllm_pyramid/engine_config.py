@@ -107,6 +107,7 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
             args.kv_cache_dtype not in _KV_CACHE_DTYPES,
             f"quantised caches have no scoring kernel; use one of {', '.join(_KV_CACHE_DTYPES)}",
         ),
+        ("--runner pooling", args.runner == "pooling", "pooling keeps no cache to evict from"),
         ("--scheduler-cls", args.scheduler_cls, "the policy brings its own scheduler"),
         (
             f"--worker-cls {args.worker_cls}",

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support import EnginePool
-
 pytestmark = pytest.mark.engine
 
 
@@ -101,14 +99,16 @@ def test_wrong_settings(demo_model: Path, policy: dict[str, Any], said: str) -> 
         _config(demo_model, policy)
 
 
-def test_sliding_windows(engines: EnginePool, tiny_model: Callable[[str], Path]) -> None:
-    """Eviction moves keys, so a window measured in cache positions would be wrong: refused.
-
-    Only the worker knows which layers have a window, so this comes while the engine starts.
-    """
+def test_sliding_windows(tiny_model: Callable[[str], Path]) -> None:
+    """Eviction moves keys, so a window measured in cache positions would be wrong: refused."""
     model = tiny_model("mistral-sliding")
-    engines.close()
     with pytest.raises(ValueError, match=r"sliding window of 64 tokens.*--kv-policy full or none"):
-        engines.get(model, kv_policy="pyramidkv", dtype="float32", max_model_len=512)
-    engines.abandon()
+        _config(model)
     _config(model, {"kv_policy": "full"})
+    _config(model, max_model_len=64)  # the window never bites
+
+
+def test_the_rust_front_end(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND"):
+        _config(demo_model)
