@@ -193,13 +193,6 @@ class EnginePool:
             self._engine.shutdown()
         self._engine, self._key = None, None
 
-    def abandon(self) -> None:
-        """Clear what an engine that failed to start has left behind."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        assert self._engine is None
-        cleanup_dist_env_and_memory()
-
 
 @contextmanager
 def in_process() -> Iterator[None]:
