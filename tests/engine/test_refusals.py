@@ -109,6 +109,9 @@ def test_sliding_windows(tiny_model: Callable[[str], Path]) -> None:
 
 
 def test_the_rust_front_end(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    import vllm.envs
+
+    # Not through the environment: vLLM remembers it once an engine has run in this process.
+    monkeypatch.setattr(vllm.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND"):
         _config(demo_model)
