@@ -19,7 +19,7 @@ import torch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 KERNELS = ("paged_attention", "window_scores", "select", "compact", "reshape_and_cache")
@@ -98,6 +98,7 @@ def load() -> ctypes.CDLL:
     library.pyr_read.restype = ctypes.c_double
     for name in KERNELS:
         getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
+    library.pyr_key_mass.argtypes = [ctypes.c_char_p]
     _share_threads(library)
     _choose(library, os.environ.get(ISA_VARIABLE) or None)
     return library
