@@ -86,6 +86,18 @@ def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
     assert launches == ["decode_kernel", "combine_kernel", "decode_kernel"]
 
 
+def test_key_mass_takes_its_scratch_from_the_workspace(launches):
+    query, key_cache, value_cache, table, starts, lens = small_batch([1, 1])
+    out, skips, key_mass = torch.empty_like(query), torch.zeros_like(lens), torch.zeros(2, 2, 40)
+    workspace = triton_ops.Workspace.allocate(8, 2, 64, "cpu", rows=2 * 8 * 4)
+    inputs = (out, query, key_cache, value_cache, table, starts, lens, skips)
+    options = {"scale": 0.125, "max_query_len": 1, "key_mass": key_mass, "num_splits": 4}
+    with Recorder() as recorder:
+        triton_ops.paged_attention(*inputs, **options, workspace=workspace)
+    assert recorder.names == []
+    assert launches[2:] == ["row_statistics_kernel", "key_mass_kernel"]
+
+
 def test_nothing_is_read_back_where_the_maxima_are_given(launches):
     query, key_cache, value_cache, table, starts, lens = small_batch([1, 30])
     skips, keeps = torch.zeros_like(lens), torch.full_like(lens, 20)
@@ -133,7 +145,10 @@ def test_tables_and_lengths_are_compiled_once(launches):
         cached.append(
             [
                 sum(len(caches[0]) for caches in kernel.device_caches.values())
-                for kernel in (triton_tables.shift_tables_kernel, triton_tables.effective_lens_kernel)
+                for kernel in (
+                    triton_tables.shift_tables_kernel,
+                    triton_tables.effective_lens_kernel,
+                )
             ]
         )
     assert launches == ["shift_tables_kernel", "effective_lens_kernel"] * 5
