@@ -20,6 +20,8 @@ from vllm_pyramid.ops import triton_ops, triton_tables
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
+# One list for all tests: Triton keeps a compiled kernel, and the launcher it was compiled with.
+LAUNCHED: list[str] = []
 
 
 class Recorder(TorchDispatchMode):
@@ -42,7 +44,8 @@ def launches():
     module = importlib.util.module_from_spec(spec)
     sys.modules["compile_triton"] = module
     spec.loader.exec_module(module)
-    names = []
+    names = LAUNCHED
+    names.clear()
 
     class Driver(module.OfflineDriver):
         def launcher_cls(self, source, metadata):
