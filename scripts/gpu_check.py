@@ -77,7 +77,7 @@ def engine_stages() -> list[Stage]:
 
 
 STAGES = (
-    Stage("numerics", 500),
+    Stage("numerics", 500, memory_gib=16),
     Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12),
     *engine_stages(),
     *(

@@ -146,7 +146,7 @@ def run_throughput(
     output: int = 256,
     cache_bytes: int = 16 << 30,
 ) -> dict[str, Any]:
-    """All requests at once, in a cache that holds 16 of them without a policy."""
+    """All requests at once, in a cache that holds 15 of them without a policy."""
     from tests.engine.support import Engine, greedy, random_prompts, start_engine
     from tests.engine.support import Job as Request
 

@@ -79,6 +79,7 @@ class Layers:
 def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of the call, after it has been compiled."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             call()

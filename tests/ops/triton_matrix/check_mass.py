@@ -113,6 +113,36 @@ def test_strides_and_fewer_columns_than_keys(make_paged, ints, device):
     assert not wide.any()
 
 
+def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+    """Offsets above 2**31 elements, in the cache and in the mass: a 32-bit product would wrap."""
+    stride, head_size = 2**30, 64
+    flat = make_huge(2 * stride + 4096, torch.bfloat16)
+    cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
+    far = make_huge(2 * stride + 4096, torch.float32).as_strided((3, 1, 40), (stride, 1, 1))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
+    query = torch.randn(10, 2, head_size, generator=generator).bfloat16().to(device)
+    near = torch.zeros(3, 1, 40, device=device)
+    for pool, mass in ((cache, far), (data, near)):
+        pool.copy_(data)
+        mass.zero_()
+        triton_ops.paged_attention(
+            torch.empty_like(query),
+            query,
+            pool[..., :head_size],
+            pool[..., head_size:],
+            ints([[2, 0, 1], [2, 1, 0], [1, 2, 0]]),
+            ints([0, 1, 9, 10]),
+            ints([40, 40, 35]),
+            ints([3, 0, 0]),
+            scale=0.125,
+            num_splits=2,
+            key_mass=mass,
+        )
+    assert torch.equal(far, near)
+    torch.testing.assert_close(near.sum(-1)[:, 0], torch.tensor([2.0, 16.0, 2.0], device=device))
+
+
 def test_refuses(make_paged, ints, device):
     paged = make_paged([70], 2, 64, torch.bfloat16)
     query = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=device)
