@@ -287,8 +287,11 @@ def compact(
     kept: torch.Tensor,
     prompt_lens: torch.Tensor,
     keeps: torch.Tensor,
+    *,
+    max_keep: int | None = None,
 ) -> None:
-    """See `reference.compact`. Any dtype of 1, 2 or 4 bytes."""
+    """See `reference.compact`. Any dtype of 1, 2 or 4 bytes; `max_keep` is not needed here."""
+    del max_keep
     element_size = key_cache.element_size()
     if element_size not in BITS_OF_SIZE or value_cache.element_size() != element_size:
         raise ValueError(

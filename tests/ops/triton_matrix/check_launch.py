@@ -8,6 +8,7 @@ compiled under the offline driver of `scripts/compile_triton.py` and never launc
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
-from vllm_pyramid.ops import triton_ops, triton_tables
+from vllm_pyramid.ops import reference, triton_ops, triton_tables
+from vllm_pyramid.ops.cpu_library import KERNELS
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
@@ -169,3 +171,14 @@ def test_the_split_count_follows_only_what_the_host_knows():
     for pairs in range(1, 600):
         splits = choose_num_splits(528, pairs, 1 << 20, 64)
         assert splits == 1 or splits * pairs <= 528  # so a workspace never is too small
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "kept_mass"])
+def test_every_call_of_the_contract_is_accepted(name):
+    """The engine calls whichever back end it has with the same arguments."""
+    ours = inspect.signature(getattr(triton_ops, name)).parameters
+    for key, parameter in inspect.signature(getattr(reference, name)).parameters.items():
+        assert key in ours, f"{name} of Triton does not take {key}"
+        assert (ours[key].kind, ours[key].default) == (parameter.kind, parameter.default)
+    extra = set(ours) - set(inspect.signature(getattr(reference, name)).parameters)
+    assert all(ours[key].default is not inspect.Parameter.empty for key in extra)
