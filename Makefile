@@ -51,7 +51,7 @@ build-ext: $(STAMP)  ## Rebuild the C++ library in place.
 SANITIZED := build/sanitize
 SANITIZE_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
   -fno-sanitize=null,alignment,object-size,bounds -fno-sanitize-address-use-after-scope \
-  -fno-omit-frame-pointer -O1 -g0 -w
+  -fno-omit-frame-pointer -O1 -g0 -w -fno-wrapv
 sanitize: $(STAMP)  ## Tests of the C++ kernels under AddressSanitizer and UBSan.
 	VLLM_PYRAMID_CXXFLAGS="$(SANITIZE_FLAGS)" $(PY) setup.py --quiet build_ext \
 	  --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp --force
