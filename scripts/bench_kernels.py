@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the C++ kernels against what the same machine can do in the same run.
 
-- decode: bytes of K and V per second against a plain read of as many bytes by the same threads;
+- decode: bytes of K and V per second against a plain read of as many bytes by the same threads,
+  and its time against scaled_dot_product_attention on the same tokens gathered beforehand (the
+  gathering is not timed);
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
 - evict: score + select + compact as a share of that prefill.
 
 The two sides of a comparison alternate within a round and every figure is the median over the
 rounds. Decode walks through copies of the cache that together exceed the last-level cache, as the
-layers of a model do, and the plain read goes through other copies at the time.
+layers of a model do, and the plain read goes through other copies at the time. `--refcheck`
+compares what is timed with the float64 reference first; `--roofline` draws the rates against the
+operations a byte, under the read rate and the rate of PyTorch's matrix product in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_pyramid.ops import cpu, cpu_library
+from vllm_pyramid.ops import cpu, cpu_library, reference
 
 BLOCK_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -48,6 +52,9 @@ class Row:
     ours: float
     reference: float
     percent: float
+    gflop: float = 0.0  # multiplications and additions of one call, in 1e9
+    milliseconds: float = 0.0
+    sdpa_milliseconds: float | None = None
 
 
 def integers(*values: int) -> torch.Tensor:
@@ -58,6 +65,18 @@ def timed(function: Callable[[], object]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
+
+
+# Largest error that passes, as a part of the largest exact value: several roundings of the dtype.
+TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.004, torch.float32: 1e-4}
+
+
+def confirm(name: str, got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    error = ((got.double() - exact.double()).abs().max() / exact.abs().max()).item()
+    if not error <= TOLERANCE[dtype]:
+        raise SystemExit(
+            f"{name}: relative error {error:.3g} against float64, allowed {TOLERANCE[dtype]:.3g}"
+        )
 
 
 def split(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +100,8 @@ def bench_decode(
     used = sum(lens) * args.kv_heads * head_size * 2 * dtype.itemsize
     copies = max(2, -(-args.cold_mib * 2**20 // used))
     shape = (blocks, args.kv_heads, 2 * BLOCK_SIZE, head_size)
-    caches = [torch.randn(shape, dtype=dtype) for _ in range(copies)]
+    first = torch.randn(shape, dtype=dtype)
+    caches = [first] + [first.clone() for _ in range(copies - 1)]
     order = torch.randperm(blocks).int().split([n // BLOCK_SIZE for n in lens])
     table = torch.zeros(requests, entries, dtype=torch.int32)
     for r, row in enumerate(order):
@@ -92,19 +112,68 @@ def bench_decode(
     skips = torch.zeros(requests, dtype=torch.int32)
     read = cpu_library.load().pyr_read
     threads = torch.get_num_threads()
-    ours, plain = [], []
+    if args.refcheck:
+        small = (query, *split(first), table, starts, seq_lens, skips)
+        cpu.paged_attention(out, *small, scale=0.1)
+        exact = torch.empty(query.shape, dtype=torch.float64)
+        reference.paged_attention(exact, *small, scale=0.1, compute_dtype=torch.float64)
+        confirm(f"decode {lens} head {head_size} group {group}", out, exact, dtype)
+
+    def sdpa(cache: torch.Tensor) -> None:
+        # The cache's memory taken for gathered K and V: as many bytes, in order.
+        key, value = cache.view(2, requests, args.kv_heads, context, head_size)
+        F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=group > 1)
+
+    ours, plain, theirs_sdpa = [], [], []
+    deadline = time.perf_counter() + args.case_seconds
     for turn in range(max(args.rounds * copies, 8)):
+        if turn >= 5 and time.perf_counter() > deadline:
+            break
         other = caches[(turn + copies // 2) % copies]
         plain.append(timed(lambda: read(other.data_ptr(), used, threads)))  # noqa: B023
         key, value = split(caches[turn % copies])
         inputs = (out, query, key, value, table, starts, seq_lens, skips)
         ours.append(timed(lambda: cpu.paged_attention(*inputs, scale=0.1)))  # noqa: B023
+        if not uneven:
+            theirs_sdpa.append(timed(lambda: sdpa(caches[(turn + 1) % copies])))  # noqa: B023
     mine, theirs = statistics.median(ours), statistics.median(plain)
     return Row(
         "decode ragged" if uneven else "decode",
         *(threads, args.dtype, head_size, group, requests, context, used / 1e6, "GB/s"),
         *(used / mine / 1e9, used / theirs / 1e9, 100 * theirs / mine),
+        *(4 * sum(lens) * args.kv_heads * group * head_size / 1e9, mine * 1e3),
+        statistics.median(theirs_sdpa) * 1e3 if theirs_sdpa else None,
     )
+
+
+def check_prompt(inputs: tuple[torch.Tensor, ...], scale: float, keep: int) -> None:
+    """The last queries of the prefill, the scores, the choice and the move, against float64."""
+    out, query, key, value, table, _, length, nothing = inputs
+    context, last = query.shape[0], min(64, query.shape[0])
+    cpu.paged_attention(*inputs, scale=scale)
+    exact = torch.empty(last, *query.shape[1:], dtype=torch.float64)
+    reference.paged_attention(
+        *(exact, query[-last:], key, value, table, integers(0, last), length, nothing),
+        scale=scale,
+        compute_dtype=torch.float64,
+    )
+    confirm(f"prefill of {context}", out[-last:], exact, key.dtype)
+    options = {"window": 8, "scale": scale}
+    scores = cpu.window_scores(query, key, table, length, length, **options)
+    right = reference.window_scores(
+        query, key, table, length, length, **options, compute_dtype=torch.float64
+    )
+    confirm(f"scores of {context}", scores, right, key.dtype)
+    kept = cpu.select(scores, length, integers(keep), window=8)
+    if not torch.equal(kept, reference.select(scores, length, integers(keep), window=8)):
+        raise SystemExit(f"select of {keep} out of {context} differs from the reference")
+    moved = []
+    for ops in (cpu, reference):
+        memory = torch.cat([key, value], dim=2)
+        ops.compact(*split(memory), table, kept, length, integers(keep))
+        moved.append(memory.view(torch.uint8))
+    if not torch.equal(*moved):
+        raise SystemExit(f"compact of {keep} out of {context} differs from the reference")
 
 
 def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: int) -> list[Row]:
@@ -129,6 +198,8 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
         kept = cpu.select(scores, length, integers(keep), window=8)
         cpu.compact(key, value, table, kept, length, integers(keep))
 
+    if args.refcheck:
+        check_prompt(inputs, scale, keep)
     times: dict[str, list[float]] = {"ours": [], "sdpa": [], "evict": []}
     for _ in range(args.rounds):
         times["sdpa"].append(timed(sdpa))
@@ -138,20 +209,67 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
     size = 2 * context * args.kv_heads * head_size * dtype.itemsize / 1e6
     common = (torch.get_num_threads(), args.dtype, head_size, group, 1, context, size, "ms")
     return [
-        Row("prefill / SDPA", *common, mine, theirs, 100 * theirs / mine),
+        Row(
+            *("prefill / SDPA", *common, mine, theirs, 100 * theirs / mine),
+            *(2 * context**2 * heads * head_size / 1e9, mine, theirs),
+        ),
         Row("evict / prefill", *common, eviction, mine, 100 * eviction / mine),
     ]
 
 
+def matrix_rate(dtype: torch.dtype) -> float:
+    """GFLOP/s of PyTorch's matrix product, the arithmetic ceiling of the roofline."""
+    a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
+    return 2 * 1.024**3 / min(timed(lambda: a @ b) for _ in range(10))
+
+
+def draw_roofline(rows: list[Row], peaks: dict[int, float], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for color, (threads, peak) in zip(("C0", "C1", "C2", "C3"), peaks.items(), strict=False):
+        mine = [row for row in rows if row.threads == threads and row.gflop]
+        decode = [row for row in mine if row.unit == "GB/s"]
+        x = [row.gflop * 1e3 / row.megabytes for row in mine]
+        if decode:
+            read = statistics.median(row.reference for row in decode)
+            line = [min(x) / 2, peak / read, max(max(x), peak / read) * 2]
+            label = f"{threads} thread(s): read {read:.0f} GB/s, matmul {peak:.0f} GFLOP/s"
+            axes.plot(line, [min(peak, read * i) for i in line], color=color, label=label)
+        axes.scatter(x, [row.gflop / row.milliseconds * 1e3 for row in mine], s=14, color=color)
+    axes.set(xscale="log", yscale="log", ylabel="GFLOP/s")
+    axes.set_xlabel("operations a byte of K and V")
+    axes.set_title(f"Attention, {cpu.current_isa()}, {rows[0].dtype}: decode left, prefill right")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
 def show(rows: list[Row], console: Console) -> None:
     table = Table(title=f"C++ kernels, {cpu.current_isa()}, {rows[0].dtype}")
-    for name in ("kernel", "threads", "head x group", "batch", "MB", "ours", "other", "", "ratio"):
+    for name in (
+        "kernel",
+        "threads",
+        "head x group",
+        "batch",
+        "MB",
+        "ours",
+        "other",
+        "",
+        "ratio",
+        "/ SDPA",
+    ):
         table.add_column(name, justify="left" if name in ("kernel", "") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             *(row.kernel, str(row.threads), f"{row.head_size} x {row.group}"),
             *(f"{row.requests} x {row.context}", f"{row.megabytes:.1f}"),
             *(f"{row.ours:.2f}", f"{row.reference:.2f}", row.unit, f"{row.percent:.1f} %"),
+            f"{row.sdpa_milliseconds / row.milliseconds:.1f} x" if row.sdpa_milliseconds else "",
         )
     console.print(table)
 
@@ -162,7 +280,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-sizes", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument(
         "--batches", nargs="+", default=["1x2048", "1x32768", "8x1024", "64x256"],
         help="decode batches as REQUESTSxCONTEXT",
@@ -170,6 +288,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="*", default=[8192])
     parser.add_argument("--keep", type=int, default=512, help="tokens kept by the eviction")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--case-seconds", type=float, default=1.0, help="at most, for a decode case"
+    )
+    parser.add_argument("--refcheck", action="store_true", help="first compare with float64")
+    parser.add_argument("--roofline", type=Path, help="write a picture there (PNG)")
     parser.add_argument("--cold-mib", type=int, default=128, help="more than the last-level cache")
     parser.add_argument("--isa", choices=cpu_library.ISAS, help="default: the best of this CPU")
     parser.add_argument("--csv", type=Path, help="also write the rows there")
@@ -192,13 +315,19 @@ def main() -> None:
             size = (head_size, 2, context)
             jobs.append(lambda size=size: bench_prompt(args, *size))  # type: ignore[misc]
     rows: list[Row] = []
+    peaks: dict[int, float] = {}
     console = Console()
     console.width = max(console.width, 110)  # also where the output is a file
     for threads in dict.fromkeys(args.threads):
         torch.set_num_threads(threads)
+        peaks[threads] = matrix_rate(DTYPES[args.dtype])
         for job in track(jobs, f"{threads} thread(s)", console=console, transient=True):
             rows += job()
     show(rows, console)
+    if args.refcheck:
+        console.print("every case agrees with the float64 reference")
+    if args.roofline:
+        draw_roofline(rows, peaks, args.roofline)
     if args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(asdict(rows[0])))

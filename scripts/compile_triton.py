@@ -172,6 +172,7 @@ def call_everything(case: Case) -> None:
         soft_cap=case.soft_cap,
         sinks=torch.zeros(heads * case.group) if case.sinks else None,
         num_splits=case.splits,
+        key_mass=torch.zeros(2, heads, length),
     )
     arguments = (query, key_cache, table, ints(tokens, tokens), lens)
     options = {"window": case.window, "scale": size**-0.5, "soft_cap": case.soft_cap}

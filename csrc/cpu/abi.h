@@ -11,7 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 1
+#define PYR_ABI_VERSION 2
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
@@ -34,11 +34,20 @@ struct PyrAttention {
   double scale, soft_cap;
 };
 
+// Adds to mass[r, g, position - skip] what that key is given by the queries of a batch that
+// pyr_paged_attention has accepted.
+struct PyrKeyMass {
+  PyrAttention attention;
+  float* mass;  // [R, G, mass_len]
+  int64_t mass_r, mass_g, mass_len;
+};
+
 enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };
 enum PyrPooling : int64_t { PYR_POOL_AVG = 0, PYR_POOL_MAX = 1, PYR_POOL_NONE = 2 };
 
 struct PyrScores {
-  float* out;  // [R, G, out_len], contiguous
+  float* out;         // [R, G, out_len], contiguous
+  float* statistics;  // [3, R, G], contiguous: mass, entropy, Gini coefficient; or null
   const void* query;
   const void* key;
   const int32_t* table;
@@ -91,6 +100,7 @@ PYR_EXPORT const char* pyr_isa();
 PYR_EXPORT void pyr_set_parallel(void* gomp_parallel);
 
 PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
+PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_window_scores(const PyrScores* p);
 PYR_EXPORT int pyr_select(const PyrSelect* p);
 PYR_EXPORT int pyr_compact(const PyrCompact* p);

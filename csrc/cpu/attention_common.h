@@ -7,6 +7,9 @@ namespace {
 
 using pyr::AttentionItem;
 
+// Keys of a step of decoding: more than a tile, as each step waits for its softmax once.
+constexpr int kDirectKeys = 2 * KB;
+
 // What a request looks like to the kernels. Positions are local: counted from `skip`.
 struct Sight {
   int64_t skip;
@@ -40,14 +43,15 @@ PYR_INLINE CacheWalk<T> walk_of(const PyrAttention& p, const AttentionItem& item
           p.value_n};
 }
 
-// The addresses of the keys begin .. begin + KB - 1 of an item. Nothing is read below the window of
+// The addresses of the keys begin .. begin + Keys - 1 of an item. Nothing is read below the window of
 // its first row: those blocks may be somebody else's.
-template <class T>
+template <class T, int Keys>
 PYR_INLINE void tile_rows(const PyrAttention& p, const AttentionItem& item, int begin,
-                          TileRows<T>* out) {
+                          TileRows<T, Keys>* out) {
   const Sight sight = sight_of(p, item.request);
   const int from = sight.lo(item.row0) - begin, count = item.end - begin;
-  walk_of<T>(p, item).tile(sight.skip + begin, from > 0 ? from : 0, count < KB ? count : KB, out);
+  walk_of<T>(p, item).tile(sight.skip + begin, from > 0 ? from : 0, count < Keys ? count : Keys,
+                          out);
 }
 
 // The state of a tile of rows while it runs over the keys.
@@ -74,8 +78,8 @@ PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* mem
   AttentionScratch s;
   s.keys = carver.floats(p.D / Mode::Step * KB);
   s.values = carver.floats(KB / Mode::Step * padded(int(p.D)));
-  s.scores = carver.floats(8 * KB);
-  s.probabilities = carver.floats(8 * KB);
+  s.scores = carver.floats(8 * kDirectKeys);
+  s.probabilities = carver.floats(8 * kDirectKeys);
   s.queries = carver.floats(query_floats(p, rows, Mode::Step));
   s.rows.sum = carver.floats(rows * padded(int(p.D)));
   s.rows.max = carver.floats(rows);
@@ -86,7 +90,7 @@ PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* mem
 template <class Mode>
 size_t attention_scratch(const PyrAttention& p, int64_t rows) {
   return carved(p.D / Mode::Step * KB) + carved(KB / Mode::Step * padded(int(p.D))) +
-         2 * carved(8 * KB) + carved(query_floats(p, rows, Mode::Step)) +
+         2 * carved(8 * kDirectKeys) + carved(query_floats(p, rows, Mode::Step)) +
          carved(rows * padded(int(p.D))) + 2 * carved(rows);
 }
 

@@ -55,6 +55,8 @@ struct Kernels {
   void (*score_mass)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
   // Reads memory at full width, for benchmarks to compare with.
   float (*read)(const char* memory, size_t bytes);
+  size_t (*key_mass_scratch)(const PyrAttention&);
+  void (*key_mass)(const PyrKeyMass&, int32_t request, int32_t kv_head, void* scratch);
 };
 
 // By cache element type (PyrDtype). The AVX-512-BF16 unit only has products of bfloat16 with

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention_kernel.h"
+#include "key_mass_kernel.h"
 #include "score_kernel.h"
 
 namespace pyr {
 extern const Kernels kKernelsAvx512Bf16 = {
     attention_scratch<PairMode>, attention<PairMode>,    merge,
-    score_scratch<PairMode>,     score_logits<PairMode>, score_mass<PairMode>, read_memory};
+    score_scratch<PairMode>,     score_logits<PairMode>, score_mass<PairMode>, read_memory,
+    key_mass_scratch<PairMode>,  key_mass<PairMode>};
 }  // namespace pyr

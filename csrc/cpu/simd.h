@@ -122,6 +122,16 @@ PYR_INLINE V v_sum_groups(V x0, V x1, V x2, V x3) {
       _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))));
 }
 
+// Lane i of every group: the maximum of x[i].
+PYR_INLINE V v_max_rows(V x0, V x1, V x2, V x3) {
+  const V a = v_max(_mm512_unpacklo_ps(x0, x1), _mm512_unpackhi_ps(x0, x1));
+  const V b = v_max(_mm512_unpacklo_ps(x2, x3), _mm512_unpackhi_ps(x2, x3));
+  V c = v_max(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))),
+              _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))));
+  c = v_max(c, _mm512_shuffle_f32x4(c, c, 0x4e));
+  return v_max(c, _mm512_shuffle_f32x4(c, c, 0xb1));
+}
+
 PYR_INLINE void v_transpose(V (&x)[16]) {
   V t[16];
 #pragma GCC unroll 8
@@ -216,6 +226,13 @@ PYR_INLINE V v_sum_groups(V x0, V x1, V x2, V x3) {
   return _mm256_hadd_ps(_mm256_hadd_ps(x0, x1), _mm256_hadd_ps(x2, x3));
 }
 
+PYR_INLINE V v_max_rows(V x0, V x1, V x2, V x3) {
+  const V a = v_max(_mm256_unpacklo_ps(x0, x1), _mm256_unpackhi_ps(x0, x1));
+  const V b = v_max(_mm256_unpacklo_ps(x2, x3), _mm256_unpackhi_ps(x2, x3));
+  const V c = v_max(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  return v_max(c, _mm256_permute2f128_ps(c, c, 0x01));
+}
+
 PYR_INLINE void v_transpose(V (&x)[8]) {
   V t[8];
 #pragma GCC unroll 4
@@ -290,6 +307,9 @@ PYR_INLINE V v_load_group(const float* p) { return v_load(p); }
 PYR_INLINE V v_sum_groups(V x0, V x1, V x2, V x3) {
   return V{v_hsum(x0), v_hsum(x1), v_hsum(x2), v_hsum(x3)};
 }
+PYR_INLINE V v_max_rows(V x0, V x1, V x2, V x3) {
+  return V{v_hmax(x0), v_hmax(x1), v_hmax(x2), v_hmax(x3)};
+}
 PYR_INLINE void v_transpose(V (&x)[4]) {
   V t[4];
 #pragma GCC unroll 4
@@ -313,6 +333,7 @@ PYR_INLINE V v_exp2(V x) {
 }
 
 constexpr float kLog2e = 1.44269504f;
+constexpr float kLowest = -3.0e38f;
 
 // cap * tanh(x / cap)
 PYR_INLINE V v_soft_cap(V x, float cap) {

@@ -52,11 +52,13 @@ struct FloatMode {
       v_store(out + d, row ? v_load_row(row + d, D - d) : v_zero());
   }
   static PYR_INLINE void store_probabilities(float* out, int i, V p, V) { v_store(out + i, p); }
-  // Components d .. d + 2W - 1 of the values of one unit of keys, straight from the cache.
+  // Components d .. d + 2W - 1 of the values of one unit of keys, straight from the cache; in the
+  // order that costs least, which `in_order` undoes for a finished sum.
   static PYR_INLINE void load_values(const T* const* rows, int i, int d, V* lo, V* hi) {
     *lo = v_load_row(rows[i] + d, W);
     *hi = v_load_row(rows[i] + d + W, W);
   }
+  static PYR_INLINE void in_order(float*, int) {}
 };
 
 #if defined(__AVX512BF16__)
@@ -98,7 +100,17 @@ struct PairMode {
     }
   }
   static PYR_INLINE void load_values(const bf16_t* const* rows, int i, int d, V* lo, V* hi) {
-    interleave(load(rows[i] + d, 2 * W), load(rows[i + 1] + d, 2 * W), lo, hi);
+    const __m512i x = _mm512_loadu_si512(rows[i] + d), y = _mm512_loadu_si512(rows[i + 1] + d);
+    *lo = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
+    *hi = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
+  }
+  static PYR_INLINE void in_order(float* sum, int D) {
+    for (int d = 0; d < D; d += 2 * W) {
+      const V lo = v_load(sum + d), hi = v_load(sum + d + W);
+      const V a = _mm512_shuffle_f32x4(lo, hi, 0x44), b = _mm512_shuffle_f32x4(lo, hi, 0xee);
+      v_store(sum + d, _mm512_shuffle_f32x4(a, a, 0xd8));
+      v_store(sum + d + W, _mm512_shuffle_f32x4(b, b, 0xd8));
+    }
   }
   // Two vectors of floats become one of pairs.
   static PYR_INLINE void store_probabilities(float* out, int i, V p, V q) {
@@ -108,10 +120,10 @@ struct PairMode {
 #endif
 
 // Addresses of the rows of a tile of keys in the paged cache.
-template <class T>
+template <class T, int Keys = KB>
 struct TileRows {
-  const T* key[KB];
-  const T* value[KB];
+  const T* key[Keys];
+  const T* value[Keys];
 };
 
 // Walks positions of one request and KV head; strides in elements.
@@ -124,7 +136,8 @@ struct CacheWalk {
 
   // Rows of the positions first + from .. first + count - 1 (absolute). Before and behind them the
   // nearest of these is repeated: it can be read, and is masked.
-  PYR_INLINE void tile(int64_t first, int from, int count, TileRows<T>* out) const {
+  template <int Keys>
+  PYR_INLINE void tile(int64_t first, int from, int count, TileRows<T, Keys>* out) const {
     int64_t block = (first + from) / N, offset = (first + from) % N;
     int i = from;
     while (i < count) {
@@ -139,7 +152,7 @@ struct CacheWalk {
       ++block;
       offset = 0;
     }
-    for (; i < KB; ++i) {
+    for (; i < Keys; ++i) {
       out->key[i] = out->key[count - 1];
       out->value[i] = out->value[count - 1];
     }

@@ -58,6 +58,17 @@ def test_unknown_instruction_set_is_an_error() -> None:
     assert "ValueError: VLLM_PYRAMID_CPU_ISA: unknown instruction set 'sse9'" in result.stderr
 
 
+def test_variable_names_another_build(tmp_path: Path) -> None:
+    code = "from vllm_pyramid.ops import cpu; cpu.available()"
+    result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))
+    assert "nothing.so: there is no such file" in result.stderr
+    code = "from vllm_pyramid.ops import cpu_library; print(cpu_library.load()._name)"
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(cpu_library._find().read_bytes())
+    result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(copy))
+    assert result.stdout.strip() == str(copy), result.stderr
+
+
 def test_without_the_library_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "EXTENSION_SUFFIXES", [".missing"])
     cpu_library.load.cache_clear()

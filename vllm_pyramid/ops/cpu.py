@@ -16,12 +16,14 @@ import torch
 
 from vllm_pyramid.ops import cpu_library
 from vllm_pyramid.ops.cpu_library import current_isa, set_isa
-from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS
+from vllm_pyramid.ops.recall import WindowStatistics, kept_mass
+from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS, check_key_mass
 
 __all__ = [
     "available",
     "compact",
     "current_isa",
+    "kept_mass",
     "load_error",
     "paged_attention",
     "reshape_and_cache",
@@ -36,7 +38,8 @@ INT32_MAX = 2**31 - 1
 
 # The fields of the records in csrc/cpu/abi.h, in order: q for pointers and integers, d for doubles.
 _ATTENTION = struct.Struct("=34q2d")
-_SCORES = struct.Struct("=28q2d")
+_KEY_MASS = struct.Struct("=4q")  # behind the fields of attention
+_SCORES = struct.Struct("=29q2d")
 _SELECT = struct.Struct("=13q")
 _COMPACT = struct.Struct("=24q")
 _CACHE_WRITE = struct.Struct("=22q")
@@ -196,8 +199,11 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    key_mass: torch.Tensor | None = None,
 ) -> None:
     """See `reference.paged_attention`. Queries that see nothing get zeros.
+
+    `key_mass` costs two more passes over K, one thread a request and KV head.
 
     A request's result does not depend on the rest of the batch, on the number of threads, or on
     where in its table the visible positions lie: the same tokens give the same bits.
@@ -240,7 +246,13 @@ def paged_attention(
         *(min(sliding_window, INT32_MAX), torch.get_num_threads()),
         *(scale, soft_cap),
     )
+    if key_mass is not None:
+        check_key_mass(key_mass, requests, kv_heads)
     _run("paged_attention", record)
+    if key_mass is not None:
+        strides = key_mass.stride()[:2]
+        mass_record = _KEY_MASS.pack(key_mass.data_ptr(), *strides, key_mass.shape[2])
+        _run("key_mass", record + mass_record)
 
 
 def window_scores(
@@ -257,7 +269,8 @@ def window_scores(
     pooling: str = "avg",
     kernel_size: int = 5,
     max_prompt_len: int | None = None,
-) -> torch.Tensor:
+    statistics: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, WindowStatistics]:
     """See `reference.window_scores`."""
     key_strides = _check_cache("key_cache", key_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
@@ -277,8 +290,10 @@ def window_scores(
     if longest <= window:
         raise ValueError(f"prompts of {longest} tokens have none before a window of {window}")
     out = torch.empty((requests, kv_heads, longest - window), dtype=torch.float32)
+    numbers = torch.empty((3, requests, kv_heads), dtype=torch.float32) if statistics else None
     record = _SCORES.pack(
         out.data_ptr(),
+        0 if numbers is None else numbers.data_ptr(),
         query.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
@@ -295,7 +310,7 @@ def window_scores(
         *(scale, soft_cap),
     )
     _run("window_scores", record)
-    return out
+    return out if numbers is None else (out, WindowStatistics(*numbers))
 
 
 def select(

@@ -19,8 +19,10 @@ import torch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
+# Another build of the library, such as the one of `make sanitize`.
+LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 KERNELS = ("paged_attention", "window_scores", "select", "compact", "reshape_and_cache")
 
@@ -30,6 +32,10 @@ class LibraryError(RuntimeError):
 
 
 def _find() -> Path:
+    if named := os.environ.get(LIBRARY_VARIABLE):
+        if Path(named).is_file():
+            return Path(named)
+        raise ValueError(f"{LIBRARY_VARIABLE}={named}: there is no such file; unset it or build it")
     folder = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
         path = folder / f"_kernels{suffix}"
@@ -75,7 +81,8 @@ def load() -> ctypes.CDLL:
 
     Raises:
         LibraryError: it is missing, does not load, or is of another version.
-        ValueError: `VLLM_PYRAMID_CPU_ISA` names an instruction set that this CPU lacks.
+        ValueError: `VLLM_PYRAMID_CPU_ISA` names an instruction set that this CPU lacks, or
+            `VLLM_PYRAMID_CPU_LIBRARY` a file that is not there.
     """
     path = _find()
     try:
@@ -98,6 +105,7 @@ def load() -> ctypes.CDLL:
     library.pyr_read.restype = ctypes.c_double
     for name in KERNELS:
         getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
+    library.pyr_key_mass.argtypes = [ctypes.c_char_p]
     _share_threads(library)
     _choose(library, os.environ.get(ISA_VARIABLE) or None)
     return library

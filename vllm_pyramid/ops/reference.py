@@ -25,6 +25,21 @@ import math
 import torch
 import torch.nn.functional as F
 
+from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
+
+__all__ = [
+    "GQA_REDUCTIONS",
+    "POOLINGS",
+    "WindowStatistics",
+    "compact",
+    "gather_tokens",
+    "kept_mass",
+    "paged_attention",
+    "reshape_and_cache",
+    "select",
+    "window_scores",
+]
+
 GQA_REDUCTIONS = ("mean", "max", "sum")
 POOLINGS = ("avg", "max", "none")
 
@@ -78,6 +93,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    key_mass: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Causal attention of prefill chunks and decode steps over the paged cache.
@@ -96,7 +112,24 @@ def paged_attention(
         sliding_window: tokens visible to a query, itself included; 0 for all.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 for none.
         sinks: `[H]` logits of an extra key without a value, added to the softmax, or None.
+        key_mass: `[R, G, >= max(seq_lens - skips)]` float32, or None. What each key was given is
+            ADDED to it: at `[r, g, position - skips[r]]` the softmax probabilities of that key,
+            summed over the query heads of KV head g and over all queries of the request. Nothing
+            else in it is touched; requests without queries add nothing. The accumulated attention
+            of H2O (arXiv:2306.14048) and Scissorhands (arXiv:2305.17118) is the sum of these over
+            the steps. The columns follow the cache: where a later eviction moves the survivors, the
+            caller moves its columns.
+
+    Raises:
+        ValueError: `key_mass` has another shape or dtype, or fewer columns than visible keys.
     """
+    if key_mass is not None:
+        check_key_mass(key_mass, seq_lens.shape[0], key_cache.shape[1])
+        visible = int((seq_lens - skips).max()) if seq_lens.numel() else 0
+        if key_mass.shape[2] < visible:
+            raise ValueError(
+                f"key_mass has {key_mass.shape[2]} columns, but a request shows {visible} keys"
+            )
     num_queries_per_kv = query.shape[1] // key_cache.shape[1]
     starts = query_start_loc.tolist()
     for r, (seq_len, skip) in enumerate(zip(seq_lens.tolist(), skips.tolist(), strict=True)):
@@ -121,7 +154,25 @@ def paged_attention(
             sink = sinks.to(compute_dtype)[:, None, None].expand(-1, num_queries, 1)
             logits = torch.cat([logits, sink], dim=-1)
         probs = logits.softmax(dim=-1)[..., : key_pos.numel()]
+        if key_mass is not None:
+            # A query that sees nothing gives nothing (its softmax is NaN).
+            per_head = probs.nan_to_num(0.0).sum(dim=1).unflatten(0, (key_cache.shape[1], -1))
+            key_mass[r, :, : seq_len - skip] += per_head.sum(dim=1).to(key_mass.dtype)
         out[starts[r] : starts[r + 1]] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)
+
+
+def check_key_mass(key_mass: torch.Tensor, requests: int, kv_heads: int) -> None:
+    """Raise ValueError unless it is float32 `[requests, kv_heads, columns]`, unit stride."""
+    if key_mass.dtype != torch.float32 or key_mass.dim() != 3 or key_mass.stride(2) != 1:
+        raise ValueError(
+            "key_mass must be float32 [R, G, columns] with unit stride in the last dimension, got "
+            f"{key_mass.dtype} {tuple(key_mass.shape)}, strides {key_mass.stride()}"
+        )
+    if key_mass.shape[:2] != (requests, kv_heads):
+        raise ValueError(
+            f"key_mass {tuple(key_mass.shape)} must be [{requests}, {kv_heads}, columns]: one row "
+            "a request and KV head"
+        )
 
 
 def window_scores(
@@ -138,8 +189,9 @@ def window_scores(
     pooling: str = "avg",
     kernel_size: int = 5,
     max_prompt_len: int | None = None,
+    statistics: bool = False,
     compute_dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, WindowStatistics]:
     """Importance of every prompt token before the observation window (SnapKV, PyramidKV sec. 4.2).
 
     Of each request, the softmax over ALL its keys of the last `window` prompt queries (causal
@@ -154,13 +206,19 @@ def window_scores(
         prompt_lens: `[R]` int32, each > window; the whole prompt is in the cache, nothing skipped.
         gqa_reduce: one of `GQA_REDUCTIONS`. pooling: one of `POOLINGS`. kernel_size: odd.
         max_prompt_len: max(prompt_lens) if the caller knows it, so that a device need not be asked.
+        statistics: also return what the mass looks like before it is pooled, for the allocators
+            that follow it: mass, entropy and Gini coefficient of each KV head as
+            `recall.WindowStatistics` defines them (PyramidKV's ablation, Table 4). Costs a sort.
 
     Returns:
-        `[R, G, max(prompt_lens) - window]` float32; -inf behind `prompt_lens[r] - window`.
+        `[R, G, max(prompt_lens) - window]` float32; -inf behind `prompt_lens[r] - window`. With
+        `statistics` a pair: the same, and a `WindowStatistics` of `[R, G]` float32.
     """
     num_kv_heads = key_cache.shape[1]
     lens = prompt_lens.tolist()
-    out = torch.full((len(lens), num_kv_heads, max(lens) - window), -math.inf, device=query.device)
+    shape = (len(lens), num_kv_heads, max(lens) - window)
+    out = torch.full(shape, -math.inf, device=query.device)
+    unpooled = torch.zeros(shape, dtype=compute_dtype, device=query.device)
     for r, (end, n) in enumerate(zip(query_ends.tolist(), lens, strict=True)):
         q = query[end - window : end].to(compute_dtype)
         k = gather_tokens(key_cache, block_table[r], 0, n).to(compute_dtype)
@@ -176,10 +234,13 @@ def window_scores(
             mass = mass.amax(dim=1)
         else:
             mass = mass.mean(dim=1) if gqa_reduce == "mean" else mass.sum(dim=1)
+        unpooled[r, :, : n - window] = mass
         if pooling != "none":
             pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
             mass = pool(mass, kernel_size, stride=1, padding=kernel_size // 2)
         out[r, :, : n - window] = mass.float()
+    if statistics:
+        return out, window_statistics(unpooled, prompt_lens, window=window)
     return out
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS
+from vllm_pyramid.ops.recall import kept_mass
+from vllm_pyramid.ops.reference import check_key_mass
 from vllm_pyramid.ops.triton_attention import combine_kernel, decode_kernel, prefill_kernel
 from vllm_pyramid.ops.triton_checks import (
     check_cache,
@@ -28,16 +29,11 @@ from vllm_pyramid.ops.triton_config import (
     choose_num_splits,
     decode_config,
     prefill_config,
-    score_config,
     target_programs,
 )
+from vllm_pyramid.ops.triton_mass_ops import add_key_mass
 from vllm_pyramid.ops.triton_move import compact_kernel, reshape_and_cache_kernel
-from vllm_pyramid.ops.triton_score import (
-    join_log_sum_exp_kernel,
-    pool_kernel,
-    window_mass_kernel,
-    window_max_sum_kernel,
-)
+from vllm_pyramid.ops.triton_score_ops import window_scores
 from vllm_pyramid.ops.triton_select import select_kernel
 from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
 
@@ -45,6 +41,7 @@ __all__ = [
     "Workspace",
     "compact",
     "effective_lens",
+    "kept_mass",
     "paged_attention",
     "reshape_and_cache",
     "select",
@@ -54,7 +51,6 @@ __all__ = [
 
 LOG2_E = 1.4426950408889634
 BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-KEYS_PER_SPLIT = 512
 
 
 def reshape_and_cache(
@@ -110,6 +106,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    key_mass: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -122,6 +119,10 @@ def paged_attention(
     choice is made on the device for each request, so mixed batches need no reordering.
 
     Args:
+        key_mass: see the reference; costs two more passes over K, and takes its scratch from the
+            workspace where that is large enough. The lengths are on the device and are not read
+            back, so a key behind the last column is dropped instead of raising: give it a column
+            for every key that may be visible.
         max_query_len: 1 skips the prefill launch.
         max_seq_len: bounds the number of splits; default the table's capacity.
         num_splits: of the decode context, a power of two; default by `choose_num_splits`.
@@ -144,6 +145,8 @@ def paged_attention(
             f"query_start_loc has {query_start_loc.shape[0]} and skips {skips.shape[0]} entries; "
             f"{num_requests} requests need {num_requests + 1} and {num_requests}"
         )
+    if key_mass is not None:
+        check_key_mass(key_mass, num_requests, num_kv_heads)
     if num_requests == 0 or query.shape[0] == 0:
         return
     if max_query_len is None:
@@ -154,6 +157,7 @@ def paged_attention(
 
     element_size = key_cache.element_size()
     config = decode_config(head_size, element_size, group)
+    mass_splits = num_splits
     pairs = num_requests * num_kv_heads
     if num_splits is None:
         programs = workspace.programs if workspace else target_programs(query.device)
@@ -218,132 +222,24 @@ def paged_attention(
         prefill_kernel[(tiles, query.shape[1], num_requests)](
             out, *inputs, *scalars, **switches, **config
         )
-
-
-def window_scores(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_ends: torch.Tensor,
-    prompt_lens: torch.Tensor,
-    *,
-    window: int,
-    scale: float,
-    soft_cap: float = 0.0,
-    gqa_reduce: str = "mean",
-    pooling: str = "avg",
-    kernel_size: int = 5,
-    compute_dtype: torch.dtype = torch.float32,
-    max_prompt_len: int | None = None,
-    log_sum_exp: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `reference.window_scores`.
-
-    Args:
-        max_prompt_len: the result has `max_prompt_len - window` columns.
-        log_sum_exp: `[T, H]` float32, natural logarithm, of each query's scaled (and capped)
-            logits over all its keys, as the prefill attention finds it (without sinks); saves one
-            of the two passes over K.
-    """
-    check_cache(key_cache, key_cache)
-    check_float32(compute_dtype)
-    num_kv_heads, block_size, head_size = key_cache.shape[1:]
-    group = check_query(query, key_cache)
-    num_requests = prompt_lens.shape[0]
-    check_table(block_table, num_requests)
-    if gqa_reduce not in GQA_REDUCTIONS or pooling not in POOLINGS:
-        raise ValueError(
-            f"gqa_reduce {gqa_reduce!r} must be one of {GQA_REDUCTIONS}, "
-            f"pooling {pooling!r} one of {POOLINGS}"
+    if key_mass is not None:
+        add_key_mass(
+            key_mass,
+            query,
+            key_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            skips,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            num_splits=mass_splits,
+            workspace=workspace,
         )
-    if window < 1 or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(
-            f"window {window} must be positive, kernel_size {kernel_size} positive and odd"
-        )
-    if log_sum_exp is not None and log_sum_exp.shape != query.shape[:2]:
-        raise ValueError(
-            f"log_sum_exp {tuple(log_sum_exp.shape)} must be {tuple(query.shape[:2])}, [T, H]"
-        )
-    if max_prompt_len is None:
-        max_prompt_len = int(prompt_lens.max().item())
-    num_columns = max_prompt_len - window
-    if num_columns < 1:
-        raise ValueError(
-            f"prompts of {max_prompt_len} tokens have none before a window of {window}"
-        )
-
-    device = query.device
-    config = score_config(head_size, key_cache.element_size(), group, window)
-    switches = {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "WINDOW": window,
-        "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size,
-        "HAS_SOFT_CAP": soft_cap != 0,
-        **config,
-    }
-    inputs = (query, key_cache, block_table, query_ends, prompt_lens)
-    scalars = (scale * LOG2_E, soft_cap * LOG2_E)
-    strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
-    lse_by_token = log_sum_exp is not None
-    if log_sum_exp is None:
-        num_rows = num_requests * num_kv_heads * group * window
-        splits = triton.cdiv(max_prompt_len, KEYS_PER_SPLIT)
-        partial = torch.empty(2, num_rows, splits, dtype=torch.float32, device=device)
-        row_tiles = triton.cdiv(group, config["HEADS"]) * triton.cdiv(window, config["WINDOW_TILE"])
-        window_max_sum_kernel[(num_requests * num_kv_heads, row_tiles, splits)](
-            partial[0],
-            partial[1],
-            *inputs,
-            *scalars,
-            splits,
-            *strides,
-            TILES_PER_SPLIT=KEYS_PER_SPLIT // config["BLOCK_K"],
-            **switches,
-        )
-        log_sum_exp = torch.empty(num_rows, dtype=torch.float32, device=device)
-        join_log_sum_exp_kernel[(triton.cdiv(num_rows, 64),)](
-            log_sum_exp,
-            partial[0],
-            partial[1],
-            num_rows,
-            splits,
-            ROWS=64,
-            SPLITS_TILE=16,
-            num_warps=4,
-        )
-    shape = (num_requests, num_kv_heads, num_columns)
-    mass = torch.empty(shape, dtype=torch.float32, device=device)
-    window_mass_kernel[(num_requests * num_kv_heads, triton.cdiv(num_columns, config["BLOCK_K"]))](
-        mass,
-        log_sum_exp,
-        *inputs,
-        *scalars,
-        num_columns,
-        *(log_sum_exp.stride() if lse_by_token else (1, window)),
-        *strides,
-        LSE_BY_TOKEN=lse_by_token,
-        REDUCE=gqa_reduce,
-        **switches,
-    )
-    if pooling == "none" or kernel_size == 1:
-        return mass
-    pooled = torch.empty(shape, dtype=torch.float32, device=device)
-    block = min(1024, max(128, triton.next_power_of_2(num_columns)))
-    pool_kernel[(num_requests * num_kv_heads, triton.cdiv(num_columns, block))](
-        pooled,
-        mass,
-        prompt_lens,
-        num_columns,
-        NUM_KV_HEADS=num_kv_heads,
-        WINDOW=window,
-        KERNEL_SIZE=kernel_size,
-        AVERAGE=pooling == "avg",
-        BLOCK=block,
-        num_warps=4,
-    )
-    return pooled
 
 
 def select(
@@ -391,8 +287,11 @@ def compact(
     kept: torch.Tensor,
     prompt_lens: torch.Tensor,
     keeps: torch.Tensor,
+    *,
+    max_keep: int | None = None,
 ) -> None:
-    """See `reference.compact`. Any dtype of 1, 2 or 4 bytes."""
+    """See `reference.compact`. Any dtype of 1, 2 or 4 bytes; `max_keep` is not needed here."""
+    del max_keep
     element_size = key_cache.element_size()
     if element_size not in BITS_OF_SIZE or value_cache.element_size() != element_size:
         raise ValueError(

@@ -8,6 +8,7 @@ compiled under the offline driver of `scripts/compile_triton.py` and never launc
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 
@@ -16,10 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
-from vllm_pyramid.ops import triton_ops, triton_tables
+from vllm_pyramid.ops import reference, triton_ops, triton_tables
+from vllm_pyramid.ops.cpu_library import KERNELS
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
+# One list for all tests: Triton keeps a compiled kernel, and the launcher it was compiled with.
+LAUNCHED: list[str] = []
 
 
 class Recorder(TorchDispatchMode):
@@ -42,7 +46,8 @@ def launches():
     module = importlib.util.module_from_spec(spec)
     sys.modules["compile_triton"] = module
     spec.loader.exec_module(module)
-    names = []
+    names = LAUNCHED
+    names.clear()
 
     class Driver(module.OfflineDriver):
         def launcher_cls(self, source, metadata):
@@ -84,6 +89,18 @@ def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
     assert recorder.names == []
     # The second call shows that one split needs neither scratch nor a second kernel.
     assert launches == ["decode_kernel", "combine_kernel", "decode_kernel"]
+
+
+def test_key_mass_takes_its_scratch_from_the_workspace(launches):
+    query, key_cache, value_cache, table, starts, lens = small_batch([1, 1])
+    out, skips, key_mass = torch.empty_like(query), torch.zeros_like(lens), torch.zeros(2, 2, 40)
+    workspace = triton_ops.Workspace.allocate(8, 2, 64, "cpu", rows=2 * 8 * 4)
+    inputs = (out, query, key_cache, value_cache, table, starts, lens, skips)
+    options = {"scale": 0.125, "max_query_len": 1, "key_mass": key_mass, "num_splits": 4}
+    with Recorder() as recorder:
+        triton_ops.paged_attention(*inputs, **options, workspace=workspace)
+    assert recorder.names == []
+    assert launches[2:] == ["row_statistics_kernel", "key_mass_kernel"]
 
 
 def test_nothing_is_read_back_where_the_maxima_are_given(launches):
@@ -154,3 +171,14 @@ def test_the_split_count_follows_only_what_the_host_knows():
     for pairs in range(1, 600):
         splits = choose_num_splits(528, pairs, 1 << 20, 64)
         assert splits == 1 or splits * pairs <= 528  # so a workspace never is too small
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "kept_mass"])
+def test_every_call_of_the_contract_is_accepted(name):
+    """The engine calls whichever back end it has with the same arguments."""
+    ours = inspect.signature(getattr(triton_ops, name)).parameters
+    for key, parameter in inspect.signature(getattr(reference, name)).parameters.items():
+        assert key in ours, f"{name} of Triton does not take {key}"
+        assert (ours[key].kind, ours[key].default) == (parameter.kind, parameter.default)
+    extra = set(ours) - set(inspect.signature(getattr(reference, name)).parameters)
+    assert all(ours[key].default is not inspect.Parameter.empty for key in extra)

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Probability mass per key of a batch. One thread owns a (request, KV head), so the sums are the
+// same bits on any number of threads.
+#include <algorithm>
+#include <atomic>
+
+#include "runtime.h"
+
+int pyr_key_mass(const PyrKeyMass* m) {
+  using namespace pyr;
+  const PyrAttention& p = m->attention;
+  for (int64_t r = 0; r < p.R; ++r) {
+    const int64_t visible = p.seq_lens[r] - p.skips[r];
+    if (p.query_start[r + 1] > p.query_start[r] && visible > m->mass_len)
+      return fail("key_mass has %lld columns, but request %lld shows %lld keys",
+                  (long long)m->mass_len, (long long)r, (long long)visible);
+  }
+  const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
+  const size_t bytes = kernels.key_mass_scratch(p);
+  std::atomic<bool> out_of_memory{false};
+  const auto task = [&](int64_t i) {
+    void* memory = scratch(Scratch::kWork, bytes);
+    if (memory)
+      kernels.key_mass(*m, int32_t(i / p.G), int32_t(i % p.G), memory);
+    else
+      out_of_memory = true;
+  };
+  for_each_item(p.threads, p.R * p.G, task);
+  if (out_of_memory) return fail("no memory for %zu bytes of key mass scratch", bytes);
+  return 0;
+}

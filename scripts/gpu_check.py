@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs everything that a GPU is needed for, and writes one JSON file.
+
+    scripts/gpu_check.sh [--json FILE] [--only STAGE ...] [--dry-run]
+
+Stages (each in a process of its own, with a time limit):
+- numerics: every Triton kernel, compiled, against the reference in float64 (pytest -m gpu);
+- kernels: their times against the copy bandwidth measured in the same run;
+- engine-*: greedy tokens of `full` equal those of vLLM without a policy, and `pyramidkv` evicts and
+  gives blocks back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's
+  model runners;
+- throughput-*: the shape of Llama 3 8B with random weights, prompts of 8k tokens in a fixed amount
+  of cache: tokens a second and how many requests run at once, without a policy and with one.
+
+A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
+reason; the exit status is 1 if any failed. With `--only`, the stages that FILE already holds from
+the same device and commit are kept, so a run may be cut into several.
+
+This program has not been run on a GPU yet: its parts that need none are tested, nothing else is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MATRIX = ("check_attention.py", "check_mass.py", "check_moves.py", "check_scores.py")
+LOG_TAIL = 4000  # characters of a failed stage's output that go into the JSON
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One process.
+
+    Attributes:
+        arguments: a script of this folder and its arguments; empty for `numerics`, which pytest
+            runs.
+        limit: seconds after which it is ended and counts as failed.
+        capability, memory_gib: what the device must have, else the stage is skipped.
+    """
+
+    name: str
+    limit: int
+    arguments: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    capability: tuple[int, int] = (8, 0)
+    memory_gib: int = 4
+
+
+def engine_stages() -> list[Stage]:
+    """Backends, eager and graphs, both runners; the most usual combination first."""
+    return [
+        Stage(
+            f"engine-{backend.lower()}-{mode}-{runner}",
+            300,
+            ("gpu_engines.py", "engine", "--backend", backend, "--mode", mode, "--runner", runner),
+            (("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0"),),
+        )
+        for runner in ("v2", "v1")
+        for backend in ("FLASH_ATTN", "TRITON_ATTN")
+        for mode in ("eager", "graphs")
+    ]
+
+
+STAGES = (
+    Stage("numerics", 500, memory_gib=16),
+    Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12),
+    *engine_stages(),
+    *(
+        Stage(
+            f"throughput-{policy}",
+            420,
+            ("gpu_engines.py", "throughput", "--policy", policy),
+            memory_gib=48,
+        )
+        for policy in ("none", "full", "pyramidkv")
+    ),
+)
+
+
+def describe_device() -> dict[str, Any]:
+    """The device, the driver and the versions.
+
+    Raises:
+        SystemExit: no CUDA device, or no PyTorch to ask for one.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(f"error: PyTorch is needed: {error}") from None
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"error: no CUDA device: PyTorch {torch.__version__} (built for CUDA "
+            f"{torch.version.cuda}) finds none. Run this on a machine with an NVIDIA GPU, or use "
+            "--dry-run to see what it would do."
+        )
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        smi = subprocess.run(query, check=True, capture_output=True, text=True)
+        driver = smi.stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        driver = f"unknown: {error}"
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "vllm", "transformers"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "name": properties.name,
+        "capability": list(torch.cuda.get_device_capability(0)),
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver,
+        "versions": versions,
+    }
+
+
+def commit() -> str | None:
+    """The commit of this checkout; None where there is no git."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() or None
+
+
+def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
+    """What the device lacks for a stage, or None."""
+    if tuple(device["capability"]) < stage.capability:
+        return f"needs compute capability {stage.capability}, this is {device['capability']}"
+    if device["memory_gib"] < stage.memory_gib:
+        return f"needs {stage.memory_gib} GiB of device memory, this has {device['memory_gib']}"
+    return None
+
+
+def command(stage: Stage, output: Path) -> list[str]:
+    """What runs; it writes `output` (a JSON object; for `numerics` pytest's XML)."""
+    if stage.arguments:
+        script, *arguments = stage.arguments
+        path = str(ROOT / "scripts" / script)
+        return [sys.executable, path, *arguments, "--out", str(output)]
+    modules = [f"tests/ops/triton_matrix/{name}" for name in MATRIX]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    return [*pytest, f"--junitxml={output}", *modules]
+
+
+def summarise_tests(path: Path) -> dict[str, Any]:
+    """Counts a module and the names of what failed; raises RuntimeError unless all ran."""
+    modules: dict[str, int] = {}
+    wrong: list[str] = []
+    skipped = 0
+    for case in ElementTree.parse(path).iter("testcase"):
+        module = case.get("classname", "").rpartition(".")[2]
+        modules[module] = modules.get(module, 0) + 1
+        if case.find("failure") is not None or case.find("error") is not None:
+            wrong.append(f"{module}::{case.get('name')}")
+        skipped += case.find("skipped") is not None
+    expected = {name.removesuffix(".py") for name in MATRIX}
+    if wrong or skipped or set(modules) != expected:
+        raise RuntimeError(f"failed: {wrong}; {skipped} skipped; ran {modules}")
+    return {"tests": modules, "against": "the PyTorch reference in float64"}
+
+
+def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
+    """Run a stage to its end or its limit."""
+    output, log = folder / f"{stage.name}.out", folder / f"{stage.name}.log"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    environment |= dict(stage.variables)
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
+    begin = time.monotonic()
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command(stage, output),
+            cwd=ROOT,
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(stage.limit)
+            problem = f"exit status {status}" if status else None
+        except subprocess.TimeoutExpired:
+            problem = f"still running after {stage.limit} s"
+        finally:
+            # Also what it has started: an engine's processes would keep the device's memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    result: dict[str, Any] = {"seconds": round(time.monotonic() - begin, 1)}
+    try:
+        if stage.arguments:
+            if problem is None:
+                result["result"] = json.loads(output.read_text())
+        else:
+            result["result"] = summarise_tests(output)
+    except (OSError, ValueError, RuntimeError, ElementTree.ParseError) as error:
+        problem = f"{problem or 'bad result'}: {error}"
+    if problem is not None:
+        return result | {
+            "status": "failed",
+            "reason": problem,
+            "log": log.read_text(errors="replace")[-LOG_TAIL:],
+        }
+    return result | {"status": "passed"}
+
+
+def compare_throughput(stages: dict[str, Any]) -> dict[str, Any] | None:
+    """Each policy over `none`, where both were measured."""
+    measured = {
+        name.removeprefix("throughput-"): entry["result"]
+        for name, entry in stages.items()
+        if name.startswith("throughput-") and entry["status"] == "passed"
+    }
+    base = measured.pop("none", None)
+    if base is None or not measured:
+        return None
+    keys = ("output_tokens_per_second", "peak_running_requests")
+    return {
+        policy: {key: round(result[key] / base[key], 3) for key in keys}
+        for policy, result in measured.items()
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), metavar="FILE")
+    parser.add_argument(
+        "--only", nargs="+", metavar="STAGE", help="these alone; a name's beginning will do"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    options = parser.parse_args()
+    for prefix in options.only or ():
+        if not any(stage.name.startswith(prefix) for stage in STAGES):
+            names = ", ".join(stage.name for stage in STAGES)
+            parser.error(f"no stage begins with {prefix!r}; there are {names}")
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    chosen = [s for s in STAGES if not options.only or s.name.startswith(tuple(options.only))]
+    if options.dry_run:
+        for stage in chosen:
+            variables = "".join(f"{name}={value} " for name, value in stage.variables)
+            line = " ".join(command(stage, Path("OUT")))
+            print(f"{stage.name} (at most {stage.limit} s): {variables}{line}")
+        print(f"{len(chosen)} stages, at most {sum(s.limit for s in chosen)} s -> {options.json}")
+        return 0
+    report: dict[str, Any] = {"device": describe_device(), "commit": commit(), "stages": {}}
+    if options.only and options.json.exists():
+        before = json.loads(options.json.read_text())
+        if all(before.get(key) == report[key] for key in ("device", "commit")):
+            report["stages"] = before["stages"]
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in chosen:
+            reason = lacking(stage, report["device"])
+            if reason:
+                entry: dict[str, Any] = {"status": "skipped", "reason": reason}
+            else:
+                print(f"{stage.name} ...", flush=True)
+                entry = run_stage(stage, Path(folder))
+            print(f"{stage.name}: {entry['status']} {entry.get('reason', '')}", flush=True)
+            report["stages"][stage.name] = entry
+            report["throughput_over_none"] = compare_throughput(report["stages"])
+            options.json.write_text(json.dumps(report, indent=1) + "\n")  # also if cut short
+    failed = [name for name, entry in report["stages"].items() if entry["status"] == "failed"]
+    print(f"{options.json}: {len(report['stages'])} stages, failed: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

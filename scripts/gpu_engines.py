@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine stages of scripts/gpu_check.py; each call runs one, in this process.
+
+    python scripts/gpu_engines.py engine --backend FLASH_ATTN --mode eager --runner v2 --out FILE
+    python scripts/gpu_engines.py throughput --policy pyramidkv --out FILE
+
+Writes a JSON object; what must hold and does not raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# Where vLLM's two model runners are defined.
+RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise RuntimeError unless the condition holds."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
+    """`none`, `full` and `pyramidkv` on a small random Llama, one engine after the other.
+
+    Args:
+        backend: of attention; None leaves the choice to vLLM.
+    """
+    from tests.engine import models
+    from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+
+    models.SHAPES["llama-gpu"] = (
+        "Llama",
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    )
+    budget, lengths = 64, [600, 599, 512, 333, 256, 200]
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "enforce_eager": mode == "eager",
+    }
+    if backend is not None:
+        settings["attention_backend"] = backend
+    policies: dict[str, dict[str, Any]] = {
+        "none": {"kv_policy": "none"},
+        "full": {"kv_policy": "full"},
+        "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": budget},
+    }
+    outcomes: dict[str, list[Any]] = {}
+    blocks_in_decode: dict[str, int] = {}
+    result: dict[str, Any] = {}
+    pool = EnginePool()
+    with tempfile.TemporaryDirectory() as folder:
+        model = models.write_model("llama-gpu", Path(folder))
+        for name, policy in policies.items():
+            engine = pool.get(model, **settings, **policy)
+
+            def record(engine: Engine, name: str = name) -> None:
+                running = engine.scheduler.running
+                if len(running) == len(lengths) and all(
+                    request.num_computed_tokens > request.num_prompt_tokens for request in running
+                ):
+                    blocks_in_decode[name] = (
+                        engine.usable_blocks - engine.pool.get_num_free_blocks()
+                    )
+
+            jobs = [Job(prompt, greedy(48, logprobs=1)) for prompt in random_prompts(lengths)]
+            outcomes[name] = engine.run(jobs, record)
+            config = engine.client.vllm_config
+            kinds = type(engine.core.model_executor.driver_worker.worker.model_runner).__mro__
+            right = any(kind.__module__ == RUNNERS[runner] for kind in kinds)
+            require(right, f"{name}: the runner is {kinds[0]}, not one of {RUNNERS[runner]}")
+            layers = config.compilation_config.static_forward_context.values()
+            result[name] = {
+                "attention": sorted(
+                    {type(getattr(layer, "impl", layer)).__name__ for layer in layers}
+                ),
+                "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            }
+            if mode == "graphs":
+                captured = not result[name]["cudagraph_mode"].endswith("NONE")
+                require(captured, f"{name}: CUDA graphs are off")
+            if name != "none":
+                engine.check_whole()
+        pool.close()
+    pairs = list(zip(outcomes["none"], outcomes["full"], strict=True))
+    result["full_equals_none"] = [a.token_ids == b.token_ids for a, b in pairs]
+    result["logprobs_bitwise_equal"] = [a.logprobs == b.logprobs for a, b in pairs]
+    require(all(result["full_equals_none"]), f"tokens of full and none differ: {result}")
+    reports = [outcome.report for outcome in outcomes["pyramidkv"]]
+    result["evicted_tokens"] = [report["evicted_tokens"] for report in reports]
+    result["kept_tokens_per_layer"] = [report["kept_tokens"] for report in reports]
+    result["blocks_in_decode"] = blocks_in_decode
+    require(min(result["evicted_tokens"]) > 0, f"a prompt was not evicted: {result}")
+    require(
+        blocks_in_decode["pyramidkv"] < blocks_in_decode["full"] / 2,
+        f"eviction freed too few blocks: {blocks_in_decode}",
+    )
+    for full, evicted in zip(outcomes["full"], outcomes["pyramidkv"], strict=True):
+        same = full.token_ids[0] == evicted.token_ids[0]
+        require(same, "the first token was chosen before the eviction, and yet it differs")
+    return result
+
+
+# Throughput ---------------------------------------------------------------------------------------
+
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 16384,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+
+
+def run_throughput(
+    policy: str,
+    shape: dict[str, Any] | None = None,
+    requests: int = 48,
+    prompt: int = 8192,
+    output: int = 256,
+    cache_bytes: int = 16 << 30,
+) -> dict[str, Any]:
+    """All requests at once, in a cache that holds 15 of them without a policy."""
+    from tests.engine.support import Engine, greedy, random_prompts, start_engine
+    from tests.engine.support import Job as Request
+
+    shape = shape or LLAMA_3_8B
+    settings: dict[str, Any] = {"kv_policy": policy}
+    if policy == "pyramidkv":
+        settings["kv_budget"] = prompt // 8
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape))
+        engine = start_engine(
+            folder,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=prompt + output,
+            max_num_batched_tokens=prompt,
+            max_num_seqs=64,
+            kv_cache_memory_bytes=cache_bytes,
+            enforce_eager=False,
+            **settings,
+        )
+    vocabulary = shape["vocab_size"]
+    warm_up = random_prompts([prompt] * 2, seed=1, vocab_size=vocabulary)
+    engine.generate(warm_up, greedy(8))
+    prompts = random_prompts([prompt] * requests, seed=2, vocab_size=vocabulary)
+    peak = 0
+
+    def count(engine: Engine) -> None:
+        nonlocal peak
+        peak = max(peak, len(engine.scheduler.running))
+
+    begin = time.perf_counter()
+    outcomes = engine.run([Request(tokens, greedy(output)) for tokens in prompts], count)
+    seconds = time.perf_counter() - begin
+    produced = sum(len(outcome.token_ids) for outcome in outcomes)
+    require(produced == requests * output, f"{produced} tokens came of {requests} x {output}")
+    result = {
+        "policy": policy,
+        "requests": requests,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "cache_bytes": cache_bytes,
+        "seconds": seconds,
+        "output_tokens_per_second": produced / seconds,
+        "total_tokens_per_second": (produced + requests * prompt) / seconds,
+        "peak_running_requests": peak,
+    }
+    if policy == "pyramidkv":
+        evicted = [outcome.report["evicted_tokens"] for outcome in outcomes]
+        require(min(evicted) > 0, "a prompt was not evicted")
+        result["evicted_tokens_each"] = statistics.mean(evicted)
+    engine.shutdown()
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    stages = parser.add_subparsers(dest="stage", required=True)
+    engine = stages.add_parser("engine")
+    engine.add_argument("--backend", required=True, choices=("FLASH_ATTN", "TRITON_ATTN"))
+    engine.add_argument("--mode", required=True, choices=("eager", "graphs"))
+    engine.add_argument("--runner", required=True, choices=tuple(RUNNERS))
+    throughput = stages.add_parser("throughput")
+    throughput.add_argument("--policy", required=True, choices=("none", "full", "pyramidkv"))
+    for stage in (engine, throughput):
+        stage.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if options.stage == "engine":
+        result = run_engine(options.backend, options.mode, options.runner)
+    else:
+        result = run_throughput(options.policy)
+    options.out.write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

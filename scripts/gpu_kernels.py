@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel times of scripts/gpu_check.py (stage `kernels`), on a CUDA device.
+
+    python scripts/gpu_kernels.py --out FILE
+
+Writes a JSON object; what must hold and does not raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BLOCK_SIZE, KV_HEADS, GROUP, HEAD_SIZE = 16, 8, 4, 128  # Llama 3 8B, bfloat16
+WINDOW, KEEP = 32, 1024
+ROUNDS = 15
+# Layers are taken in turn until they hold this much, so that none finds its cache in the L2.
+COLD_BYTES = 512 << 20
+DECODES = ((32, 8192), (64, 1024), (8, 1024), (1, 8192))  # (requests, context)
+PROMPTS = ((1, 8192), (4, 8192))
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise RuntimeError unless the condition holds."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def median_times(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds on the device of each call; the calls alternate within every round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS + 3):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if turn >= 3:  # the first rounds compile and warm up
+                times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+@dataclass
+class Layers:
+    """Paged caches of several layers with one table; shapes as in ops/reference.py."""
+
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    table: torch.Tensor
+    lens: torch.Tensor
+    context: int
+
+    @staticmethod
+    def build(requests: int, context: int, layers: int) -> Layers:
+        blocks = requests * context // BLOCK_SIZE
+        pool = torch.empty(
+            (layers, blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE),
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+        caches = [(layer[..., :HEAD_SIZE], layer[..., HEAD_SIZE:]) for layer in pool.normal_()]
+        order = torch.randperm(blocks, device="cuda").to(torch.int32)
+        lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+        return Layers(caches, order.view(requests, -1), lens, context)
+
+    def queries(self, tokens_each: int) -> torch.Tensor:
+        shape = (self.lens.numel() * tokens_each, KV_HEADS * GROUP, HEAD_SIZE)
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the call, after it has been compiled."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def bench_decode(requests: int, context: int, copy: Callable[[], object], copied: int) -> Any:
+    """Decode as a captured graph over several layers; also with the mass per key."""
+    from vllm_pyramid.ops import triton_ops
+
+    row_bytes = KV_HEADS * HEAD_SIZE * 2
+    read = requests * context * 2 * row_bytes
+    count = max(1, -(-COLD_BYTES // read))
+    layers = Layers.build(requests, context, count)
+    query, skips = layers.queries(1), torch.zeros_like(layers.lens)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+    outs = [torch.empty_like(query) for _ in range(count)]
+    masses = torch.zeros(count, requests, KV_HEADS, context, device="cuda")
+    workspace = triton_ops.Workspace.allocate(KV_HEADS * GROUP, KV_HEADS, HEAD_SIZE, "cuda")
+
+    def decode(with_mass: bool) -> None:
+        for i, (key_cache, value_cache) in enumerate(layers.caches):
+            triton_ops.paged_attention(
+                outs[i],
+                query,
+                key_cache,
+                value_cache,
+                layers.table,
+                starts,
+                layers.lens,
+                skips,
+                scale=HEAD_SIZE**-0.5,
+                key_mass=masses[i] if with_mass else None,
+                max_query_len=1,
+                max_seq_len=context,
+                workspace=workspace,
+            )
+
+    plain, with_mass = capture(lambda: decode(False)), capture(lambda: decode(True))
+    for length in (context, context - 5):  # replays read the lengths of the day
+        layers.lens.fill_(length)
+        decode(False)
+        expected = [out.clone() for out in outs]
+        for out in outs:
+            out.zero_()
+        plain.replay()
+        torch.cuda.synchronize()
+        equal = all(torch.equal(out, right) for out, right in zip(outs, expected, strict=True))
+        require(equal, f"the captured decode differs from the eager one at {length} tokens")
+    masses.zero_()
+    with_mass.replay()
+    torch.cuda.synchronize()
+    largest = (masses.sum(-1) - GROUP).abs().max().item()
+    require(largest < 1e-2, f"probabilities of a KV head sum to {GROUP} with an error of {largest}")
+    layers.lens.fill_(context)
+    times = median_times(
+        {"copy": copy, "decode": plain.replay, "decode_with_key_mass": with_mass.replay}
+    )
+    bandwidth = copied / times["copy"]
+    return {
+        "kernel": "decode",
+        "requests": requests,
+        "context": context,
+        "layers": count,
+        "milliseconds": times["decode"] / count,
+        "milliseconds_with_key_mass": times["decode_with_key_mass"] / count,
+        "megabytes": read / 1e6,
+        "copy_gb_per_s": bandwidth / 1e6,
+        "share_of_copy_bandwidth": read * count / times["decode"] / bandwidth,
+        "graph_equals_eager": True,
+    }
+
+
+def bench_eviction(requests: int, context: int, copy: Callable[[], object], copied: int) -> Any:
+    """Score, select and compact at the end of prompts; launches included."""
+    from vllm_pyramid.ops import triton_ops
+
+    layers = Layers.build(requests, context, 1)
+    key_cache, value_cache = layers.caches[0]
+    query = layers.queries(WINDOW)
+    lens, keeps = layers.lens, torch.full_like(layers.lens, KEEP)
+    ends = torch.arange(1, requests + 1, dtype=torch.int32, device="cuda") * WINDOW
+
+    def score() -> torch.Tensor:
+        return triton_ops.window_scores(
+            query,
+            key_cache,
+            layers.table,
+            ends,
+            lens,
+            window=WINDOW,
+            scale=HEAD_SIZE**-0.5,
+            max_prompt_len=context,
+        )
+
+    scores = score()
+
+    def select() -> torch.Tensor:
+        return triton_ops.select(scores, lens, keeps, window=WINDOW, max_keep=KEEP)
+
+    kept = select()
+    calls = {
+        "copy": copy,
+        "window_scores": score,
+        "select": select,
+        "compact": lambda: triton_ops.compact(
+            key_cache, value_cache, layers.table, kept, lens, keeps
+        ),
+    }
+    times = median_times(calls)
+    bandwidth = copied / times["copy"]
+    row_bytes = requests * KV_HEADS * HEAD_SIZE * 2
+    # What has to move at the least: K once, the scores once, the survivors out and in.
+    least = {
+        "window_scores": context * row_bytes,
+        "select": scores.numel() * 4,
+        "compact": 4 * KEEP * row_bytes,
+    }
+    return {
+        "kernel": "eviction",
+        "requests": requests,
+        "context": context,
+        "copy_gb_per_s": bandwidth / 1e6,
+        **{
+            name: {
+                "milliseconds": times[name],
+                "least_megabytes": size / 1e6,
+                "share_of_copy_bandwidth": size / times[name] / bandwidth,
+            }
+            for name, size in least.items()
+        },
+    }
+
+
+def run_kernels() -> dict[str, Any]:
+    """All kernel times; a copy of 1 GiB gives the bandwidth, measured between them."""
+    torch.manual_seed(0)
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copied = 2 * source.numel()  # read and written
+
+    def copy() -> object:
+        return target.copy_(source)
+
+    rows = [bench_decode(*case, copy, copied) for case in DECODES]
+    rows += [bench_eviction(*case, copy, copied) for case in PROMPTS]
+    return {"rounds": ROUNDS, "statistic": "median", "rows": rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.write_text(json.dumps(run_kernels()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

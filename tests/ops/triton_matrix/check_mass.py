@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`key_mass` and the window's statistics against the reference in float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from vllm_pyramid.ops import reference, triton_ops
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+
+# (KV heads, group, head size, dtype, joint K and V)
+GEOMETRIES = [
+    (2, 1, 64, torch.bfloat16, False),
+    (2, 4, 128, torch.bfloat16, True),
+    (1, 8, 80, torch.float32, False),
+    (1, 3, 32, torch.float16, True),
+    (1, 20, 64, torch.bfloat16, False),  # more query heads than a tensor-core tile has rows
+]
+EXTRAS = {
+    "sliding_window": {"sliding_window": 37},
+    "soft_cap": {"soft_cap": 2.5},
+    "sinks": {"sinks": True},
+    "all": {"sliding_window": 50, "soft_cap": 4.0, "sinks": True},
+}
+START = 0.25  # what the mass holds before: it is added to
+
+
+def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, columns=None, **launch):
+    num_kv_heads, group, head_size, dtype, _ = geometry
+    device = paged.key_cache.device
+    generator = torch.Generator().manual_seed(2)
+    extras = dict(extras or {})
+    if extras.get("sinks"):
+        extras["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device)
+    query = torch.randn(sum(queries), num_kv_heads * group, head_size, generator=generator)
+    query = query.to(dtype).to(device)
+    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    shared = (query, paged.key_cache, paged.value_cache, paged.block_table)
+    shared += (ints(starts), ints(lens), ints(skips))
+    columns = columns or max(n - s for n, s in zip(lens, skips, strict=True)) + 2
+    shape = (len(lens), num_kv_heads, columns)
+    expected, actual = (torch.full(shape, START, device=device) for _ in range(2))
+    options = {"scale": head_size**-0.5, **extras}
+    out = torch.empty_like(query)
+    reference.paged_attention(
+        out.double(), *shared, **options, compute_dtype=torch.float64, key_mass=expected
+    )
+    triton_ops.paged_attention(out, *shared, **options, **launch, key_mass=actual)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+    for r, (n, skip) in enumerate(zip(lens, skips, strict=True)):
+        assert (actual[r, :, n - skip :] == START).all()
+    return actual
+
+
+@pytest.mark.parametrize(
+    ("geometry", "splits"), list(zip(GEOMETRIES, [1, 4, 1, 4, 2], strict=True))
+)
+def test_decode(make_paged, ints, geometry, splits):
+    num_kv_heads, _, head_size, dtype, joint = geometry
+    lens, skips = [1, 150, 64, 97, 17], [0, 37, 48, 96, 0]
+    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
+    for r, skip in enumerate(skips):
+        paged.hide(r, skip // 16)
+    run_both(paged, ints, geometry, lens, [1] * 5, skips, num_splits=splits)
+
+
+@pytest.mark.parametrize(("geometry", "splits"), [(GEOMETRIES[1], 2), (GEOMETRIES[3], None)])
+def test_chunks_and_mixed_batch(make_paged, ints, geometry, splits):
+    num_kv_heads, _, head_size, dtype, joint = geometry
+    lens, skips, queries = [40, 70, 33, 20, 64], [0, 21, 0, 0, 16], [40, 9, 1, 0, 5]
+    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
+    for r, skip in enumerate(skips):
+        paged.hide(r, skip // 16)
+    mass = run_both(paged, ints, geometry, lens, queries, skips, num_splits=splits)
+    assert (mass[3] == START).all()
+
+
+@pytest.mark.parametrize(("extra", "splits"), list(zip(EXTRAS, [1, 2, 2, 1], strict=True)))
+def test_extras(make_paged, ints, extra, splits):
+    geometry = (1, 4, 64, torch.bfloat16, False)
+    lens, skips, queries = [150, 33, 90, 120], [37, 0, 16, 0], [1, 1, 20, 60]
+    paged = make_paged(lens, 1, 64, torch.bfloat16, block_size=8)
+    for r, skip in enumerate(skips):
+        paged.hide(r, skip // 8)
+    run_both(paged, ints, geometry, lens, queries, skips, extras=EXTRAS[extra], num_splits=splits)
+
+
+def test_queries_that_see_nothing_give_nothing(make_paged, ints):
+    paged = make_paged([32], 2, 64, torch.bfloat16)
+    mass = run_both(paged, ints, (2, 4, 64, torch.bfloat16, False), [32], [4], [30])
+    torch.testing.assert_close((mass - START).sum().item(), 2.0 * 8, rtol=1e-5, atol=1e-5)
+
+
+def test_strides_and_fewer_columns_than_keys(make_paged, ints, device):
+    """Columns that are not there are dropped; the mass may be a view."""
+    paged = make_paged([70], 2, 64, torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(1, 8, 64, generator=generator).to(torch.bfloat16).to(device)
+    inputs = (query, paged.key_cache, paged.value_cache, paged.block_table)
+    inputs += (ints([0, 1]), ints([70]), ints([0]))
+    whole = torch.zeros(1, 2, 70, device=device)
+    triton_ops.paged_attention(torch.empty_like(query), *inputs, scale=0.125, key_mass=whole)
+    wide = torch.zeros(1, 2, 80, device=device)
+    view = wide[:, :, 7:57]
+    triton_ops.paged_attention(torch.empty_like(query), *inputs, scale=0.125, key_mass=view)
+    assert torch.equal(view, whole[..., :50])
+    view.zero_()
+    assert not wide.any()
+
+
+def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+    """Offsets above 2**31 elements, in the cache and in the mass: a 32-bit product would wrap."""
+    stride, head_size = 2**30, 64
+    flat = make_huge(2 * stride + 4096, torch.bfloat16)
+    cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
+    far = make_huge(2 * stride + 4096, torch.float32).as_strided((3, 1, 40), (stride, 1, 1))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
+    query = torch.randn(10, 2, head_size, generator=generator).bfloat16().to(device)
+    near = torch.zeros(3, 1, 40, device=device)
+    for pool, mass in ((cache, far), (data, near)):
+        pool.copy_(data)
+        mass.zero_()
+        triton_ops.paged_attention(
+            torch.empty_like(query),
+            query,
+            pool[..., :head_size],
+            pool[..., head_size:],
+            ints([[2, 0, 1], [2, 1, 0], [1, 2, 0]]),
+            ints([0, 1, 9, 10]),
+            ints([40, 40, 35]),
+            ints([3, 0, 0]),
+            scale=0.125,
+            num_splits=2,
+            key_mass=mass,
+        )
+    assert torch.equal(far, near)
+    torch.testing.assert_close(near.sum(-1)[:, 0], torch.tensor([2.0, 16.0, 2.0], device=device))
+
+
+def test_refuses(make_paged, ints, device):
+    paged = make_paged([70], 2, 64, torch.bfloat16)
+    query = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=device)
+    inputs = (query, paged.key_cache, paged.value_cache, paged.block_table)
+    inputs += (ints([0, 1]), ints([70]), ints([0]))
+    for shape, dtype, message in [
+        ((1, 3, 70), torch.float32, r"must be \[1, 2, columns\]"),
+        ((1, 2, 70), torch.float64, "must be float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            triton_ops.paged_attention(
+                torch.empty_like(query),
+                *inputs,
+                scale=0.125,
+                key_mass=torch.zeros(shape, dtype=dtype, device=device),
+            )
+
+
+@pytest.mark.parametrize(
+    ("gqa_reduce", "pooling"), list(zip(reference.GQA_REDUCTIONS, reference.POOLINGS, strict=True))
+)
+def test_window_statistics(make_paged, ints, device, gqa_reduce, pooling):
+    lens = [9, 60, 33]
+    paged = make_paged(lens, 2, 64, torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(3 * 8, 8, 64, generator=generator).to(torch.bfloat16).to(device)
+    arguments = (query, paged.key_cache, paged.block_table, ints([8, 16, 24]), ints(lens))
+    options = {"window": 8, "scale": 0.25, "gqa_reduce": gqa_reduce, "pooling": pooling}
+    _, expected = reference.window_scores(
+        *arguments, **options, statistics=True, compute_dtype=torch.float64
+    )
+    scores, actual = triton_ops.window_scores(
+        *arguments, **options, statistics=True, max_prompt_len=70
+    )
+    assert torch.equal(scores, triton_ops.window_scores(*arguments, **options, max_prompt_len=70))
+    for name in actual._fields:
+        torch.testing.assert_close(
+            getattr(actual, name), getattr(expected, name), rtol=2e-5, atol=2e-6, msg=name
+        )
+    keeps = ints([9, 20, 12])
+    kept = triton_ops.select(scores, ints(lens), keeps, window=8)
+    recall = triton_ops.kept_mass(scores, kept, ints(lens), keeps, window=8)
+    assert recall[0].tolist() == [1.0, 1.0]
+    assert ((recall[1:] > 0) & (recall[1:] < 1)).all()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of scripts/gpu_check.py can be tested without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "gpu_check.sh"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_dry_run_prints_the_whole_plan(script: ModuleType, tmp_path: Path) -> None:
+    result = run("--dry-run", "--json", str(tmp_path / "result.json"))
+    assert result.returncode == 0, result.stderr
+    *lines, total = result.stdout.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [stage.name for stage in script.STAGES]
+    assert total.startswith(f"{len(script.STAGES)} stages, at most ")
+    for runner, variable in (("v1", "0"), ("v2", "1")):
+        for backend in ("FLASH_ATTN", "TRITON_ATTN"):
+            for mode in ("eager", "graphs"):
+                wanted = f"engine --backend {backend} --mode {mode} --runner {runner} "
+                (line,) = [line for line in lines if wanted in line]
+                assert f"VLLM_USE_V2_MODEL_RUNNER={variable} " in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_chooses_by_the_beginning_of_a_name(script: ModuleType) -> None:
+    result = run("--dry-run", "--only", "kernels", "throughput")
+    names = [line.partition(" ")[0] for line in result.stdout.splitlines()[:-1]]
+    assert names == ["kernels", "throughput-none", "throughput-full", "throughput-pyramidkv"]
+    unknown = run("--dry-run", "--only", "kernel", "speed")
+    assert unknown.returncode == 2
+    assert "no stage begins with 'speed'; there are numerics" in unknown.stderr
+
+
+def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+    result = run("--json", str(tmp_path / "result.json"))
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: no CUDA device: PyTorch ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_module_of_the_matrix_is_in_the_numerics(script: ModuleType) -> None:
+    found = {path.name for path in (ROOT / "tests/ops/triton_matrix").glob("check_*.py")}
+    assert found == {*script.MATRIX, "check_launch.py"}  # which needs no device
+
+
+def test_stages_that_the_device_cannot_run(script: ModuleType) -> None:
+    small = {"capability": [9, 0], "memory_gib": 23.6}
+    reasons = {stage.name: script.lacking(stage, small) for stage in script.STAGES}
+    skipped = {name for name, reason in reasons.items() if reason}
+    assert skipped == {"throughput-none", "throughput-full", "throughput-pyramidkv"}
+    assert reasons["throughput-none"] == "needs 48 GiB of device memory, this has 23.6"
+    old = {"capability": [7, 5], "memory_gib": 80.0}
+    assert all(script.lacking(stage, old) for stage in script.STAGES)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("open(out, 'w').write('{\"a\": 1}')", "passed", None),
+        ("print('the cause'); sys.exit(3)", "failed", "exit status 3"),
+        ("open(out, 'w').write('none')", "failed", "bad result"),
+        ("pass", "failed", "bad result"),
+        ("print('the cause', flush=True); time.sleep(60)", "failed", "still running after 1 s"),
+    ],
+)
+def test_a_stage_ends_in_one_of_two_ways(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    status: str,
+    reason: str | None,
+) -> None:
+    def command(stage: object, output: Path) -> list[str]:
+        return [sys.executable, "-c", f"import sys, time; out = {str(output)!r}; {code}"]
+
+    monkeypatch.setattr(script, "command", command)
+    entry = script.run_stage(script.Stage("name", 1, ("anything",)), tmp_path)
+    assert entry["status"] == status
+    if reason is None:
+        assert entry["result"] == {"a": 1}
+    else:
+        assert reason in entry["reason"]
+        assert ("the cause" in entry["log"]) == ("the cause" in code)
+
+
+def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
+    def summarise(*cases: str) -> dict[str, object]:
+        path = tmp_path / "tests.xml"
+        path.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+        return script.summarise_tests(path)
+
+    names = [name.removesuffix(".py") for name in script.MATRIX]
+    good = [f'<testcase classname="tests.ops.triton_matrix.{name}" name="t"/>' for name in names]
+    assert summarise(*good, good[0])["tests"] == dict.fromkeys(names, 1) | {names[0]: 2}
+    bad = '<testcase classname="tests.ops.triton_matrix.check_mass" name="t"><{}/></testcase>'
+    for wrong in ("failure", "error", "skipped"):
+        with pytest.raises(RuntimeError, match=r"failed|skipped"):
+            summarise(*good, bad.format(wrong))
+    with pytest.raises(RuntimeError, match="ran"):
+        summarise(*good[1:])
+
+
+def test_throughput_is_compared_with_none(script: ModuleType) -> None:
+    def entry(rate: float, peak: int) -> dict[str, object]:
+        result = {"output_tokens_per_second": rate, "peak_running_requests": peak}
+        return {"status": "passed", "result": result}
+
+    stages = {"throughput-none": entry(100.0, 16), "throughput-pyramidkv": entry(250.0, 48)}
+    stages["throughput-full"] = {"status": "failed"}
+    assert script.compare_throughput(stages) == {
+        "pyramidkv": {"output_tokens_per_second": 2.5, "peak_running_requests": 3.0}
+    }
+    del stages["throughput-none"]
+    assert script.compare_throughput(stages) is None
+    json.dumps(stages)

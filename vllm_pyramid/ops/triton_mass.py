@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of `key_mass`: what each key is given by the queries of a batch.
+
+Attention does not keep its probabilities, so they are computed again in two passes over K: the
+first finds each row's maximum and sum (split over the context), the second owns a tile of keys,
+meets it with all rows and adds up. No V is read, nothing of size (queries x keys) is stored, and
+every element of the result belongs to one program, so there are no atomics and no dependence on
+order.
+
+A row is one query of one head: row `i` of a request and KV head is query `i // GROUP`, head
+`i % GROUP`. Positions here count from `skips[r]`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped
+
+
+@triton.jit
+def load_rows(query, start, rows, num_rows, g, stride_token, stride_head, dims, HEAD_SIZE, GROUP):
+    """Query rows; those behind the last repeat it: finite numbers, masked by the caller."""
+    rows = tl.minimum(rows, num_rows - 1)
+    tokens = (start + rows // GROUP).to(tl.int64)
+    heads = (g * GROUP + rows % GROUP).to(tl.int64)
+    q = tl.load(
+        query + tokens[:, None] * stride_token + heads[:, None] * stride_head + dims[None, :],
+        mask=(dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    return q, tokens, heads
+
+
+@triton.jit
+def load_keys(key_base, table_row, positions, stride_block, stride_token, dim_mask, BLOCK_SIZE):
+    """K of absolute positions, all of which must be the request's own."""
+    blocks = tl.load(table_row + positions // BLOCK_SIZE).to(tl.int64)
+    in_block = (positions % BLOCK_SIZE).to(tl.int64)
+    return tl.load(
+        key_base + (blocks * stride_block + in_block * stride_token)[:, None],
+        mask=dim_mask[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def visible_logits(
+    q,
+    k,
+    local,
+    query_local,
+    visible_keys,
+    scale,
+    soft_cap,
+    sliding_window,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Base-2 logits of a tile; -inf where a row does not see the key."""
+    logits = dot(q, tl.trans(k))
+    logits *= scale
+    if HAS_SOFT_CAP:
+        logits = soft_capped(logits, soft_cap)
+    visible = (local[None, :] <= query_local[:, None]) & (local < visible_keys)[None, :]
+    if HAS_WINDOW:
+        visible &= local[None, :] > query_local[:, None] - sliding_window
+    return tl.where(visible, logits, float("-inf"))
+
+
+@triton.jit
+def row_statistics_kernel(
+    partial_max,
+    partial_sum,
+    query,
+    key_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    skips,
+    sinks,
+    scale,
+    soft_cap,
+    sliding_window,
+    stride_query_token,
+    stride_query_head,
+    stride_key_block,
+    stride_key_head,
+    stride_key_token,
+    stride_table,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Maximum and sum of each row over one split of the keys; `partial_*` are `[T, H, SPLITS]`.
+
+    Grid: request and KV head, tile of rows, split.
+    """
+    r = tl.program_id(0) // NUM_KV_HEADS
+    g = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(2)
+    start = tl.load(query_start_loc + r)
+    num_queries = tl.load(query_start_loc + r + 1) - start
+    num_rows = num_queries * GROUP
+    row_start = tl.program_id(1) * ROWS
+    if row_start >= num_rows:
+        return
+    skip = tl.load(skips + r)
+    visible_keys = tl.load(seq_lens + r) - skip
+    first_query = visible_keys - num_queries
+    rows = row_start + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    q, tokens, heads = load_rows(
+        query, start, rows, num_rows, g, stride_query_token, stride_query_head, dims, HEAD_SIZE,
+        GROUP,
+    )  # fmt: skip
+    query_local = first_query + tl.minimum(rows, num_rows - 1) // GROUP
+    first = 0  # what the first row of this tile sees; keys before may be somebody else's
+    if HAS_WINDOW:
+        first = tl.maximum(first_query + row_start // GROUP - sliding_window + 1, 0)
+    first_tile = first // BLOCK_K
+    # What the last row of this tile sees.
+    last = tl.minimum(visible_keys, first_query + (row_start + ROWS - 1) // GROUP + 1)
+    last_tile = tl.cdiv(tl.maximum(last, 0), BLOCK_K)
+    tiles_each = tl.cdiv(tl.maximum(last_tile - first_tile, 0), SPLITS)
+    begin = first_tile + split * tiles_each
+    end = tl.minimum(begin + tiles_each, last_tile)
+
+    table_row = block_table + r.to(tl.int64) * stride_table
+    key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
+    running_max = tl.full([ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if split == 0:
+            running_max = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+            running_sum += 1.0
+    for tile in range(begin, end):
+        local = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = tl.minimum(tl.maximum(local, first), last - 1)
+        k = load_keys(
+            key_base, table_row, skip + inside, stride_key_block, stride_key_token,
+            dims < HEAD_SIZE, BLOCK_SIZE,
+        )  # fmt: skip
+        logits = visible_logits(
+            q, k, local, query_local, visible_keys, scale, soft_cap, sliding_window, HAS_SOFT_CAP,
+            HAS_WINDOW,
+        )  # fmt: skip
+        new_max = tl.maximum(running_max, tl.max(logits, 1))
+        # A row may see nothing of this tile, nor of those before it.
+        reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        running_sum = running_sum * tl.exp2(running_max - reference_max) + tl.sum(
+            tl.exp2(logits - reference_max[:, None]), 1
+        )
+        running_max = new_max
+
+    place = (tokens * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split
+    tl.store(partial_max + place, running_max, mask=rows < num_rows)
+    tl.store(partial_sum + place, running_sum, mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def key_mass_kernel(
+    key_mass,
+    partial_max,
+    partial_sum,
+    query,
+    key_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    skips,
+    scale,
+    soft_cap,
+    sliding_window,
+    num_columns,
+    stride_mass_request,
+    stride_mass_head,
+    stride_query_token,
+    stride_query_head,
+    stride_key_block,
+    stride_key_head,
+    stride_key_token,
+    stride_table,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Add the probabilities that all rows give the keys of one tile. Grid: request and KV head,
+    tile of keys."""
+    r = tl.program_id(0) // NUM_KV_HEADS
+    g = tl.program_id(0) % NUM_KV_HEADS
+    start = tl.load(query_start_loc + r)
+    num_queries = tl.load(query_start_loc + r + 1) - start
+    skip = tl.load(skips + r)
+    visible_keys = tl.load(seq_lens + r) - skip
+    first_query = visible_keys - num_queries
+    key_start = tl.program_id(1) * BLOCK_K
+    first = 0  # what the first query sees; keys before may be somebody else's
+    if HAS_WINDOW:
+        first = tl.maximum(first_query - sliding_window + 1, 0)
+    if (num_queries <= 0) | (key_start >= visible_keys) | (key_start + BLOCK_K <= first):
+        return
+    num_rows = num_queries * GROUP
+    local = key_start + tl.arange(0, BLOCK_K)
+    inside = tl.minimum(tl.maximum(local, first), visible_keys - 1)
+    dims = tl.arange(0, BLOCK_D)
+    k = load_keys(
+        key_cache + g.to(tl.int64) * stride_key_head + dims[None, :],
+        block_table + r.to(tl.int64) * stride_table,
+        skip + inside,
+        stride_key_block,
+        stride_key_token,
+        dims < HEAD_SIZE,
+        BLOCK_SIZE,
+    )
+    mass = tl.zeros([BLOCK_K], tl.float32)
+    splits = tl.arange(0, SPLITS)
+    # Queries before this tile see none of it, nor do those that it has left the window of.
+    first_row = tl.maximum(key_start - first_query, 0) * GROUP // ROWS * ROWS
+    if HAS_WINDOW:
+        past = tl.maximum(key_start + BLOCK_K - 1 + sliding_window - first_query, 0)
+        num_rows_here = tl.minimum(num_rows, past * GROUP)
+    else:
+        num_rows_here = num_rows
+    for row_start in range(first_row, num_rows_here, ROWS):
+        rows = row_start + tl.arange(0, ROWS)
+        q, tokens, heads = load_rows(
+            query, start, rows, num_rows, g, stride_query_token, stride_query_head, dims, HEAD_SIZE,
+            GROUP,
+        )  # fmt: skip
+        query_local = first_query + tl.minimum(rows, num_rows - 1) // GROUP
+        place = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * SPLITS + splits[None, :]
+        maxima = tl.load(partial_max + place)
+        highest = tl.max(maxima, 1)
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        total = tl.sum(tl.load(partial_sum + place) * tl.exp2(maxima - highest[:, None]), 1)
+        # Rows of the padding count nothing; one that sees no key has no sum.
+        counts = (rows < num_rows) & (total > 0.0)
+        factor = tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0)
+        logits = visible_logits(
+            q, k, local, query_local, visible_keys, scale, soft_cap, sliding_window, HAS_SOFT_CAP,
+            HAS_WINDOW,
+        )  # fmt: skip
+        mass += tl.sum(tl.exp2(logits - highest[:, None]) * factor[:, None], 0)
+    target = (
+        key_mass + r.to(tl.int64) * stride_mass_request + g.to(tl.int64) * stride_mass_head + local
+    )
+    mask = (local < visible_keys) & (local < num_columns)
+    tl.store(target, tl.load(target, mask=mask, other=0.0) + mass, mask=mask)
