@@ -188,6 +188,7 @@ def make_evictions(rows: list[int]) -> StepEvictions:
         request_ids=[str(row) for row in rows],
         rows=np.array(rows, np.int64),
         query_ends=np.arange(10, 10 + size, dtype=np.int32),
+        query_lens=np.full(size, 10, np.int32),
         prompt_lens=np.arange(100, 100 + size, dtype=np.int32),
         helds=np.arange(3 * size, dtype=np.int32).reshape(3, size),
         budgets=np.full(size, 64, np.int32),

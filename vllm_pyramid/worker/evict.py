@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 import torch
 
+from vllm_pyramid.ops.recall import kept_mass
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
 from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 from vllm_pyramid.worker.upload import upload
+
+# Queries whose attention a trace reports on where the policy itself has no window: PyramidKV's 8.
+RECALL_WINDOW = 8
 
 
 @dataclass(frozen=True)
@@ -123,11 +128,62 @@ def evict_layer(
     else:
         positions = _positional(policy, host_lens, host_keeps, key_cache.shape[1])
         kept = upload(positions, query.device)
+    if trace is not None:
+        recalls = _attention_recall(
+            ops, policy, evictions, shortened, device, keeps, kept, query, key_cache, tables,
+            scale=scale, soft_cap=soft_cap,
+        )  # fmt: skip
+        for index, positions, recall in zip(shortened.tolist(), kept, recalls, strict=True):
+            trace.record(evictions, index, layer, positions[:, : helds[index]], recall)
     ops.compact(key_cache, value_cache, tables, kept, device.prompt_lens, keeps, max_keep=max_keep)
     evictions.tokens_done[shortened] += host_lens - host_keeps
-    if trace is not None:
-        for index, positions in zip(shortened.tolist(), kept, strict=True):
-            trace.record(evictions, index, layer, positions[:, : helds[index]])
+
+
+def _attention_recall(
+    ops: ModuleType,
+    policy: Policy,
+    evictions: StepEvictions,
+    shortened: np.ndarray,
+    device: DeviceEvictions,
+    keeps: torch.Tensor,
+    kept: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    tables: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    """What the kept tokens hold of the window's attention, `[S, G]` float32 on the host.
+
+    See `recall.kept_mass`. A policy without a window takes the last `RECALL_WINDOW`
+    queries. NaN for a prompt whose last chunk had fewer queries, which only such a policy allows.
+    """
+    window = policy.window or RECALL_WINDOW
+    result = torch.full((len(shortened), key_cache.shape[1]), math.nan)
+    enough = np.flatnonzero(
+        (evictions.query_lens[shortened] >= window) & (evictions.prompt_lens[shortened] > window)
+    )
+    if enough.size:
+        rows = upload(enough.astype(np.int64), query.device)
+        prompt_lens = device.prompt_lens[rows]
+        mass = ops.window_scores(
+            query,
+            key_cache,
+            tables[rows],
+            device.query_ends[rows],
+            prompt_lens,
+            window=window,
+            scale=scale,
+            soft_cap=soft_cap,
+            gqa_reduce="mean",
+            pooling="none",
+            kernel_size=1,
+            max_prompt_len=int(evictions.prompt_lens[shortened][enough].max()),
+        )
+        share = kept_mass(mass, kept[rows], prompt_lens, keeps[rows], window=window)
+        result[torch.from_numpy(enough)] = share.cpu()
+    return result
 
 
 def _positional(

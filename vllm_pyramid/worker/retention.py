@@ -31,6 +31,7 @@ class StepEvictions:
         request_ids: E names.
         rows: `[E]` int64, their rows of the batch.
         query_ends: `[E]` int32, one behind their last query in the step's query tensor.
+        query_lens: `[E]` int32, their queries in the step: the last chunk of the prompt.
         prompt_lens: `[E]` int32.
         helds: `[L, E]` int32, tokens that stay in each layer.
         gives: `[E]` bool, whether the request's plan shortens any layer.
@@ -40,6 +41,7 @@ class StepEvictions:
     request_ids: list[str]
     rows: npt.NDArray[np.int64]
     query_ends: IntArray
+    query_lens: IntArray
     prompt_lens: IntArray
     helds: IntArray
     budgets: IntArray
@@ -140,6 +142,7 @@ class Retention:
                 request_ids=[request_ids[row] for row in ending],
                 rows=ending,
                 query_ends=np.cumsum(scheduled, dtype=np.int32)[ending],
+                query_lens=scheduled[ending].astype(np.int32),
                 prompt_lens=prompt_lens[ending].astype(np.int32),
                 helds=np.stack([plan.held for plan in plans], axis=1),
                 budgets=np.array([plan.budget_tokens for plan in plans], np.int32),
