@@ -176,6 +176,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(
         (["--policies", ""], "--policies is empty"),
         (["--engine-args", "[1]"], "--engine-args must be a JSON object"),
         (["--engine-args", "{"], "--engine-args is not valid JSON"),
+        (["--json", "/nowhere/rows.json"], "there is no folder /nowhere"),
         (["--model", "/nowhere"], "cannot read the tokenizer of '/nowhere'"),
     ],
 )

@@ -116,6 +116,9 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.no_pictures:
         pictures.check_matplotlib()
+    for path in (args.json, args.csv, args.markdown):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     model = args.model or str(model_path())
     files = load_file_tasks(args, model)
     asked = args.tasks or ("" if files else "all")
