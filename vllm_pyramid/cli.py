@@ -270,11 +270,16 @@ def _print_budgets(report: dict[str, Any]) -> None:
 
 
 def _run_budgets(args: argparse.Namespace) -> int:
-    from vllm_pyramid.policy import load_policy
+    from vllm_pyramid.policy import OpenPlan, load_policy
 
     policy = load_policy(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
     shape, source = _cache_shape(args)
     plan = policy.plan(args.prompt_len, shape.num_layers, args.block_size)
+    if isinstance(plan, OpenPlan):
+        from vllm_pyramid.open_budgets import show_open_budgets
+
+        show_open_budgets(policy, plan, source, as_json=args.json)
+        return 0
     report = _budget_report(policy, plan, shape, source)
     if args.json:
         print(json.dumps(report, indent=2))

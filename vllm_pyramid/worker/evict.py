@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from vllm_pyramid.ops.recall import WindowStatistics
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
 from vllm_pyramid.worker.retention import StepEvictions
@@ -77,7 +78,8 @@ def evict_layer(
 ) -> None:
     """Move the survivors of every prompt that ends in this step to the tail of its range.
 
-    Runs after the layer's attention, so the prompt was attended to in full.
+    Runs after the layer's attention, so the prompt was attended to in full. For policies that know
+    the lengths beforehand; the others evict all layers together (`solve.py`).
 
     Args:
         ops: a module with the functions of `ops/reference.py`.
@@ -96,20 +98,15 @@ def evict_layer(
     tables = block_table.index_select(0, device.rows)
     keeps = device.keeps[layer]
     if policy.needs_scores:
-        scorer = policy.scorer
-        assert isinstance(scorer, ObservationWindowScorer)
-        scores = ops.window_scores(
+        scores, _ = score(
+            ops,
+            policy,
+            device,
             query,
             key_cache,
             tables,
-            device.query_ends,
-            device.prompt_lens,
-            window=policy.window,
             scale=scale,
             soft_cap=soft_cap,
-            gqa_reduce=scorer.gqa_reduce,
-            pooling=scorer.pooling,
-            kernel_size=scorer.kernel_size,
             max_prompt_len=int(host_lens.max()),
         )
         kept = ops.select(
@@ -128,6 +125,40 @@ def evict_layer(
     if trace is not None:
         for index, positions in zip(shortened.tolist(), kept, strict=True):
             trace.record(evictions, index, layer, positions[:, : helds[index]])
+
+
+def score(
+    ops: ModuleType,
+    policy: Policy,
+    device: DeviceEvictions,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    tables: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float,
+    max_prompt_len: int,
+    statistics: bool = False,
+) -> tuple[torch.Tensor, WindowStatistics | None]:
+    """`window_scores` of the prompts in `device` with the policy's settings."""
+    scorer = policy.scorer
+    assert isinstance(scorer, ObservationWindowScorer)
+    result = ops.window_scores(
+        query,
+        key_cache,
+        tables,
+        device.query_ends,
+        device.prompt_lens,
+        window=policy.window,
+        scale=scale,
+        soft_cap=soft_cap,
+        gqa_reduce=scorer.gqa_reduce,
+        pooling=scorer.pooling,
+        kernel_size=scorer.kernel_size,
+        max_prompt_len=max_prompt_len,
+        statistics=statistics,
+    )
+    return result if statistics else (result, None)
 
 
 def _positional(
