@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid budgets` for policies whose lengths depend on the prompt: what can be said before."""
+"""`vllm-pyramid budgets` where lengths depend on the prompt: what can be said beforehand."""
 
 from __future__ import annotations
 
