@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_pyramid import calibrate
 from vllm_pyramid.config import parse_policy_args
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def _build_parser() -> argparse.ArgumentParser:
     budgets.add_argument("--json", action="store_true", help="print JSON instead of a table")
     budgets.set_defaults(run=_run_budgets)
 
+    calibrate.add_parser(commands)
     # Only for the list of commands: `main` hands the demonstration its own arguments.
     commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)
     demo_model = commands.add_parser("demo-model", help="print the path of the built-in model")

@@ -39,7 +39,7 @@ def _traces(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
     return traces
 
 
-@pytest.mark.parametrize("policy", ["pyramidkv", "xkv", "zigzagkv"])
+@pytest.mark.parametrize("policy", ["pyramidkv", "xkv"])
 def test_two_ranks(engines: EnginePool, tiny_model: Any, tmp_path: Path, policy: str) -> None:
     settings = {"kv_policy": policy, "kv_budget": 64}
     model = tiny_model("llama-mha")
