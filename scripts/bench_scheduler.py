@@ -37,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pyramid.compat.side_channel import attach_evictions
 from vllm_pyramid.demo import model_path
+from vllm_pyramid.policy.plans import Eviction
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 
@@ -94,11 +95,11 @@ class Lane:
         end = time.perf_counter()
         return 1000 * (scheduled - start), 1000 * (end - begin)
 
-    def _evictions(self, names: list[str]) -> dict[str, int]:
+    def _evictions(self, names: list[str]) -> dict[str, Eviction]:
         """What the worker reports: the tokens evicted of the prompts that end in this step."""
         plans = self.scheduler.coordinator._plans
         return {
-            name: int(plans[name].skip.sum())
+            name: Eviction(int(plans[name].skip.sum()))
             for name in names
             if name in plans
             and not self.scheduler.coordinator.is_confirmed(name)

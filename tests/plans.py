@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a request, as both sides of the engine make it."""
+"""Plans, as both sides of the engine make them."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_pyramid.config import RequestOverride, resolve
-from vllm_pyramid.policy import Policy, RetentionPlan
+from vllm_pyramid.policy import Plan, Policy, RetentionPlan
 
 
 def plan_for(
@@ -13,7 +16,17 @@ def plan_for(
     prompt_len: int,
     num_layers: int,
     block_size: int,
-) -> RetentionPlan:
+) -> Plan:
     """`Policy.plan` with the request's override."""
     chosen, budget = resolve(policy, override)
     return chosen.plan(prompt_len, num_layers, block_size, budget)
+
+
+def plans_of(
+    prompt_lens: npt.NDArray[np.int32], helds: npt.NDArray[np.int32], budget: int
+) -> list[Plan]:
+    """Plans that keep `helds`, `[L, E]`, of the prompts, without any rounding."""
+    return [
+        RetentionPlan.of(n, 1, budget, column, False)
+        for n, column in zip(prompt_lens.tolist(), helds.T, strict=True)
+    ]

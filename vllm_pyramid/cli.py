@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vllm_pyramid import calibrate
 from vllm_pyramid.config import parse_policy_args
 from vllm_pyramid.eval.command import add_command as add_eval
 from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model
@@ -61,7 +62,7 @@ def _build_parser() -> argparse.ArgumentParser:
     budgets.set_defaults(run=_run_budgets)
 
     add_eval(commands)
-
+    calibrate.add_parser(commands)
     # Only for the list of commands: `main` hands the demonstration its own arguments.
     commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)
     demo_model = commands.add_parser("demo-model", help="print the path of the built-in model")
@@ -208,11 +209,16 @@ def _print_budgets(report: dict[str, Any]) -> None:
 
 
 def _run_budgets(args: argparse.Namespace) -> int:
-    from vllm_pyramid.policy import load_policy
+    from vllm_pyramid.policy import OpenPlan, load_policy
 
     policy = load_policy(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
     shape, source = _cache_shape(args)
     plan = policy.plan(args.prompt_len, shape.num_layers, args.block_size)
+    if isinstance(plan, OpenPlan):
+        from vllm_pyramid.open_budgets import show_open_budgets
+
+        show_open_budgets(policy, plan, source, as_json=args.json)
+        return 0
     report = _budget_report(policy, plan, shape, source)
     if args.json:
         print(json.dumps(report, indent=2))

@@ -133,3 +133,78 @@ def keep_best(importance: torch.Tensor, keep: int, window: int) -> list[set[int]
         best = head.topk(keep - window).indices.tolist()
         result.append(set(best) | set(range(n - window, n)))
     return result
+
+
+# Lengths that follow from the scores --------------------------------------------------------------
+
+
+def mean_retention(layers: Sequence[torch.Tensor], lengths: Sequence[int]) -> float:
+    """XKV's R, mean over the layers (Eq. 4). `layers` are `[n - W]` each."""
+    retained = [
+        float(scores.sort(descending=True).values[:length].sum() / scores.sum())
+        for scores, length in zip(layers, lengths, strict=True)
+    ]
+    return sum(retained) / len(retained)
+
+
+def xkv_lengths(
+    layers: Sequence[torch.Tensor], total: int | None = None, goal: float | None = None
+) -> list[int]:
+    """XKV's Algorithm 1, step by step: the layer whose next token adds most to the mean R.
+
+    Args:
+        layers: `[n - W]` a layer, over all heads. total: tokens to give out (Eq. 17), or
+        goal: the mean R to reach (Eq. 18).
+    """
+    ordered = [(scores / scores.sum()).sort(descending=True).values.tolist() for scores in layers]
+    allocation = [0] * len(layers)
+    wait = [row[0] for row in ordered]
+    retained = 0.0
+    while sum(allocation) < total if total is not None else retained / len(layers) < (goal or 0.0):
+        best = max(wait)
+        layer = wait.index(best)
+        retained += best
+        allocation[layer] += 1
+        taken = allocation[layer]
+        wait[layer] = ordered[layer][taken] if taken < len(ordered[layer]) else -1.0
+        if max(wait) < 0:
+            break
+    return allocation
+
+
+def lengths_in_proportion(weights: Sequence[float], mean: int, floor: float = 0.0) -> list[float]:
+    """Real lengths: `floor` times B in every layer, the rest in proportion to the weights."""
+    rest = mean * len(weights) * (1 - floor)
+    return [floor * mean + rest * weight / sum(weights) for weight in weights]
+
+
+def tokens_for_share(scores: torch.Tensor, share: float) -> float:
+    """ZigZagKV's LMBA: mean over the heads of the fewest tokens that hold `share` of a head."""
+    counts = []
+    for head in scores:
+        needed, count = share * float(head.sum()), 0
+        for value in sorted(head.tolist(), reverse=True):
+            if needed <= 1e-9:
+                break
+            needed -= value
+            count += 1
+        counts.append(count)
+    return sum(counts) / len(counts)
+
+
+def entropy(scores: torch.Tensor) -> float:
+    """Mean over the heads of the entropy, in nats, of a head's attention over the context."""
+    total = 0.0
+    for head in scores:
+        for p in (head / head.sum()).tolist():
+            total -= p * math.log(p) if p > 0 else 0.0
+    return total / len(scores)
+
+
+def gini(scores: torch.Tensor) -> float:
+    """Mean over the heads of the Gini coefficient: half the mean difference over the mean."""
+    total = 0.0
+    for head in scores:
+        difference = (head[:, None] - head[None, :]).abs().mean()
+        total += float(difference / (2 * head.mean()))
+    return total / len(scores)

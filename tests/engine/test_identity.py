@@ -69,7 +69,10 @@ def test_full_equals_vllm_without_the_plugin(
     _assert_equal(_run(engine), full_runs)
 
 
-@pytest.mark.parametrize("policy", ["window", "streaming-llm", "snapkv", "pyramidkv"])
+@pytest.mark.parametrize(
+    "policy",
+    ["window", "streaming-llm", "snapkv", "pyramidkv", "xkv", "zigzagkv", "entropykv", "ginikv"],
+)
 def test_a_budget_as_long_as_the_prompt_equals_full(
     engines: EnginePool, demo_model: Path, full_runs: dict[int, list[Outcome]], policy: str
 ) -> None:

@@ -20,8 +20,14 @@ import torch
 from tests.engine.paper import (
     HuggingFaceModel,
     arithmetic_budgets,
+    entropy,
+    gini,
     keep_best,
+    lengths_in_proportion,
+    mean_retention,
+    tokens_for_share,
     window_importance,
+    xkv_lengths,
 )
 from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
 
@@ -32,6 +38,9 @@ MAX_TOKENS = 12
 # Scores that differ by less than this share may change places: float32 has 6e-8, times the length
 # of the sums behind a score.
 NEAR_TIE = 2e-5
+SCORED = ("snapkv", "pyramidkv", "xkv", "zigzagkv", "entropykv", "ginikv")
+SOLVED = SCORED[2:]
+KERNEL_SIZES = {"xkv": 7}
 
 
 @dataclass
@@ -90,6 +99,60 @@ def _check_lengths(
         assert held in possible, (trace.held, keep)
 
 
+def _check_solved(
+    trace: Trace,
+    model: HuggingFaceModel,
+    outcome: Outcome,
+    policy: str,
+    window: int,
+    fill_blocks: bool,
+    retention: float | None,
+) -> None:
+    """Lengths that follow from the prompt's scores: the formulas on Transformers' queries, keys."""
+    model.forward(outcome.job.prompt)
+    solved = outcome.report["solved_tokens"]
+    n, layers = trace.prompt_len, len(solved)
+    lengths = [keep - window for keep in solved]
+    if fill_blocks:
+        assert trace.held == [n - (n - keep) // BLOCK * BLOCK for keep in solved]
+    else:
+        assert trace.held == solved
+    kernel_size = KERNEL_SIZES.get(policy, 5) if policy in ("xkv", "zigzagkv") else 1
+    scores = [
+        window_importance(queries, keys, window, kernel_size, "mean")
+        for queries, keys in zip(model.queries, model.keys, strict=True)
+    ]
+    assert trace.budget == outcome.report["kv_budget"] == -(-sum(solved) // layers)
+    mean = trace.budget - window
+    if policy == "xkv":
+        of_layers = [score.mean(dim=0) for score in scores]
+        ours = mean_retention(of_layers, lengths)
+        if retention is None:
+            assert sum(lengths) == mean * layers
+            expected = xkv_lengths(of_layers, total=sum(lengths))
+        else:
+            expected = xkv_lengths(of_layers, goal=retention)
+            assert abs(sum(lengths) - sum(expected)) <= 1 and ours >= retention - 1e-6
+        # Tokens of two layers that are equal up to float noise may change places.
+        assert sum(abs(a - b) for a, b in zip(lengths, expected, strict=True)) <= 4
+        if sum(lengths) == sum(expected):
+            assert ours == pytest.approx(mean_retention(of_layers, expected), abs=1e-6)
+        for other in ([mean] * layers, arithmetic_budgets(mean, layers, n - window, 20.0)):
+            fewer = [int(k) for k in other]  # rounded down: at most the same total
+            assert retention is not None or ours >= mean_retention(of_layers, fewer) - 1e-6
+        return
+    assert sum(solved) == trace.budget * layers
+    number: dict[str, Callable[[torch.Tensor], float]] = {
+        "zigzagkv": lambda score: tokens_for_share(score, 0.9),
+        "entropykv": entropy,
+        "ginikv": gini,
+    }
+    weights = [number[policy](score) for score in scores]
+    floor = 0.25 if policy == "zigzagkv" else 0.0
+    expected_lengths = lengths_in_proportion(weights, mean, floor)
+    assert all(abs(k - e) < 1.01 for k, e in zip(lengths, expected_lengths, strict=True))
+
+
 def _check_positions(
     trace: Trace, model: HuggingFaceModel, outcome: Outcome, window: int, scorer: dict[str, Any]
 ) -> Tally:
@@ -141,6 +204,7 @@ def _check(
     window: int = 8,
     fill_blocks: bool = True,
     scorer: dict[str, Any] | None = None,
+    retention: float | None = None,
 ) -> None:
     engine.shuffle_blocks()
     tally = Tally()
@@ -150,8 +214,11 @@ def _check(
             assert trace.prompt_len == len(outcome.job.prompt)
             assert trace.held == outcome.report["kept_tokens"]
             assert outcome.report["evicted_tokens"] > 0
-            _check_lengths(trace, policy, window, fill_blocks)
-            if policy in ("snapkv", "pyramidkv"):
+            if policy in SOLVED:
+                _check_solved(trace, model, outcome, policy, window, fill_blocks, retention)
+            else:
+                _check_lengths(trace, policy, window, fill_blocks)
+            if policy in SCORED:
                 part = _check_positions(trace, model, outcome, window, scorer or {})
                 tally.kept += part.kept
                 tally.different += part.different
@@ -162,7 +229,7 @@ def _check(
                     assert (kept == torch.tensor([*range(sinks), *recent])).all()
             _check_decode(trace, model, outcome)
     engine.check_whole()
-    if policy in ("snapkv", "pyramidkv"):
+    if policy in SCORED:
         print(f"{tally.different} of {tally.kept} kept positions differ, all near ties")
         assert tally.kept > 1000 and tally.different <= 0.001 * tally.kept
 
@@ -222,3 +289,46 @@ def test_other_models(
     )
     model = HuggingFaceModel(str(path))
     _check(engine, tmp_path, model, "pyramidkv", 512, window=16, scorer=scorer)
+
+
+@pytest.mark.parametrize(
+    ("policy", "args"),
+    [
+        ("xkv", {"fill_blocks": False}),
+        ("xkv", {"fill_blocks": True}),
+        ("xkv", {"fill_blocks": False, "retention": 0.5}),
+        ("zigzagkv", {"fill_blocks": False}),
+        ("entropykv", {"fill_blocks": True}),
+        ("ginikv", {"fill_blocks": False}),
+    ],
+)
+def test_lengths_from_the_scores(
+    engines: EnginePool,
+    demo_model: Path,
+    demo_reference: HuggingFaceModel,
+    tmp_path: Path,
+    policy: str,
+    args: dict[str, Any],
+) -> None:
+    """Lengths, kept positions and decoding of the policies that solve each prompt."""
+    retention = args.get("retention")
+    engine = engines.get(
+        demo_model,
+        kv_policy=policy,
+        kv_budget=None if retention else 40,
+        kv_policy_args=args,
+        kv_trace=str(tmp_path),
+        dtype="float32",
+        max_num_batched_tokens=100,
+        max_model_len=1024,
+    )
+    _check(
+        engine,
+        tmp_path,
+        demo_reference,
+        policy,
+        2048,
+        fill_blocks=args["fill_blocks"],
+        scorer={"kernel_size": KERNEL_SIZES.get(policy, 5)},
+        retention=retention,
+    )

@@ -43,6 +43,7 @@ SETTINGS: dict[str, Any] = {
     "block_size": 16,
 }
 POLICY = {"kv_policy": "pyramidkv", "kv_budget": 24}
+SOLVING = {"kv_policy": "xkv", "kv_budget": 24}
 # Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend.
 ENGINES = {
     "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu"),
@@ -66,26 +67,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return models.write_model("llama-tiny", tmp_path_factory.mktemp("llama-tiny"))
 
 
+def _start(folder: Path, model: Path, name: str, policy: dict[str, Any]) -> Child:
+    runner, triton, _ = ENGINES[name]
+    waves: list[list[Any]] = [[], [], []]
+    for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
+        waves[arrival // 2].append([prompt, greedy(tokens, **own)])
+    return Child(
+        folder / name,
+        {"model": str(model), **SETTINGS, "additional_config": policy},
+        waves,
+        triton,
+        TRITON_INTERPRET="1",
+        VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+
+
 @pytest.fixture(scope="module")
 def children(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
     """The engines, side by side."""
     folder = tmp_path_factory.mktemp("runner-v2")
-    waves: list[list[Any]] = [[], [], []]
-    for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
-        waves[arrival // 2].append([prompt, greedy(tokens, **own)])
-    llm = {"model": str(model), **SETTINGS, "additional_config": POLICY}
-    running = {
-        name: Child(
-            folder / name,
-            llm,
-            waves,
-            triton,
-            TRITON_INTERPRET="1",
-            VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        )
-        for name, (runner, triton, _) in ENGINES.items()
-    }
+    running = {name: _start(folder, model, name, POLICY) for name in ENGINES}
     yield running
     for child in running.values():
         child.kill()
@@ -96,7 +98,13 @@ def expected(
     children: dict[str, Child], engines: EnginePool, model: Path
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Tokens and reports of the first runner, while the others start."""
-    engine = engines.get(model, **SETTINGS, **POLICY)
+    return _of_the_first_runner(engines, model, POLICY)
+
+
+def _of_the_first_runner(
+    engines: EnginePool, model: Path, policy: dict[str, Any]
+) -> list[tuple[list[int], dict[str, Any]]]:
+    engine = engines.get(model, **SETTINGS, **policy)
     jobs = [
         Job(prompt, greedy_params(tokens, **own), arrival)
         for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True)
@@ -128,3 +136,21 @@ def test_runner(
     assert outputs == expected
     evicted = [report["evicted_tokens"] > 0 for _, report in outputs]
     assert evicted == [True, False, False, True]
+
+
+def test_lengths_solved_on_the_attention_of_cuda(
+    engines: EnginePool, model: Path, tmp_path: Path
+) -> None:
+    """The second runner, shifted tables and Triton kernels, with lengths that the worker solves."""
+    child = _start(tmp_path, model, "second-attention", SOLVING)
+    try:
+        expected = _of_the_first_runner(engines, model, SOLVING)
+        result = child.result()
+    finally:
+        child.kill()
+    outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
+    assert outputs == expected
+    assert result["one_tensor_of_tables"]
+    solved = ["solved_tokens" in report for _, report in outputs]
+    assert solved == [True, False, False, True]
+    assert any(len(set(report.get("solved_tokens", []))) > 1 for _, report in outputs)

@@ -85,7 +85,7 @@ def _changed(
     return changed, len(contended), preemptions
 
 
-@pytest.mark.parametrize("policy", ["pyramidkv"])
+@pytest.mark.parametrize("policy", ["pyramidkv", "xkv"])
 def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:
     """Chunks, mixed batches, preemption, resumption and aborts; greedy tokens in float32."""
     model = tiny_model("llama-mha")

@@ -23,7 +23,6 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "kv_cache_memory_bytes": 32 << 20,
 }
-POLICY: dict[str, Any] = {"kv_policy": "pyramidkv", "kv_budget": 64}
 LENGTHS = (300, 40, 181, 212)
 ARRIVALS = (0, 0, 2, 2)
 TOKENS = 16
@@ -40,7 +39,9 @@ def _traces(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
     return traces
 
 
-def test_two_ranks(engines: EnginePool, tiny_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["pyramidkv", "xkv"])
+def test_two_ranks(engines: EnginePool, tiny_model: Any, tmp_path: Path, policy: str) -> None:
+    settings = {"kv_policy": policy, "kv_budget": 64}
     model = tiny_model("llama-mha")
     prompts = random_prompts(LENGTHS)
     waves: list[list[Any]] = [[], []]
@@ -51,11 +52,11 @@ def test_two_ranks(engines: EnginePool, tiny_model: Any, tmp_path: Path) -> None
         **SETTINGS,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
-        "additional_config": {**POLICY, "kv_trace": str(tmp_path / "two")},
+        "additional_config": {**settings, "kv_trace": str(tmp_path / "two")},
     }
     child = Child(tmp_path / "child", llm, waves, VLLM_CPU_OMP_THREADS_BIND="nobind")
     try:
-        engine = engines.get(model, **SETTINGS, **POLICY, kv_trace=str(tmp_path / "one"))
+        engine = engines.get(model, **SETTINGS, **settings, kv_trace=str(tmp_path / "one"))
         jobs = [
             Job(prompt, greedy_params(TOKENS), arrival)
             for prompt, arrival in zip(prompts, ARRIVALS, strict=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.policy.allocators import ALLOCATORS, Allocator, parse_allocator, round_to_sum
+from vllm_pyramid.policy.allocators import (
+    ALLOCATORS,
+    Allocator,
+    SharesAllocator,
+    round_to_sum,
+    share_out,
+)
+from vllm_pyramid.policy.solved import parse_allocator
 
 pytestmark = pytest.mark.cpu
 
@@ -33,7 +41,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @st.composite
 def allocators(draw: st.DrawFn) -> Allocator:
-    kind = draw(st.sampled_from(sorted(ALLOCATORS)))
+    kind = draw(st.sampled_from(sorted(ALLOCATORS.keys() - {"shares"})))
     if kind == "uniform":
         return parse_allocator(kind)
     beta = draw(st.one_of(st.floats(1.0, 64.0), st.sampled_from([1.0, 1.0 + 1e-12, 20.0, 1e6])))
@@ -140,7 +148,7 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("aritmetic", "did you mean 'arithmetic'.*valid kinds: arithmetic, exponential"),
+        ("aritmetic", "did you mean 'arithmetic'.*valid kinds: arithmetic, entropy, exponential"),
         ({"kind": "uniform", "beta": 3.0}, "unknown key 'beta' in allocator 'uniform'"),
         ({"kind": "arithmetic", "betta": 3.0}, "did you mean 'beta'.*valid keys: kind, beta"),
         ({"beta": 3.0}, "must be a kind or a mapping"),
@@ -150,10 +158,66 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
         ({"kind": "arithmetic", "beta": float("nan")}, "greater than or equal to 1|finite"),
         ({"kind": "geometric", "beta": float("inf")}, "finite"),
         ({"kind": "geometric", "beta": "20"}, "valid number"),
+        ({"kind": "shares"}, "shares"),
+        ({"kind": "shares", "shares": []}, "at least 1 item"),
+        ({"kind": "shares", "shares": [1.0, -0.5]}, "at least 0"),
+        ({"kind": "shares", "shares": [0, 0]}, "not all 0"),
+        ({"kind": "shares", "shares": [1.0, float("nan")]}, "finite"),
+        ({"kind": "shares", "shares": [1.0, "2"]}, "valid number"),
+        ({"kind": "shares", "shares": [1.0, True]}, "valid number"),
+        ({"kind": "global", "retention": 0.0}, "greater than 0"),
+        ({"kind": "global", "retention": 1.1}, "less than or equal to 1"),
         ("no.such.module:Thing", "cannot import the allocator"),
-        ("fractions:Fraction", "not a subclass of Allocator"),
+        ("fractions:Fraction", "not a subclass of AnyAllocator"),
     ],
 )
 def test_bad_sections(section: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_allocator(section)
+
+
+# Shares ------------------------------------------------------------------------------------------
+
+WEIGHTS = st.lists(
+    st.one_of(st.just(0.0), st.floats(0.0, 1e6), st.floats(0.0, 1e-6)), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(WEIGHTS, st.data())
+def test_what_is_shared_out(weights: list[float], data: st.DataObject) -> None:
+    """Bounds and sum hold, and layers below the capacity stand in the ratio of their weights."""
+    capacity = data.draw(st.one_of(st.integers(0, 40), st.integers(0, 100_000)))
+    mean = data.draw(st.one_of(st.integers(0, capacity), st.just(capacity)))
+    floor = mean * data.draw(st.sampled_from([0.0, 0.25, 1.0]))
+    curve = share_out(np.array(weights), mean, capacity, floor)
+    total = mean * len(weights)
+    assert curve.min() >= floor - 1e-6 and curve.max() <= capacity
+    assert curve.sum() == pytest.approx(total, abs=1e-6 * max(total, 1))
+    tokens = round_to_sum(curve, total)
+    assert int(tokens.sum()) == total
+    assert tokens.min() >= 0 and tokens.max() <= capacity
+    free = [
+        (weight, tokens - floor)
+        for weight, tokens in zip(weights, curve, strict=True)
+        if tokens < capacity * (1 - 1e-9) and weight > 1e-3
+    ]
+    for (weight, tokens), (other, others) in itertools.pairwise(free):
+        assert tokens * other == pytest.approx(others * weight, rel=1e-6, abs=1e-3)
+
+
+def test_shares_by_hand() -> None:
+    """10 tokens a layer in the ratio 1 : 3; then the larger share is cut at the capacity."""
+    allocator = parse_allocator({"kind": "shares", "shares": [1, 3.0]})
+    assert isinstance(allocator, SharesAllocator) and allocator.shares == (1.0, 3.0)
+    assert allocator.allocate(10, 2, 100).tolist() == [5, 15]
+    assert allocator.allocate(10, 2, 12).tolist() == [8, 12]
+    assert share_out(np.zeros(4), 5, 9).tolist() == [5.0] * 4, "no weights: all alike"
+    assert share_out(np.array([0.0, 2.0]), 5, 7).tolist() == [3.0, 7.0]
+
+
+def test_shares_are_of_one_model() -> None:
+    allocator = parse_allocator({"kind": "shares", "shares": [1, 2, 3]})
+    allocator.check_layers(3)
+    with pytest.raises(ValueError, match="shares for 3 layers, but this model has 32: calibrate"):
+        allocator.check_layers(32)

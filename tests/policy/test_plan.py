@@ -6,13 +6,21 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.policy import Budget, Policy, load_policy, policy_names
+from vllm_pyramid.policy import (
+    Budget,
+    OpenPlan,
+    Policy,
+    RetentionPlan,
+    load_policy,
+    policy_names,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -38,8 +46,16 @@ def budgets(draw: st.DrawFn, policy: Policy) -> Budget | None:
     )
 
 
+KNOWN = [policy for policy in PRESETS.values() if policy.solver is None]
+SOLVED = [
+    *(policy for policy in PRESETS.values() if policy.solver is not None),
+    load_policy("xkv", None, {"fill_blocks": False, "sinks": 4}),
+    load_policy("xkv", None, {"retention": 0.9}),
+]
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.data(), st.sampled_from([*PRESETS.values(), *PYRAMIDS]))
+@given(st.data(), st.sampled_from([*KNOWN, *PYRAMIDS]))
 def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
     prompt_len = data.draw(st.one_of(st.integers(0, 300), st.integers(0, 40_000)))
     num_layers = data.draw(st.integers(1, 80))
@@ -65,6 +81,76 @@ def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
         live = {position // block_size for position in range(skip, prompt_len)}
         assert blocks == len(live)
     assert plan.evicts == bool((plan.skip > 0).any())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(SOLVED))
+def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy: Policy) -> None:
+    prompt_len = data.draw(st.one_of(st.integers(0, 60), st.integers(0, 40_000)))
+    num_layers = data.draw(st.integers(1, 12))
+    block_size = data.draw(st.sampled_from([1, 8, 16]))
+    plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
+    assert policy.solver is not None
+    if isinstance(plan, RetentionPlan):  # nothing to solve: the whole prompt stays
+        assert not plan.evicts and (plan.keep == prompt_len).all()
+        return
+    assert plan.evicts and plan.floor == policy.window + policy.sinks < prompt_len
+    assert plan.exact != policy.solver.sets_total
+    assert 0 < plan.mean <= plan.capacity and (plan.mean < plan.capacity or not plan.exact)
+    keep = [plan.budget_tokens] * num_layers
+    for _ in range(10):  # shift tokens from layer to layer
+        giver, taker = (data.draw(st.integers(0, num_layers - 1)) for _ in range(2))
+        most = min(keep[giver] - plan.floor, prompt_len - keep[taker])
+        count = data.draw(st.integers(0, most)) if giver != taker else 0
+        keep[giver] -= count
+        keep[taker] += count
+    settled = plan.settle(keep)
+    assert settled.keep.tolist() == keep and settled.budget_tokens == plan.budget_tokens
+    assert (settled.held == prompt_len - settled.skip).all()
+    if policy.fill_blocks:
+        assert (settled.skip % block_size == 0).all()
+        assert (settled.held - settled.keep < block_size).all()
+    else:
+        assert (settled.held == keep).all()
+    if not plan.exact and min(keep) > plan.floor:
+        less = plan.settle([tokens - 1 for tokens in keep])
+        assert less.budget_tokens == plan.budget_tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("args", "keep", "message"),
+    [
+        ({}, [100, 100], "2 lengths for 3 layers"),
+        ({}, [100, 193, 7], "lengths between 7 and 193; each layer keeps at least 8"),
+        ({}, [101, 100, 100], "add up to 301"),
+        ({}, [100, 100, 99], "add up to 299 tokens; the budget of 100 for 3 layers is 300"),
+        ({"fill_blocks": False}, [8, 8, 1001], "at most the prompt's 1000"),
+        ({"retention": 0.5}, [101, 100, 100], "is at most 300"),
+    ],
+)
+def test_lengths_that_break_the_promise(
+    args: dict[str, Any], keep: list[int], message: str
+) -> None:
+    plan = load_policy("xkv", 100, args).plan(1000, 3, 16)
+    assert isinstance(plan, OpenPlan)
+    with pytest.raises(ValueError, match=message):
+        plan.settle(keep)
+    assert load_policy("xkv", 100, {"retention": 0.5}).plan(1000, 3, 16).settle([50, 40, 31]).evicts
+
+
+def test_a_retention_has_no_budget_of_its_own() -> None:
+    """It replaces the preset's budget; one that the user gives with it is an upper limit."""
+    assert str(load_policy("xkv", None, {"retention": 0.9}).budget) == "100%"
+    assert str(load_policy("xkv", "25%", {"retention": 0.9}).budget) == "25%"
+    assert str(load_policy("xkv").budget) == "12%"
+    assert str(load_policy("xkv", None, {"kernel_size": 5}).budget) == "12%"
+    limited = load_policy("xkv", 100, {"retention": 0.9}).plan(1000, 3, 16)
+    assert isinstance(limited, OpenPlan) and limited.budget_tokens == 100 and not limited.exact
+
+
+def test_an_allocator_that_needs_scores_needs_a_scorer_that_has_them() -> None:
+    with pytest.raises(ValueError, match=r"scorer 'recency' has none: .* observation_window"):
+        load_policy("window", 100, {"allocator": "global"})
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -103,7 +189,9 @@ def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
 def test_which_policies_evict_and_need_scores() -> None:
     assert {name for name, policy in PRESETS.items() if not policy.evicts} == {"full"}
     needs = {name for name, policy in PRESETS.items() if policy.needs_scores}
-    assert needs == {"snapkv", "pyramidkv"}
+    solved = {name for name, policy in PRESETS.items() if policy.solver is not None}
+    assert solved == {"xkv", "zigzagkv", "entropykv", "ginikv"}
+    assert needs == {"snapkv", "pyramidkv", *solved}
 
 
 def test_snapkv_and_pyramidkv_differ_in_the_allocator_alone() -> None:

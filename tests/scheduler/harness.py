@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_pyramid.compat.side_channel import attach_evictions
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.policy.plans import OpenPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
@@ -143,6 +144,21 @@ def make_request(
     )
 
 
+def solved_lengths(source: random.Random, plan: OpenPlan) -> np.ndarray:
+    """Any lengths that a solver might find: within the plan's promise, often at its ends."""
+    keep = np.full(plan.num_layers, plan.budget_tokens)
+    for _ in range(4 * plan.num_layers):
+        giver, taker = source.randrange(plan.num_layers), source.randrange(plan.num_layers)
+        most = min(keep[giver] - plan.floor, plan.prompt_len - keep[taker])
+        if giver != taker and most > 0:
+            count = source.choice([most, source.randint(0, most)])
+            keep[giver] -= count
+            keep[taker] += count
+    if not plan.exact:
+        keep = plan.floor + (keep - plan.floor) * source.randint(0, 10) // 10
+    return keep
+
+
 def check_pool(coordinator: LockstepCoordinator) -> None:
     """`check_integrity`, and that no block on the free list belongs to somebody."""
     coordinator.check_integrity()
@@ -184,6 +200,7 @@ class PlainWorker:
     stop: set[str] = field(default_factory=set)  # requests that sample STOP_TOKEN from now on
     rows: dict[str, Row] = field(default_factory=dict)
     num_evictions: int = 0
+    num_solved: int = 0
 
     def __post_init__(self) -> None:
         setup = self.setup
@@ -216,6 +233,11 @@ class PlainWorker:
             self._read(row, step.skips[:, index], end)
             row.computed = end
         if step.evictions is not None:
+            for index in step.evictions.unsolved.tolist():
+                plan = step.evictions.plans[index]
+                assert isinstance(plan, OpenPlan)
+                step.evictions.settle(index, solved_lengths(self.random, plan))
+                self.num_solved += 1
             for index, request_id in enumerate(step.evictions.request_ids):
                 self._evict(self.rows[request_id], step.evictions.helds[:, index])
                 step.evictions.tokens_done[index] = (

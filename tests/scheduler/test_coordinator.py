@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from tests.scheduler.harness import check_pool, kv_cache_config
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.base import RetentionPlan
+from vllm_pyramid.policy.plans import Eviction, OpenPlan, RetentionPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 
 pytestmark = pytest.mark.cpu
@@ -53,7 +53,7 @@ def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int)
 
 
 def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan) -> None:
-    coordinator.confirm(request_id, int(plan.skip.sum()))
+    coordinator.confirm(request_id, Eviction(int(plan.skip.sum())))
     coordinator.remove_skipped_blocks(request_id, plan.prompt_len, plan.prompt_len)
     check_pool(coordinator)
 
@@ -152,7 +152,7 @@ def test_a_worker_that_evicted_other_tokens_is_refused(reported: int) -> None:
     coordinator.set_plan("r", make_plan(32, [16, 16, 8, 0, 0]))
     allocate(coordinator, "r", 32)
     with pytest.raises(RuntimeError, match=f"evicted {reported} tokens, the plan says 40"):
-        coordinator.confirm("r", reported)
+        coordinator.confirm("r", Eviction(reported))
     assert not coordinator.is_confirmed("r")
 
 
@@ -166,7 +166,7 @@ def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
     check_pool(coordinator)
     assert not coordinator.has_evicted("r") and not coordinator.is_confirmed("r")
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    coordinator.confirm("r", 4)  # of a step that ran before the preemption
+    coordinator.confirm("r", Eviction(4))  # of a step that ran before the preemption
     assert not coordinator.is_confirmed("r")
     allocate(coordinator, "r", 32)
     coordinator.remove_skipped_blocks("r", 31, 32)
@@ -181,6 +181,30 @@ def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
     coordinator.free("r")
     coordinator.forget_plan("r")
     assert not coordinator._plans
+
+
+def test_an_open_plan_is_settled_by_the_report_and_open_again_after_preemption() -> None:
+    coordinator = make_coordinator()
+    plan = OpenPlan(48, BLOCK_SIZE, NUM_LAYERS, 16, floor=4, exact=True, fill_blocks=True)
+    coordinator.set_plan("r", plan)
+    lives = [(4, 28, 16, 16, 16), (40, 10, 10, 10, 10)]
+    for keep in lives:
+        allocate(coordinator, "r", 48)
+        with pytest.raises(RuntimeError, match="did not evict"):
+            coordinator.remove_skipped_blocks("r", 48, 48)
+        settled = plan.settle(keep)
+        coordinator.confirm("r", Eviction(int(settled.skip.sum()), keep))
+        coordinator.remove_skipped_blocks("r", 48, 48)
+        check_pool(coordinator)
+        assert coordinator.blocks_held("r") == [cdiv(tokens, BLOCK_SIZE) for tokens in keep]
+        assert coordinator.skipped_tokens.tolist() == settled.skip.tolist()
+        coordinator.free("r")
+        check_pool(coordinator)
+        assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
+        assert coordinator.confirmed_plan("r") is None
+    total = sum(plan.settle(keep).skip for keep in lives)
+    assert coordinator.tokens_evicted.tolist() == total.tolist()
+    assert coordinator.num_evictions == 2
 
 
 def test_blocks_popped_for_a_deferred_free() -> None:
@@ -210,7 +234,7 @@ def test_freeing_a_stranger_changes_nothing() -> None:
     coordinator = make_coordinator()
     allocate(coordinator, "r", 32)
     coordinator.free("never seen")
-    coordinator.confirm("never seen", 3)
+    coordinator.confirm("never seen", Eviction(3))
     coordinator.remove_skipped_blocks("never seen", 100, 100)
     check_pool(coordinator)
     assert coordinator.blocks_held("r") == [4] * NUM_LAYERS

@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import attach_evictions, read_evictions, take_policy_stats
+from vllm_pyramid.policy.plans import Eviction, OpenPlan
 
 pytestmark = pytest.mark.cpu
 
@@ -55,7 +56,7 @@ def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     pair.add("r", 80)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     assert pair.schedule().num_scheduled_tokens == {"r": 16}
-    assert read_evictions(pair.in_flight[-1][1]) == {"r": int(plan.skip.sum())}
+    assert read_evictions(pair.in_flight[-1][1]) == {"r": Eviction(int(plan.skip.sum()))}
     pair.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
@@ -200,3 +201,142 @@ def test_wrong_settings_that_no_front_end_checked_end_the_request_not_the_engine
     reasons = {output.request_id: output.finish_reason for output in outputs.outputs}
     assert reasons == {"wrong": FinishReason.ERROR}
     assert "right" in pair.scheduler.requests and "wrong" not in pair.scheduler.requests
+
+
+# Lengths that the worker solves ------------------------------------------------------------------
+
+SOLVED_SYNC = Setup(policy="xkv")
+SOLVED_ASYNC = Setup(policy="xkv", asynchronous=True)
+
+
+def _keep_of(pair: Pair) -> tuple[int, ...]:
+    keep = read_evictions(pair.in_flight[-1][1])["r"].keep
+    assert keep is not None
+    return keep
+
+
+@pytest.mark.parametrize("setup", [SOLVED_SYNC, SOLVED_ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_the_response_says_what_was_solved(setup: Setup, max_tokens: int) -> None:
+    pair = Pair(setup)
+    pair.add("r", 40, max_tokens)
+    pair.schedule()
+    keep = _keep_of(pair)
+    open_plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    assert isinstance(open_plan, OpenPlan)
+    plan = open_plan.settle(keep)
+    report = None
+    while pair.scheduler.requests:
+        for outputs in pair.process().values():
+            for output in outputs.outputs:
+                report = output.kv_transfer_params
+        if pair.scheduler.requests:
+            pair.schedule()
+    assert report == {
+        "kv_policy": "xkv",
+        "kv_budget": 12,
+        "prompt_tokens": 40,
+        "kept_tokens": plan.held.tolist(),
+        "evicted_tokens": int(plan.skip.sum()),
+        "blocks_before": 30,
+        "blocks_after": int(plan.blocks.sum()),
+        "solved_tokens": list(keep),
+    }
+    assert sum(keep) == 36
+
+
+def test_the_worker_goes_by_its_lengths_before_the_scheduler_knows_them() -> None:
+    pair = Pair(SOLVED_ASYNC)
+    pair.add("r", 40)
+    pair.schedule()  # the prompt, its solution and its eviction
+    keep = _keep_of(pair)
+    pair.schedule()  # decodes from the tail: the harness reads what the skips show
+    assert pair.worker.rows["r"].skip is not None
+    assert not pair.coordinator.is_confirmed("r")
+    assert pair.coordinator.blocks_held("r") == [11, 11, 11]
+    pair.process()
+    settled = pair.coordinator.confirmed_plan("r")
+    assert settled is not None and tuple(settled.keep.tolist()) == keep
+    pair.schedule()
+    assert pair.coordinator.blocks_held("r") == (settled.blocks + 1).tolist()
+
+
+def test_a_preempted_prompt_is_solved_again() -> None:
+    """And a report of its life before does not count."""
+    pair = Pair(SOLVED_ASYNC)
+    pair.add("r", 80)
+    pair.schedule()
+    pair.schedule()
+    first = _keep_of(pair)
+    pair.scheduler.reset_prefix_cache(reset_running_requests=True)
+    pair.schedule()
+    pair.process()
+    pair.process()
+    assert not pair.coordinator.is_confirmed("r")
+    assert isinstance(pair.worker.retention._plans["r"], OpenPlan), "the old lengths are forgotten"
+    pair.process()
+    pair.schedule()
+    second = _keep_of(pair)
+    pair.process()
+    settled = pair.coordinator.confirmed_plan("r")
+    assert settled is not None and tuple(settled.keep.tolist()) == second != first
+    assert pair.worker.num_solved == 2 and pair.coordinator.num_evictions == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: None, "the worker did not evict"),
+        (lambda e: e._replace(keep=None), "no lengths were reported"),
+        (lambda e: e._replace(keep=e.keep[:-1]), "2 lengths for 3 layers"),
+        (lambda e: e._replace(keep=(12, 12, 13)), "add up to 37 tokens; the budget .* is 36"),
+        (lambda e: e._replace(keep=(12, 12, 11)), "add up to 35 tokens; the budget .* is 36"),
+        (lambda e: e._replace(keep=(5, 19, 12)), "each layer keeps at least 6"),
+        (lambda e: e._replace(tokens=e.tokens + 4), "evicted .* tokens, the plan says"),
+    ],
+)
+def test_a_report_that_breaks_the_promise_stops_the_engine(change: Any, message: str) -> None:
+    pair = Pair(SOLVED_SYNC)
+    pair.add("r", 40)
+    output = pair.scheduler.schedule()
+    result = pair.worker.execute(output)
+    changed = change(read_evictions(result)["r"])
+    attach_evictions(result, {} if changed is None else {"r": changed})
+
+    def go_on() -> None:
+        pair.scheduler.update_from_output(output, result)
+        pair.scheduler.schedule()
+
+    with pytest.raises(RuntimeError, match=message):
+        go_on()
+    assert not pair.coordinator.has_evicted("r") and not pair.coordinator.blocks_freed.any()
+
+
+def test_lengths_for_a_request_whose_lengths_are_known_stop_the_engine() -> None:
+    pair = Pair(SYNC)
+    pair.add("r", 40)
+    output = pair.scheduler.schedule()
+    result = pair.worker.execute(output)
+    known = read_evictions(result)["r"]
+    attach_evictions(result, {"r": known._replace(keep=(12, 12, 12))})
+    with pytest.raises(RuntimeError, match="whose lengths are known"):
+        pair.scheduler.update_from_output(output, result)
+
+
+def test_requests_of_a_solving_policy_that_keep_everything() -> None:
+    pair = Pair(SOLVED_SYNC)
+    pair.add("full", 40, extra_args={"kv_policy": "full"})
+    pair.add("own", 41, extra_args={"kv_budget": 20})
+    pair.add("short", 5)
+    pair.schedule()
+    pair.schedule()
+    pair.process()
+    reports = [*read_evictions(pair.in_flight[0][1])]
+    while pair.in_flight:
+        pair.process()
+    pair.step()
+    assert pair.coordinator.blocks_held("full") == [11, 11, 11]
+    assert reports == ["own"]
+    settled = pair.coordinator.confirmed_plan("own")
+    assert settled is not None and settled.keep.sum() == 60
+    assert pair.coordinator.num_evictions == settled.evicts

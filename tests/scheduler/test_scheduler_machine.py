@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from tests.plans import plan_for
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_evictions
 from vllm_pyramid.config import RequestOverride
-from vllm_pyramid.policy.base import RetentionPlan
+from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
 
 pytestmark = pytest.mark.cpu
 
@@ -59,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.num_requests = 0
         self.requests: dict[str, Request] = {}
-        self.plans: dict[str, RetentionPlan] = {}
+        self.plans: dict[str, Plan] = {}
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
     @initialize(spare=st.integers(0, 60), seed=st.integers(0, 2**16))
@@ -136,8 +137,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen["preempted"] += self.requests[name].num_preemptions - count
             assert self.requests[name].num_preemptions - count <= 1
         self.in_flight.append((output, self.worker.execute(output)))
-        for name in read_evictions(self.in_flight[-1][1]):
+        for name, eviction in read_evictions(self.in_flight[-1][1]).items():
             self.seen["evicted"] += 1
+            assert (eviction.keep is not None) == isinstance(self.plans[name], OpenPlan)
+            self.seen["solved"] += eviction.keep is not None
             self.seen["evicted again"] += self.requests[name].num_preemptions > 0
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
         self.check_tables()
@@ -182,7 +185,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_pool(self.coordinator)
         running = {request.request_id for request in self.scheduler.running}
         assert set(self.coordinator._num_blocks) == running
-        assert self.coordinator._evicted.keys() <= self.coordinator._confirmed <= running
+        confirmed = self.coordinator._confirmed.keys()
+        assert self.coordinator._evicted.keys() <= confirmed <= running
         stats = self.scheduler.policy_stats()
         assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
 
@@ -194,13 +198,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.plans[name]
             processed = request.num_computed_tokens - request.num_in_flight_tokens
             entries = cdiv(request.num_computed_tokens, block_size)
-            skip = plan.skip if self.coordinator.has_evicted(name) else plan.skip * 0
-            expected = entries - skip // block_size
+            settled = self.coordinator.confirmed_plan(name)
+            expected = np.full(self.setup.num_layers, entries)
+            if self.coordinator.has_evicted(name):
+                assert settled is not None
+                expected -= settled.skip // block_size
             assert self.coordinator.blocks_held(name) == expected.tolist()
-            if self.coordinator.is_confirmed(name):
+            if settled is not None:
+                if isinstance(plan, OpenPlan):
+                    self.check_promise(plan, settled)
+                else:
+                    assert settled is plan
                 assert plan.evicts and processed >= plan.prompt_len
             if self.coordinator.has_evicted(name):
                 assert processed >= plan.prompt_len
+
+    def check_promise(self, plan: OpenPlan, settled: RetentionPlan) -> None:
+        """The solved lengths conserve the budget, and the blocks are those of the lengths."""
+        keep, skip = settled.keep, settled.skip
+        promised = plan.budget_tokens * plan.num_layers
+        assert keep.sum() == promised if plan.exact else keep.sum() <= promised
+        assert keep.min() >= plan.floor and keep.max() <= plan.prompt_len
+        unit = plan.block_size if plan.fill_blocks else 1
+        assert (skip == (plan.prompt_len - keep) // unit * unit).all()
 
     def teardown(self) -> None:
         for _ in range(100 * (len(self.scheduler.requests) + 1)):
@@ -221,6 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
         assert not scheduler._plans and not scheduler.running and not scheduler.waiting
         assert not self.worker.rows and not self.worker.retention._plans
+        assert not self.worker.retention._open
 
 
 SMALL = {"max_num_batched_tokens": 11, "long_prefill_token_threshold": 7}
@@ -233,6 +254,20 @@ VARIANTS: dict[str, Setup] = {
     "async-small-chunks": Setup(asynchronous=True, **SMALL),
     "async-v2": Setup(
         asynchronous=True, runner_v2=True, max_num_batched_tokens=24, reserve_full_prompt=False
+    ),
+    "sync-solved": Setup(policy="xkv"),
+    "sync-solved-not-filled": Setup(
+        policy="xkv", policy_args=(("window", 6), ("fill_blocks", False)), **SMALL
+    ),
+    "async-solved": Setup(policy="xkv", asynchronous=True, **SMALL),
+    "async-v2-solved": Setup(
+        policy="xkv",
+        budget="60%",
+        policy_args=(("window", 6), ("retention", 0.9)),
+        asynchronous=True,
+        runner_v2=True,
+        max_num_batched_tokens=24,
+        reserve_full_prompt=False,
     ),
     "async-streaming-llm": Setup(
         policy="streaming-llm", policy_args=(("sinks", 2),), asynchronous=True
@@ -249,5 +284,8 @@ def test_machine(variant: str) -> None:
 
     numbered = seed(list(VARIANTS).index(variant))(Machine)  # every variant lives other lives
     run_state_machine_as_test(numbered, settings=LIMITS)
-    for happening in ("evicted", "preempted", "evicted again", "mixed steps"):
+    happenings = ["evicted", "preempted", "evicted again", "mixed steps"]
+    if "solved" in variant:
+        happenings.append("solved")
+    for happening in happenings:
         assert Machine.seen[happening] >= 5, Machine.seen

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.plans import plans_of
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.retention import Retention, StepEvictions
@@ -184,14 +185,15 @@ def test_traces_start_when_the_worker_says_so(
 
 def make_evictions(rows: list[int]) -> StepEvictions:
     size = len(rows)
+    prompt_lens = np.arange(100, 100 + size, dtype=np.int32)
+    helds = np.arange(3 * size, dtype=np.int32).reshape(3, size)
     return StepEvictions(
         request_ids=[str(row) for row in rows],
         rows=np.array(rows, np.int64),
         query_ends=np.arange(10, 10 + size, dtype=np.int32),
         query_lens=np.full(size, 10, np.int32),
-        prompt_lens=np.arange(100, 100 + size, dtype=np.int32),
-        helds=np.arange(3 * size, dtype=np.int32).reshape(3, size),
-        budgets=np.full(size, 64, np.int32),
+        prompt_lens=prompt_lens,
+        plans=plans_of(prompt_lens, helds, budget=64),
     )
 
 

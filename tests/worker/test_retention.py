@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.plans import plan_for
 from vllm_pyramid.config import RequestOverride
-from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan, load_policy
+from vllm_pyramid.policy.plans import Eviction
 from vllm_pyramid.worker.retention import Retention, StepRetention
 
 pytestmark = pytest.mark.cpu
@@ -117,7 +118,9 @@ def check(
         assert array.dtype == np.int32
     evictions.tokens_done += np.arange(len(ending))
     report = {
-        request_id: i for i, (request_id, _, _, plan) in enumerate(ending) if plan.skip.any()
+        request_id: Eviction(i)
+        for i, (request_id, _, _, plan) in enumerate(ending)
+        if plan.skip.any()
     }  # with 0 where nothing was done: the scheduler shall see that
     assert retention.take_report() == report
     assert retention.take_report() == {}, "reported once"
@@ -202,3 +205,100 @@ def test_a_wrong_override_leaves_the_served_policy() -> None:
     evictions = begin(retention, [("r", 64, 0, 64)]).evictions
     assert evictions is not None
     assert evictions.helds[:, 0].tolist() == policy.plan(64, NUM_LAYERS, BLOCK_SIZE).held.tolist()
+
+
+# Lengths that are solved -------------------------------------------------------------------------
+
+
+def solve(retention: Retention, index: int, keep: list[int]) -> RetentionPlan:
+    """What the layers do between `begin_step` and `take_report`."""
+    evictions = retention.step.evictions
+    assert evictions is not None
+    plan = evictions.plans[index]
+    assert isinstance(plan, OpenPlan)
+    evictions.settle(index, np.array(keep))
+    settled = evictions.plans[index]
+    assert isinstance(settled, RetentionPlan)
+    evictions.tokens_done[index] += int(settled.skip.sum())
+    return settled
+
+
+def test_a_solved_skip_holds_from_the_next_step_on() -> None:
+    _, retention = make("xkv")
+    retention.add("r", 64, None)
+    evictions = begin(retention, [("r", 64, 0, 64)]).evictions
+    assert evictions is not None and evictions.unsolved.tolist() == [0]
+    assert evictions.gives.tolist() == [True]
+    assert evictions.helds[:, 0].tolist() == [64] * NUM_LAYERS, (
+        "nothing is given before it is solved"
+    )
+    settled = solve(retention, 0, [8, 30, 16, 10])
+    assert evictions.helds[:, 0].tolist() == settled.held.tolist() == [8, 32, 16, 16]
+    assert evictions.budgets.tolist() == [16]
+    assert retention.take_report() == {"r": Eviction(184, (8, 30, 16, 10))}
+    assert retention.take_report() == {}
+    for computed in (64, 65):
+        skips = begin(retention, [("r", 64, computed, 1)]).skips
+        assert skips[:, 0].tolist() == [56, 32, 48, 48]
+        assert retention.take_report() == {}
+
+
+def test_recomputation_solves_again_and_forgets_the_old_lengths() -> None:
+    _, retention = make("xkv")
+    retention.add("r", 64, None)
+    for keep in ([8, 30, 16, 10], [40, 8, 8, 8]):
+        first = begin(retention, [("r", 64, 0, 40)])
+        assert first.evictions is None and not first.skips.any()
+        assert retention.take_report() == {}
+        last = begin(retention, [("r", 64, 40, 24)])
+        assert last.evictions is not None and last.evictions.unsolved.size == 1
+        settled = solve(retention, 0, keep)
+        assert retention.take_report()["r"].keep == tuple(keep)
+        skips = begin(retention, [("r", 64, 64, 1)]).skips
+        assert skips[:, 0].tolist() == settled.skip.tolist()
+
+
+def test_a_prompt_that_ended_unsolved_is_a_bug() -> None:
+    _, retention = make("xkv")
+    retention.add("r", 64, None)
+    begin(retention, [("r", 64, 0, 64)])
+    with pytest.raises(AssertionError, match="was not solved"):
+        retention.take_report()
+
+
+def test_solved_and_whole_prompts_in_one_step() -> None:
+    _, retention = make("xkv", 20)
+    retention.add("whole", 64, {"kv_policy": "full"})
+    retention.add("a", 64, None)
+    retention.add("short", 10, None)
+    retention.add("b", 100, {"kv_budget": 30})
+    rows = [("whole", 64, 0, 64), ("a", 64, 0, 64), ("short", 10, 0, 10), ("b", 100, 0, 100)]
+    evictions = begin(retention, rows).evictions
+    assert evictions is not None and evictions.unsolved.tolist() == [1, 3]
+    solve(retention, 1, [20, 20, 20, 20])
+    solve(retention, 3, [90, 10, 10, 10])
+    assert {name: done.keep for name, done in retention.take_report().items()} == {
+        "a": (20, 20, 20, 20),
+        "b": (90, 10, 10, 10),
+    }
+    rows = [("b", 100, 100, 1), ("short", 10, 10, 1), ("a", 64, 64, 1), ("whole", 64, 64, 1)]
+    skips = begin(retention, rows).skips
+    assert skips.T.tolist() == [[8, 88, 88, 88], [0] * 4, [40] * 4, [0] * 4]
+    for name in ("a", "b", "short", "whole"):
+        retention.remove(name)
+    assert not retention._plans and not retention._open
+
+
+def test_a_row_changes_hands_between_solved_requests() -> None:
+    _, retention = make("xkv", 20)
+    for name in ("a", "b"):
+        retention.add(name, 64, None)  # equal prompts: one open plan
+    begin(retention, [("a", 64, 0, 64), ("b", 64, 0, 64)])
+    solve(retention, 0, [50, 10, 10, 10])
+    solve(retention, 1, [10, 10, 10, 50])
+    retention.take_report()
+    assert begin(retention, [("b", 64, 64, 1)]).skips[:, 0].tolist() == [48, 48, 48, 8]
+    retention.remove("b")
+    retention.add("b", 64, None)  # another request with the old name
+    step = begin(retention, [("a", 64, 64, 1), ("b", 64, 0, 30)])
+    assert step.skips.T.tolist() == [[8, 48, 48, 48], [0] * 4]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.plans import plans_of
 from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 
@@ -22,14 +23,15 @@ HEADS = [NUM_KV_HEADS] * NUM_LAYERS
 def make_evictions(request_ids: list[str], prompt_len: int = 12) -> StepEvictions:
     """Layer 0 keeps 4 tokens, layer 1 everything, layer 2 keeps 8."""
     count = len(request_ids)
+    prompt_lens = np.full(count, prompt_len, np.int32)
+    helds = np.tile(np.array([[4], [prompt_len], [8]], np.int32), (1, count))
     return StepEvictions(
         request_ids=request_ids,
         rows=np.arange(count),
         query_ends=np.arange(1, count + 1, dtype=np.int32) * prompt_len,
         query_lens=np.full(count, prompt_len, np.int32),
-        prompt_lens=np.full(count, prompt_len, np.int32),
-        helds=np.tile(np.array([[4], [prompt_len], [8]], np.int32), (1, count)),
-        budgets=np.full(count, 8, np.int32),
+        prompt_lens=prompt_lens,
+        plans=plans_of(prompt_lens, helds, budget=8),
     )
 
 

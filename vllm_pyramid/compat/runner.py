@@ -25,6 +25,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_pyramid.compat.side_channel import attach_evictions
 from vllm_pyramid.engine_config import SLIDING_WINDOW_REASON
 from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.policy.plans import Eviction
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 
 _KINDS = (FullAttentionSpec, SlidingWindowSpec)  # themselves, nothing that derives from them
@@ -84,7 +85,7 @@ def attention_layer(config: VllmConfig, name: str) -> Any:
     return config.compilation_config.static_forward_context[name]
 
 
-def report_evictions(output: Any, evictions: dict[str, int]) -> Any:
+def report_evictions(output: Any, evictions: dict[str, Eviction]) -> Any:
     """Attach the step's evictions to what `sample_tokens` returns, finished or still in flight."""
     if not evictions:
         return output

@@ -14,19 +14,23 @@ from typing import Any
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from vllm_pyramid.policy.plans import Eviction
+
 _EVICTIONS = "vllm_pyramid_evictions"
 _STATS = "vllm_pyramid"
 
 
-def attach_evictions(output: ModelRunnerOutput, evictions: dict[str, int]) -> ModelRunnerOutput:
-    """Send `{request id: tokens evicted over all layers}` with a step's output."""
+def attach_evictions(
+    output: ModelRunnerOutput, evictions: dict[str, Eviction]
+) -> ModelRunnerOutput:
+    """Send what was evicted, by request id, with a step's output."""
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # one object shared by the whole process
     setattr(output, _EVICTIONS, evictions)
     return output
 
 
-def read_evictions(output: ModelRunnerOutput) -> dict[str, int]:
+def read_evictions(output: ModelRunnerOutput) -> dict[str, Eviction]:
     """What `attach_evictions` sent, or nothing."""
     return getattr(output, _EVICTIONS, {})
 

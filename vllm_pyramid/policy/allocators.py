@@ -13,23 +13,36 @@ sequence, applied to all of them).
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from vllm_pyramid.policy.component import Component, parse_component
+from vllm_pyramid.policy.component import Component
 
 Reals = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-class Allocator(Component):
-    """Base of all allocators: a pure function of B, m and C."""
+class AnyAllocator(Component):
+    """What all allocators have in common.
+
+    Class attributes:
+        needs_scores: the lengths depend on the prompt's attention, so they are solved at its end
+            (`policy/solved.py`); otherwise they are a function of numbers known before.
+    """
 
     section: ClassVar[str] = "allocator"
+    needs_scores: ClassVar[bool] = False
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError if this allocator cannot serve a model of so many layers."""
+
+
+class Allocator(AnyAllocator):
+    """Base of the allocators that know the lengths beforehand: a pure function of B, m and C."""
 
     @abstractmethod
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
@@ -78,6 +91,72 @@ class UniformAllocator(Allocator):
 
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
         return np.full(num_layers, float(mean))
+
+
+class SharesAllocator(Allocator):
+    """Fixed shares, such as `vllm-pyramid calibrate` measures them: k_l = B * m * s_l / sum(s).
+
+    A layer whose share comes to more than C keeps C; the others share what is left.
+
+    Attributes:
+        shares: a number a layer, from the input side; at least 0, not all 0.
+    """
+
+    kind: Literal["shares"] = "shares"
+    shares: tuple[float, ...] = Field(min_length=1)
+
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        """YAML and JSON have lists only; whole numbers in them are numbers too."""
+        if isinstance(value, list | tuple):
+            return tuple(float(share) if type(share) in (int, float) else share for share in value)
+        return value
+
+    @field_validator("shares")
+    @classmethod
+    def _usable(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= share < np.inf for share in value) or not any(value):
+            raise ValueError(f"shares must be at least 0, finite, and not all 0, not {list(value)}")
+        return value
+
+    def check_layers(self, num_layers: int) -> None:
+        if len(self.shares) != num_layers:
+            raise ValueError(
+                f"the allocator has shares for {len(self.shares)} layers, but this model has "
+                f"{num_layers}: calibrate for this model (vllm-pyramid calibrate)"
+            )
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        return share_out(np.array(self.shares), mean, capacity)
+
+
+def share_out(weights: Reals, mean: int, capacity: int, floor: float = 0.0) -> Reals:
+    """Divide B tokens a layer in proportion to weights: `[m]` reals in [0, C] summing to B * m.
+
+    Args:
+        weights: `[m]`, finite and not negative; all 0 means all alike.
+        mean: B. capacity: C >= B. Layers whose share is above C keep C, and the others share what
+            is left, in proportion.
+        floor: tokens that each layer keeps whatever its weight, at most B; the rest is shared.
+    """
+    assert 0 <= floor <= mean <= capacity, (floor, mean, capacity)
+    weights = weights if weights.sum() > 0 else np.ones_like(weights)
+    curve = np.full(len(weights), float(floor))
+    rest = mean * len(weights) - float(curve.sum())
+    open_layers = np.ones(len(weights), bool)
+    while rest > 0 and open_layers.any():
+        share = np.where(open_layers, weights, 0.0)
+        if share.sum() <= 0:  # the layers with weights are full
+            share = open_layers.astype(float)
+        wanted = np.where(open_layers, floor + rest * share / share.sum(), curve)
+        full = open_layers & (wanted >= capacity)
+        if not full.any():
+            return np.minimum(wanted, float(capacity))
+        curve[full] = capacity
+        rest -= float(full.sum()) * (capacity - floor)
+        open_layers &= ~full
+    return curve
 
 
 class DecayingAllocator(Allocator):
@@ -184,10 +263,10 @@ def _solve_log_ratio(num_terms: int, mean: float) -> float:
     return float((low + high) / 2.0)
 
 
-ALLOCATORS: dict[str, type[Allocator]] = {
+ALLOCATORS: dict[str, type[AnyAllocator]] = {
     "uniform": UniformAllocator,
+    "shares": SharesAllocator,
     "arithmetic": ArithmeticAllocator,
     "geometric": GeometricAllocator,
     "exponential": ExponentialAllocator,
 }
-parse_allocator = partial(parse_component, Allocator, ALLOCATORS)

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a policy, and the plan it makes for a prompt.
+"""The contract of a policy.
 
-A policy answers, as a pure function of the prompt's length, how many tokens each layer keeps; it
-names the scorer and selector that decide which. It never sees requests, blocks or tensors, so the
-scheduler and every worker can call it on their own and agree.
+A policy answers, as a pure function of the prompt's length, how many tokens each layer keeps, or,
+where that depends on the prompt's attention, how many all of them together; it names the scorer and
+selector that decide which. It never sees requests or blocks, so the scheduler and every worker can
+call it on their own and agree.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -27,53 +26,14 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.policy.allocators import Allocator, UniformAllocator, parse_allocator
+from vllm_pyramid.policy.allocators import Allocator, AnyAllocator, UniformAllocator
 from vllm_pyramid.policy.budget import Budget
+from vllm_pyramid.policy.plans import IntArray, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.scorers import Scorer, parse_scorer
 from vllm_pyramid.policy.selectors import Selector, TopKSelector, parse_selector
+from vllm_pyramid.policy.solved import SolvingAllocator, parse_allocator
 
-IntArray = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False)
-class RetentionPlan:
-    """What is kept of one prompt, per layer. All arrays are `[num_layers]` int32 and read-only.
-
-    Attributes:
-        prompt_len: tokens of the prompt.
-        block_size: tokens of a cache block.
-        budget_tokens: the mean of `keep`; at most `prompt_len`.
-        keep: tokens the policy keeps per KV head, window and sinks included: the paper's number.
-        skip: tokens whose slots are given back: `prompt_len - keep`, rounded down to a block if
-            the policy fills blocks. Survivors stand in positions `skip .. prompt_len - 1`.
-    """
-
-    prompt_len: int
-    block_size: int
-    budget_tokens: int
-    keep: IntArray
-    skip: IntArray
-
-    @cached_property
-    def held(self) -> IntArray:
-        """Tokens really kept per KV head, `prompt_len - skip`: `keep`, or up to a block more."""
-        return _read_only(self.prompt_len - self.skip)
-
-    @cached_property
-    def blocks(self) -> IntArray:
-        """Blocks each layer holds after the eviction, the prompt's last one included."""
-        return _read_only(-(-self.prompt_len // self.block_size) - self.skip // self.block_size)
-
-    @cached_property
-    def evicts(self) -> bool:
-        """True if any layer gives a slot back."""
-        return bool(self.skip.any())
-
-
-def _read_only(values: npt.NDArray[Any]) -> IntArray:
-    result = values.astype(np.int32)
-    result.flags.writeable = False
-    return result
+__all__ = ["IntArray", "OpenPlan", "Plan", "Policy", "RetentionPlan"]
 
 
 class Policy(BaseModel):
@@ -101,7 +61,7 @@ class Policy(BaseModel):
     sinks: int = Field(default=0, ge=0)
     fill_blocks: bool = True
     scorer: Annotated[SerializeAsAny[Scorer], BeforeValidator(parse_scorer)]
-    allocator: Annotated[SerializeAsAny[Allocator], BeforeValidator(parse_allocator)] = Field(
+    allocator: Annotated[SerializeAsAny[AnyAllocator], BeforeValidator(parse_allocator)] = Field(
         default_factory=UniformAllocator
     )
     selector: Annotated[SerializeAsAny[Selector], BeforeValidator(parse_selector)] = Field(
@@ -119,6 +79,12 @@ class Policy(BaseModel):
             raise ValueError(
                 f"policy {self.name!r} scores with the queries of the observation window, so "
                 f"`window` must be at least 1, not {self.window}"
+            )
+        if self.solver is not None and not self.needs_scores:
+            raise ValueError(
+                f"policy {self.name!r} has the allocator {self.allocator.kind!r}, which takes the "
+                f"lengths from attention scores, but its scorer {self.scorer.kind!r} has none: "
+                "choose the scorer observation_window"
             )
         self.check_budget(self.budget)
         return self
@@ -144,6 +110,11 @@ class Policy(BaseModel):
     def needs_scores(self) -> bool:
         """True if tokens are ranked by attention: the last chunk needs `window` prompt tokens."""
         return self.scorer.needs_attention
+
+    @property
+    def solver(self) -> SolvingAllocator | None:
+        """The allocator, if it needs the prompt's scores to know the lengths; else None."""
+        return self.allocator if isinstance(self.allocator, SolvingAllocator) else None
 
     @property
     def min_last_chunk(self) -> int:
@@ -175,15 +146,23 @@ class Policy(BaseModel):
 
     def plan(
         self, prompt_len: int, num_layers: int, block_size: int, budget: Budget | None = None
-    ) -> RetentionPlan:
+    ) -> Plan:
         """How much each layer keeps of a prompt. Pure and cached: equal arguments, same object.
 
-        The mean of `keep` over the layers is exactly `budget_tokens`, for every allocator.
+        The mean of `keep` over the layers is exactly `budget_tokens`, for every allocator that
+        does not set its own total.
 
         Args:
             prompt_len: tokens of the prompt. num_layers: attention layers that are evicted from.
             block_size: tokens of a cache block. budget: a request's own instead of the policy's;
                 it must have passed `check_budget`.
+
+        Returns:
+            A `RetentionPlan`; of a policy with a `solver` and a prompt that it may shorten, an
+            `OpenPlan`, from which the solved lengths make a `RetentionPlan`.
+
+        Raises:
+            ValueError: the allocator is made for another number of layers.
         """
         return _plan(self, prompt_len, num_layers, block_size, budget or self.budget)
 
@@ -206,19 +185,30 @@ class Policy(BaseModel):
 @lru_cache(maxsize=8192)
 def _plan(
     policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
-) -> RetentionPlan:
+) -> Plan:
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
+    policy.allocator.check_layers(num_layers)
     mean = prompt_len
     if policy.evicts:
         mean = budget.tokens_for(prompt_len, policy.min_budget)
+    fixed = policy.window + policy.sinks
+    solver = policy.solver
+    if solver is not None and (fixed < prompt_len if solver.sets_total else mean < prompt_len):
+        assert fixed < mean, (fixed, mean, "the budget was not checked")
+        return OpenPlan(
+            prompt_len,
+            block_size,
+            num_layers,
+            mean,
+            floor=fixed,
+            exact=not solver.sets_total,
+            fill_blocks=policy.fill_blocks,
+        )
     if mean == prompt_len:
         keep = np.full(num_layers, prompt_len)
     else:
-        fixed = policy.window + policy.sinks
         assert fixed < mean, (fixed, mean, "the budget was not checked")
+        assert isinstance(policy.allocator, Allocator)
         rest = policy.allocator.allocate(mean - fixed, num_layers, prompt_len - fixed)
         keep = fixed + rest
-    skip = prompt_len - keep
-    if policy.fill_blocks:
-        skip = skip // block_size * block_size
-    return RetentionPlan(prompt_len, block_size, mean, _read_only(keep), _read_only(skip))
+    return RetentionPlan.of(prompt_len, block_size, mean, keep, policy.fill_blocks)

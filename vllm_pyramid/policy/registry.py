@@ -10,17 +10,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_pyramid.policy.allocators import ALLOCATORS, Allocator
+from vllm_pyramid.policy.allocators import AnyAllocator
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.budget import Budget
 from vllm_pyramid.policy.component import Component, did_you_mean, resolve_kind
 from vllm_pyramid.policy.scorers import SCORERS, Scorer
 from vllm_pyramid.policy.selectors import SELECTORS, Selector
+from vllm_pyramid.policy.solved import ALL_ALLOCATORS
 from vllm_pyramid.policy.yaml_file import read_yaml_mapping
 
 _SECTIONS: dict[str, tuple[type[Component], dict[str, type[Any]]]] = {
     "scorer": (Scorer, SCORERS),
-    "allocator": (Allocator, ALLOCATORS),
+    "allocator": (AnyAllocator, ALL_ALLOCATORS),
     "selector": (Selector, SELECTORS),
 }
 _PRESET_KEYS = tuple(Policy.model_fields)
@@ -62,7 +63,9 @@ def load_policy(
 
     Args:
         name_or_path: a preset's name (`policy_names`) or the path of a `.yaml` or `.yml` file.
-        budget: replaces the preset's: `512`, `"512"` or `"12%"`.
+        budget: replaces the preset's: `512`, `"512"` or `"12%"`. Where `args` turn a policy into
+            one that sets its own total (`retention`), the budget is an upper limit, and without
+            one given here there is none (`100%`).
         args: replaces further values. A plain key is looked up in the whole preset (`"beta"` is
             `allocator.beta`), a dotted one (`"allocator.kind"`) or a nested mapping names its
             section. A section whose kind changes starts from the new kind's defaults.
@@ -81,7 +84,14 @@ def load_policy(
         _apply_args(changed, args, where)
     if budget is not None:
         changed["budget"] = Budget.parse(budget)
-    return _build(changed, where, {})
+    result = _build(changed, where, {})
+    if budget is None and _sets_total(result) and not _sets_total(policy):
+        return result.model_copy(update={"budget": Budget.parse("100%")})
+    return result
+
+
+def _sets_total(policy: Policy) -> bool:
+    return policy.solver is not None and policy.solver.sets_total
 
 
 def _read(name_or_path: str) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:

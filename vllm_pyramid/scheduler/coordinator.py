@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_pyramid.policy.base import RetentionPlan
+from vllm_pyramid.policy.plans import Eviction, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
 
 
@@ -38,7 +38,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     """KV cache coordinator for groups of one layer each that grow together.
 
     A request's head blocks go back to the pool when its whole prompt has been processed and a plan
-    was given for it (`set_plan`); until then, and without a plan, it is full attention.
+    was given for it (`set_plan`); until then, and without a plan, it is full attention. An open
+    plan is settled by the worker's report (`confirm`) and open again after a preemption.
 
     Attributes:
         held_blocks: `[layers]` int64, blocks of the pool held by all requests, per layer.
@@ -62,8 +63,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         )
         self.num_layers = len(self.single_type_managers)
         self._num_blocks: dict[str, int] = {}  # table entries a layer, null blocks included
-        self._plans: dict[str, RetentionPlan] = {}  # of requests that will evict
-        self._confirmed: set[str] = set()  # requests whose survivors the worker has moved
+        self._plans: dict[str, Plan] = {}  # of requests that will evict
+        self._confirmed: dict[str, RetentionPlan] = {}  # those whose survivors have been moved
         self._evicted: dict[str, RetentionPlan] = {}  # requests whose head has been given back
         self.held_blocks = np.zeros(self.num_layers, np.int64)
         self.skipped_tokens = np.zeros(self.num_layers, np.int64)
@@ -73,9 +74,10 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     # Plans ------------------------------------------------------------------------------------
 
-    def set_plan(self, request_id: str, plan: RetentionPlan) -> None:
-        """Say what the request keeps once its prompt is processed. `plan.skip` is per layer."""
-        assert len(plan.skip) == self.num_layers, (len(plan.skip), self.num_layers)
+    def set_plan(self, request_id: str, plan: Plan) -> None:
+        """Say what the request keeps once its prompt is processed, or that it will be solved."""
+        layers = plan.num_layers if isinstance(plan, OpenPlan) else len(plan.skip)
+        assert layers == self.num_layers, (layers, self.num_layers)
         if plan.evicts:
             self._plans[request_id] = plan
 
@@ -83,26 +85,50 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         """Drop the plan of a request that has finished."""
         self._plans.pop(request_id, None)
 
-    def confirm(self, request_id: str, num_tokens: int) -> None:
-        """The worker reports that it evicted `num_tokens` tokens, summed over the layers.
+    def confirm(self, request_id: str, eviction: Eviction) -> None:
+        """The worker reports what it evicted, and the lengths where it has solved them.
 
         Raises:
-            RuntimeError: that is not what the plan says; blocks freed by the plan would then be
-                blocks that the worker still reads.
+            RuntimeError: that is not what the plan says, or not what an open plan promised; blocks
+                freed by the plan would then be blocks that the worker still reads.
         """
         plan = self._plans.get(request_id)
         if plan is None or request_id not in self._num_blocks:
             return  # finished, or preempted while the step ran; it will evict again
-        expected = int(plan.skip.sum())
-        if num_tokens != expected:
+        settled = self._settle(request_id, plan, eviction.keep)
+        expected = int(settled.skip.sum())
+        if eviction.tokens != expected:
             raise RuntimeError(
-                f"request {request_id}: the worker evicted {num_tokens} tokens, the plan says "
+                f"request {request_id}: the worker evicted {eviction.tokens} tokens, the plan says "
                 f"{expected}; scheduler and worker disagree about the KV policy (was its file "
                 "changed while the engine started?)"
             )
-        self._confirmed.add(request_id)
-        self.num_evictions += 1
-        self.tokens_evicted += plan.skip
+        self._confirmed[request_id] = settled
+        self.num_evictions += settled.evicts
+        self.tokens_evicted += settled.skip
+
+    @staticmethod
+    def _settle(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:
+        wrong = None
+        if isinstance(plan, RetentionPlan):
+            if keep is None:
+                return plan
+            wrong = "lengths were solved for a request whose lengths are known"
+        elif keep is None:
+            wrong = "no lengths were reported"
+        else:
+            try:
+                return plan.settle(keep)
+            except ValueError as error:
+                wrong = str(error)
+        raise RuntimeError(
+            f"request {request_id}: the worker's report cannot be followed: {wrong}; scheduler and "
+            "worker disagree about the KV policy (was its file changed while the engine started?)"
+        )
+
+    def confirmed_plan(self, request_id: str) -> RetentionPlan | None:
+        """What the request keeps, once the worker has moved its survivors."""
+        return self._confirmed.get(request_id)
 
     def is_confirmed(self, request_id: str) -> bool:
         """Whether the worker has moved the request's survivors."""
@@ -175,21 +201,22 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             return
         if processed_computed_tokens < plan.prompt_len:
             return
-        if request_id not in self._confirmed:
+        settled = self._confirmed.get(request_id)
+        if settled is None:
             raise RuntimeError(
                 f"request {request_id}: its prompt of {plan.prompt_len} tokens is processed but "
                 "the worker did not evict. Eviction was asked for and did not happen, so the "
                 "engine stops; start with --enforce-eager to rule out captured graphs, and report "
                 "this"
             )
-        self._evicted[request_id] = plan
+        self._evicted[request_id] = settled
         freed = np.empty(self.num_layers, np.int64)
-        skips = plan.skip.tolist()
+        skips = settled.skip.tolist()
         for layer, (manager, skip) in enumerate(zip(self.single_type_managers, skips, strict=True)):
             freed[layer] = manager.release_head(request_id, skip // self.block_size)
         self.held_blocks -= freed
         self.blocks_freed += freed
-        self.skipped_tokens += plan.skip
+        self.skipped_tokens += settled.skip
 
     def free(self, request_id: str) -> None:
         """Give all blocks back (the request has finished or is preempted); the plan stays."""
@@ -203,7 +230,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def _forget_blocks(self, request_id: str) -> None:
         self.held_blocks -= self._num_blocks.pop(request_id, 0)
-        self._confirmed.discard(request_id)
+        self._confirmed.pop(request_id, None)
         if (plan := self._evicted.pop(request_id, None)) is not None:
             self.held_blocks += plan.skip // self.block_size
             self.skipped_tokens -= plan.skip

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions
 from vllm_pyramid.config import KVSettings, settle
-from vllm_pyramid.policy.base import RetentionPlan
+from vllm_pyramid.policy.plans import OpenPlan, Plan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -26,7 +26,8 @@ logger = init_logger(f"vllm.{__name__}")
 class PyramidSchedulerMixin(Scheduler):
     """What eviction asks of a scheduler, and nothing else.
 
-    - a request's plan (what every layer keeps) is made when it arrives;
+    - a request's plan (what every layer keeps) is made when it arrives; where the lengths depend on
+      its scores it stays open until the worker has solved them;
     - a chunk never crosses the end of the prompt, so a preempted request that comes back with
       generated tokens evicts where it did the first time, and never leaves a last prompt chunk
       shorter than the observation window;
@@ -46,13 +47,24 @@ class PyramidSchedulerMixin(Scheduler):
         policy = settings.policy() if settings is not None else None
         assert policy is not None, "this scheduler is only chosen when a policy was asked for"
         self.kv_policy = policy
-        self._plans: dict[str, tuple[str, RetentionPlan]] = {}  # with the policy's name
+        self._plans: dict[str, tuple[str, Plan]] = {}  # with the policy's name
         self._sent_stats: dict[str, Any] | None = None
         self._log_capacity()
 
     def _log_capacity(self) -> None:
         length = self.max_model_len
         plan = self.kv_policy.plan(length, self.coordinator.num_layers, self.block_size)
+        if isinstance(plan, OpenPlan):
+            if not plan.exact:
+                logger.info(
+                    "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
+                    "%d of %d tokens a layer",
+                    self.kv_policy.name,
+                    plan.budget_tokens,
+                    length,
+                )
+                return
+            plan = plan.even()  # another shape rounds to blocks a little differently
         total = self.kv_cache_config.num_blocks - 1
         full = cdiv(length, self.block_size) * self.coordinator.num_layers
         logger.info(
@@ -108,11 +120,11 @@ class PyramidSchedulerMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         """Take the worker's word that it evicted before the blocks are given back."""
-        for request_id, num_tokens in read_evictions(model_runner_output).items():
+        for request_id, eviction in read_evictions(model_runner_output).items():
             request = self.requests.get(request_id)
             if request is None or request.num_stale_output_tokens > 0:
                 continue  # finished, or the step ran before it was preempted: it evicts again
-            self.coordinator.confirm(request_id, num_tokens)
+            self.coordinator.confirm(request_id, eviction)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request(
@@ -126,18 +138,25 @@ class PyramidSchedulerMixin(Scheduler):
     def _report(self, request: Request) -> dict[str, Any]:
         """What the request kept, for its response (`kv_transfer_params`, all that vLLM passes)."""
         policy_name, plan = self._plans.pop(request.request_id)
-        evicted = self.coordinator.is_confirmed(request.request_id)
-        held = plan.held if evicted else plan.held + plan.skip
         blocks_before = cdiv(plan.prompt_len, self.block_size) * self.coordinator.num_layers
-        return {
+        report: dict[str, Any] = {
             "kv_policy": policy_name,
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
-            "kept_tokens": held.tolist(),
-            "evicted_tokens": int(plan.skip.sum()) if evicted else 0,
+            "kept_tokens": [plan.prompt_len] * self.coordinator.num_layers,
+            "evicted_tokens": 0,
             "blocks_before": blocks_before,
-            "blocks_after": int(plan.blocks.sum()) if evicted else blocks_before,
+            "blocks_after": blocks_before,
         }
+        settled = self.coordinator.confirmed_plan(request.request_id)
+        if settled is not None:
+            report["kept_tokens"] = settled.held.tolist()
+            report["evicted_tokens"] = int(settled.skip.sum())
+            report["blocks_after"] = int(settled.blocks.sum())
+            if isinstance(plan, OpenPlan):
+                report["kv_budget"] = settled.budget_tokens
+                report["solved_tokens"] = settled.keep.tolist()
+        return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics with the per-layer counters beside them, when these have changed.

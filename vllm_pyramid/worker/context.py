@@ -11,6 +11,7 @@ import torch
 from vllm_pyramid.worker.evict import EvictionUploads, evict_layer
 from vllm_pyramid.worker.retention import Retention, StepEvictions
 from vllm_pyramid.worker.shifted import ShiftedTables
+from vllm_pyramid.worker.solve import LayerSolver
 from vllm_pyramid.worker.trace import TraceWriter
 
 
@@ -21,6 +22,7 @@ class LayerContext:
     Attributes:
         retention: the runner's, shared by all layers. layer: index of this one, from the bottom.
         uploads: the step's evictions on the device, shared by all layers.
+        solver: for policies that solve the lengths from all layers' scores, else None; shared too.
         trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
     """
@@ -28,6 +30,7 @@ class LayerContext:
     retention: Retention
     layer: int
     uploads: EvictionUploads
+    solver: LayerSolver | None = None
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
 
@@ -43,7 +46,22 @@ class LayerContext:
         scale: float,
         soft_cap: float,
     ) -> None:
-        """Evict in this layer (see `evict_layer`)."""
+        """Evict in this layer (see `evict_layer`), or in all of them once the last has come."""
+        if self.solver is not None:
+            self.solver.evict_layer(
+                ops,
+                evictions,
+                self.uploads,
+                self.layer,
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                scale=scale,
+                soft_cap=soft_cap,
+                trace=self.trace,
+            )
+            return
         evict_layer(
             ops,
             self.retention.policy,

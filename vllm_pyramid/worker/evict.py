@@ -3,37 +3,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 import torch
 
-from vllm_pyramid.ops.recall import kept_mass
+from vllm_pyramid.ops.recall import WindowStatistics
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
 from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
-from vllm_pyramid.worker.upload import upload
-
-# Queries whose attention a trace reports on where the policy itself has no window: PyramidKV's 8.
-RECALL_WINDOW = 8
-
-
-@dataclass(frozen=True)
-class DeviceEvictions:
-    """Some of a step's ending prompts, S of them, where the attention is.
-
-    Attributes:
-        rows: `[S]` int64, their rows of the batch. query_ends, prompt_lens: `[S]` int32.
-        keeps: `[L, S]` int32, tokens that stay in each layer.
-    """
-
-    rows: torch.Tensor
-    query_ends: torch.Tensor
-    prompt_lens: torch.Tensor
-    keeps: torch.Tensor
+from vllm_pyramid.worker.upload import DeviceEvictions, upload
+from vllm_pyramid.worker.window_mass import window_mass
 
 
 class EvictionUploads:
@@ -82,7 +63,8 @@ def evict_layer(
 ) -> None:
     """Move the survivors of every prompt that ends in this step to the tail of its range.
 
-    Runs after the layer's attention, so the prompt was attended to in full.
+    Runs after the layer's attention, so the prompt was attended to in full. For policies that know
+    the lengths beforehand; the others evict all layers together (`solve.py`).
 
     Args:
         ops: a module with the functions of `ops/reference.py`.
@@ -101,20 +83,15 @@ def evict_layer(
     tables = block_table.index_select(0, device.rows)
     keeps = device.keeps[layer]
     if policy.needs_scores:
-        scorer = policy.scorer
-        assert isinstance(scorer, ObservationWindowScorer)
-        scores = ops.window_scores(
+        scores, _ = score(
+            ops,
+            policy,
+            device,
             query,
             key_cache,
             tables,
-            device.query_ends,
-            device.prompt_lens,
-            window=policy.window,
             scale=scale,
             soft_cap=soft_cap,
-            gqa_reduce=scorer.gqa_reduce,
-            pooling=scorer.pooling,
-            kernel_size=scorer.kernel_size,
             max_prompt_len=int(host_lens.max()),
         )
         kept = ops.select(
@@ -129,61 +106,49 @@ def evict_layer(
         positions = _positional(policy, host_lens, host_keeps, key_cache.shape[1])
         kept = upload(positions, query.device)
     if trace is not None:
-        recalls = _attention_recall(
-            ops, policy, evictions, shortened, device, keeps, kept, query, key_cache, tables,
+        mass = window_mass(
+            ops, policy, evictions, shortened, device, query, key_cache, tables,
             scale=scale, soft_cap=soft_cap,
         )  # fmt: skip
+        recalls = mass.recall(kept, device.prompt_lens, keeps)
         for index, positions, recall in zip(shortened.tolist(), kept, recalls, strict=True):
             trace.record(evictions, index, layer, positions[:, : helds[index]], recall)
     ops.compact(key_cache, value_cache, tables, kept, device.prompt_lens, keeps, max_keep=max_keep)
     evictions.tokens_done[shortened] += host_lens - host_keeps
 
 
-def _attention_recall(
+def score(
     ops: ModuleType,
     policy: Policy,
-    evictions: StepEvictions,
-    shortened: np.ndarray,
     device: DeviceEvictions,
-    keeps: torch.Tensor,
-    kept: torch.Tensor,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     tables: torch.Tensor,
     *,
     scale: float,
     soft_cap: float,
-) -> torch.Tensor:
-    """What the kept tokens hold of the window's attention, `[S, G]` float32 on the host.
-
-    See `recall.kept_mass`. A policy without a window takes the last `RECALL_WINDOW`
-    queries. NaN for a prompt whose last chunk had fewer queries, which only such a policy allows.
-    """
-    window = policy.window or RECALL_WINDOW
-    result = torch.full((len(shortened), key_cache.shape[1]), math.nan)
-    enough = np.flatnonzero(
-        (evictions.query_lens[shortened] >= window) & (evictions.prompt_lens[shortened] > window)
+    max_prompt_len: int,
+    statistics: bool = False,
+) -> tuple[torch.Tensor, WindowStatistics | None]:
+    """`window_scores` of the prompts in `device` with the policy's settings."""
+    scorer = policy.scorer
+    assert isinstance(scorer, ObservationWindowScorer)
+    result = ops.window_scores(
+        query,
+        key_cache,
+        tables,
+        device.query_ends,
+        device.prompt_lens,
+        window=policy.window,
+        scale=scale,
+        soft_cap=soft_cap,
+        gqa_reduce=scorer.gqa_reduce,
+        pooling=scorer.pooling,
+        kernel_size=scorer.kernel_size,
+        max_prompt_len=max_prompt_len,
+        statistics=statistics,
     )
-    if enough.size:
-        rows = upload(enough.astype(np.int64), query.device)
-        prompt_lens = device.prompt_lens[rows]
-        mass = ops.window_scores(
-            query,
-            key_cache,
-            tables[rows],
-            device.query_ends[rows],
-            prompt_lens,
-            window=window,
-            scale=scale,
-            soft_cap=soft_cap,
-            gqa_reduce="mean",
-            pooling="none",
-            kernel_size=1,
-            max_prompt_len=int(evictions.prompt_lens[shortened][enough].max()),
-        )
-        share = kept_mass(mass, kept[rows], prompt_lens, keeps[rows], window=window)
-        result[torch.from_numpy(enough)] = share.cpu()
-    return result
+    return result if statistics else (result, None)
 
 
 def _positional(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 
@@ -26,7 +26,23 @@ from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.retention import Retention, StepRetention
 from vllm_pyramid.worker.shifted import ShiftedTables
+from vllm_pyramid.worker.solve import LayerSolver
 from vllm_pyramid.worker.trace import TraceWriter
+
+
+class _TensorParallelRanks:
+    """`solve.Ranks` over vLLM's group, which does nothing where there is one rank."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.group.all_reduce(values)
+        return total
+
+    def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.group.broadcast(values, src=0)
+        return first
 
 
 class PyramidRunnerMixin:
@@ -53,6 +69,7 @@ class PyramidRunnerMixin:
         policy = settings.policy()
         assert policy is not None
         specs = per_layer_specs(stock, policy, self.vllm_config.model_config.max_model_len)
+        policy.allocator.check_layers(len(specs))
         block_sizes = {spec.block_size for spec in specs.values()}
         assert len(block_sizes) == 1, f"layers have blocks of different sizes: {block_sizes}"
         self.retention = Retention(
@@ -105,8 +122,12 @@ class PyramidRunnerMixin:
             ValueError: a layer whose attention an evicted cache would falsify.
         """
         retention, uploads = self.retention, EvictionUploads()
+        solver = None
+        if retention.policy.solver is not None:
+            ranks = _TensorParallelRanks(get_tp_group())
+            solver = LayerSolver(retention.policy, retention.num_layers, ranks)
         self._contexts = {
-            name: LayerContext(retention, layer, uploads, self._trace)
+            name: LayerContext(retention, layer, uploads, solver, self._trace)
             for layer, name in enumerate(self._specs)
         }
         layers_of_groups = []

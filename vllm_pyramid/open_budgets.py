@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid budgets` where lengths depend on the prompt: what can be said beforehand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm_pyramid.policy import OpenPlan, Policy
+
+
+def show_open_budgets(policy: Policy, plan: OpenPlan, source: str, *, as_json: bool) -> None:
+    """Print what an open plan promises, and why there is no table of layers."""
+    report = _report(policy, plan, source)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+
+    from rich.console import Console
+
+    most = "" if plan.exact else "at most "
+    total = report["total"]
+    Console(soft_wrap=True).print(
+        f"{policy.name}, budget {policy.budget}, prompt of {plan.prompt_len} tokens, blocks of "
+        f"{plan.block_size}: the lengths depend on the prompt.\n"
+        f"For {source}.\n"
+        f"All {plan.num_layers} layers together keep {most}{total['keep']} tokens per KV head "
+        f"({most}{plan.budget_tokens} on average), in at most {total['blocks']} of "
+        f"{report['full']['blocks']} blocks. Each layer keeps "
+        f"{plan.floor} (window and sinks) to {plan.prompt_len}; how many is solved from its "
+        "attention when the prompt has been processed.\n"
+        "A response says what was solved (kv_transfer_params: solved_tokens, kept_tokens); "
+        "`vllm-pyramid calibrate` measures the averages over your prompts and makes a policy of "
+        "them whose lengths are known beforehand.",
+        highlight=False,
+    )
+
+
+def _report(policy: Policy, plan: OpenPlan, source: str) -> dict[str, Any]:
+    total = plan.budget_tokens * plan.num_layers
+    full = -(-plan.prompt_len // plan.block_size) * plan.num_layers
+    # A layer begins and ends inside a block: its tokens touch at most two blocks more than fit.
+    blocks = min(full, total // plan.block_size + 2 * plan.num_layers)
+    return {
+        "source": source,
+        "policy": policy.name,
+        "budget": policy.budget.value,
+        "budget_tokens": plan.budget_tokens,
+        "prompt_len": plan.prompt_len,
+        "block_size": plan.block_size,
+        "num_layers": plan.num_layers,
+        "lengths": "solved from each prompt",
+        "total_is": "exact" if plan.exact else "at most",
+        "layer": {"least": plan.floor, "most": plan.prompt_len},
+        "total": {"keep": total, "blocks": blocks},
+        "full": {"keep": plan.prompt_len * plan.num_layers, "blocks": full},
+    }

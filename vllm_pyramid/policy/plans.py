@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of one prompt: settled, or to be settled from its scores.
+
+    Policy.plan(prompt_len, ...) ---> RetentionPlan               lengths known beforehand
+                                 \\-> OpenPlan --settle(keep)--> RetentionPlan
+
+Everything that frees blocks or hides tokens works with a `RetentionPlan` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class RetentionPlan:
+    """What is kept of one prompt, per layer. All arrays are `[num_layers]` int32 and read-only.
+
+    Attributes:
+        prompt_len: tokens of the prompt.
+        block_size: tokens of a cache block.
+        budget_tokens: the mean of `keep`, rounded up; at most `prompt_len`.
+        keep: tokens the policy keeps per KV head, window and sinks included: the paper's number.
+        skip: tokens whose slots are given back: `prompt_len - keep`, rounded down to a block if
+            the policy fills blocks. Survivors stand in positions `skip .. prompt_len - 1`.
+    """
+
+    prompt_len: int
+    block_size: int
+    budget_tokens: int
+    keep: IntArray
+    skip: IntArray
+
+    @classmethod
+    def of(
+        cls,
+        prompt_len: int,
+        block_size: int,
+        budget_tokens: int,
+        keep: npt.NDArray[Any],
+        fill_blocks: bool,
+    ) -> RetentionPlan:
+        """The plan that keeps `keep`, `[num_layers]` whole numbers."""
+        skip = prompt_len - keep
+        if fill_blocks:
+            skip = skip // block_size * block_size
+        return cls(prompt_len, block_size, budget_tokens, _read_only(keep), _read_only(skip))
+
+    @cached_property
+    def held(self) -> IntArray:
+        """Tokens really kept per KV head, `prompt_len - skip`: `keep`, or up to a block more."""
+        return _read_only(self.prompt_len - self.skip)
+
+    @cached_property
+    def blocks(self) -> IntArray:
+        """Blocks each layer holds after the eviction, the prompt's last one included."""
+        return _read_only(-(-self.prompt_len // self.block_size) - self.skip // self.block_size)
+
+    @cached_property
+    def evicts(self) -> bool:
+        """True if any layer gives a slot back."""
+        return bool(self.skip.any())
+
+
+@dataclass(frozen=True)
+class OpenPlan:
+    """What is known of a prompt's retention before its scores are: a promise about the lengths.
+
+    Attributes:
+        prompt_len: tokens of the prompt. block_size: tokens of a cache block.
+        num_layers: layers that share the total.
+        budget_tokens: mean tokens a layer keeps, window and sinks included, or may keep at most.
+        floor: tokens that every layer keeps: window and sinks.
+        exact: the total is `budget_tokens` times the layers; otherwise at most that.
+        fill_blocks: as in `Policy`.
+    """
+
+    prompt_len: int
+    block_size: int
+    num_layers: int
+    budget_tokens: int
+    floor: int
+    exact: bool
+    fill_blocks: bool
+
+    @property
+    def evicts(self) -> bool:
+        """True: until it is settled, a prompt is to be treated as one that gives slots back."""
+        return True
+
+    @property
+    def mean(self) -> int:
+        """B: mean tokens a layer has to choose, or at most."""
+        return self.budget_tokens - self.floor
+
+    @property
+    def capacity(self) -> int:
+        """C: tokens of the prompt beyond window and sinks."""
+        return self.prompt_len - self.floor
+
+    def settle(self, keep: Sequence[int] | npt.NDArray[Any]) -> RetentionPlan:
+        """The final plan from the solved lengths, once they are checked against the promise.
+
+        Args:
+            keep: `[num_layers]` tokens kept per KV head, window and sinks included.
+
+        Raises:
+            ValueError: another number of layers, a layer outside floor .. prompt, or another total.
+        """
+        lengths = np.asarray(keep, np.int64)
+        if lengths.shape != (self.num_layers,):
+            raise ValueError(f"{lengths.size} lengths for {self.num_layers} layers")
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < self.floor or high > self.prompt_len:
+            raise ValueError(
+                f"lengths between {low} and {high}; each layer keeps at least {self.floor} tokens "
+                f"(window and sinks) and at most the prompt's {self.prompt_len}"
+            )
+        total, promised = int(lengths.sum()), self.budget_tokens * self.num_layers
+        if total > promised or (self.exact and total != promised):
+            raise ValueError(
+                f"the lengths add up to {total} tokens; the budget of {self.budget_tokens} for "
+                f"{self.num_layers} layers is {'' if self.exact else 'at most '}{promised}"
+            )
+        mean = -(-total // self.num_layers)
+        return RetentionPlan.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
+
+    def even(self) -> RetentionPlan:
+        """The plan with the budget in every layer alike: for estimates, never for eviction."""
+        return self.settle(np.full(self.num_layers, self.budget_tokens))
+
+
+Plan: TypeAlias = RetentionPlan | OpenPlan
+
+
+class Eviction(NamedTuple):
+    """What the worker did at the end of a prompt.
+
+    Attributes:
+        tokens: evicted, summed over all layers.
+        keep: tokens that the policy keeps in each layer, where they were solved from the prompt's
+            scores; None where the scheduler knows them.
+    """
+
+    tokens: int
+    keep: tuple[int, ...] | None = None
+
+
+def _read_only(values: npt.NDArray[Any]) -> IntArray:
+    result = values.astype(np.int32)
+    result.flags.writeable = False
+    return result
