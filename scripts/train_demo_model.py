@@ -40,14 +40,14 @@ SAVED = ("stage", "step", "total_steps", "tokens", "seconds", "exact")
 
 @dataclass(frozen=True)
 class Stage:
-    """One length of the curriculum. `mix` gives the share of each kind of sequence."""
+    """A part of the curriculum: steps over sequences of one length, or of several in turn."""
 
-    length: int
+    lengths: tuple[int, ...]
     tokens: int  # in a step, over all processes
     least_steps: int
     most_steps: int
     facts: tuple[int, int]
-    mix: dict[str, float]
+    mix: dict[str, float]  # the share of each kind of sequence
     rate: float  # learning rate, as a share of the largest
     enough: float  # exact answers among the facts, running average
 
@@ -65,12 +65,13 @@ ALL = {
     "classification": 0.08,
 }
 STAGES = (
-    Stage(160, 4096, 150, 3000, (2, 4), EARLY, 1.0, 0.95),
-    Stage(256, 6144, 80, 320, (2, 8), WIDER, 1.0, 0.95),
-    Stage(512, 8192, 150, 200, (2, 10), ALL, 0.8, 0.97),
-    Stage(1024, 8192, 100, 150, (2, 12), ALL, 0.6, 0.98),
-    Stage(2048, 8192, 60, 100, (3, 14), ALL, 0.5, 0.98),
-    Stage(4096, 16384, 120, 120, (3, 16), ALL, 0.4, 1.01),
+    Stage((160,), 4096, 150, 3000, (2, 4), EARLY, 1.0, 0.95),
+    Stage((256,), 6144, 80, 320, (2, 8), WIDER, 1.0, 0.95),
+    Stage((512,), 8192, 150, 200, (2, 10), ALL, 0.8, 0.97),
+    Stage((1024,), 8192, 100, 150, (2, 12), ALL, 0.6, 0.98),
+    Stage((2048,), 8192, 60, 100, (3, 14), ALL, 0.5, 0.98),
+    Stage((4096,), 16384, 100, 100, (3, 16), ALL, 0.4, 1.01),
+    Stage((512, 1024, 2048, 4096), 8192, 340, 340, (1, 12), ALL, 0.4, 1.01),
 )
 
 
@@ -149,7 +150,8 @@ class Trainer:
             if self.stage == len(STAGES) - 1 and self.options.last_steps:
                 most = self.options.last_steps
             started = time.monotonic()
-            record = self.train_step(stage, most)
+            length = stage.lengths[self.step % len(stage.lengths)]
+            record = self.train_step(stage, length, most)
             self.tokens += stage.tokens
             self.step += 1
             self.total_steps += 1
@@ -173,14 +175,14 @@ class Trainer:
             rate *= max(0.02, 1 - self.step / most)
         return rate
 
-    def batch(self, stage: Stage) -> tuple[list[str], np.ndarray, np.ndarray]:
-        rows = max(1, stage.tokens // stage.length // self.world)
+    def batch(self, stage: Stage, length: int) -> tuple[list[str], np.ndarray, np.ndarray]:
+        rows = max(1, stage.tokens // length // self.world)
         kinds = self.writer.rng.choices(list(stage.mix), list(stage.mix.values()), k=rows)
-        made = [batch_row(self.writer, kind, stage.length + 1, stage.facts) for kind in kinds]
+        made = [batch_row(self.writer, kind, length + 1, stage.facts) for kind in kinds]
         return kinds, np.stack([ids for ids, _ in made]), np.stack([k for _, k in made])
 
-    def train_step(self, stage: Stage, most: int) -> dict[str, float]:
-        kinds, ids, roles = self.batch(stage)
+    def train_step(self, stage: Stage, length: int, most: int) -> dict[str, float]:
+        kinds, ids, roles = self.batch(stage, length)
         target_roles = roles[:, 1:].reshape(-1)
         answers = np.flatnonzero(target_roles == ANSWER)
         reading = np.flatnonzero(target_roles == READING)
@@ -191,7 +193,7 @@ class Trainer:
         weights = torch.full((len(chosen),), READING_WEIGHT)
         weights[: len(answers)] = 1.0
 
-        cos, sin = self.model.rope(stage.length)
+        cos, sin = self.model.rope(length)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model(token_ids[:, :-1], cos, sin)
             logits = self.model.logits(hidden.flatten(0, 1)[torch.from_numpy(chosen)])
@@ -209,11 +211,11 @@ class Trainer:
 
         with torch.no_grad():
             right = (logits[: len(answers)].argmax(-1) == targets[: len(answers)]).numpy()
-        self.score(kinds, answers, right, stage.length)
+        self.score(kinds, answers, right, length)
         return {
             "loss": float(loss.detach()),
-            "answer_loss": float(losses[: len(answers)].mean()) if len(answers) else 0.0,
-            "reading_loss": float(losses[len(answers) :].mean()),
+            "answer_loss": float(losses[: len(answers)].detach().mean()) if len(answers) else 0.0,
+            "reading_loss": float(losses[len(answers) :].detach().mean()),
         }
 
     def reduce_gradients(self) -> None:
@@ -250,7 +252,7 @@ class Trainer:
         if self.rank:
             return
         line = {
-            "length": stage.length,
+            "length": max(stage.lengths),
             "step": self.step,
             "total_steps": self.total_steps,
             "minutes": round(self.seconds / 60, 2),
@@ -278,7 +280,7 @@ def work(rank: int, options: argparse.Namespace, pages: list[list[str]]) -> None
             "seed": options.seed,
             "steps": trainer.total_steps,
             "tokens": trainer.tokens / 1e6,
-            "length": STAGES[-1].length,
+            "length": max(STAGES[-1].lengths),
         }
         write_model(out, trainer.model, trainer.tokenizer, about)
         print(f"wrote {out}")

@@ -196,7 +196,7 @@ def test_a_worker_without_an_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     use_worker(monkeypatch, tmp_path, "")
-    with pytest.raises(ChildError, match="exit status 0"):
+    with pytest.raises(ChildError, match="ended without an answer"):
         run.run_policy(task(), lambda _: None)
 
 

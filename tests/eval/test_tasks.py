@@ -127,7 +127,7 @@ def test_a_chain_counts_to_its_first_mistake(tokens: Tokens) -> None:
     wrong = phrases.traced([two, two, three])
     assert task.score(sample, result(f" {wrong}.")) == 0.0
     # What the answer was cut to counts as far as it goes.
-    assert task.score(sample, result(f" {one}. Variable {one} is copied to {two[:3]}")) == (
+    assert task.score(sample, result(f" {one}. Variable {one} equals {two[:3]}")) == (
         pytest.approx(1 / 3)
     )
     assert phrases.link(one, two) in sample.prompt

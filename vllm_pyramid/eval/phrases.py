@@ -86,12 +86,12 @@ def both(first: str, second: str) -> Question:
 
 def link(name: str, other: str) -> str:
     """One step of a chain of variables."""
-    return f"Variable {name} is copied to {other}."
+    return f"Variable {name} equals {other}."
 
 
 def trace(name: str) -> Question:
     """The chain that starts at a variable; the answer goes on link by link."""
-    return Question(f"Where does the value of {name} go?", f"Variable {name} is copied to")
+    return Question(f"What does the variable {name} equal?", f"Variable {name} equals")
 
 
 def traced(names: Sequence[str]) -> str:

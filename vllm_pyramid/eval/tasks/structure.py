@@ -18,14 +18,14 @@ _NAME_TOKENS = 12  # a made-up name can take a token for every one or two letter
 
 
 class VariableTracing(Task):
-    """Two chains of copied variables hidden in English text; one is to be followed from its start.
+    """Two chains of equal variables hidden in English text; one is to be followed from its start.
 
     RULER's variable tracking (https://arxiv.org/abs/2404.06654, section 3.2) with names for values.
     """
 
     name: ClassVar[str] = "variable-tracing"
     title: ClassVar[str] = "variable tracing"
-    summary: ClassVar[str] = "a chain of three copied variables, followed from its start"
+    summary: ClassVar[str] = "a chain of three equal variables, followed from its start"
     metric: ClassVar[str] = "share of the chain"
     steps: ClassVar[int] = 3
 
@@ -51,7 +51,7 @@ class VariableTracing(Task):
     def score(self, sample: Sample, result: Result) -> float:
         """The share of the chain that is right before the first mistake."""
         first = result.text.split("\n")[0]
-        found = re.findall(r"(?:^|copied to) ?([\w-]+)\.", first)
+        found = re.findall(r"(?:^|equals) ?([\w-]+)\.", first)
         right = 0
         for name, wanted in zip(found, sample.answers, strict=False):
             if name != wanted:
