@@ -88,7 +88,7 @@ install_dependencies() {
     fi
     say "installing vLLM $VLLM and the tools (torch: $before)"
     "$PY" -m uv pip install --python "$PY" --override "$overrides" \
-        "torch==$TORCH" "vllm==$VLLM" -r pyproject.toml --extra dev --extra bench
+        "torch==$TORCH" "vllm==$VLLM" -r pyproject.toml --extra dev --extra bench --extra eval
 
     after=$(torch_cuda)
     [[ "$before" == "$after" ]] || die "the installation replaced torch ($before) by ($after)"
@@ -137,6 +137,4 @@ elif ! done_before library "$library"; then
     remember_library
 fi
 
-# Generated here so that the first test or demonstration does not wait for it (two seconds, once).
-"$PY" -c 'from vllm_pyramid.demo import model_path; print("==> built-in model:", model_path())'
 touch "$VENV/.stamp"

@@ -38,8 +38,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
-    """The folder of the built-in model (8 layers, 8 query and 4 KV heads, head size 32)."""
-    from vllm_pyramid.demo import model_path
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random model: 8 layers, 8 query and 4 KV heads, head size 32."""
+    from tests.random_model import Shape, write_model
+    from vllm_pyramid.eval.topics import topics
 
-    return model_path()
+    folder = tmp_path_factory.mktemp("random-model")
+    write_model(folder, Shape(), list(topics().values()))
+    return folder

@@ -9,37 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid import calibrate
 from vllm_pyramid.config import parse_policy_args
+from vllm_pyramid.eval.command import add_command as add_eval
+from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy, RetentionPlan
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MIB = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What the size of a model's KV cache depends on.
-
-    Attributes:
-        num_layers: layers with full attention. num_kv_heads: KV heads a layer.
-        head_size: elements of a head. dtype: of K and V.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of K and V of one block of one layer."""
-        return 2 * block_size * self.num_kv_heads * self.head_size * _DTYPE_BYTES[self.dtype]
 
 
 def _positive(text: str) -> int:
@@ -68,7 +49,7 @@ def _build_parser() -> argparse.ArgumentParser:
     budgets.add_argument("--num-kv-heads", type=_positive, help="with --num-layers (default 8)")
     budgets.add_argument("--head-size", type=_positive, help="with --num-layers (default 128)")
     budgets.add_argument(
-        "--dtype", choices=sorted(_DTYPE_BYTES), help="of the cache (default: the model's)"
+        "--dtype", choices=sorted(DTYPE_BYTES), help="of the cache (default: the model's)"
     )
     budgets.add_argument("--prompt-len", type=_positive, default=8192, help="tokens (default 8192)")
     budgets.add_argument(
@@ -80,6 +61,7 @@ def _build_parser() -> argparse.ArgumentParser:
     budgets.add_argument("--json", action="store_true", help="print JSON instead of a table")
     budgets.set_defaults(run=_run_budgets)
 
+    add_eval(commands)
     calibrate.add_parser(commands)
     # Only for the list of commands: `main` hands the demonstration its own arguments.
     commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)
@@ -121,51 +103,6 @@ def _run_policies(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shape_of_model(model: str, dtype: str | None) -> tuple[CacheShape, str]:
-    """The cache of a model from its configuration, and a sentence on where it comes from.
-
-    Raises:
-        ValueError: no readable configuration, or a cache that is not K and V per head.
-    """
-    if model.startswith(("/", ".")) and not (Path(model) / "config.json").is_file():
-        raise ValueError(f"there is no config.json in the folder {model!r}")
-
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"cannot read the configuration of {model!r}: {reason}") from error
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"{model!r} uses multi-head latent attention (kv_lora_rank {config.kv_lora_rank}): it "
-            "has no keys and values per head to choose from"
-        )
-    heads = config.num_attention_heads
-    layers = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    note = f"{model}"
-    if kinds and any(kind != "full_attention" for kind in kinds):
-        layers = sum(kind == "full_attention" for kind in kinds)
-        note += f": only its {layers} full-attention layers of {len(kinds)} are counted"
-        if not layers:
-            raise ValueError(f"{model!r} has no layer with full attention")
-    name = dtype or str(getattr(config, "dtype", None)).removeprefix("torch.")
-    if name not in _DTYPE_BYTES:
-        raise ValueError(
-            f"{model!r} does not say a data type that the cache can have ({name}): give --dtype, "
-            f"one of {', '.join(sorted(_DTYPE_BYTES))}"
-        )
-    shape = CacheShape(
-        num_layers=layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=name,
-    )
-    return shape, note
-
-
 def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
     if args.model is not None:
         if args.num_kv_heads or args.head_size:
@@ -173,7 +110,7 @@ def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
                 "--num-kv-heads and --head-size come from the model: leave them out, or give "
                 "--num-layers instead of --model"
             )
-        return _shape_of_model(args.model, args.dtype)
+        return shape_of_model(args.model, args.dtype)
     assumed = [
         f"{name} {value}"
         for name, given, value in (

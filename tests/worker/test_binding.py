@@ -191,6 +191,7 @@ def make_evictions(rows: list[int]) -> StepEvictions:
         request_ids=[str(row) for row in rows],
         rows=np.array(rows, np.int64),
         query_ends=np.arange(10, 10 + size, dtype=np.int32),
+        query_lens=np.full(size, 10, np.int32),
         prompt_lens=prompt_lens,
         plans=plans_of(prompt_lens, helds, budget=64),
     )

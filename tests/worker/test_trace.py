@@ -29,6 +29,7 @@ def make_evictions(request_ids: list[str], prompt_len: int = 12) -> StepEviction
         request_ids=request_ids,
         rows=np.arange(count),
         query_ends=np.arange(1, count + 1, dtype=np.int32) * prompt_len,
+        query_lens=np.full(count, prompt_len, np.int32),
         prompt_lens=prompt_lens,
         plans=plans_of(prompt_lens, helds, budget=8),
     )
@@ -40,10 +41,13 @@ def kept(seed: int, count: int, prompt_len: int = 12) -> torch.Tensor:
     return torch.stack(rows).to(torch.int32)
 
 
+RECALL = torch.tensor([0.25, 0.75])  # of the two KV heads
+
+
 def write(writer: TraceWriter, evictions: StepEvictions, seed: int = 0) -> None:
     for index in range(len(evictions.request_ids)):
-        writer.record(evictions, index, 0, kept(seed + index, 4))
-        writer.record(evictions, index, 2, kept(seed + index + 100, 8))
+        writer.record(evictions, index, 0, kept(seed + index, 4), RECALL)
+        writer.record(evictions, index, 2, kept(seed + index + 100, 8), RECALL)
     writer.finish_step(evictions)
 
 
@@ -61,6 +65,7 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
             assert set(trace) == {
                 *("request_id", "prompt_len", "budget", "held"),
                 *(f"kept_{layer}" for layer in range(NUM_LAYERS)),
+                *(f"recall_{layer}" for layer in range(NUM_LAYERS)),
             }
             assert str(trace["request_id"]) == name
             assert int(trace["prompt_len"]) == 12
@@ -69,6 +74,11 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
             assert trace["held"].dtype == np.int32
             assert trace["kept_0"].tolist() == kept(index, 4).tolist()
             assert trace["kept_1"].tolist() == [list(range(12))] * NUM_KV_HEADS
+            assert [trace[f"recall_{layer}"].tolist() for layer in range(NUM_LAYERS)] == [
+                RECALL.tolist(),
+                [1.0, 1.0],  # everything was kept
+                RECALL.tolist(),
+            ]
             assert trace["kept_2"].tolist() == kept(index + 100, 8).tolist()
             assert all(trace[f"kept_{layer}"].dtype == np.int32 for layer in range(NUM_LAYERS))
     assert not writer._open
@@ -77,12 +87,14 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
 def test_recorded_positions_are_a_copy(tmp_path: Path) -> None:
     writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
     evictions = make_evictions(["r"])
-    positions = kept(0, 4)
-    writer.record(evictions, 0, 0, positions)
+    positions, recall = kept(0, 4), RECALL.clone()
+    writer.record(evictions, 0, 0, positions, recall)
+    recall.zero_()
     positions.zero_()  # the buffer is used again before the file is written
     writer.finish_step(evictions)
     with np.load(tmp_path / "r.npz") as trace:
         assert trace["kept_0"].tolist() == kept(0, 4).tolist()
+        assert trace["recall_0"].tolist() == RECALL.tolist()
 
 
 def test_ranks_do_not_overwrite_each_other(tmp_path: Path) -> None:

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `make demo` runs: one prompt of real text through the engine with three policies.
 
-For each policy: the answer, how many tokens every layer keeps, how many blocks the request holds
-before and after the eviction, and the speed. All numbers are the engine's own; where the engine
-does not report them, the demonstration fails. The built-in model is UNTRAINED, so that the answers
-are noise: what can be seen is that memory really comes back, not quality.
+A fact is hidden in the text and asked for at its end. For each policy: the answer, how many tokens
+every layer keeps, how many blocks the request holds before and after the eviction, and the speed.
+All numbers are the engine's own; where the engine does not report them, the demonstration fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
+import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,112 +22,55 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vllm_pyramid.child import ChildError, orderly_termination, run_child
 from vllm_pyramid.demo import model_path
-from vllm_pyramid.demo.text import prompt_text
-from vllm_pyramid.demo.worker import MARK, Answer, Task
+from vllm_pyramid.demo.worker import Answer, Task
+from vllm_pyramid.eval.haystack import load_tokens
+from vllm_pyramid.eval.phrases import FACTS
+from vllm_pyramid.eval.task import begins_with
+from vllm_pyramid.eval.words import make_name, make_number
 
 POLICIES = ("full", "streaming-llm", "pyramidkv")
 FULL = "full"
-QUESTION = "\n\nQuestion: what does the text above say about exceptions?\nAnswer:"
+SEED = 0
+DEPTH = 0.4  # of the hidden fact: beyond the reach of a policy that keeps what is recent
 BAR_WIDTH = 40
-# The end of a failed process's log that is shown; the reason stands in the last lines.
-LOG_TAIL_LINES = 25
 
 
-class DemoError(RuntimeError):
-    """A run of the demonstration failed; the message is for the user."""
-
-
-def build_prompt(model: Path, tokens: int) -> str:
-    """Real text of about `tokens` tokens of this model's tokenizer, with a question at its end.
+def build_prompt(model: Path, tokens: int) -> tuple[str, str]:
+    """Real text of at most `tokens` tokens with a fact in it and a question, and the right answer.
 
     Raises:
-        ValueError: `tokens` is too small for the question, or larger than the text.
+        ValueError: `tokens` is too small for the question, or the model has no tokenizer.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    question = len(tokenizer.encode(QUESTION, add_special_tokens=False).ids)
-    document = tokenizer.encode(prompt_text(), add_special_tokens=False)
-    room = tokens - question - 1  # one token is <|begin|>
-    if not 0 < room <= len(document.ids):
-        raise ValueError(
-            f"the prompt can have {question + 2} to {question + 1 + len(document.ids)} tokens, "
-            f"not {tokens}"
-        )
-    # Cut the text, not the tokens: the offsets say where token number `room` ends.
-    return prompt_text()[: document.offsets[room - 1][1]] + QUESTION
+    rng = random.Random(SEED)
+    name, number = make_name(rng, held_out=True), make_number(rng, held_out=True)
+    fact = FACTS["code"]
+    question = fact.question(name).prompt
+    text = load_tokens(model).hide(rng, [fact.state(name, number)], question, tokens, [DEPTH])
+    return text, number
 
 
 def run_policy(task: Task, on_stage: Callable[[str], None]) -> Answer:
     """Run one task in a process of its own; `on_stage` hears what it is doing.
 
     Raises:
-        DemoError: the process failed (with the end of its log) or gave no answer.
+        ChildError: the process failed (with the end of its log) or gave no answer.
     """
-    environment = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        **os.environ,
-    }
-    answer: Answer | None = None
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_pyramid.demo.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment,
-            start_new_session=True,  # a process group of its own, with the engine's processes
-        )
-        try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            # A process that dies before it reads must be reported with its log, not as a broken
-            # pipe.
-            with suppress(BrokenPipeError), process.stdin as pipe:
-                pipe.write(json.dumps(asdict(task)))
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    message = json.loads(line.removeprefix(MARK))
-                    if "stage" in message:
-                        on_stage(f"{task.kv_policy}: {message['stage']}")
-                    else:
-                        answer = Answer(**message["answer"])
-            status = process.wait()
-        finally:
-            _end_group(process)
-        log.seek(0)
-        tail = "".join(log.readlines()[-LOG_TAIL_LINES:])
-    if status != 0 or answer is None:
-        raise DemoError(
-            f"the run with {task.kv_policy!r} failed with exit status {status}; its log ends:\n\n"
-            f"{tail}"
-        )
-    return answer
+    what = f"the run with {task.kv_policy!r}"
+    for message in run_child("vllm_pyramid.demo.worker", asdict(task), what):
+        if "answer" in message:
+            return Answer(**message["answer"])
+        on_stage(f"{task.kv_policy}: {message['stage']}")
+    raise ChildError(f"{what} ended without an answer")
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """End the worker and every process it started, also after an interruption."""
-    for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
-        if process.poll() is not None and sign == signal.SIGTERM:
-            continue  # it has ended: only what it left behind is to be killed
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=patience)
-
-
-def show(console: Console, answer: Answer, kv_budget: str | None) -> None:
+def show(console: Console, answer: Answer, kv_budget: str | None, right: str) -> None:
     """Print one policy's answer, bars, blocks and speed."""
     title = answer.kv_policy if kv_budget is None else f"{answer.kv_policy}, budget {kv_budget}"
     console.rule(f"[bold]{escape(title)}")
-    console.print(
-        Panel(escape(_printable(answer.text)), title="answer (untrained model: noise)", width=80)
-    )
+    verdict = "[green]right" if begins_with(answer.text, right) else f"[red]wrong: it is {right}"
+    console.print(Panel(escape(_printable(answer.text)), title=f"answer ({verdict}[/])", width=80))
     bars = Table(box=None, pad_edge=False)
     bars.add_column("layer", justify="right")
     bars.add_column("kept", justify="right")
@@ -158,18 +96,9 @@ def bar(kept: int, total: int, width: int = BAR_WIDTH) -> str:
 
 
 def _printable(text: str) -> str:
-    """Noise may hold control characters, which would disturb the terminal."""
+    """The first line, without control characters, which would disturb the terminal."""
+    text = text.strip().split("\n")[0]
     return "".join(char if char.isprintable() else " " for char in text).strip() or "(nothing)"
-
-
-@contextmanager
-def _orderly_termination() -> Iterator[None]:
-    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
@@ -190,7 +119,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a folder with a model (default: the built-in)")
     parser.add_argument("--kv-budget", default="12%", help="tokens or per cent (default: 12%%)")
     parser.add_argument("--prompt-tokens", type=int, default=3000)
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=24)
     args = parser.parse_args(argv)
     if args.max_tokens < 2:
         parser.error("--max-tokens must be at least 2: the speed is that of the tokens after one")
@@ -203,20 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         model = args.model or model_path()
-        prompt = build_prompt(model, args.prompt_tokens)
+        prompt, right = build_prompt(model, args.prompt_tokens)
     except (OSError, RuntimeError, ValueError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         return 1
     console.print(
-        f"One prompt of about {args.prompt_tokens:,} tokens of Python's documentation, "
-        f"{len(POLICIES)} policies, each in an engine of its own.\n"
-        "[yellow]The built-in model is untrained: its words are noise.[/yellow] Look at the tokens "
-        "and blocks that each layer holds.\n"
-        if args.model is None
-        else f"Model: {escape(str(model))}\n"
+        f"A fact is hidden in {args.prompt_tokens:,} tokens of Python's documentation and asked "
+        f"for at the end: {len(POLICIES)} policies, each in an engine of its own.\n"
+        f"Model: {'the built-in one' if args.model is None else escape(str(model))}\n"
     )
     answers: list[Answer] = []
-    with _orderly_termination(), _progress(console, len(POLICIES)) as (progress, say):
+    with orderly_termination(), _progress(console, len(POLICIES)) as (progress, say):
         for policy in POLICIES:
             kv_budget = None if policy == FULL else args.kv_budget
             task = Task(
@@ -229,26 +155,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             try:
                 answer = run_policy(task, say)
-            except DemoError as error:
+            except ChildError as error:
                 progress.stop()
                 console.print(f"[red]error:[/red] {escape(str(error))}")
                 return 1
             answers.append(answer)
-            show(console, answer, kv_budget)
+            show(console, answer, kv_budget, right)
             progress.advance(progress.task_ids[0])
-    _summary(console, answers)
+    _summary(console, answers, right)
     return 0
 
 
-def _summary(console: Console, answers: Sequence[Answer]) -> None:
+def _summary(console: Console, answers: Sequence[Answer], right: str) -> None:
     table = Table(title="In short")
     table.add_column("policy")
-    for heading in ("tokens per layer, first to last", "blocks", "tokens/s"):
+    for heading in ("answer", "tokens per layer, first to last", "blocks", "tokens/s"):
         table.add_column(heading, justify="right")
     for answer in answers:
         kept = answer.kept_tokens
         table.add_row(
             answer.kv_policy,
+            "right" if begins_with(answer.text, right) else "wrong",
             f"{kept[0]:,} … {kept[-1]:,}",
             f"{answer.blocks_before:,} → {answer.blocks_after:,}",
             f"{answer.decode_tokens_per_second:,.1f}",

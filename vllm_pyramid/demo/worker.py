@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of the demonstration in a process of its own: one policy, one engine, one prompt.
 
-Standard input holds one JSON object, a `Task`. On standard output come lines that start with
-`MARK`: first `{"stage": ...}` lines for the progress display, and last `{"answer": ...}`. Other
-lines are vLLM's and are ignored. A process a policy is the surest way to give an engine's memory
-back before the next one starts.
+It reads a `Task`, and sends `{"stage": ...}` messages for the progress display and last an
+`{"answer": ...}` (see `vllm_pyramid.child`).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MARK = "@demo "
+from vllm_pyramid.child import read_task, say
 
 # Fields of `RequestOutput.kv_transfer_params` that prove what was evicted.
 PROOF_KEYS = (
@@ -98,12 +94,12 @@ def proof_of(kv_transfer_params: Mapping[str, Any] | None, kv_policy: str) -> di
 def run(task: Task) -> Answer:
     """Start an engine, generate once to warm it up and once to measure, and report."""
     # First the package's own LLM: nothing here works without vLLM, and its import takes seconds.
-    _say(stage="loading vLLM")
+    say(stage="loading vLLM")
     from vllm import SamplingParams
 
     from vllm_pyramid import LLM
 
-    _say(stage="starting the engine")
+    say(stage="starting the engine")
     policy: dict[str, Any] = {"kv_policy": task.kv_policy}
     if task.kv_budget is not None:
         policy["kv_budget"] = task.kv_budget
@@ -122,9 +118,9 @@ def run(task: Task) -> Answer:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         return llm.generate([task.prompt], sampling, use_tqdm=False)[0]
 
-    _say(stage="warming up")
+    say(stage="warming up")
     generate(2)
-    _say(stage="generating")
+    say(stage="generating")
     output = generate(task.max_tokens)
     times, completion = output.metrics, output.outputs[0]
     if times is None:
@@ -138,14 +134,10 @@ def run(task: Task) -> Answer:
     )
 
 
-def _say(**message: Any) -> None:
-    print(f"\n{MARK}{json.dumps(message)}", flush=True)
-
-
 def main() -> None:
     """Entry point of `python -m vllm_pyramid.demo.worker`."""
-    task = Task(**json.load(sys.stdin))
-    _say(answer=asdict(run(task)))
+    task = Task(**read_task())
+    say(answer=asdict(run(task)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -14,22 +13,8 @@ from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
 from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
-from vllm_pyramid.worker.upload import upload
-
-
-@dataclass(frozen=True)
-class DeviceEvictions:
-    """Some of a step's ending prompts, S of them, where the attention is.
-
-    Attributes:
-        rows: `[S]` int64, their rows of the batch. query_ends, prompt_lens: `[S]` int32.
-        keeps: `[L, S]` int32, tokens that stay in each layer.
-    """
-
-    rows: torch.Tensor
-    query_ends: torch.Tensor
-    prompt_lens: torch.Tensor
-    keeps: torch.Tensor
+from vllm_pyramid.worker.upload import DeviceEvictions, upload
+from vllm_pyramid.worker.window_mass import window_mass
 
 
 class EvictionUploads:
@@ -120,11 +105,16 @@ def evict_layer(
     else:
         positions = _positional(policy, host_lens, host_keeps, key_cache.shape[1])
         kept = upload(positions, query.device)
+    if trace is not None:
+        mass = window_mass(
+            ops, policy, evictions, shortened, device, query, key_cache, tables,
+            scale=scale, soft_cap=soft_cap,
+        )  # fmt: skip
+        recalls = mass.recall(kept, device.prompt_lens, keeps)
+        for index, positions, recall in zip(shortened.tolist(), kept, recalls, strict=True):
+            trace.record(evictions, index, layer, positions[:, : helds[index]], recall)
     ops.compact(key_cache, value_cache, tables, kept, device.prompt_lens, keeps, max_keep=max_keep)
     evictions.tokens_done[shortened] += host_lens - host_keeps
-    if trace is not None:
-        for index, positions in zip(shortened.tolist(), kept, strict=True):
-            trace.record(evictions, index, layer, positions[:, : helds[index]])
 
 
 def score(

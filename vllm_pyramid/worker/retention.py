@@ -37,6 +37,7 @@ class StepEvictions:
         request_ids: E names.
         rows: `[E]` int64, their rows of the batch.
         query_ends: `[E]` int32, one behind their last query in the step's query tensor.
+        query_lens: `[E]` int32, their queries in the step: the last chunk of the prompt.
         prompt_lens: `[E]` int32.
         plans: E plans; open ones until they are solved in this step.
         helds: `[L, E]` int32, tokens that stay in each layer; all of them while a plan is open.
@@ -50,6 +51,7 @@ class StepEvictions:
     request_ids: list[str]
     rows: npt.NDArray[np.int64]
     query_ends: IntArray
+    query_lens: IntArray
     prompt_lens: IntArray
     plans: list[Plan]
     helds: IntArray = field(init=False)
@@ -194,6 +196,7 @@ class Retention:
                 request_ids=[request_ids[row] for row in ending],
                 rows=ending,
                 query_ends=np.cumsum(scheduled, dtype=np.int32)[ending],
+                query_lens=scheduled[ending].astype(np.int32),
                 prompt_lens=prompt_lens[ending].astype(np.int32),
                 plans=plans,
             )

@@ -27,6 +27,7 @@ from vllm_pyramid.worker.evict import EvictionUploads, score
 from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 from vllm_pyramid.worker.upload import upload
+from vllm_pyramid.worker.window_mass import WindowMass, window_mass
 
 
 class Ranks(Protocol):
@@ -55,7 +56,8 @@ class OneRank:
 class ScoredLayer:
     """A layer that waits: `scores` is `[S, G, columns]`, `evidence` see `SolvingAllocator`.
 
-    `key_cache` and `value_cache` are views `[P, G, N, D]`, `tables` is `[S, M]` int32, unshifted.
+    `key_cache` and `value_cache` are views `[P, G, N, D]`, `tables` is `[S, M]` int32, unshifted;
+    `mass` is there for a trace.
     """
 
     key_cache: torch.Tensor
@@ -63,6 +65,7 @@ class ScoredLayer:
     tables: torch.Tensor
     scores: torch.Tensor
     evidence: torch.Tensor
+    mass: WindowMass | None
 
 
 class LayerSolver:
@@ -118,7 +121,14 @@ class LayerSolver:
             statistics=self.solver.needs_statistics,
         )
         evidence = self.solver.evidence(scores, statistics)
-        self._layers.append(ScoredLayer(key_cache, value_cache, tables, scores, evidence))
+        mass = None
+        if trace is not None:
+            mass = window_mass(
+                ops, self.policy, evictions, evictions.unsolved, device, query, key_cache, tables,
+                scale=scale, soft_cap=soft_cap,
+            )  # fmt: skip
+        waiting = ScoredLayer(key_cache, value_cache, tables, scores, evidence, mass)
+        self._layers.append(waiting)
         if layer < self.num_layers - 1:
             return
         layers, self._layers, self._evictions = self._layers, [], None
@@ -183,6 +193,8 @@ class LayerSolver:
                 max_keep=max_keep,
             )
             evictions.tokens_done[unsolved] += given
-            if trace is not None:
+            if trace is not None and waiting.mass is not None:
+                recalls = waiting.mass.recall(kept, prompt_lens, keeps[layer])
                 for row, index in enumerate(unsolved.tolist()):
-                    trace.record(evictions, index, layer, kept[row, :, : host_keeps[layer, row]])
+                    positions = kept[row, :, : host_keeps[layer, row]]
+                    trace.record(evictions, index, layer, positions, recalls[row])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--kv-trace DIR`: the positions every request kept, for whoever wants to check or plot them."""
+"""`--kv-trace DIR`: what every request kept, for whoever wants to check or plot it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class TraceWriter:
     """Writes one `.npz` a request into a folder, at the end of the step that ends its prompt.
 
     Each holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
-    (`[L]` int32, tokens kept per KV head) and `kept_<layer>` (`[G, held[layer]]` int32, ascending
-    positions; layers and requests that kept everything too). With tensor parallelism each rank
+    (`[L]` int32, tokens kept per KV head), `kept_<layer>` (`[G, held[layer]]` int32, ascending
+    positions; layers and requests that kept everything too) and `recall_<layer>` (`[G]` float32,
+    the share of the attention of the prompt's last queries to the tokens before them that the kept
+    ones hold: `ops.recall.kept_mass`; 1 where everything was kept, NaN where a policy without a
+    window ended the prompt with a chunk of fewer queries). With tensor parallelism each rank
     writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
     has characters that a file's cannot have, is shortened and gets a checksum. A request that is
     preempted and evicts again replaces its file.
@@ -45,14 +48,19 @@ class TraceWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.num_kv_heads = list(num_kv_heads)
         self.suffix = f"-rank{rank}" if world_size > 1 else ""
-        self._open: dict[str, dict[int, np.ndarray]] = {}
+        self._open: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
 
     def record(
-        self, evictions: StepEvictions, index: int, layer: int, positions: torch.Tensor
+        self,
+        evictions: StepEvictions,
+        index: int,
+        layer: int,
+        positions: torch.Tensor,
+        recall: torch.Tensor,
     ) -> None:
-        """Take the positions `[G, held]` that request `index` keeps in `layer`."""
+        """Take the positions `[G, held]` that request `index` keeps in `layer`, and its recall."""
         layers = self._open.setdefault(evictions.request_ids[index], {})
-        layers[layer] = positions.cpu().numpy().copy()
+        layers[layer] = (positions.cpu().numpy().copy(), recall.cpu().numpy().copy())
 
     def finish_step(self, evictions: StepEvictions) -> None:
         """Write the requests whose prompt ended in the step, once all its layers are done."""
@@ -60,10 +68,11 @@ class TraceWriter:
             layers = self._open.pop(request_id, {})
             prompt_len = int(evictions.prompt_lens[index])
             everything = np.arange(prompt_len, dtype=np.int32)
-            arrays: dict[str, Any] = {
-                f"kept_{layer}": layers.get(layer, np.tile(everything, (heads, 1)))
-                for layer, heads in enumerate(self.num_kv_heads)
-            }
+            arrays: dict[str, Any] = {}
+            for layer, heads in enumerate(self.num_kv_heads):
+                whole = (np.tile(everything, (heads, 1)), np.ones(heads, np.float32))
+                kept, recall = layers.get(layer, whole)
+                arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = kept, recall
             name = _file_name(request_id) + self.suffix
             partial = self.folder / f".{name}.part"
             with partial.open("wb") as file:

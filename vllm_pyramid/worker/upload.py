@@ -3,10 +3,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 import torch
+
+
+@dataclass(frozen=True)
+class DeviceEvictions:
+    """Some of a step's ending prompts, S of them, where the attention is.
+
+    Attributes:
+        rows: `[S]` int64, their rows of the batch. query_ends, prompt_lens: `[S]` int32.
+        keeps: `[L, S]` int32, tokens that stay in each layer.
+    """
+
+    rows: torch.Tensor
+    query_ends: torch.Tensor
+    prompt_lens: torch.Tensor
+    keeps: torch.Tensor
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -1,35 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the demonstration model: a small Llama with random weights and a real tokenizer.
+"""A small Llama with random weights and a real tokenizer, on which most engine tests run.
 
-THE MODEL IS UNTRAINED: its words are noise. It exists so that a whole engine (tokenizer, chat
-template, prefill, eviction, decoding, server) can run on any machine without a download. Nothing
-about the quality of an eviction policy can be read from its answers; what can be read is how many
-tokens and blocks each layer holds, and that different policies keep different tokens.
-
-Everything is deterministic: weights come from a seeded NumPy generator, the tokenizer is trained
-on text that ships with Python (`vllm_pyramid.demo.text`).
+Untrained on purpose: its attention is spread over many tokens and its answers hang on all of them,
+so that a wrong token kept or a wrong position shows at once. Deterministic: weights come from a
+seeded NumPy generator, the tokenizer is trained on the text behind Python's `help()`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_pyramid.demo import text
-
 if TYPE_CHECKING:
     import torch
-
-# Part of the cache folder's name: raise it when the files written below change.
-FORMAT = 1
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>")
 BEGIN, END, PAD = SPECIAL_TOKENS[0], SPECIAL_TOKENS[1], SPECIAL_TOKENS[5]
@@ -42,24 +29,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
-MODEL_CARD = """\
----
-license: apache-2.0
----
-# vllm-pyramid demonstration model (untrained)
-
-A `LlamaForCausalLM` of {parameters:,} parameters with RANDOM weights, generated on this machine by
-`vllm_pyramid.demo.build`. It was never trained: its words are noise. It is there to exercise the
-engine, not to answer anything; do not judge an eviction policy by its text.
-
-The tokenizer is a byte-level BPE with {vocab_size:,} entries, trained on the Python documentation
-that every CPython carries (`pydoc_data.topics`, PSF licence), so any text can go in.
-"""
-
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the generated model. Defaults: 6.3 million parameters, 13 MB in bfloat16."""
+    """Sizes. Defaults: 6.3 million parameters, 13 MB in bfloat16."""
 
     num_layers: int = 8
     hidden_size: int = 256
@@ -76,62 +49,8 @@ class Shape:
     attention_logit_std: float = 1.5
 
 
-def fingerprint(shape: Shape, corpus: Sequence[str]) -> str:
-    """12 hex digits that change with the shape, the text and the format of the files."""
-    digest = hashlib.sha256()
-    digest.update(json.dumps([FORMAT, asdict(shape), CHAT_TEMPLATE], sort_keys=True).encode())
-    for document in corpus:
-        digest.update(document.encode())
-    return digest.hexdigest()[:12]
-
-
-def cache_root() -> Path:
-    """`$VLLM_PYRAMID_CACHE`, else `vllm-pyramid` in the user's cache folder (XDG)."""
-    explicit = os.environ.get("VLLM_PYRAMID_CACHE")
-    if explicit:
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "vllm-pyramid"
-
-
-def cached_model(shape: Shape | None = None) -> Path:
-    """The folder of the generated model; generates it (a few seconds) on the first call.
-
-    Concurrent first calls are safe: each builds in a folder of its own and one rename wins.
-
-    Raises:
-        RuntimeError: the cache folder cannot be written (names it and the variable to set).
-    """
-    shape = shape or Shape()
-    corpus = text.corpus()
-    root = cache_root()
-    target = root / f"demo-model-{fingerprint(shape, corpus)}"
-    if (target / "config.json").is_file():
-        return target
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".demo-model-", dir=root))
-    except OSError as error:
-        raise RuntimeError(
-            f"cannot write the demonstration model to {root} ({error.strerror or error}): set "
-            "VLLM_PYRAMID_CACHE to a folder that can be written"
-        ) from error
-    try:
-        write_model(scratch, shape, corpus)
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(target)
-        except OSError:
-            # Somebody else's rename came first; theirs holds the same bytes.
-            if not (target / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
 def write_model(folder: Path, shape: Shape, corpus: Sequence[str]) -> None:
-    """Write weights, configuration, tokenizer and card into an existing, empty folder."""
+    """Write weights, configuration and tokenizer into an existing, empty folder."""
     from safetensors.torch import save_file
 
     weights = random_weights(shape)
@@ -146,9 +65,6 @@ def write_model(folder: Path, shape: Shape, corpus: Sequence[str]) -> None:
             "pad_token_id": token_ids[PAD],
         },
     )
-    parameters = sum(weight.numel() for weight in weights.values())
-    card = MODEL_CARD.format(parameters=parameters, vocab_size=shape.vocab_size)
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def random_weights(shape: Shape) -> dict[str, torch.Tensor]:

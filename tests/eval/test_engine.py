@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench through real engines: what it reports is what the model and the policy did."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_pyramid.cli import main
+from vllm_pyramid.eval.haystack import load_tokens
+from vllm_pyramid.eval.run import Run, Settings, Store
+from vllm_pyramid.eval.tasks import load_task
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+TASKS = ("multi-key", "perplexity", "attention-recall")
+LENGTH = 320
+FLOAT32 = {"dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eval")
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path, demo_model: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The command itself, as a user would run it; by task, policy and budget."""
+    status = main(
+        [
+            *("eval", "--model", str(demo_model), "--out", str(folder)),
+            *("--policies", "full,snapkv", "--budgets", "12%,100%"),
+            *("--tasks", ",".join(TASKS), "--lengths", str(LENGTH)),
+            *("--samples", "3", "--seeds", "0,1", "--engine-args", json.dumps(FLOAT32)),
+        ]
+    )
+    assert status == 0
+    found = json.loads((folder / "results.json").read_text())["rows"]
+    return {(row["task"], row["policy"], row["budget"]): row for row in found}
+
+
+def test_a_full_budget_costs_nothing(rows: dict[tuple[str, str, str], dict[str, Any]]) -> None:
+    for task in TASKS:
+        full, everything = rows[task, "full", "100%"], rows[task, "snapkv", "100%"]
+        assert everything["score"] == full["score"]
+        assert everything["memory"] == full["memory"] == 1.0
+        assert (full["n"], full["seeds"]) == (6, 2)
+
+
+def test_an_eviction_shows(rows: dict[tuple[str, str, str], dict[str, Any]]) -> None:
+    assert rows["attention-recall", "full", "100%"]["score"] == 1.0
+    recall = rows["attention-recall", "snapkv", "12%"]
+    assert 0.12 < recall["score"] < 0.95, "top tokens hold more than their share, not all"
+    assert 0.1 < recall["memory"] < 0.25
+    assert rows["perplexity", "snapkv", "12%"] != rows["perplexity", "full", "100%"]
+
+
+def test_perplexity_is_that_of_the_model(
+    folder: Path, demo_model: Path, rows: dict[tuple[str, str, str], dict[str, Any]]
+) -> None:
+    """With the whole cache, decoding the continuation gives Transformers' loss on it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    tokens = load_tokens(demo_model)
+    means = []
+    for seed in (0, 1):
+        losses = []
+        for sample in load_task("perplexity").samples(tokens, LENGTH, 3, seed):
+            prompt = tokens.encode(sample.prompt)
+            ids = tokens.encode(sample.prompt + sample.answers[0])
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+            targets = torch.tensor(ids[len(prompt) :])
+            losses.append(float(torch.nn.functional.cross_entropy(logits, targets)))
+        means.append(math.exp(sum(losses) / len(losses)))
+    expected = sum(means) / len(means)
+    assert rows["perplexity", "full", "100%"]["score"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_recall_is_that_of_the_kept_tokens(folder: Path, demo_model: Path) -> None:
+    """The engine's recall against attention computed by Transformers over the traced positions."""
+    from transformers import AutoModelForCausalLM
+
+    from vllm_pyramid.policy import load_policy
+
+    tokens = load_tokens(demo_model)
+    sample = load_task("attention-recall").samples(tokens, LENGTH, 1, seed=0)[0]
+    ids = tokens.encode(sample.prompt)
+    settings = Settings(
+        model=str(demo_model),
+        policies=("snapkv", "streaming-llm"),
+        budgets=("12%",),
+        tasks=(load_task("attention-recall"),),
+        lengths=(LENGTH,),
+        samples=1,
+        seeds=(0,),
+        engine_args=FLOAT32,
+    )
+    evaluation = Run(settings, tokens)
+    store = Store(folder / "recall.jsonl")
+    evaluation.execute(store, lambda _: None, lambda: None)
+    results = {answer.policy: answer.result for answer in evaluation.answers(store)}
+    store.close()
+
+    model = AutoModelForCausalLM.from_pretrained(
+        demo_model, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        attentions = model(torch.tensor([ids]), output_attentions=True).attentions
+    window, n = load_policy("snapkv").window, len(ids)
+    kv_heads = model.config.num_key_value_heads
+    for policy, result in results.items():
+        assert result.recall is not None
+        for layer, attention in enumerate(attentions):
+            # [query heads, window, context] to the mass of each KV head and context token.
+            mass = attention[0, :, n - window :, : n - window].sum(dim=1)
+            mass = mass.unflatten(0, (kv_heads, -1)).mean(dim=1)
+            if policy == "streaming-llm":
+                kept = load_policy(policy).kept_positions(n, result.kept_tokens[layer])
+                inside = torch.tensor(kept[kept < n - window], dtype=torch.long)
+                expected = mass[:, inside].sum(dim=1) / mass.sum(dim=1)
+                assert result.recall[layer] == pytest.approx(expected.tolist(), rel=1e-3)
+            else:  # no choice of as many tokens can hold more
+                count = result.kept_tokens[layer] - window
+                best = mass.topk(count, dim=1).values.sum(dim=1) / mass.sum(dim=1)
+                for measured, bound in zip(result.recall[layer], best.tolist(), strict=True):
+                    assert 0.5 * bound < measured <= bound + 1e-4

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run without engines: its jobs, what it keeps and goes on from, its rows and tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.eval.test_tasks import WordTokenizer
+from vllm_pyramid.child import ChildError
+from vllm_pyramid.cli import main
+from vllm_pyramid.eval import run as run_module
+from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.report import as_markdown, tables
+from vllm_pyramid.eval.results import as_csv, as_json, rows_of
+from vllm_pyramid.eval.run import Run, Settings, Store
+from vllm_pyramid.eval.task import Result
+from vllm_pyramid.eval.tasks import load_task
+
+pytestmark = pytest.mark.cpu
+
+
+def settings(**changes: Any) -> Settings:
+    values: dict[str, Any] = {
+        "model": "some/model",
+        "policies": ("full", "snapkv"),
+        "budgets": ("10%", "50%"),
+        "tasks": (load_task("needle"), load_task("perplexity")),
+        "lengths": (256,),
+        "samples": 3,
+        "seeds": (0, 1),
+    }
+    return Settings(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tokens:
+    return Tokens(WordTokenizer())
+
+
+class FakeEngines:
+    """Stands for `run_child`: answers like an engine that knows the text, or breaks off."""
+
+    def __init__(self, fail_after: int | None = None) -> None:
+        self.fail_after = fail_after
+        self.served: list[str] = []
+
+    def __call__(self, module: str, work: Mapping[str, Any], what: str) -> Iterator[dict[str, Any]]:
+        yield {"stage": "starting the engine"}
+        for request in work["requests"]:
+            if len(self.served) == self.fail_after:
+                raise ChildError(f"{what} failed")
+            self.served.append(request["key"])
+            result = Result(
+                text=" 1.",
+                prompt_tokens=len(request["prompt_token_ids"]),
+                kept_tokens=[10, 6],
+                memory=0.125 if request["budget"] else 1.0,
+                nats=math.log(4.0) if request["forced"] else None,
+            )
+            yield {"key": request["key"], "result": asdict(result)}
+
+
+def test_every_policy_and_budget_gets_the_same_prompts(tokens: Tokens) -> None:
+    evaluation = Run(settings(), tokens)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for job in evaluation.jobs:
+        groups.setdefault((job.policy, job.budget), []).append(job.sample.prompt)
+    assert list(groups) == [("full", "100%"), ("snapkv", "10%"), ("snapkv", "50%")]
+    assert len({tuple(prompts) for prompts in groups.values()}) == 1
+    assert len(evaluation.jobs) == 3 * 2 * 2 * 3
+    keys = [job.request.key for job in evaluation.jobs]
+    assert len(set(keys)) == len(keys)
+
+
+def test_an_interrupted_run_goes_on(
+    tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluation = Run(settings(), tokens)
+    path = tmp_path / "new" / "samples.jsonl"
+    first = FakeEngines(fail_after=7)
+    monkeypatch.setattr(run_module, "run_child", first)
+    store = Store(path)
+    done: list[None] = []
+    with pytest.raises(ChildError):
+        evaluation.execute(store, lambda _: None, lambda: done.append(None))
+    store.close()
+    assert len(done) == 7
+    with pytest.raises(RuntimeError, match="no result of"):
+        list(evaluation.answers(store))
+
+    # A line that the interruption cut off is run again.
+    text = path.read_text()
+    path.write_text(text[:-40])
+    second = FakeEngines()
+    monkeypatch.setattr(run_module, "run_child", second)
+    store = Store(path)
+    evaluation.execute(store, lambda _: None, lambda: None)
+    store.close()
+    assert len(second.served) == len(evaluation.jobs) - 6
+    assert not set(first.served[:6]) & set(second.served)
+    again = Store(path)
+    assert evaluation.missing(again) == {}
+    assert len(list(evaluation.answers(again))) == len(evaluation.jobs)
+    again.close()
+    fresh = Store(path, fresh=True)
+    assert sum(map(len, evaluation.missing(fresh).values())) == len(evaluation.jobs)
+    fresh.close()
+
+
+def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "run_child", FakeEngines())
+    evaluation = Run(settings(), tokens)
+    store = Store(tmp_path / "samples.jsonl")
+    evaluation.execute(store, lambda _: None, lambda: None)
+    rows = rows_of(evaluation.answers(store))
+    store.close()
+    assert [(row.task, row.policy, row.budget) for row in rows] == [
+        (task, *rest)
+        for rest in (("full", "100%"), ("snapkv", "10%"), ("snapkv", "50%"))
+        for task in ("needle", "perplexity")
+    ]
+    needle, perplexity = rows[:2]
+    assert (needle.score, needle.n, needle.seeds, needle.spread) == (0.0, 6, 2, 0.0)
+    assert perplexity.score == pytest.approx(4.0) and perplexity.metric == "perplexity"
+    assert perplexity.lower_is_better and not needle.lower_is_better
+    assert (rows[0].memory, rows[2].memory) == (1.0, 0.125)
+
+    written = json.loads(as_json(rows, {"model": "m"}))
+    assert written["model"] == "m" and written["rows"][0] == asdict(needle)
+    read = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert len(read) == 6 and read[1]["policy"] == "full" and float(read[1]["score"]) > 3.9
+
+    shown = tables(rows)
+    assert len(shown) == 2
+    assert [column.header for column in shown[0].columns] == ["policy", "10%", "50%", "100%"]
+    assert list(shown[0].columns[1].cells) == ["", "0.00 ± 0.00"]
+    markdown = as_markdown(rows).splitlines()
+    assert markdown[2:5] == [
+        "| policy | 10% | 50% | 100% |",
+        "|---|---:|---:|---:|",
+        "| full |  |  | 0.00 ± 0.00 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policies": ("snapvk",)}, "snapvk"),
+        ({"budgets": ("5",)}, "budget 5 is too small"),
+        ({"budgets": ("0%",)}, "0%"),
+        ({"lengths": (40,)}, "40 tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_engine_starts(
+    tokens: Tokens, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        Run(settings(**changes), tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--lengths", "1k"], "'1k' is not a whole number"),
+        (["--tasks", "needel"], "unknown task 'needel'"),
+        (["--policies", ""], "--policies is empty"),
+        (["--engine-args", "[1]"], "--engine-args must be a JSON object"),
+        (["--engine-args", "{"], "--engine-args is not valid JSON"),
+        (["--json", "/nowhere/rows.json"], "there is no folder /nowhere"),
+        (["--model", "/nowhere"], "cannot read the tokenizer of '/nowhere'"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "--out", str(tmp_path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--list"]) == 0
+    assert "two-questions" in capsys.readouterr().out

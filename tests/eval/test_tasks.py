@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated tasks: what their prompts hold, and what answers to them are worth."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+
+import pytest
+
+from vllm_pyramid.eval import phrases
+from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.task import Result, Sample, Task
+from vllm_pyramid.eval.tasks import GENERATED, load_task
+from vllm_pyramid.eval.words import DIGITS, is_held_out, make_names, make_numbers
+
+pytestmark = pytest.mark.cpu
+
+LENGTH = 512
+
+
+class WordTokenizer:
+    """A token for every word and mark, and one in front: splits as no real tokenizer does."""
+
+    def encode(self, text: str) -> list[int]:
+        pieces = re.findall(r"\w+|[^\w\s]", text)
+        return [0, *(1 + hash(piece) % 1000 for piece in pieces)]
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tokens:
+    return Tokens(WordTokenizer())
+
+
+def result(text: str = "", **changes: object) -> Result:
+    values: dict[str, object] = {
+        "text": text,
+        "prompt_tokens": LENGTH,
+        "kept_tokens": [1],
+        "memory": 1.0,
+    }
+    return Result(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def perfect(task: Task, sample: Sample) -> Result:
+    """What a model that finds everything would return."""
+    right = {
+        "multi-value": lambda: f" {', '.join(sample.answers)}.\nQuestion",
+        "variable-tracing": lambda: f" {phrases.traced(sample.answers)}.\n\nQuestion",
+        "two-questions": lambda: f" 10000. The secret code of X is {sample.answers[0]}.",
+    }
+    text = right.get(task.name, lambda: f" {sample.answers[0]}. And more")()
+    return result(text, nats=0.0, recall=[[1.0], [1.0]])
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_samples(name: str, tokens: Tokens) -> None:
+    task = load_task(name)
+    assert task.name == name
+    samples = task.samples(tokens, LENGTH, 5, seed=3)
+    assert len(samples) == 5
+    assert len({sample.prompt for sample in samples}) == 5
+    for sample in samples:
+        assert LENGTH - 64 <= tokens.count(sample.prompt) <= LENGTH
+    assert task.samples(tokens, LENGTH, 5, seed=3) == samples, "the same seed, other samples"
+    assert task.samples(tokens, LENGTH, 2, seed=3) == samples[:2], "samples depend on their number"
+    assert task.samples(tokens, LENGTH, 5, seed=4) != samples
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_scores_of_perfect_and_empty_answers(name: str, tokens: Tokens) -> None:
+    task = load_task(name)
+    for sample in task.samples(tokens, LENGTH, 3, seed=0):
+        best = 0.0 if task.lower_is_better else 1.0
+        assert task.score(sample, perfect(task, sample)) == best
+        worst = task.score(sample, result(nats=2.5, recall=[[0.0, 0.5]]))
+        assert worst == {"perplexity": 2.5, "attention-recall": 0.25}.get(name, 0.0)
+
+
+@pytest.mark.parametrize("name", sorted(set(GENERATED) - {"perplexity"}))
+def test_the_answer_stands_in_the_prompt(name: str, tokens: Tokens) -> None:
+    task = load_task(name)
+    for sample in task.samples(tokens, LENGTH, 4, seed=1):
+        for answer in sample.answers:
+            assert answer in sample.prompt
+            assert is_held_out(answer)
+
+
+def test_a_wrong_number_that_begins_alike_is_wrong(tokens: Tokens) -> None:
+    task = load_task("needle")
+    sample = task.samples(tokens, LENGTH, 1, seed=0)[0]
+    assert task.score(sample, result(f" {sample.answers[0]}0.")) == 0.0
+    assert task.score(sample, result(f"{sample.answers[0]}")) == 1.0
+
+
+def test_the_needle_stands_at_its_depth(tokens: Tokens) -> None:
+    samples = load_task("needle").samples(tokens, LENGTH, 10, seed=0)
+    places = []
+    for sample in samples:
+        text = sample.prompt.split("\n\nQuestion:")[0]
+        places.append(text.index(sample.answers[0]) / len(text))
+    assert places[0] < 0.15 and places[-1] > 0.85
+    assert places == sorted(places)
+    assert [sample.facts["depth"] for sample in samples] == pytest.approx(
+        [i / 9 for i in range(10)], abs=0.006
+    )
+
+
+def test_part_of_a_multi_value_answer_counts(tokens: Tokens) -> None:
+    task = load_task("multi-value")
+    sample = task.samples(tokens, LENGTH, 1, seed=0)[0]
+    assert len(sample.answers) == 4
+    assert task.score(sample, result(f" {sample.answers[1]}, 1, {sample.answers[3]}.")) == 0.5
+    # What comes after the line belongs to another question.
+    assert task.score(sample, result(f" 1.\n{sample.answers[1]}")) == 0.0
+    order = [sample.prompt.index(answer) for answer in sample.answers]
+    assert order == sorted(order)
+
+
+def test_a_chain_counts_to_its_first_mistake(tokens: Tokens) -> None:
+    task = load_task("variable-tracing")
+    sample = task.samples(tokens, LENGTH, 1, seed=0)[0]
+    one, two, three = sample.answers
+    wrong = phrases.traced([one, two, "X-y"])
+    assert task.score(sample, result(f" {wrong}.")) == pytest.approx(2 / 3)
+    wrong = phrases.traced([two, two, three])
+    assert task.score(sample, result(f" {wrong}.")) == 0.0
+    # What the answer was cut to counts as far as it goes.
+    assert task.score(sample, result(f" {one}. Variable {one} is copied to {two[:3]}")) == (
+        pytest.approx(1 / 3)
+    )
+    assert phrases.link(one, two) in sample.prompt
+
+
+def test_the_second_question_is_scored(tokens: Tokens) -> None:
+    task = load_task("two-questions")
+    sample = task.samples(tokens, LENGTH, 1, seed=0)[0]
+    right = sample.answers[0]
+    assert task.score(sample, result(f" {right}.")) == 0.0  # that was the first answer
+    assert task.score(sample, result(f" 1. The secret code of Y is {right}.")) == 1.0
+
+
+@pytest.mark.parametrize("name", ["needle", "multi-key", "few-shot", "key-value"])
+def test_a_length_that_is_too_small_is_refused(name: str, tokens: Tokens) -> None:
+    with pytest.raises(ValueError, match="40 tokens"):
+        load_task(name).samples(tokens, 40, 1, seed=0)
+
+
+def test_unknown_task() -> None:
+    with pytest.raises(ValueError, match=r"unknown task 'nedle' \(did you mean 'needle'\?\)"):
+        load_task("nedle")
+
+
+def test_words_are_split_and_different() -> None:
+    rng = random.Random(0)
+    for held_out in (False, True):
+        words = make_names(rng, 200, held_out=held_out) + make_numbers(rng, 200, held_out=held_out)
+        assert len(set(words)) == 400
+        assert all(is_held_out(word) == held_out for word in words)
+    assert all(len(number) == DIGITS for number in make_numbers(rng, 50, held_out=True))
+    share = sum(is_held_out(str(n)) for n in range(10_000, 20_000)) / 10_000
+    assert math.isclose(share, 0.2, abs_tol=0.02)
+
+
+def test_text_is_cut_to_a_number_of_tokens(tokens: Tokens) -> None:
+    text = "one two three four five"
+    assert tokens.first(text, 4) == "one two three"
+    with pytest.raises(ValueError, match="6 tokens cannot be cut to 9"):
+        tokens.first(text, 9)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real English text of a wanted number of tokens, with statements hidden at wanted depths."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from vllm_pyramid.eval.topics import topics
+
+__all__ = ["Tokenizer", "Tokens", "load_tokens"]
+
+# Tokens that may be missing at the end of a passage: few sentences are shorter.
+_SHORT = 16
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+    bos_token: str | None
+    bos_token_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+class Tokens:
+    """Counts tokens as the served model will, and cuts text to a number of them.
+
+    Args:
+        tokenizer: of the model; `encode` adds its special tokens, as vLLM does with a prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """The ids, special tokens included."""
+        return list(self._tokenizer.encode(text))
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def chat(self, text: str) -> str:
+        """The text as a user's message in the model's chat template, up to the reply.
+
+        Raises:
+            ValueError: the model has no chat template.
+        """
+        if not self._tokenizer.chat_template:
+            raise ValueError("this model's tokenizer has no chat template")
+        messages = [{"role": "user", "content": text}]
+        made = str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
+        # `encode` puts the first special token there again.
+        first = self._tokenizer.bos_token
+        if first and self.encode("")[:1] == [self._tokenizer.bos_token_id]:
+            made = made.removeprefix(first)
+        return made
+
+    def first(self, text: str, length: int) -> str:
+        """The beginning of `text` that takes at most `length` tokens, to a word's end.
+
+        Raises:
+            ValueError: the text is shorter.
+        """
+        low, high = 0, len(text)
+        if self.count(text) < length:
+            raise ValueError(f"a text of {self.count(text)} tokens cannot be cut to {length}")
+        while low < high:  # the longest beginning of at most `length` tokens that ends a word
+            middle = (low + high + 1) // 2
+            if self.count(text[:middle]) <= length:
+                low = middle
+            else:
+                high = middle - 1
+        space = text.rfind(" ", 0, low + 1)
+        return text[: space if space > 0 else low]
+
+    @cached_property
+    def _sentences(self) -> list[list[tuple[str, int]]]:
+        """The sentences of each topic of Python's own documentation, with their tokens."""
+        empty = self.count("")
+        pages = []
+        for text in topics().values():
+            page = [(sentence, self.count(" " + sentence) - empty) for sentence in _sentences(text)]
+            if page:
+                pages.append(page)
+        if not pages:
+            raise ValueError("Python's own documentation (pydoc_data) holds no text")
+        return pages
+
+    def passage(self, rng: random.Random, tokens: int) -> list[str]:
+        """Sentences of at most `tokens` tokens, close to it, from topics in a random order."""
+        order = list(range(len(self._sentences)))
+        rng.shuffle(order)
+        chosen: list[str] = []
+        while True:
+            before = len(chosen)
+            for index in order:
+                page = self._sentences[index]
+                for sentence, length in page[rng.randrange(len(page)) :]:
+                    if length > tokens:
+                        break  # another topic may have a shorter one
+                    chosen.append(sentence)
+                    tokens -= length
+                if tokens < _SHORT:
+                    return chosen
+            if len(chosen) == before:
+                return chosen
+
+    def hide(
+        self,
+        rng: random.Random,
+        statements: Sequence[str],
+        ending: str,
+        length: int,
+        depths: Sequence[float] | None = None,
+    ) -> str:
+        """English text with `statements` in it, then `ending`: at most `length` tokens together.
+
+        Args:
+            depths: where each statement stands, 0 (first) to 1 (just before the ending), in
+                ascending order; None for random places in the given order.
+
+        Raises:
+            ValueError: `length` leaves no room for text around the statements.
+        """
+        fixed = self.count(" ".join(statements) + ending) + 2 * len(statements)
+        if length - fixed < 32:
+            raise ValueError(
+                f"{length} tokens leave no room for a text around {len(statements)} statements "
+                f"and the question, which take {fixed}: ask for a length of at least {fixed + 32}"
+            )
+        if depths is None:
+            depths = sorted(rng.random() for _ in statements)
+        assert len(depths) == len(statements) and list(depths) == sorted(depths)
+        room = length - fixed
+        while True:
+            filler = self.passage(rng, room)
+            text = _joined(filler, statements, depths) + ending
+            excess = self.count(text) - length
+            if excess <= 0:
+                return text
+            # Tokens are counted sentence by sentence above; their sum can be a little too small.
+            room -= excess
+
+
+def _joined(filler: Sequence[str], statements: Sequence[str], depths: Sequence[float]) -> str:
+    parts: list[str] = []
+    taken = 0
+    for statement, depth in zip(statements, depths, strict=True):
+        place = round(depth * len(filler))
+        parts += [*filler[taken:place], statement]
+        taken = place
+    return " ".join([*parts, *filler[taken:]])
+
+
+def _sentences(text: str) -> list[str]:
+    """The sentences of a topic's running text: no headings, tables or code."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.splitlines()
+        words = " ".join(paragraph.split())
+        if len(words) < 60 or any(line.startswith(("     ", "   |", "+-")) for line in lines):
+            continue
+        words = words.replace("*", "").replace("“", '"').replace("”", '"')
+        if words[-1] not in ".:;":
+            continue
+        found += re.split(r"(?<=[.!?]) (?=[A-Z])", words)
+    return found
+
+
+def load_tokens(model: str | Path) -> Tokens:
+    """The tokenizer of a model folder or Hugging Face name, without PyTorch.
+
+    Raises:
+        ValueError: there is no tokenizer to be found.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return Tokens(AutoTokenizer.from_pretrained(str(model)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot read the tokenizer of {str(model)!r}: {reason}") from error

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of a run: needle heat maps, quality against memory, budgets and recall by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_pyramid.eval.results import Row
+from vllm_pyramid.eval.run import Answer
+
+__all__ = ["check_matplotlib", "draw"]
+
+_MARKERS = "os^Dv*XP<>"
+
+
+def check_matplotlib() -> None:
+    """Fail before anything runs where pictures cannot be drawn.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError(
+            "pictures need matplotlib: pip install 'vllm-pyramid[eval]', or give --no-pictures"
+        ) from error
+    matplotlib.use("Agg")
+
+
+def draw(answers: Sequence[Answer], rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write the pictures that the run has data for; returns their paths."""
+    check_matplotlib()
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {"quality-against-memory.png": _quality(rows)}
+    needles = [answer for answer in answers if "depth" in answer.sample.facts]
+    if needles:
+        figures["needle.png"] = _needle(needles)
+    figures["kept-by-layer.png"] = _by_layer(
+        answers, "tokens kept, share of the prompt", lambda a: _kept_share(a)
+    )
+    traced = [answer for answer in answers if answer.task.needs_recall]
+    if traced:
+        figures["recall-by-layer.png"] = _by_layer(
+            traced, "attention recall", lambda a: [float(np.mean(h)) for h in a.result.recall or []]
+        )
+    paths = []
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
+        paths.append(folder / name)
+    return paths
+
+
+def _subplots(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    columns = min(count, 4)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).flatten().tolist()
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def _quality(rows: Sequence[Row]) -> Any:
+    groups = list(dict.fromkeys((row.task, row.length) for row in rows))
+    figure, axes = _subplots(len(groups), 3.4, 2.8)
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    for axis, (task, length) in zip(axes, groups, strict=True):
+        group = [row for row in rows if (row.task, row.length) == (task, length)]
+        for index, policy in enumerate(policies):
+            line = sorted((row for row in group if row.policy == policy), key=lambda r: r.memory)
+            memory = [100 * row.memory for row in line]
+            scores = [row.score for row in line]
+            if len(line) == 1 and line[0].budget == "100%":
+                axis.axhline(scores[0], color="black", linewidth=0.8, linestyle=":", label=policy)
+                continue
+            axis.errorbar(
+                memory,
+                scores,
+                [row.spread or 0.0 for row in line],
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=4,
+                linewidth=1,
+                label=policy,
+            )
+        axis.set_title(f"{task}, {group[0].prompts}", fontsize=9)
+        axis.set_xlabel("cache blocks held, %", fontsize=8)
+        axis.set_ylabel(group[0].metric, fontsize=8)
+        axis.set_xscale("log")
+        axis.tick_params(labelsize=7)
+        axis.minorticks_off()
+        ticks = sorted({round(100 * row.memory) for row in group if row.budget != "100%"})
+        if ticks:
+            axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def _needle(answers: Sequence[Answer]) -> Any:
+    """Depth by length, one map for each policy and budget, as the needle test is usually drawn."""
+    maps = list(dict.fromkeys((answer.policy, answer.budget) for answer in answers))
+    lengths = sorted({answer.length for answer in answers})
+    depths = sorted({answer.sample.facts["depth"] for answer in answers})
+    figure, axes = _subplots(len(maps), 2.4, 2.6)
+    for axis, (policy, budget) in zip(axes, maps, strict=True):
+        total = np.zeros((len(depths), len(lengths)))
+        count = np.zeros_like(total)
+        for answer in answers:
+            if (answer.policy, answer.budget) == (policy, budget):
+                cell = depths.index(answer.sample.facts["depth"]), lengths.index(answer.length)
+                total[cell] += answer.score
+                count[cell] += 1
+        with np.errstate(invalid="ignore"):
+            image = axis.imshow(total / count, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.set_title(f"{policy}, {budget}: {total.sum() / count.sum():.2f}", fontsize=8)
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
+    axes[0].set_ylabel("depth of the fact", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.6, label="exact match")
+    return figure
+
+
+def _kept_share(answer: Answer) -> list[float]:
+    return [kept / answer.result.prompt_tokens for kept in answer.result.kept_tokens]
+
+
+def _by_layer(answers: Sequence[Answer], label: str, values: Any) -> Any:
+    """The mean over the prompts, with its range, layer by layer; one plot a budget."""
+    budgets = [b for b in dict.fromkeys(answer.budget for answer in answers) if b != "100%"]
+    figure, axes = _subplots(max(1, len(budgets)), 3.2, 2.6)
+    for axis, budget in zip(axes, budgets or ["100%"], strict=True):
+        group = [answer for answer in answers if answer.budget == budget]
+        for index, policy in enumerate(dict.fromkeys(answer.policy for answer in group)):
+            lines = np.array([values(answer) for answer in group if answer.policy == policy])
+            layers = np.arange(lines.shape[1])
+            marker = _MARKERS[index % len(_MARKERS)]
+            axis.plot(layers, lines.mean(axis=0), marker=marker, markersize=3, label=policy)
+            axis.fill_between(layers, lines.min(axis=0), lines.max(axis=0), alpha=0.15)
+        axis.set_title(f"budget {budget}", fontsize=9)
+        axis.set_xlabel("layer, from the input", fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=7)
+    axes[0].set_ylabel(label, fontsize=8)
+    axes[0].legend(fontsize=7)
+    return figure

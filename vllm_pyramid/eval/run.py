@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs tasks over policies and budgets: makes the samples, fills engines, keeps what came back.
+
+Every result is appended to a file as soon as it is there, under a key that names the model, the
+policy's definition, the budget and the prompt. A later run takes from it what it needs: that is how
+an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import vllm_pyramid
+from vllm_pyramid.child import run_child
+from vllm_pyramid.eval.engine import Request, Work
+from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.task import Result, Sample, Task
+from vllm_pyramid.policy import Policy, load_policy
+
+__all__ = ["Answer", "Run", "Settings", "Store"]
+
+Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be measured.
+
+    Attributes:
+        model: folder or Hugging Face name. policies: presets' names or `.yaml` files.
+        budgets: for each policy that evicts. tasks: in the order of the tables.
+        lengths: of the prompts, in tokens. samples: of each task, length and seed.
+        seeds: every one makes samples of its own. engine_args: further arguments of `LLM`.
+    """
+
+    model: str
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    tasks: tuple[Task, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    seeds: tuple[int, ...]
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One scored result.
+
+    Attributes:
+        budget: as asked for, "100%" where nothing is evicted. score: by the task's metric.
+    """
+
+    task: Task
+    policy: str
+    budget: str
+    length: int
+    seed: int
+    sample: Sample
+    result: Result
+    score: float
+
+
+class Store:
+    """The results of this and earlier runs, in a file of JSON lines.
+
+    Args:
+        path: is made if need be. fresh: forget what is in it.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            path.unlink(missing_ok=True)
+        self._known: dict[str, Result] = {}
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                # The last line of an interrupted run may be cut off.
+                if line.startswith("{") and line.endswith("}}"):
+                    entry = json.loads(line)
+                    self._known[entry["key"]] = Result(**entry["result"])
+        self._file = path.open("a", encoding="utf-8")
+        if path.stat().st_size and not path.read_text(encoding="utf-8").endswith("\n"):
+            self._file.write("\n")
+
+    def get(self, key: str) -> Result | None:
+        return self._known.get(key)
+
+    def put(self, key: str, result: Result) -> None:
+        self._known[key] = result
+        self._file.write(json.dumps({"key": key, "result": asdict(result)}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class _Job:
+    task: Task
+    policy: str
+    budget: str
+    length: int
+    seed: int
+    sample: Sample
+    request: Request
+
+
+class Run:
+    """The jobs of a run. Making one makes the samples; `execute` needs the engines.
+
+    Raises:
+        ValueError: a policy, budget, task or length that cannot work.
+    """
+
+    def __init__(self, settings: Settings, tokens: Tokens) -> None:
+        self.settings = settings
+        self.jobs: list[_Job] = []
+        policies = {name: load_policy(name) for name in settings.policies}
+        identity = _identity_of_model(settings.model)
+        made = [
+            (task, length, seed, sample)
+            for task in settings.tasks
+            for length in task.lengths(settings.lengths)
+            for seed in task.seeds(settings.seeds)
+            for sample in task.samples(tokens, length, settings.samples, seed)
+        ]
+        encoded = [_encode(tokens, sample) for _, _, _, sample in made]
+        for name, policy in policies.items():
+            for budget in budgets_of(policy, settings.budgets):
+                if budget is not None:
+                    load_policy(name, budget)  # raises where they do not suit each other
+                where = [identity, policy.model_dump_json(exclude={"budget"}), budget]
+                for (task, length, seed, sample), (prompt, forced) in zip(
+                    made, encoded, strict=True
+                ):
+                    what = [prompt, forced, sample.max_tokens, task.needs_recall]
+                    key = hashlib.sha256(json.dumps([where, what]).encode()).hexdigest()[:24]
+                    request = Request(key, prompt, budget, sample.max_tokens, forced)
+                    shown = budget or "100%"
+                    self.jobs.append(_Job(task, name, shown, length, seed, sample, request))
+
+    def missing(self, store: Store) -> dict[str, list[Request]]:
+        """The requests that the store has no result of, by policy; each once."""
+        wanted: dict[str, dict[str, Request]] = {}
+        for job in self.jobs:
+            if store.get(job.request.key) is None:
+                wanted.setdefault(job.policy, {})[job.request.key] = job.request
+        return {policy: list(requests.values()) for policy, requests in wanted.items()}
+
+    def execute(self, store: Store, on_stage: Stage, on_result: Callable[[], None]) -> None:
+        """Fill the store, one engine after the other.
+
+        Raises:
+            ChildError: an engine failed.
+        """
+        recall = any(task.needs_recall for task in self.settings.tasks)
+        for policy, requests in self.missing(store).items():
+            longest = max(
+                len(r.prompt_token_ids) + max(r.max_tokens, len(r.forced)) for r in requests
+            )
+            work = Work(
+                model=self.settings.model,
+                kv_policy=policy,
+                kv_policy_args={},
+                recall=recall,
+                engine_args={"max_model_len": longest + 1, **self.settings.engine_args},
+                batch=16,
+                # The shortest first: the time left is then soon known, and never too small.
+                requests=sorted(requests, key=lambda r: len(r.prompt_token_ids)),
+            )
+            module = "vllm_pyramid.eval.engine"
+            with closing(run_child(module, asdict(work), f"the engine with {policy!r}")) as said:
+                for message in said:
+                    if "stage" in message:
+                        on_stage(f"{policy}: {message['stage']}")
+                    else:
+                        store.put(message["key"], Result(**message["result"]))
+                        on_result()
+
+    def answers(self, store: Store) -> Iterator[Answer]:
+        """Every job with its score.
+
+        Raises:
+            RuntimeError: a result is missing: the run was not executed to its end.
+        """
+        for job in self.jobs:
+            result = store.get(job.request.key)
+            if result is None:
+                raise RuntimeError(f"no result of {job.task.name} with {job.policy}, {job.budget}")
+            score = job.task.score(job.sample, result)
+            yield Answer(
+                job.task, job.policy, job.budget, job.length, job.seed, job.sample, result, score
+            )
+
+
+def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:
+    """The budgets to measure a policy at: one of None for a policy that evicts nothing."""
+    return list(dict.fromkeys(budgets)) if policy.evicts else [None]
+
+
+def _encode(tokens: Tokens, sample: Sample) -> tuple[list[int], list[int]]:
+    prompt = tokens.encode(sample.prompt)
+    if not sample.forced:
+        return prompt, []
+    both = tokens.encode(sample.prompt + sample.answers[0])
+    if both[: len(prompt)] != prompt:
+        raise ValueError(
+            "this model's tokenizer does not split the prompt and its continuation at the same "
+            f"place: near {sample.prompt[-20:]!r} and {sample.answers[0][:20]!r}"
+        )
+    return prompt, both[len(prompt) :]
+
+
+def _identity_of_model(model: str) -> list[Any]:
+    """What changes with the model: its files' sizes and times, or its name, and this version."""
+    folder = Path(model)
+    files: Mapping[str, Any] = {}
+    if folder.is_dir():
+        files = {
+            path.name: [path.stat().st_size, path.stat().st_mtime_ns]
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".json", ".safetensors")
+        }
+    return [vllm_pyramid.__version__, model, files]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a task: prompts made from a seed, and what an answer to one is worth.
+
+A task knows nothing of policies, budgets or engines. It makes samples of about a given length, the
+same for every policy, and scores the text that came back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from vllm_pyramid.eval.haystack import Tokens
+
+__all__ = ["Result", "Sample", "Task", "seed_of"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what is expected of its continuation.
+
+    Attributes:
+        prompt: the text given to the model, the beginning of the answer included.
+        answers: accepted or expected continuations; how they count is for the task to say.
+        max_tokens: tokens to generate; 0 to measure the probability of `answers[0]` instead, which
+            is then decoded token by token behind the evicted prompt.
+        facts: what the tables group by, such as `{"depth": 0.5}`.
+    """
+
+    prompt: str
+    answers: tuple[str, ...]
+    max_tokens: int
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def forced(self) -> bool:
+        """Whether the continuation is given and its probability is what is measured."""
+        return self.max_tokens == 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the engine made of a sample.
+
+    Attributes:
+        text: the generated text. prompt_tokens: length of the prompt.
+        kept_tokens: prompt tokens kept, one number a layer.
+        memory: blocks held after the prompt, as a share of those before the eviction.
+        nats: mean negative log probability a token of a forced continuation, else None.
+        recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
+            hold (`ops.recall.kept_mass`), where the task asked for it, else None.
+    """
+
+    text: str
+    prompt_tokens: int
+    kept_tokens: list[int]
+    memory: float
+    nats: float | None = None
+    recall: list[list[float]] | None = None
+
+
+class Task(ABC):
+    """One kind of question.
+
+    Attributes:
+        name: for `--tasks`. title: for people. metric: what `score` returns, higher is better
+            unless `lower_is_better`. summary: one line for `vllm-pyramid eval --list`.
+        needs_recall: whether results must hold the attention recall.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    summary: ClassVar[str]
+    metric: ClassVar[str] = "exact match"
+    lower_is_better: ClassVar[bool] = False
+    needs_recall: ClassVar[bool] = False
+
+    @abstractmethod
+    def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
+        """`count` samples whose prompts have at most `length` tokens, close to it.
+
+        Equal arguments give equal samples, whatever was made before.
+
+        Raises:
+            ValueError: the length is too small for the task.
+        """
+
+    def lengths(self, asked: Sequence[int]) -> Sequence[int]:
+        """The lengths this task is measured at: all that are asked for, unless it has its own."""
+        return asked
+
+    def seeds(self, asked: Sequence[int]) -> Sequence[int]:
+        """The seeds this task is measured with: all, unless its samples depend on none."""
+        return asked
+
+    def score(self, sample: Sample, result: Result) -> float:
+        """What the result is worth. By default 1 if the text begins with the answer, else 0."""
+        return float(begins_with(result.text, sample.answers[0]))
+
+
+def begins_with(text: str, answer: str) -> bool:
+    """Whether the answer stands at the beginning, as a word of its own."""
+    text = text.lstrip()
+    behind = text[len(answer) : len(answer) + 1]
+    return text.startswith(answer) and not behind.isalnum()
+
+
+def seed_of(*parts: object) -> int:
+    """A number that depends on the parts alone, not on the process: for `random.Random`."""
+    return zlib.crc32("\x1f".join(map(str, parts)).encode())

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the attention the kept tokens hold."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from vllm_pyramid.eval.task import Result, Sample
+from vllm_pyramid.eval.tasks.retrieval import MultiKey
+
+
+class AttentionRecall(MultiKey):
+    """The share of the window's attention to the text that falls on tokens that are kept.
+
+    PyramidKV's Figure 8 and XKV's retention R, measured in the engine at the moment of eviction:
+    the mean over layers and KV heads. The observation window is in neither sum. Prompts as in
+    `multi-key`.
+    """
+
+    name: ClassVar[str] = "attention-recall"
+    title: ClassVar[str] = "attention recall"
+    summary: ClassVar[str] = "the share of the attention that the kept tokens hold"
+    metric: ClassVar[str] = "share of attention"
+    needs_recall: ClassVar[bool] = True
+
+    def score(self, sample: Sample, result: Result) -> float:
+        assert result.recall is not None
+        return float(np.mean([np.mean(heads) for heads in result.recall]))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks over structured prompts: chains of variables, key-value stores, labelled examples."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+from vllm_pyramid.eval import phrases
+from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.task import Result, Sample, Task, seed_of
+from vllm_pyramid.eval.words import DIGITS, make_names, make_numbers
+
+_NAME_TOKENS = 12  # a made-up name can take a token for every one or two letters
+
+
+class VariableTracing(Task):
+    """Two chains of copied variables hidden in English text; one is to be followed from its start.
+
+    RULER's variable tracking (https://arxiv.org/abs/2404.06654, section 3.2) with names for values.
+    """
+
+    name: ClassVar[str] = "variable-tracing"
+    title: ClassVar[str] = "variable tracing"
+    summary: ClassVar[str] = "a chain of three copied variables, followed from its start"
+    metric: ClassVar[str] = "share of the chain"
+    steps: ClassVar[int] = 3
+
+    def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
+        made = []
+        for index in range(count):
+            rng = random.Random(seed_of(self.name, length, seed, index))
+            names = make_names(rng, 2 * (self.steps + 1), held_out=True)
+            chains = (names[: self.steps + 1], names[self.steps + 1 :])
+            links = [iter([phrases.link(a, b) for a, b in pairwise(chain)]) for chain in chains]
+            turns = [0] * self.steps + [1] * self.steps
+            rng.shuffle(turns)
+            prompt = tokens.hide(
+                rng,
+                [next(links[turn]) for turn in turns],
+                phrases.trace(chains[0][0]).prompt,
+                length,
+            )
+            expected = tokens.count(phrases.traced(chains[0][1:]))
+            made.append(Sample(prompt, tuple(chains[0][1:]), expected + 4))
+        return made
+
+    def score(self, sample: Sample, result: Result) -> float:
+        """The share of the chain that is right before the first mistake."""
+        first = result.text.split("\n")[0]
+        found = re.findall(r"(?:^|copied to) ?([\w-]+)\.", first)
+        right = 0
+        for name, wanted in zip(found, sample.answers, strict=False):
+            if name != wanted:
+                break
+            right += 1
+        return right / len(sample.answers)
+
+
+class KeyValue(Task):
+    """A store of names and numbers that fills the prompt; one name is looked up."""
+
+    name: ClassVar[str] = "key-value"
+    title: ClassVar[str] = "key-value lookup"
+    summary: ClassVar[str] = "a prompt full of names with numbers, one looked up"
+
+    def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
+        made = []
+        for index in range(count):
+            rng = random.Random(seed_of(self.name, length, seed, index))
+            entries: list[tuple[str, str]] = []
+            text = ""
+            while True:
+                batch = max(1, (length - tokens.count(text) - 48) // 16)
+                names = make_names(rng, batch, held_out=True)
+                numbers = make_numbers(rng, batch, held_out=True)
+                more = [e for e in zip(names, numbers, strict=True) if e[0] not in dict(entries)]
+                longer = text + "".join(phrases.entry(*entry) for entry in more)
+                if tokens.count(longer) > length - 48:
+                    if batch == 1:
+                        break
+                    continue
+                entries, text = entries + more, longer
+            if len(entries) < 2:
+                raise ValueError(f"{length} tokens are too few for the task {self.name!r}")
+            key, value = entries[rng.randrange(len(entries))]
+            prompt = text.rstrip("\n") + phrases.look_up(key).prompt
+            made.append(Sample(prompt, (value,), DIGITS + 4, {"entries": len(entries)}))
+        return made
+
+
+class FewShot(Task):
+    """Labelled examples in which a subject decides the label; the last one is to be labelled."""
+
+    name: ClassVar[str] = "few-shot"
+    title: ClassVar[str] = "few-shot classification"
+    summary: ClassVar[str] = "a prompt full of labelled examples, one more to label"
+    subjects: ClassVar[int] = 8
+    labels: ClassVar[int] = 4
+
+    def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
+        made = []
+        for index in range(count):
+            rng = random.Random(seed_of(self.name, length, seed, index))
+            subjects = make_names(rng, self.subjects, held_out=True)
+            labels = make_names(rng, self.labels, held_out=True)
+            label_of = {name: labels[i % self.labels] for i, name in enumerate(subjects)}
+
+            def words(rng: random.Random = rng) -> str:
+                while True:
+                    for sentence in tokens.passage(rng, 60):
+                        some = sentence.split()[: rng.randint(6, 16)]
+                        if len(some) >= 6:
+                            return " ".join(some)
+
+            asked = subjects[index % self.subjects]
+            ending = phrases.classify(asked, words())
+            # Every subject comes once first, so that the asked one has been seen.
+            first = [phrases.example(name, words(), label_of[name]) for name in subjects]
+            rng.shuffle(first)
+            text = "".join(first)
+            if tokens.count(text + ending) > length:
+                raise ValueError(
+                    f"{length} tokens are too few for the task {self.name!r}: its first examples "
+                    f"take {tokens.count(text + ending)}"
+                )
+            while True:
+                subject = rng.choice(subjects)
+                longer = phrases.example(subject, words(), label_of[subject]) + text
+                if tokens.count(longer + ending) > length:
+                    break
+                text = longer
+            made.append(Sample(text + ending, (label_of[asked],), _NAME_TOKENS))
+        return made
