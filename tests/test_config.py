@@ -10,9 +10,11 @@ import pytest
 
 from tests.plans import plan_for
 from vllm_pyramid.config import (
+    SHARES_KEY,
     KVSettings,
     RequestOverride,
     parse_policy_args,
+    refuse_internal,
     resolve,
     settle,
 )
@@ -178,3 +180,27 @@ def test_settle_never_raises_and_falls_back_to_the_served_policy() -> None:
     chosen, budget, error = settle(policy, {"kv_budget": -1})
     assert (chosen, budget) == (policy, None)
     assert error is not None and "out of range" in error
+
+
+def test_the_application_of_a_request() -> None:
+    override = RequestOverride.parse({"kv_application": "mail", "kv_budget": 64})
+    assert override == RequestOverride(None, Budget.parse(64), "mail")
+    assert RequestOverride.parse({"kv_application": "mail"}) == RequestOverride(None, None, "mail")
+    for nothing in ("", None):
+        assert RequestOverride.parse({"kv_application": nothing}) is None
+    for wrong in (3, ["mail"], "x" * 257):
+        with pytest.raises(ValueError, match="must be a name of at most 256 characters"):
+            RequestOverride.parse({"kv_application": wrong})
+    with pytest.raises(ValueError, match="did you mean 'kv_application'"):
+        RequestOverride.parse({"kv_aplication": "mail"})
+
+
+def test_shares_come_from_the_scheduler_alone() -> None:
+    policy = load_policy("xkv", 64)
+    chosen, budget, error = settle(policy, {SHARES_KEY: [1.0, 3.0], "kv_budget": 32})
+    assert error is None and budget == Budget.parse(32)
+    assert chosen.solver is None and chosen.plan(500, 2, 1, budget).keep.tolist() == [20, 44]
+    assert chosen is settle(policy, {SHARES_KEY: [1.0, 3.0]})[0]
+    refuse_internal({"kv_budget": 32})
+    with pytest.raises(ValueError, match="not for requests to set"):
+        refuse_internal({SHARES_KEY: [1.0, 3.0]})

@@ -6,7 +6,8 @@ workers read the same values in their own processes:
 
     {"kv_policy": "pyramidkv", "kv_budget": 512, "kv_policy_args": {"beta": 14}, "kv_trace": "DIR"}
 
-A request may carry `kv_policy` and `kv_budget` in `SamplingParams.extra_args` (`vllm_xargs`).
+A request may carry `kv_policy`, `kv_budget` and `kv_application` in `SamplingParams.extra_args`
+(`vllm_xargs`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from vllm_pyramid.policy.component import did_you_mean
 
 NO_POLICY = "none"
 FULL_POLICY = "full"
+MAX_NAME = 256
 CONFIG_KEYS = ("kv_policy", "kv_budget", "kv_policy_args", "kv_trace")
-REQUEST_KEYS = ("kv_policy", "kv_budget")
+REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application")
+# What the scheduler adds to a request for the workers; a client's is refused.
+SHARES_KEY = "vllm_pyramid_shares"
 
 
 def parse_policy_args(value: object) -> dict[str, Any]:
@@ -151,10 +155,12 @@ class RequestOverride:
     Attributes:
         policy: `full` to opt out of eviction, or the served policy's own name; None for that.
         budget: the request's own budget; None for the policy's.
+        application: whose average of sampled budgets it shares (`sample_first`, `sample_share`).
     """
 
     policy: str | None = None
     budget: Budget | None = None
+    application: str = ""
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOverride | None:
@@ -173,13 +179,27 @@ class RequestOverride:
         policy = extra_args.get("kv_policy")
         if policy is not None and not (isinstance(policy, str) and policy):
             raise ValueError(f"kv_policy of a request must be a policy's name, not {policy!r}")
+        application = extra_args.get("kv_application")
+        if application is None:
+            application = ""
+        if not isinstance(application, str) or len(application) > MAX_NAME:
+            raise ValueError(
+                f"kv_application of a request must be a name of at most {MAX_NAME} characters, not "
+                f"{application!r}"
+            )
         value = extra_args.get("kv_budget")
         if value is None:
-            return None if policy is None else cls(policy)
+            return cls(policy, None, application) if policy or application else None
         try:
-            return cls(policy, Budget.parse(value))
+            return cls(policy, Budget.parse(value), application)
         except ValueError as error:
             raise ValueError(f"kv_budget of the request: {error}") from None
+
+
+def refuse_internal(extra_args: Mapping[str, Any] | None) -> None:
+    """Raise ValueError if a client sends what only the scheduler may."""
+    if extra_args and SHARES_KEY in extra_args:
+        raise ValueError(f"{SHARES_KEY} is not for requests to set: leave it out")
 
 
 @lru_cache(maxsize=1)
@@ -212,14 +232,24 @@ def resolve(policy: Policy, override: RequestOverride | None) -> tuple[Policy, B
     return chosen, override.budget
 
 
+@lru_cache(maxsize=4096)
+def with_shares(policy: Policy, shares: tuple[float, ...]) -> Policy:
+    """The policy with fixed shares in place of its solver."""
+    return policy.model_copy(update={"allocator": {"kind": "shares", "shares": shares}})
+
+
 def settle(
     policy: Policy, extra_args: Mapping[str, Any] | None
 ) -> tuple[Policy, Budget | None, str | None]:
     """`resolve` for the engine, which has no one to answer: policy, budget, and what was wrong.
 
     Where something was wrong, the served policy holds until the scheduler has ended the request.
+    Shares that the scheduler has sent along take the place of the policy's solver.
     """
     try:
-        return *resolve(policy, RequestOverride.parse(extra_args)), None
+        chosen, budget = resolve(policy, RequestOverride.parse(extra_args))
+        if extra_args and SHARES_KEY in extra_args:
+            chosen = with_shares(chosen, tuple(extra_args[SHARES_KEY]))
+        return chosen, budget, None
     except ValueError as error:
         return policy, None, str(error)

@@ -156,6 +156,35 @@ def test_a_retention_for_every_prompt(
     engine.check_whole()
 
 
+def test_a_sample_is_solved_and_the_rest_gets_its_average(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Solved and averaged prompts in the same steps, two applications, shares from a client."""
+    from vllm.exceptions import VLLMValidationError
+
+    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, kv_policy_args={"sample_first": 2})
+    prompts = random_prompts([300, 400, 350, 500, 256], seed=8)
+    first = engine.generate(prompts[:2], greedy(4))
+    chosen = np.array([run.report["solved_tokens"] for run in first], float) - 8
+    shares = (chosen / chosen.sum(axis=1, keepdims=True)).mean(axis=0)
+    runs = engine.run(
+        Job(prompt, greedy(8, **extra))
+        for prompt, extra in zip(prompts[2:], [{}, {"kv_application": "b"}, {}], strict=True)
+    )
+    assert [run.report.get("averaged_over") for run in runs] == [2, None, 2]
+    _check_report(runs[1], engine.num_layers)
+    for run in (runs[0], runs[2]):
+        n, budget = len(run.job.prompt), run.report["kv_budget"]
+        for kept, share in zip(run.report["kept_tokens"], shares, strict=True):
+            wanted = 8 + engine.num_layers * (budget - 8) * share
+            assert kept in {n - (n - k) // BLOCK * BLOCK for k in (int(wanted), int(wanted) + 1)}
+    with pytest.raises(VLLMValidationError, match="not for requests to set"):
+        engine.client.add_request(
+            "wrong", {"prompt_token_ids": prompts[0]}, greedy(4, vllm_pyramid_shares=[1, 2, 3, 4])
+        )
+    engine.check_whole()
+
+
 def test_shares_of_another_model_are_refused_at_start_up(
     tiny_model: Callable[[str], Path], engines: EnginePool, tmp_path: Path
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -58,6 +58,7 @@ def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan
     check_pool(coordinator)
 
 
+@settings(deadline=None)
 @given(
     prompt_len=st.integers(1, 300),
     budget=st.one_of(st.integers(9, 310), st.sampled_from(["1%", "12%", "50%", "100%"])),

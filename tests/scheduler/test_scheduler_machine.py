@@ -93,6 +93,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.setup.block_size,
             )
             self.scheduler.add_request(request)
+            solver = self.scheduler.kv_policy.solver
+            if solver is not None and solver.samples:  # the scheduler alone can know
+                self.plans[request_id] = self.scheduler._plans[request_id][1]
+                self.seen["averaged"] += request_id in self.scheduler._averaged
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
@@ -269,6 +273,9 @@ VARIANTS: dict[str, Setup] = {
         max_num_batched_tokens=24,
         reserve_full_prompt=False,
     ),
+    "async-sampled": Setup(
+        policy="xkv", policy_args=(("window", 6), ("sample_share", 0.4)), asynchronous=True
+    ),
     "async-streaming-llm": Setup(
         policy="streaming-llm", policy_args=(("sinks", 2),), asynchronous=True
     ),
@@ -287,5 +294,7 @@ def test_machine(variant: str) -> None:
     happenings = ["evicted", "preempted", "evicted again", "mixed steps"]
     if "solved" in variant:
         happenings.append("solved")
+    if "sampled" in variant:
+        happenings.append("averaged")
     for happening in happenings:
         assert Machine.seen[happening] >= 5, Machine.seen

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plans import plan_for
-from vllm_pyramid.config import RequestOverride
+from vllm_pyramid.config import SHARES_KEY, RequestOverride
 from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan, load_policy
 from vllm_pyramid.policy.plans import Eviction
 from vllm_pyramid.worker.retention import Retention, StepRetention
@@ -302,3 +302,20 @@ def test_a_row_changes_hands_between_solved_requests() -> None:
     retention.add("b", 64, None)  # another request with the old name
     step = begin(retention, [("a", 64, 64, 1), ("b", 64, 0, 30)])
     assert step.skips.T.tolist() == [[8, 48, 48, 48], [0] * 4]
+
+
+def test_averaged_shares_are_known_beforehand() -> None:
+    """Online sampling: what the scheduler sent along takes the place of the solver."""
+    _, retention = make("xkv", 20)
+    retention.add("solved", 64, None)
+    retention.add("averaged", 64, {SHARES_KEY: [0.0, 0.25, 0.25, 0.5]})
+    rows = [("solved", 64, 0, 64), ("averaged", 64, 0, 64)]
+    evictions = begin(retention, rows).evictions
+    assert evictions is not None and evictions.unsolved.tolist() == [0]
+    assert evictions.helds[:, 1].tolist() == [8, 24, 24, 32]  # 8, 20, 20, 32 in whole blocks
+    solve(retention, 0, [20] * NUM_LAYERS)
+    evictions.tokens_done[1] += 168
+    assert retention.take_report() == {
+        "solved": Eviction(160, (20,) * NUM_LAYERS),
+        "averaged": Eviction(168),
+    }

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_pyramid.config import SHARES_KEY
 from vllm_pyramid.ops import cpu, reference
 from vllm_pyramid.ops.recall import window_statistics
 from vllm_pyramid.ops.solve import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan, load_policy
+from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.retention import Retention, StepEvictions
 from vllm_pyramid.worker.solve import LayerSolver
@@ -199,6 +201,38 @@ def test_lengths_do_not_depend_on_the_batch(name: str) -> None:
         alone = Step(POLICIES[name], [n])
         alone.run(reference)
         assert alone.keep(0) == together.keep(row)
+
+
+def test_solved_and_averaged_prompts_in_one_step() -> None:
+    """Each layer shortens the averaged ones at once; the solved ones wait for the last layer."""
+    shares = {SHARES_KEY: [1.0, 0.0, 3.0]}
+    step = Step(POLICIES["xkv"], [90, 63, 41], overrides={"r0": shares, "r2": shares})
+    assert step.evictions.unsolved.tolist() == [1]
+    solver, uploads = LayerSolver(step.policy, LAYERS), EvictionUploads()
+    for layer, (query, key, value) in enumerate(step.layers):
+        context = LayerContext(step.retention, layer, uploads, solver)
+        context.evict(
+            reference, step.evictions, query, key, value, step.tables, scale=SCALE, soft_cap=0.0
+        )
+        averaged = step.evictions.plans[0]
+        assert isinstance(averaged, RetentionPlan)
+        assert step.evictions.tokens_done[0] == averaged.skip[: layer + 1].sum()
+        assert bool(step.evictions.tokens_done[1]) == (layer == LAYERS - 1)
+    alone = Step(POLICIES["xkv"], [63])
+    alone.run(reference)
+    assert step.keep(1) == alone.keep(0)
+    assert step.keep(0) == [20, 8, 44]
+    assert step.keep(2) == [23, 8, 41], "the prompt has no more"
+    for row, n in enumerate(step.prompt_lens):
+        for layer in range(LAYERS):
+            held = int(step.evictions.helds[layer, row])
+            kept = reference.select(
+                step.scores(row, layer)[None], torch.tensor([n]), torch.tensor([held]), window=8
+            )[0].long()
+            whole = reference.gather_tokens(step.before[layer][0], step.tables[row], 0, n)
+            tail = reference.gather_tokens(step.layers[layer][1], step.tables[row], n - held, n)
+            for head in range(KV_HEADS):
+                assert torch.equal(tail[:, head], whole[kept[head], head])
 
 
 def test_whole_prompts_among_solved_ones() -> None:

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_pyramid.config import KVSettings, RequestOverride, resolve
+from vllm_pyramid.config import KVSettings, RequestOverride, refuse_internal, resolve
 from vllm_pyramid.policy.base import Policy
 
 
@@ -37,6 +37,7 @@ def _check(policy: Policy, params: object, resumable: bool) -> None:
     if not isinstance(params, SamplingParams) or not params.extra_args:
         return
     try:
+        refuse_internal(params.extra_args)
         resolve(policy, RequestOverride.parse(params.extra_args))
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vllm_pyramid.policy.allocators import (
     ALLOCATORS,
@@ -41,12 +41,36 @@ if TYPE_CHECKING:
 class SolvingAllocator(AnyAllocator):
     """Base of the data-dependent allocators. All methods are pure functions.
 
+    Attributes:
+        sample_first: of each application, solve the first so many requests only; the others get
+            the average of those solved so far.
+        sample_share: of each application, solve this share of the requests only, above 0, below 1.
+
     Class attributes:
         needs_statistics: `evidence` wants the window's statistics.
     """
 
+    sample_first: int | None = Field(default=None, ge=1)
+    sample_share: float | None = Field(default=None, gt=0.0, lt=1.0)
+
     needs_scores: ClassVar[bool] = True
     needs_statistics: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> SolvingAllocator:
+        if self.sample_first is not None and self.sample_share is not None:
+            raise ValueError("sample_first and sample_share exclude each other: give one of them")
+        if self.samples and self.sets_total:
+            raise ValueError(
+                "a set retention has no set total that sampled shares could be of: leave the "
+                "retention or the sampling out"
+            )
+        return self
+
+    @property
+    def samples(self) -> bool:
+        """True if only some requests are solved."""
+        return self.sample_first is not None or self.sample_share is not None
 
     @property
     def sets_total(self) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from vllm.logger import init_logger
@@ -16,9 +17,19 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions
-from vllm_pyramid.config import KVSettings, settle
+from vllm_pyramid.config import (
+    SHARES_KEY,
+    KVSettings,
+    RequestOverride,
+    refuse_internal,
+    settle,
+    with_shares,
+)
+from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.policy.budget import Budget
 from vllm_pyramid.policy.plans import OpenPlan, Plan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
+from vllm_pyramid.scheduler.sampling import SampledShares
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,6 +59,11 @@ class PyramidSchedulerMixin(Scheduler):
         assert policy is not None, "this scheduler is only chosen when a policy was asked for"
         self.kv_policy = policy
         self._plans: dict[str, tuple[str, Plan]] = {}  # with the policy's name
+        solver = policy.solver
+        self._sampled = None
+        if solver is not None and solver.samples:
+            self._sampled = SampledShares(solver, self.coordinator.num_layers)
+        self._averaged: dict[str, int] = {}  # requests with averaged shares: prompts they are of
         self._sent_stats: dict[str, Any] | None = None
         self._log_capacity()
 
@@ -83,7 +99,15 @@ class PyramidSchedulerMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         """Plan what the request keeps, then queue it."""
         params = request.sampling_params
-        policy, budget, error = settle(self.kv_policy, params.extra_args if params else None)
+        extra_args = params.extra_args if params else None
+        try:
+            refuse_internal(extra_args)
+            policy, budget, error = settle(self.kv_policy, extra_args)
+        except ValueError as reason:
+            assert params is not None
+            policy, budget, error = self.kv_policy, None, str(reason)
+            request.sampling_params = copy.copy(params)
+            request.sampling_params.extra_args = None  # the worker would follow it
         if error is not None:
             # Front ends check this (compat/requests.py), so somebody else put the request here. It
             # ends with an error; raising would end the engine.
@@ -92,9 +116,33 @@ class PyramidSchedulerMixin(Scheduler):
         plan = policy.plan(
             request.num_prompt_tokens, self.coordinator.num_layers, self.block_size, budget
         )
+        if self._sampled is not None and isinstance(plan, OpenPlan) and error is None:
+            plan = self._sample(self._sampled, request, policy, budget, plan)
         self._plans[request.request_id] = (policy.name, plan)
         self.coordinator.set_plan(request.request_id, plan)
         super().add_request(request)
+
+    def _sample(
+        self,
+        sampled: SampledShares,
+        request: Request,
+        policy: Policy,
+        budget: Budget | None,
+        plan: OpenPlan,
+    ) -> Plan:
+        """Let the request be solved, or give it its application's average and tell the workers."""
+        params = request.sampling_params
+        extra_args = (params.extra_args if params else None) or {}
+        override = RequestOverride.parse(extra_args) or RequestOverride()
+        found = sampled.shares_for(request.request_id, override.application)
+        if found is None or params is None:
+            return plan
+        shares, self._averaged[request.request_id] = found
+        request.sampling_params = copy.copy(params)  # the object may be the client's
+        request.sampling_params.extra_args = {**extra_args, SHARES_KEY: list(shares)}
+        return with_shares(policy, shares).plan(
+            plan.prompt_len, plan.num_layers, plan.block_size, budget
+        )
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -125,6 +173,9 @@ class PyramidSchedulerMixin(Scheduler):
             if request is None or request.num_stale_output_tokens > 0:
                 continue  # finished, or the step ran before it was preempted: it evicts again
             self.coordinator.confirm(request_id, eviction)
+            plan, settled = self._plans[request_id][1], self.coordinator.confirmed_plan(request_id)
+            if self._sampled is not None and isinstance(plan, OpenPlan) and settled is not None:
+                self._sampled.add(request_id, plan, settled)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request(
@@ -133,6 +184,8 @@ class PyramidSchedulerMixin(Scheduler):
         report = self._report(request)
         kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
         self.coordinator.forget_plan(request.request_id)
+        if self._sampled is not None:
+            self._sampled.forget(request.request_id)
         return kv_transfer_params or report, ec_transfer_params
 
     def _report(self, request: Request) -> dict[str, Any]:
@@ -156,6 +209,8 @@ class PyramidSchedulerMixin(Scheduler):
             if isinstance(plan, OpenPlan):
                 report["kv_budget"] = settled.budget_tokens
                 report["solved_tokens"] = settled.keep.tolist()
+        if (number := self._averaged.pop(request.request_id, None)) is not None:
+            report["averaged_over"] = number
         return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

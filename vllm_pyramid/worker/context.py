@@ -46,22 +46,10 @@ class LayerContext:
         scale: float,
         soft_cap: float,
     ) -> None:
-        """Evict in this layer (see `evict_layer`), or in all of them once the last has come."""
-        if self.solver is not None:
-            self.solver.evict_layer(
-                ops,
-                evictions,
-                self.uploads,
-                self.layer,
-                query,
-                key_cache,
-                value_cache,
-                block_table,
-                scale=scale,
-                soft_cap=soft_cap,
-                trace=self.trace,
-            )
-            return
+        """Evict in this layer (see `evict_layer`).
+
+        Prompts whose lengths are solved wait for the last layer, and then give in all of them.
+        """
         evict_layer(
             ops,
             self.retention.policy,
@@ -76,3 +64,17 @@ class LayerContext:
             soft_cap=soft_cap,
             trace=self.trace,
         )
+        if self.solver is not None:
+            self.solver.evict_layer(
+                ops,
+                evictions,
+                self.uploads,
+                self.layer,
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                scale=scale,
+                soft_cap=soft_cap,
+                trace=self.trace,
+            )

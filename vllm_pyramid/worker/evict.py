@@ -63,8 +63,8 @@ def evict_layer(
 ) -> None:
     """Move the survivors of every prompt that ends in this step to the tail of its range.
 
-    Runs after the layer's attention, so the prompt was attended to in full. For policies that know
-    the lengths beforehand; the others evict all layers together (`solve.py`).
+    Runs after the layer's attention, so the prompt was attended to in full. Prompts whose
+    lengths are solved still hold everything here; they give in all layers together (`solve.py`).
 
     Args:
         ops: a module with the functions of `ops/reference.py`.

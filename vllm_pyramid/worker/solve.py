@@ -101,7 +101,7 @@ class LayerSolver:
     ) -> None:
         """Score a layer; with the last one, solve and evict all. Args: see `evict.evict_layer`."""
         if evictions.unsolved.size == 0:
-            return  # only prompts that keep everything
+            return  # only prompts whose lengths are known
         if evictions is not self._evictions:
             self._evictions, self._layers = evictions, []
         assert layer == len(self._layers), f"layer {layer} came after {len(self._layers)} others"

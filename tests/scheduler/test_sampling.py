@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online sampling: which requests are solved, what the others get, and that the workers agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.engine import FinishReason
+
+from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
+from vllm_pyramid.compat.side_channel import read_evictions
+from vllm_pyramid.config import SHARES_KEY
+from vllm_pyramid.policy import OpenPlan, RetentionPlan, load_policy
+from vllm_pyramid.scheduler import sampling
+from vllm_pyramid.scheduler.sampling import SampledShares
+
+pytestmark = pytest.mark.cpu
+
+LAYERS = 3
+
+
+def shares(**args: Any) -> SampledShares:
+    solver = load_policy("xkv", 12, args).solver
+    assert solver is not None
+    return SampledShares(solver, LAYERS)
+
+
+def solve(sampled: SampledShares, request_id: str, keep: list[int]) -> None:
+    plan = load_policy("xkv", 12).plan(40, LAYERS, 4)
+    assert isinstance(plan, OpenPlan)
+    sampled.add(request_id, plan, plan.settle(keep))
+
+
+def test_the_first_requests_of_each_application_are_solved() -> None:
+    sampled = shares(sample_first=2)
+    assert sampled.shares_for("a0", "a") is None
+    solve(sampled, "a0", [8, 8, 20])
+    assert sampled.shares_for("a1", "a") is None
+    assert sampled.shares_for("a2", "a") == ((0.0, 0.0, 1.0), 1), "the second is under way"
+    solve(sampled, "a1", [14, 14, 8])
+    assert sampled.shares_for("a3", "a") == ((0.25, 0.25, 0.5), 2)
+    assert sampled.shares_for("b0", "b") is None, "another application knows nothing of it"
+
+
+def test_a_share_of_the_requests_is_solved_evenly() -> None:
+    sampled = shares(sample_share=0.1)
+    solved = []
+    for index in range(100):
+        if sampled.shares_for(f"r{index}", "") is None:
+            solved.append(index)
+            solve(sampled, f"r{index}", [12, 12, 12])
+    assert solved == list(range(0, 100, 10))
+
+
+def test_everything_is_solved_until_an_average_is_known() -> None:
+    sampled = shares(sample_first=1)
+    assert all(sampled.shares_for(f"r{index}", "") is None for index in range(5))
+    solve(sampled, "r3", [20, 8, 8])
+    assert sampled.shares_for("r5", "") == ((1.0, 0.0, 0.0), 1)
+
+
+def test_a_request_counts_once_and_only_if_it_was_sampled() -> None:
+    sampled = shares(sample_first=1)
+    sampled.shares_for("r", "")
+    solve(sampled, "r", [20, 8, 8])
+    solve(sampled, "r", [8, 8, 20])  # solved again after a preemption
+    solve(sampled, "stranger", [8, 8, 20])
+    assert sampled.shares_for("s", "") == ((1.0, 0.0, 0.0), 1)
+    sampled.forget("r")
+    assert not sampled._of_request
+
+
+def test_applications_do_not_add_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MAX_APPLICATIONS", 3)
+    sampled = shares(sample_first=1)
+    for name in "abcdabc":
+        sampled.shares_for(name, name)
+        assert len(sampled._applications) <= 3
+    assert list(sampled._applications) == ["a", "b", "c"]
+    solve(sampled, "d", [8, 8, 20])  # of an application that was forgotten meanwhile
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"sample_first": 2, "sample_share": 0.5}, "exclude each other"),
+        ({"sample_first": 2, "retention": 0.9}, "no set total"),
+        ({"sample_first": 0}, "greater than or equal to 1"),
+        ({"sample_share": 1.0}, "less than 1"),
+    ],
+)
+def test_wrong_settings(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy("xkv", None, args)
+
+
+# In the schedulers -------------------------------------------------------------------------------
+
+
+class Pair:
+    def __init__(self, asynchronous: bool = False) -> None:
+        setup = Setup(
+            policy="xkv",
+            budget=14,
+            policy_args=(("window", 6), ("sample_first", 1)),
+            asynchronous=asynchronous,
+        )
+        num_blocks = setup.blocks_of_longest + 60
+        self.scheduler = make_scheduler(setup, num_blocks)
+        self.worker = PlainWorker(self.scheduler.kv_policy, setup, num_blocks)
+
+    def run(self, *requests: tuple[str, int, dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
+        """Add them, and step until all have ended; their reports."""
+        for name, prompt_len, extra_args in requests:
+            self.scheduler.add_request(make_request(name, prompt_len, 4, extra_args))
+        reports: dict[str, dict[str, Any]] = {}
+        while self.scheduler.requests:
+            output = self.scheduler.schedule()
+            result = self.worker.execute(output)
+            check_pool(self.scheduler.coordinator)
+            for outputs in self.scheduler.update_from_output(output, result).values():
+                for done in outputs.outputs:
+                    if done.finish_reason is not None:
+                        reports[done.request_id] = done.kv_transfer_params or {}
+        return reports
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_later_requests_get_the_average_on_both_sides(asynchronous: bool) -> None:
+    """The harness reads every cell, so a worker that kept other lengths would be seen."""
+    pair = Pair(asynchronous)
+    first = pair.run(("r0", 60, None))["r0"]
+    solved = np.array(first["solved_tokens"]) - 6
+    assert sum(solved) == 3 * 8
+    reports = pair.run(
+        ("r1", 60, None),
+        ("r2", 41, {"kv_budget": 20}),
+        ("other", 60, {"kv_application": "other"}),
+        ("full", 60, {"kv_policy": "full"}),
+        ("short", 9, None),
+    )
+    for name, n, budget in (("r1", 60, 14), ("r2", 41, 20)):
+        report = reports[name]
+        assert "solved_tokens" not in report and report["averaged_over"] == 1
+        keep = 6 + 3 * (budget - 6) * solved / solved.sum()
+        skips = [n - kept for kept in report["kept_tokens"]]
+        for skip, wanted in zip(skips, keep, strict=True):
+            assert skip in {(n - k) // 4 * 4 for k in (int(wanted), int(wanted) + 1)}
+    assert sum(reports["other"]["solved_tokens"]) == 3 * 14
+    for name in ("full", "short"):
+        assert reports[name]["evicted_tokens"] == 0 and "averaged_over" not in reports[name]
+    assert pair.worker.num_solved == 2
+    scheduler = pair.scheduler
+    assert not scheduler._averaged and not scheduler._plans
+    assert scheduler._sampled is not None and not scheduler._sampled._of_request
+
+
+def test_a_preempted_request_keeps_its_average() -> None:
+    pair = Pair()
+    pair.run(("r0", 60, None))
+    pair.scheduler.add_request(make_request("r1", 60, 8))
+    plan = pair.scheduler._plans["r1"][1]
+    assert isinstance(plan, RetentionPlan)
+    for life in range(2):
+        for _ in range(3):
+            output = pair.scheduler.schedule()
+            result = pair.worker.execute(output)
+            for eviction in read_evictions(result).values():
+                assert eviction.keep is None and eviction.tokens == plan.skip.sum()
+            pair.scheduler.update_from_output(output, result)
+        assert pair.scheduler.coordinator.has_evicted("r1")
+        if life == 0:
+            pair.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert pair.worker.num_solved == 1
+
+
+def test_the_clients_parameters_are_not_changed() -> None:
+    pair = Pair()
+    pair.run(("r0", 60, None))
+    request = make_request("r1", 60, 4, {"kv_application": ""})
+    params = request.sampling_params
+    assert params is not None
+    pair.scheduler.add_request(request)
+    assert params.extra_args == {"kv_application": ""}
+    assert request.sampling_params is not None and request.sampling_params.extra_args is not None
+    assert len(request.sampling_params.extra_args[SHARES_KEY]) == LAYERS
+
+
+@pytest.mark.parametrize(
+    "wrong", [{SHARES_KEY: [1, 2]}, {SHARES_KEY: "nonsense"}, {"kv_application": 3}]
+)
+def test_what_no_front_end_let_through_ends_the_request(wrong: dict[str, Any]) -> None:
+    pair = Pair()
+    pair.scheduler.add_request(make_request("wrong", 60, 4, wrong))
+    output = pair.scheduler.schedule()
+    (outputs,) = pair.scheduler.update_from_output(output, pair.worker.execute(output)).values()
+    reasons = {done.request_id: done.finish_reason for done in outputs.outputs}
+    assert reasons == {"wrong": FinishReason.ERROR}
+    assert not pair.scheduler.requests
+    assert pair.run(("right", 60, None))["right"]["evicted_tokens"] > 0
