@@ -38,7 +38,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model: 8 layers, 8 query and 4 KV heads, head size 32."""
     from tests.random_model import Shape, write_model
     from vllm_pyramid.eval.topics import topics

@@ -43,11 +43,11 @@ def proof() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("tokens", [256, 3000])
-def test_prompt_has_the_length_that_was_asked_for(demo_model: Path, tokens: int) -> None:
+def test_prompt_has_the_length_that_was_asked_for(random_model: Path, tokens: int) -> None:
     from tokenizers import Tokenizer
 
-    prompt, right = run.build_prompt(demo_model, tokens)
-    ids = Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(prompt).ids
+    prompt, right = run.build_prompt(random_model, tokens)
+    ids = Tokenizer.from_file(str(random_model / "tokenizer.json")).encode(prompt).ids
     assert tokens - 32 <= len(ids) <= tokens
     assert prompt.count(right) == 1
     place = prompt.index(right) / len(prompt)
@@ -55,9 +55,9 @@ def test_prompt_has_the_length_that_was_asked_for(demo_model: Path, tokens: int)
     assert prompt.endswith(" is")
 
 
-def test_a_prompt_without_room_is_refused(demo_model: Path) -> None:
+def test_a_prompt_without_room_is_refused(random_model: Path) -> None:
     with pytest.raises(ValueError, match="3 tokens leave no room"):
-        run.build_prompt(demo_model, 3)
+        run.build_prompt(random_model, 3)
 
 
 def test_a_complete_report_is_accepted() -> None:

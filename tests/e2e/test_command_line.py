@@ -88,7 +88,7 @@ def test_mistakes_in_a_preset(vllm_error: object, tmp_path: Path, text: str, rea
     assert "mine.yaml" in line
 
 
-def test_a_flag_and_other_additional_settings_go_together(demo_model: Path) -> None:
+def test_a_flag_and_other_additional_settings_go_together(random_model: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -97,7 +97,7 @@ def test_a_flag_and_other_additional_settings_go_together(demo_model: Path) -> N
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     flags = ["--kv_policy", "pyramidkv", "--kv-budget", "64", "--kv-policy-args", '{"beta": 9}']
-    model = ["--model", str(demo_model)]
+    model = ["--model", str(random_model)]
     args = parser.parse_args([*model, *flags, "--additional-config", '{"other": 1}'])
     assert EngineArgs.from_cli_args(args).additional_config == {
         "other": 1,
@@ -123,15 +123,15 @@ def test_other_commands_have_the_flags(vllm_error: object, command: list[str]) -
     assert "120%" in line
 
 
-def test_the_command_itself(demo_model: Path) -> None:
+def test_the_command_itself(random_model: Path) -> None:
     """With vLLM's own start: plugins are loaded in time, and nothing else is."""
     policy = ["--kv-policy", "pyramidkv", "--kv-budget"]
     commands = {
-        "at least 9": ["serve", str(demo_model), *policy, "8"],
+        "at least 9": ["serve", str(random_model), *policy, "8"],
         "--enable-prefix-caching": [
-            *("serve", str(demo_model), *policy, "64", "--enable-prefix-caching")
+            *("serve", str(random_model), *policy, "64", "--enable-prefix-caching")
         ],
-        "120%": ["bench", "throughput", "--model", str(demo_model), *policy, "120%"],
+        "120%": ["bench", "throughput", "--model", str(random_model), *policy, "120%"],
     }
     start = time.monotonic()
     running = {

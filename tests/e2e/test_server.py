@@ -43,9 +43,9 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with serving(demo_model, *FLAGS, "--kv-budget", "64", log=log) as running:
+    with serving(random_model, *FLAGS, "--kv-budget", "64", log=log) as running:
         yield running
 
 
@@ -250,18 +250,18 @@ def test_the_end(server: Server) -> None:
     assert "Application shutdown complete" in server.log.read_text()
 
 
-def test_two_front_ends(demo_model: Path, tmp_path: Path) -> None:
+def test_two_front_ends(random_model: Path, tmp_path: Path) -> None:
     """Each front end checks requests, and gets a part of the statistics."""
     flags = (*FLAGS, "--kv-budget", "10%", "--api-server-count", "2")
-    with serving(demo_model, *flags, log=tmp_path / "server.log") as server:
+    with serving(random_model, *flags, log=tmp_path / "server.log") as server:
         reports = []
         for _ in range(10):  # a client each: a connection each, so both front ends take part
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
             with client, pytest.raises(openai.BadRequestError, match="at least 9"):
-                _complete(client, str(demo_model), **_xargs(kv_budget=3))
+                _complete(client, str(random_model), **_xargs(kv_budget=3))
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
             with client:
-                reports.append(_complete(client, str(demo_model)).kv_transfer_params)
+                reports.append(_complete(client, str(random_model)).kv_transfer_params)
         metrics = _wait_until_idle(server)
         expected = (
             len(reports),

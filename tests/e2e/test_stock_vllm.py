@@ -29,13 +29,13 @@ INERT = ("compat.requests", "compat.stats", "engine_config", "metrics", "schedul
 
 @pytest.fixture(scope="module")
 def results(
-    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+    random_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("stock")
     prompts = random_prompts(LENGTHS, vocab_size=2048)
     plain = [[prompt, greedy(TOKENS)] for prompt in prompts]
     whole = [[prompt, greedy(TOKENS, kv_policy="full")] for prompt in prompts]
-    llm = {"model": str(demo_model), **SETTINGS}
+    llm = {"model": str(random_model), **SETTINGS}
     policy = {"kv_policy": "pyramidkv", "kv_budget": "12%"}
     children = {
         "none": Child(folder / "none", llm, [plain], VLLM_ENABLE_V1_MULTIPROCESSING="0"),

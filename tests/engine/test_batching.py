@@ -27,8 +27,8 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture
-def engine(engines: EnginePool, demo_model: Path) -> Engine:
-    return engines.get(demo_model, **SETTINGS)
+def engine(engines: EnginePool, random_model: Path) -> Engine:
+    return engines.get(random_model, **SETTINGS)
 
 
 def _prompts(*lengths: int) -> list[list[int]]:

@@ -49,8 +49,8 @@ def _assert_equal(runs: dict[int, list[Outcome]], expected: dict[int, list[Outco
 
 
 @pytest.fixture(scope="module")
-def full_runs(engines: EnginePool, demo_model: Path) -> dict[int, list[Outcome]]:
-    return _run(engines.get(demo_model, kv_policy="full", **SETTINGS))
+def full_runs(engines: EnginePool, random_model: Path) -> dict[int, list[Outcome]]:
+    return _run(engines.get(random_model, kv_policy="full", **SETTINGS))
 
 
 def test_full_evicts_nothing(full_runs: dict[int, list[Outcome]]) -> None:
@@ -61,10 +61,10 @@ def test_full_evicts_nothing(full_runs: dict[int, list[Outcome]]) -> None:
 
 
 def test_full_equals_vllm_without_the_plugin(
-    engines: EnginePool, demo_model: Path, full_runs: dict[int, list[Outcome]]
+    engines: EnginePool, random_model: Path, full_runs: dict[int, list[Outcome]]
 ) -> None:
     """One block table for all layers or one each: the same numbers."""
-    engine = engines.get(demo_model, kv_policy="none", **SETTINGS)
+    engine = engines.get(random_model, kv_policy="none", **SETTINGS)
     assert engine.num_layers == 1  # groups: vLLM as it is
     _assert_equal(_run(engine), full_runs)
 
@@ -74,9 +74,9 @@ def test_full_equals_vllm_without_the_plugin(
     ["window", "streaming-llm", "snapkv", "pyramidkv", "xkv", "zigzagkv", "entropykv", "ginikv"],
 )
 def test_a_budget_as_long_as_the_prompt_equals_full(
-    engines: EnginePool, demo_model: Path, full_runs: dict[int, list[Outcome]], policy: str
+    engines: EnginePool, random_model: Path, full_runs: dict[int, list[Outcome]], policy: str
 ) -> None:
-    engine = engines.get(demo_model, kv_policy=policy, kv_budget="12%", **SETTINGS)
+    engine = engines.get(random_model, kv_policy=policy, kv_budget="12%", **SETTINGS)
     _assert_equal(_run(engine, kv_budget=PLENTY), full_runs)
     _assert_equal(_run(engine, (7,), kv_policy="full"), full_runs)
     engine.check_whole()
@@ -90,9 +90,9 @@ def test_a_budget_as_long_as_the_prompt_equals_full(
 
 
 def test_a_budget_of_100_percent_equals_full(
-    engines: EnginePool, demo_model: Path, full_runs: dict[int, list[Outcome]]
+    engines: EnginePool, random_model: Path, full_runs: dict[int, list[Outcome]]
 ) -> None:
-    engine = engines.get(demo_model, kv_policy="pyramidkv", kv_budget="100%", **SETTINGS)
+    engine = engines.get(random_model, kv_policy="pyramidkv", kv_budget="100%", **SETTINGS)
     _assert_equal(_run(engine), full_runs)
 
 
@@ -107,13 +107,13 @@ def _transformers_model(path: Path, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("name", ["demo", "mistral-sliding"])
 def test_full_generates_the_tokens_of_transformers(
-    engines: EnginePool, demo_model: Path, tiny_model: Callable[[str], Path], name: str
+    engines: EnginePool, random_model: Path, tiny_model: Callable[[str], Path], name: str
 ) -> None:
     """In float32: the same greedy tokens, and log probabilities to float accuracy.
 
     Also with a sliding window of 64 tokens, which only policies that evict are refused.
     """
-    path = demo_model if name == "demo" else tiny_model(name)
+    path = random_model if name == "demo" else tiny_model(name)
     model = _transformers_model(path, torch.float32)
     engine = engines.get(path, kv_policy="full", dtype="float32", **SETTINGS)
     vocab_size = model.config.vocab_size
@@ -138,11 +138,11 @@ def test_full_generates_the_tokens_of_transformers(
 
 
 def test_full_in_bfloat16_is_as_near_to_float32_as_transformers(
-    full_runs: dict[int, list[Outcome]], demo_model: Path
+    full_runs: dict[int, list[Outcome]], random_model: Path
 ) -> None:
     """Log probabilities of the engine's tokens: our error is at most twice that of Transformers."""
-    exact = _transformers_model(demo_model, torch.float32)
-    rounded = _transformers_model(demo_model, torch.bfloat16)
+    exact = _transformers_model(random_model, torch.float32)
+    rounded = _transformers_model(random_model, torch.bfloat16)
     ours, theirs = [], []
     for outcome in full_runs[7]:
         tokens = outcome.token_ids

@@ -33,17 +33,17 @@ def _config(model: Path, policy: dict[str, Any] | None = None, **arguments: Any)
     return args.create_engine_config()
 
 
-def test_what_works_is_not_refused(demo_model: Path) -> None:
-    config = _config(demo_model)
+def test_what_works_is_not_refused(random_model: Path) -> None:
+    config = _config(random_model)
     assert config.scheduler_config.scheduler_cls.endswith("PyramidScheduler")
     assert config.parallel_config.worker_cls.endswith("PyramidCpuWorker")
     # vLLM's own default, switched off.
     assert config.cache_config.enable_prefix_caching is False
 
 
-def test_without_a_policy_vllm_is_left_alone(demo_model: Path) -> None:
+def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
     for policy in ({}, {"kv_policy": "none"}):
-        config = _config(demo_model, policy, enable_prefix_caching=True)
+        config = _config(random_model, policy, enable_prefix_caching=True)
         assert config.cache_config.enable_prefix_caching is True
         assert "pyramid" not in str(config.scheduler_config.scheduler_cls).lower()
         assert "pyramid" not in config.parallel_config.worker_cls.lower()
@@ -74,13 +74,13 @@ def test_without_a_policy_vllm_is_left_alone(demo_model: Path) -> None:
         ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold 8"),
     ],
 )
-def test_refused_flags(demo_model: Path, arguments: dict[str, Any], flag: str) -> None:
+def test_refused_flags(random_model: Path, arguments: dict[str, Any], flag: str) -> None:
     with pytest.raises(ValueError, match=re.escape(flag)):
-        _config(demo_model, **arguments)
+        _config(random_model, **arguments)
 
 
-def test_chunks_of_a_policy_without_scores_may_be_small(demo_model: Path) -> None:
-    _config(demo_model, {"kv_policy": "window"}, max_num_batched_tokens=8, max_num_seqs=4)
+def test_chunks_of_a_policy_without_scores_may_be_small(random_model: Path) -> None:
+    _config(random_model, {"kv_policy": "window"}, max_num_batched_tokens=8, max_num_seqs=4)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_chunks_of_a_policy_without_scores_may_be_small(demo_model: Path) -> Non
         ({"kv_budget": 64}, "without a kv_policy"),
     ],
 )
-def test_wrong_settings(demo_model: Path, policy: dict[str, Any], said: str) -> None:
+def test_wrong_settings(random_model: Path, policy: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        _config(demo_model, policy)
+        _config(random_model, policy)
 
 
 def test_sliding_windows(tiny_model: Callable[[str], Path]) -> None:
@@ -108,10 +108,10 @@ def test_sliding_windows(tiny_model: Callable[[str], Path]) -> None:
     _config(model, max_model_len=64)  # the window never bites
 
 
-def test_the_rust_front_end(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rust_front_end(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.envs
 
     # Not through the environment: vLLM remembers it once an engine has run in this process.
     monkeypatch.setattr(vllm.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND"):
-        _config(demo_model)
+        _config(random_model)

@@ -235,8 +235,8 @@ def _check(
 
 
 @pytest.fixture(scope="module")
-def demo_reference(demo_model: Path) -> HuggingFaceModel:
-    return HuggingFaceModel(str(demo_model))
+def demo_reference(random_model: Path) -> HuggingFaceModel:
+    return HuggingFaceModel(str(random_model))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def demo_reference(demo_model: Path) -> HuggingFaceModel:
 )
 def test_kept_tokens_and_decoding(
     engines: EnginePool,
-    demo_model: Path,
+    random_model: Path,
     demo_reference: HuggingFaceModel,
     tmp_path: Path,
     policy: str,
@@ -258,7 +258,7 @@ def test_kept_tokens_and_decoding(
 ) -> None:
     """Two query heads a KV head, chunks of 100 tokens, physical blocks in random order."""
     engine = engines.get(
-        demo_model,
+        random_model,
         kv_policy=policy,
         kv_budget=40,
         kv_policy_args={"fill_blocks": fill_blocks},
@@ -304,7 +304,7 @@ def test_other_models(
 )
 def test_lengths_from_the_scores(
     engines: EnginePool,
-    demo_model: Path,
+    random_model: Path,
     demo_reference: HuggingFaceModel,
     tmp_path: Path,
     policy: str,
@@ -313,7 +313,7 @@ def test_lengths_from_the_scores(
     """Lengths, kept positions and decoding of the policies that solve each prompt."""
     retention = args.get("retention")
     engine = engines.get(
-        demo_model,
+        random_model,
         kv_policy=policy,
         kv_budget=None if retention else 40,
         kv_policy_args=args,

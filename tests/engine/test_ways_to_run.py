@@ -28,14 +28,14 @@ def _prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def eager_tokens(engines: EnginePool, demo_model: Path) -> list[list[int]]:
-    engine = engines.get(demo_model, kv_policy="pyramidkv", kv_budget=48, **SETTINGS)
+def eager_tokens(engines: EnginePool, random_model: Path) -> list[list[int]]:
+    engine = engines.get(random_model, kv_policy="pyramidkv", kv_budget=48, **SETTINGS)
     return [run.token_ids for run in engine.generate(_prompts(), greedy(16))]
 
 
 def test_stock_llm_with_the_engine_in_its_own_process(
     engines: EnginePool,
-    demo_model: Path,
+    random_model: Path,
     eager_tokens: list[list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -49,7 +49,7 @@ def test_stock_llm_with_the_engine_in_its_own_process(
     # The threads of this process must not be forked.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     llm = LLM(
-        str(demo_model),
+        str(random_model),
         enforce_eager=True,
         seed=0,
         additional_config={
@@ -79,7 +79,7 @@ def test_stock_llm_with_the_engine_in_its_own_process(
 
 def test_compiled(
     engines: EnginePool,
-    demo_model: Path,
+    random_model: Path,
     eager_tokens: list[list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,7 +90,7 @@ def test_compiled(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     begin = time.perf_counter()
     engine = engines.get(
-        demo_model, kv_policy="pyramidkv", kv_budget=48, enforce_eager=False, **SETTINGS
+        random_model, kv_policy="pyramidkv", kv_budget=48, enforce_eager=False, **SETTINGS
     )
     print(f"compiled engine started in {time.perf_counter() - begin:.1f} s")
     assert engine.core.vllm_config.compilation_config.mode.name != "NONE"

@@ -29,11 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(folder: Path, demo_model: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+def rows(folder: Path, random_model: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     """The command itself, as a user would run it; by task, policy and budget."""
     status = main(
         [
-            *("eval", "--model", str(demo_model), "--out", str(folder)),
+            *("eval", "--model", str(random_model), "--out", str(folder)),
             *("--policies", "full,snapkv", "--budgets", "12%,100%"),
             *("--tasks", ",".join(TASKS), "--lengths", str(LENGTH)),
             *("--samples", "3", "--seeds", "0,1", "--engine-args", json.dumps(FLOAT32)),
@@ -61,13 +61,13 @@ def test_an_eviction_shows(rows: dict[tuple[str, str, str], dict[str, Any]]) -> 
 
 
 def test_perplexity_is_that_of_the_model(
-    folder: Path, demo_model: Path, rows: dict[tuple[str, str, str], dict[str, Any]]
+    folder: Path, random_model: Path, rows: dict[tuple[str, str, str], dict[str, Any]]
 ) -> None:
     """With the whole cache, decoding the continuation gives Transformers' loss on it."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    tokens = load_tokens(demo_model)
+    model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
+    tokens = load_tokens(random_model)
     means = []
     for seed in (0, 1):
         losses = []
@@ -83,17 +83,17 @@ def test_perplexity_is_that_of_the_model(
     assert rows["perplexity", "full", "100%"]["score"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_recall_is_that_of_the_kept_tokens(folder: Path, demo_model: Path) -> None:
+def test_recall_is_that_of_the_kept_tokens(folder: Path, random_model: Path) -> None:
     """The engine's recall against attention computed by Transformers over the traced positions."""
     from transformers import AutoModelForCausalLM
 
     from vllm_pyramid.policy import load_policy
 
-    tokens = load_tokens(demo_model)
+    tokens = load_tokens(random_model)
     sample = load_task("attention-recall").samples(tokens, LENGTH, 1, seed=0)[0]
     ids = tokens.encode(sample.prompt)
     settings = Settings(
-        model=str(demo_model),
+        model=str(random_model),
         policies=("snapkv", "streaming-llm"),
         budgets=("12%",),
         tasks=(load_task("attention-recall"),),
@@ -109,7 +109,7 @@ def test_recall_is_that_of_the_kept_tokens(folder: Path, demo_model: Path) -> No
     store.close()
 
     model = AutoModelForCausalLM.from_pretrained(
-        demo_model, dtype=torch.float32, attn_implementation="eager"
+        random_model, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
         attentions = model(torch.tensor([ids]), output_attentions=True).attentions
