@@ -48,7 +48,7 @@ class Stage:
     most_steps: int
     facts: tuple[int, int]
     mix: dict[str, float]  # the share of each kind of sequence
-    rate: float  # learning rate, as a share of the largest
+    rates: tuple[float, float]  # learning rate at its begin and end, as shares of the largest
     enough: float  # exact answers among the facts, running average
 
 
@@ -65,13 +65,14 @@ ALL = {
     "classification": 0.08,
 }
 STAGES = (
-    Stage((160,), 4096, 150, 3000, (2, 4), EARLY, 1.0, 0.95),
-    Stage((256,), 6144, 80, 320, (2, 8), WIDER, 1.0, 0.95),
-    Stage((512,), 8192, 150, 200, (2, 10), ALL, 0.8, 0.97),
-    Stage((1024,), 8192, 100, 150, (2, 12), ALL, 0.6, 0.98),
-    Stage((2048,), 8192, 60, 100, (3, 14), ALL, 0.5, 0.98),
-    Stage((4096,), 16384, 100, 100, (3, 16), ALL, 0.4, 1.01),
-    Stage((512, 1024, 2048, 4096), 8192, 340, 340, (1, 12), ALL, 0.4, 1.01),
+    Stage((160,), 4096, 150, 3000, (2, 4), EARLY, (1.0, 1.0), 0.95),
+    Stage((256,), 6144, 80, 320, (2, 8), WIDER, (1.0, 1.0), 0.95),
+    Stage((512,), 8192, 150, 200, (2, 10), ALL, (0.8, 0.8), 0.97),
+    Stage((1024,), 8192, 100, 150, (2, 12), ALL, (0.6, 0.6), 0.98),
+    Stage((2048,), 8192, 60, 100, (3, 14), ALL, (0.5, 0.5), 0.98),
+    Stage((4096,), 16384, 100, 100, (3, 16), ALL, (0.4, 0.07), 1.01),
+    Stage((512, 1024, 2048, 4096), 8192, 340, 340, (1, 12), ALL, (0.4, 0.01), 1.01),
+    Stage((1024, 2048, 4096), 8192, 220, 220, (1, 12), ALL, (0.25, 0.01), 1.01),
 )
 
 
@@ -169,11 +170,10 @@ class Trainer:
                 self.save()
 
     def learning_rate(self, most: int) -> float:
-        """Warm-up over the first 60 steps, then a step a stage; over the last one down to 2 %."""
-        rate = self.options.lr * STAGES[self.stage].rate * min(1.0, (self.total_steps + 1) / 60)
-        if self.stage == len(STAGES) - 1:
-            rate *= max(0.02, 1 - self.step / most)
-        return rate
+        """Warm-up over the first 60 steps; a stage goes from its first rate to its last."""
+        first, last = STAGES[self.stage].rates
+        rate = first + (last - first) * self.step / most
+        return self.options.lr * rate * min(1.0, (self.total_steps + 1) / 60)
 
     def batch(self, stage: Stage, length: int) -> tuple[list[str], np.ndarray, np.ndarray]:
         rows = max(1, stage.tokens // length // self.world)
