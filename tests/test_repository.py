@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -60,3 +61,8 @@ def test_unknown_attributes_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = vllm_pyramid.nothing
     assert dir(vllm_pyramid) == ["LLM", "__version__"]
+
+
+def test_no_document_has_a_gap() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"@[A-Z]{3,}@|\bTODO\b|NOTE: the figures", path.read_text()), path

@@ -215,6 +215,11 @@ def _policy_of(settings: KVSettings) -> Policy:
             f"policy {settings.kv_policy!r} knows its lengths beforehand, so there is nothing to "
             f"calibrate: use one that solves them ({', '.join(solving)})"
         )
+    if policy.solver.samples:
+        raise ValueError(
+            f"policy {settings.kv_policy!r} solves only a sample of the prompts (sample_first or "
+            "sample_share), and calibration needs all of them: leave that out"
+        )
     if policy.solver.sets_total:
         raise ValueError(
             "a set retention has no set total that shares could be of: leave it out, and give a "

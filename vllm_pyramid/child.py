@@ -38,14 +38,14 @@ def read_task() -> dict[str, Any]:
 
 
 def run_child(
-    module: str, task: Mapping[str, Any], what: str
+    module: str, task: Mapping[str, Any], what: str, *, offline: bool
 ) -> Generator[dict[str, Any], None, None]:
     """Run `module` on `task`; yields its messages as they come.
 
     Close the iterator (or let it run out) to be sure that every process it started has ended.
 
     Args:
-        what: names the run in error messages.
+        what: names the run in error messages. offline: nothing is to be fetched from a hub.
 
     Raises:
         ChildError: the process failed.
@@ -53,8 +53,8 @@ def run_child(
     environment = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        **({"HF_HUB_OFFLINE": "1"} if offline else {}),
         **os.environ,
     }
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:

@@ -24,6 +24,8 @@ from vllm_pyramid.policy.component import did_you_mean
 NO_POLICY = "none"
 FULL_POLICY = "full"
 MAX_NAME = 256
+# Queries whose attention a trace reports on where the policy itself has no window: PyramidKV's 8.
+TRACE_WINDOW = 8
 CONFIG_KEYS = ("kv_policy", "kv_budget", "kv_policy_args", "kv_trace")
 REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application")
 # What the scheduler adds to a request for the workers; a client's is refused.
@@ -142,6 +144,10 @@ class KVSettings:
     @cached_property
     def _loaded_policy(self) -> Policy:
         return load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
+
+    def min_last_chunk(self, policy: Policy) -> int:
+        """Prompt tokens that the prefill's last chunk must have: a trace wants a window of them."""
+        return max(policy.min_last_chunk, TRACE_WINDOW if self.kv_trace is not None else 0)
 
     def policy(self) -> Policy | None:
         """The policy that is served, loaded once; None if the plugin is to stay inert."""

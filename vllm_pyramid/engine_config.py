@@ -148,7 +148,7 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
     assert policy is not None
     _check_model(config, policy)
     _check_resolved(config)
-    _check_chunks(config, policy)
+    _check_chunks(config, policy, settings.min_last_chunk(policy))
     _check_graphs(config, policy)
     if current_platform.device_type == "cuda":
         _take_backend(config, policy)
@@ -257,7 +257,7 @@ def _default_backend(config: VllmConfig) -> str:
     return "TRITON_ATTN"
 
 
-def _check_chunks(config: VllmConfig, policy: Policy) -> None:
+def _check_chunks(config: VllmConfig, policy: Policy, least: int) -> None:
     """The last chunk of a prompt must be able to carry the observation window."""
     if not policy.evicts:
         return
@@ -267,12 +267,12 @@ def _check_chunks(config: VllmConfig, policy: Policy) -> None:
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
         ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
     ):
-        if tokens and tokens <= policy.min_last_chunk:
+        if tokens and tokens <= least:
             raise ValueError(
                 f"{flag} {tokens} is too small for policy {policy.name!r}: the last chunk of a "
-                f"prompt carries at least {policy.min_last_chunk} tokens (the observation "
+                f"prompt carries at least {least} tokens (the observation "
                 f"window), so prompts could stop short of it for ever; raise it above "
-                f"{policy.min_last_chunk}"
+                f"{least}"
             )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DTYPE_BYTES", "CacheShape", "shape_of_model"]
+__all__ = ["DTYPE_BYTES", "CacheShape", "longest_of_model", "shape_of_model"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -73,3 +73,20 @@ def shape_of_model(model: str, dtype: str | None) -> tuple[CacheShape, str]:
         dtype=name,
     )
     return shape, note
+
+
+def longest_of_model(model: str) -> int | None:
+    """The most tokens that a model takes, by its configuration; None if it does not say.
+
+    Raises:
+        ValueError: there is no readable configuration.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot read the configuration of {model!r}: {reason}") from error
+    longest = getattr(config, "max_position_embeddings", None)
+    return None if longest is None else int(longest)

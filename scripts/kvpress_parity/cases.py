@@ -37,7 +37,8 @@ class Cases:
     """Everything that is to be equal on both sides.
 
     Attributes:
-        model: folder of the model. dtype: of weights, cache and arithmetic.
+        model: folder of the model. versions: hash of its files and of our code.
+        dtype: of weights, cache and arithmetic.
         window: observation window in tokens. kernel_size: of the average pooling.
         sinks: of streaming-llm. beta: of pyramidkv.
         percents: budgets in per cent of each prompt, rounded to whole tokens by `budget`.
@@ -46,6 +47,7 @@ class Cases:
     """
 
     model: str
+    versions: str
     dtype: str
     window: int
     kernel_size: int

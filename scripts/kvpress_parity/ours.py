@@ -12,6 +12,7 @@ that the presses are given. A second run with the same cases does only what is m
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import random
@@ -24,6 +25,8 @@ from typing import Any
 
 import numpy as np
 from cases import CASES, FULL, POLICIES, SCORED, Cases, Prompt, counts_key, key, ours_file
+
+import vllm_pyramid
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -194,6 +197,17 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def versions(model: Path) -> str:
+    """Changes with the model's files and with our code: results of others are not taken over."""
+    package = Path(vllm_pyramid.__file__).parent
+    sources = (path for path in package.rglob("*") if path.suffix in (".py", ".so", ".yaml"))
+    files = (model / "config.json", *model.glob("*.safetensors"), *sources)
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def main() -> None:
     """Write the cases, then the result of every policy."""
     args = parse_args()
@@ -203,6 +217,7 @@ def main() -> None:
         args.model = str(model_path())
     cases = Cases(
         model=str(Path(args.model).resolve()),
+        versions=versions(Path(args.model)),
         dtype=args.dtype,
         window=args.window,
         kernel_size=args.kernel_size,

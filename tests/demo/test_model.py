@@ -45,7 +45,7 @@ def test_tokenizer_round_trips_any_text() -> None:
         ids = tokenizer(sample).input_ids
         assert ids[0] == tokenizer.bos_token_id
         assert tokenizer.decode(ids, skip_special_tokens=True) == sample
-    assert len(english) / len(tokenizer(english).input_ids) > 3  # it did learn English
+    assert len(english) / len(tokenizer(english).input_ids) > 2.5  # it did learn English
     digits = tokenizer("is 48213.", add_special_tokens=False).input_ids
     assert [tokenizer.decode([token]) for token in digits[1:]] == [" 4", *"8213", "."]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_pyramid.eval import files, metrics
+from vllm_pyramid.eval import run as run_module
 from vllm_pyramid.eval.files import LONGBENCH, add_arguments, load_file_tasks, words_of
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.report import tables
@@ -471,7 +472,10 @@ def test_words_of_gives_the_same_arguments() -> None:
     assert words_of(parse()) == []
 
 
-def test_files_run_in_the_bench_once_for_all_seeds(tmp_path: Path) -> None:
+def test_files_run_in_the_bench_once_for_all_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "longest_of_model", lambda model: None)
     configure(tmp_path)
     write(tmp_path / "qasper.jsonl", entry("qasper"), entry("qasper", context="Bob came."))
     write(tmp_path / "ruler" / "4096" / "vt.jsonl", {"input": "x", "outputs": ["A"]})

@@ -17,6 +17,7 @@ import pytest
 from tests.eval.test_tasks import WordTokenizer
 from vllm_pyramid.child import ChildError
 from vllm_pyramid.cli import main
+from vllm_pyramid.eval import command
 from vllm_pyramid.eval import run as run_module
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.report import as_markdown, tables
@@ -46,6 +47,12 @@ def tokens() -> Tokens:
     return Tokens(WordTokenizer())
 
 
+@pytest.fixture(autouse=True)
+def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`some/model` has no configuration to read."""
+    monkeypatch.setattr(run_module, "longest_of_model", lambda model: None)
+
+
 class FakeEngines:
     """Stands for `run_child`: answers like an engine that knows the text, or breaks off."""
 
@@ -53,7 +60,9 @@ class FakeEngines:
         self.fail_after = fail_after
         self.served: list[str] = []
 
-    def __call__(self, module: str, work: Mapping[str, Any], what: str) -> Iterator[dict[str, Any]]:
+    def __call__(
+        self, module: str, work: Mapping[str, Any], what: str, *, offline: bool
+    ) -> Iterator[dict[str, Any]]:
         yield {"stage": "starting the engine"}
         for request in work["requests"]:
             if len(self.served) == self.fail_after:
@@ -176,7 +185,11 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(
         (["--policies", ""], "--policies is empty"),
         (["--engine-args", "[1]"], "--engine-args must be a JSON object"),
         (["--engine-args", "{"], "--engine-args is not valid JSON"),
-        (["--json", "/nowhere/rows.json"], "there is no folder /nowhere"),
+        (
+            ["--json", "/nowhere/rows.json"],
+            "cannot write /nowhere/rows.json: No such file",
+        ),
+        (["--csv", "/"], "cannot write /: Is a directory"),
         (["--model", "/nowhere"], "cannot read the tokenizer of '/nowhere'"),
     ],
 )
@@ -185,6 +198,37 @@ def test_wrong_arguments(
 ) -> None:
     assert main(["eval", "--out", str(tmp_path), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_defaults_work(tokens: Tokens) -> None:
+    """What plain `vllm-pyramid eval` asks for, up to the engines."""
+    args = command.parse([])
+    settings = Settings(
+        model="some/model",
+        policies=tuple(args.policies.split(",")),
+        budgets=tuple(args.budgets.split(",")),
+        tasks=(load_task("needle"),),
+        lengths=(int(args.lengths),),
+        samples=1,
+        seeds=(int(args.seeds),),
+    )
+    assert len(Run(settings, tokens).jobs) == 1 + 3 * 3
+
+
+def test_other_engine_arguments_are_other_results(tokens: Tokens) -> None:
+    keys = [
+        {job.request.key for job in Run(settings(engine_args=arguments), tokens).jobs}
+        for arguments in ({}, {"dtype": "float32"})
+    ]
+    assert len(keys[0]) == len(keys[1]) and not keys[0] & keys[1]
+
+
+def test_a_length_beyond_the_model_is_refused(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "longest_of_model", lambda model: 256)
+    with pytest.raises(ValueError, match="the model takes 256: ask for at most"):
+        Run(settings(), tokens)
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

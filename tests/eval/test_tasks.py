@@ -97,14 +97,14 @@ def test_a_wrong_number_that_begins_alike_is_wrong(tokens: Tokens) -> None:
 def test_the_needle_stands_at_its_depth(tokens: Tokens) -> None:
     samples = load_task("needle").samples(tokens, LENGTH, 10, seed=0)
     places = []
-    for sample in samples:
+    for sample in sorted(samples, key=lambda sample: sample.facts["depth"]):
         text = sample.prompt.split("\n\nQuestion:")[0]
         places.append(text.index(sample.answers[0]) / len(text))
     assert places[0] < 0.15 and places[-1] > 0.85
     assert places == sorted(places)
-    assert [sample.facts["depth"] for sample in samples] == pytest.approx(
-        [i / 9 for i in range(10)], abs=0.006
-    )
+    depths = [sample.facts["depth"] for sample in samples]
+    assert sorted(depths) == pytest.approx([i / 9 for i in range(10)], abs=0.006)
+    assert min(depths[:3]) < 0.3 and max(depths[:3]) > 0.7, "few samples are not spread"
 
 
 def test_part_of_a_multi_value_answer_counts(tokens: Tokens) -> None:
@@ -145,6 +145,11 @@ def test_the_second_question_is_scored(tokens: Tokens) -> None:
 def test_a_length_that_is_too_small_is_refused(name: str, tokens: Tokens) -> None:
     with pytest.raises(ValueError, match="40 tokens"):
         load_task(name).samples(tokens, 40, 1, seed=0)
+
+
+def test_a_store_without_enough_names_is_refused(tokens: Tokens) -> None:
+    with pytest.raises(ValueError, match="has names for 3000 entries, too few for 60000 tokens"):
+        load_task("key-value").samples(tokens, 60_000, 1, seed=0)
 
 
 def test_unknown_task() -> None:

@@ -58,7 +58,8 @@ def run_policy(task: Task, on_stage: Callable[[str], None]) -> Answer:
         ChildError: the process failed (with the end of its log) or gave no answer.
     """
     what = f"the run with {task.kv_policy!r}"
-    for message in run_child("vllm_pyramid.demo.worker", asdict(task), what):
+    module, offline = "vllm_pyramid.demo.worker", Path(task.model).is_dir()
+    for message in run_child(module, asdict(task), what, offline=offline):
         if "answer" in message:
             return Answer(**message["answer"])
         on_stage(f"{task.kv_policy}: {message['stage']}")

@@ -38,7 +38,7 @@ def add_command(commands: Any) -> None:
     listed("--policies", default=DEFAULT_POLICIES, help="names or .yaml files (%(default)s)")
     listed(
         "--budgets",
-        default=DEFAULT_BUDGETS.replace("%", "%%"),
+        default=DEFAULT_BUDGETS,
         help="tokens or per cent, for the policies that evict (%(default)s)",
     )
     listed("--tasks", help="names, or `all` generated ones (all; none where files are given)")
@@ -114,11 +114,11 @@ def run(args: argparse.Namespace) -> int:
     from vllm_pyramid.eval.results import as_csv, as_json, rows_of
     from vllm_pyramid.eval.run import Run, Settings, Store
 
-    if not args.no_pictures:
-        pictures.check_matplotlib()
-    for path in (args.json, args.csv, args.markdown):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    draws = not args.no_pictures
+    if draws and not pictures.has_matplotlib():
+        console.print("No pictures: they need matplotlib (pip install 'vllm-pyramid\\[eval]').")
+        draws = False
+    _check_files(args)
     model = args.model or str(model_path())
     files = load_file_tasks(args, model)
     asked = args.tasks or ("" if files else "all")
@@ -133,7 +133,10 @@ def run(args: argparse.Namespace) -> int:
         seeds=_numbers(args.seeds, "--seeds", 0),
         engine_args=_engine_args(args.engine_args),
     )
-    evaluation = Run(settings, load_tokens(settings.model))
+    try:
+        evaluation = Run(settings, load_tokens(settings.model))
+    except RuntimeError as error:  # a Python without the texts
+        raise ValueError(str(error)) from error
     with closing(Store(args.out / "samples.jsonl", fresh=args.fresh)) as store:
         missing = sum(map(len, evaluation.missing(store).values()))
         total = len(evaluation.jobs)
@@ -169,10 +172,21 @@ def run(args: argparse.Namespace) -> int:
         args.markdown.write_text(as_markdown(rows), encoding="utf-8")
     for table in tables(rows):
         console.print(table)
-    drawn = [] if args.no_pictures else pictures.draw(answers, rows, args.out)
+    drawn = pictures.draw(answers, rows, args.out) if draws else []
     names = ["results.json", "results.csv", *(path.name for path in drawn)]
     console.print(f"In {args.out}: {', '.join(names)}.", highlight=False, soft_wrap=True)
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Find out now, not after a long run, whether the results can be written."""
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for path in (args.out / "samples.jsonl", args.json, args.csv, args.markdown):
+            if path is not None:
+                path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
 def _command(args: argparse.Namespace) -> str:

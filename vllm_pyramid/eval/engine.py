@@ -7,6 +7,7 @@ Started by `run.py` through `vllm_pyramid.child`. Sends `{"stage": ...}`, then f
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -60,13 +61,16 @@ class Work:
 def run(work: Work, requests: Sequence[Request]) -> None:
     """Start the engine, answer everything, send each result as soon as its batch is done."""
     say(stage="loading vLLM")
+    forced = any(request.forced for request in requests)
+    if forced:
+        # vLLM's second model runner takes logits processors of another kind.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     from vllm_pyramid import LLM
     from vllm_pyramid.eval.forced import QUALIFIED_NAME
 
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
         traces = Path(folder)
         say(stage="starting the engine")
-        forced = any(request.forced for request in requests)
         llm = LLM(
             work.model,
             kv_policy=work.kv_policy,
@@ -128,12 +132,15 @@ def _result(request: Request, output: Any, recall: list[list[float]] | None) -> 
     if not report:
         raise RuntimeError("the engine returned no report of what was kept: the plugin is inactive")
     completion = output.outputs[0]
+    if recall is not None and not np.isfinite(np.concatenate(recall)).all():
+        raise RuntimeError("a prompt's last chunk was too short to measure its attention recall")
     nats = None
     if request.forced:
         if list(completion.token_ids) != request.forced:
             raise RuntimeError("the engine did not follow the given continuation")
+        # The first token's comes from the prefill, before the eviction.
         chosen = [p[t].logprob for t, p in zip(request.forced, completion.logprobs, strict=True)]
-        nats = -float(np.mean(chosen))
+        nats = -float(np.mean(chosen[1:]))
     return Result(
         text=completion.text,
         prompt_tokens=report["prompt_tokens"],

@@ -19,6 +19,7 @@ from vllm_pyramid.eval import metrics
 from vllm_pyramid.eval.entries import entries, text_field, texts_field
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.task import Result, Sample, Task
+from vllm_pyramid.model_shape import longest_of_model
 from vllm_pyramid.policy.component import did_you_mean
 
 __all__ = ["LongBench", "Ruler", "add_arguments", "load_file_tasks", "words_of"]
@@ -308,18 +309,11 @@ def load_file_tasks(args: argparse.Namespace, model: str) -> tuple[Task, ...]:
 def _limit_of(model: str, asked: int | None) -> Callable[[int], int]:
     if asked is not None:
         return lambda max_tokens: asked
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"cannot read the configuration of {model!r}: {reason}") from error
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = longest_of_model(model)
     if longest is None:
         raise ValueError(f"{model!r} does not say its maximum length: give --max-prompt TOKENS")
     # The bench starts engines with room for one token more than a prompt and its answer.
-    return lambda max_tokens: int(longest) - max_tokens - 1
+    return lambda max_tokens: longest - max_tokens - 1
 
 
 def _files(paths: Sequence[str], flag: str, pattern: str) -> list[Path]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,29 +13,18 @@ import numpy as np
 from vllm_pyramid.eval.results import Row
 from vllm_pyramid.eval.run import Answer
 
-__all__ = ["check_matplotlib", "draw"]
+__all__ = ["draw", "has_matplotlib"]
 
 _MARKERS = "os^Dv*XP<>"
 
 
-def check_matplotlib() -> None:
-    """Fail before anything runs where pictures cannot be drawn.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(
-            "pictures need matplotlib: pip install 'vllm-pyramid[eval]', or give --no-pictures"
-        ) from error
-    matplotlib.use("Agg")
+def has_matplotlib() -> bool:
+    """Whether pictures can be drawn at all."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(answers: Sequence[Answer], rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write the pictures that the run has data for; returns their paths."""
-    check_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"quality-against-memory.png": _quality(rows)}
     needles = [answer for answer in answers if "depth" in answer.sample.facts]
@@ -95,9 +85,9 @@ def _quality(rows: Sequence[Row]) -> Any:
         axis.set_xscale("log")
         axis.tick_params(labelsize=7)
         axis.minorticks_off()
-        ticks = sorted({round(100 * row.memory) for row in group if row.budget != "100%"})
+        ticks = {f"{100 * row.memory:.2g}" for row in group if row.budget != "100%"}
         if ticks:
-            axis.set_xticks(ticks, [str(tick) for tick in ticks])
+            axis.set_xticks([float(tick) for tick in ticks], list(ticks))
     axes[0].legend(fontsize=7)
     return figure
 

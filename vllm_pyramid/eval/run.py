@@ -21,6 +21,7 @@ from vllm_pyramid.child import run_child
 from vllm_pyramid.eval.engine import Request, Work
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.task import Result, Sample, Task
+from vllm_pyramid.model_shape import longest_of_model
 from vllm_pyramid.policy import Policy, load_policy
 
 __all__ = ["Answer", "Run", "Settings", "Store"]
@@ -132,11 +133,21 @@ class Run:
             for sample in task.samples(tokens, length, settings.samples, seed)
         ]
         encoded = [_encode(tokens, sample) for _, _, _, sample in made]
+        longest = longest_of_model(settings.model)
+        for (task, length, _, sample), (prompt, forced) in zip(made, encoded, strict=True):
+            needed = len(prompt) + max(sample.max_tokens, len(forced)) + 1
+            if longest is not None and needed > longest:
+                raise ValueError(
+                    f"the task {task.name!r} at length {length} needs {needed} tokens with its "
+                    f"answer, and the model takes {longest}: ask for at most "
+                    f"{length - (needed - longest)}"
+                )
         for name, policy in policies.items():
             for budget in budgets_of(policy, settings.budgets):
                 if budget is not None:
                     load_policy(name, budget)  # raises where they do not suit each other
-                where = [identity, policy.model_dump_json(exclude={"budget"}), budget]
+                policy_text = policy.model_dump_json(exclude={"budget"})
+                where = [identity, settings.engine_args, policy_text, budget]
                 for (task, length, seed, sample), (prompt, forced) in zip(
                     made, encoded, strict=True
                 ):
@@ -176,7 +187,9 @@ class Run:
                 requests=sorted(requests, key=lambda r: len(r.prompt_token_ids)),
             )
             module = "vllm_pyramid.eval.engine"
-            with closing(run_child(module, asdict(work), f"the engine with {policy!r}")) as said:
+            what = f"the engine with {policy!r}"
+            offline = Path(work.model).is_dir()
+            with closing(run_child(module, asdict(work), what, offline=offline)) as said:
                 for message in said:
                     if "stage" in message:
                         on_stage(f"{policy}: {message['stage']}")
@@ -219,13 +232,23 @@ def _encode(tokens: Tokens, sample: Sample) -> tuple[list[int], list[int]]:
 
 
 def _identity_of_model(model: str) -> list[Any]:
-    """What changes with the model: its files' sizes and times, or its name, and this version."""
+    """What changes with the model (its files' sizes and times, or its name) and with our code."""
     folder = Path(model)
     files: Mapping[str, Any] = {}
     if folder.is_dir():
         files = {
             path.name: [path.stat().st_size, path.stat().st_mtime_ns]
             for path in sorted(folder.iterdir())
-            if path.suffix in (".json", ".safetensors")
+            if path.is_file()
         }
-    return [vllm_pyramid.__version__, model, files]
+    return [vllm_pyramid.__version__, _hash_of_package(), model, files]
+
+
+def _hash_of_package() -> str:
+    """Changes with every source file and compiled kernel of this package."""
+    package = Path(vllm_pyramid.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".so", ".yaml"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -49,7 +49,8 @@ class Result:
         text: the generated text. prompt_tokens: length of the prompt.
         kept_tokens: prompt tokens kept, one number a layer.
         memory: blocks held after the prompt, as a share of those before the eviction.
-        nats: mean negative log probability a token of a forced continuation, else None.
+        nats: mean negative log probability a token of a forced continuation but its first, else
+            None.
         recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
             hold (`ops.recall.kept_mass`), where the task asked for it, else None.
     """

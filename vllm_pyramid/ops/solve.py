@@ -21,9 +21,10 @@ ROUNDING = 1e-9
 def shares_of(scores: torch.Tensor) -> torch.Tensor:
     """Each token's share of its layer, `w_l / sum(w_l)`: `[L, n]` to `[L, n]` float64.
 
-    A layer without any score has shares of 0.
+    A layer without any score has shares of 0. Scores that are no numbers count as 0: a request
+    whose keys overflowed gets some lengths, and the others in its batch are served.
     """
-    exact = scores.double()
+    exact = scores.double().nan_to_num(nan=0.0, posinf=0.0)
     total = exact.sum(dim=-1, keepdim=True)
     return exact / torch.where(total > 0, total, 1.0)
 
@@ -107,8 +108,10 @@ def minimum_budgets(scores: torch.Tensor, goal: float) -> torch.Tensor:
         scores: `[..., n]`, not negative; zeros behind the context count nothing.
     """
     descending = shares_of(scores).sort(dim=-1, descending=True).values
-    needed = (descending.cumsum(dim=-1) < goal - ROUNDING).sum(dim=-1) + 1
-    return needed.clamp(max=scores.shape[-1])
+    sums = descending.cumsum(dim=-1)
+    needed = (sums < goal - ROUNDING).sum(dim=-1) + 1
+    # A head whose scores are all 0 needs nothing: beside a longer prompt it would seem to need all.
+    return torch.where(sums[..., -1] > 0, needed.clamp(max=scores.shape[-1]), 0)
 
 
 def sum_of_heads(values: torch.Tensor) -> torch.Tensor:

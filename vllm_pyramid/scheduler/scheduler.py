@@ -55,9 +55,11 @@ class PyramidSchedulerMixin(Scheduler):
         manager = self.kv_cache_manager
         manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
         settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
-        policy = settings.policy() if settings is not None else None
-        assert policy is not None, "this scheduler is only chosen when a policy was asked for"
+        assert settings is not None, "this scheduler is only chosen when a policy was asked for"
+        policy = settings.policy()
+        assert policy is not None
         self.kv_policy = policy
+        self._min_last_chunk = settings.min_last_chunk(policy)
         self._plans: dict[str, tuple[str, Plan]] = {}  # with the policy's name
         solver = policy.solver
         self._sampled = None
@@ -160,8 +162,8 @@ class PyramidSchedulerMixin(Scheduler):
             return num_new_tokens
         num_new_tokens = min(num_new_tokens, remaining)
         left = remaining - num_new_tokens
-        if 0 < left < self.kv_policy.min_last_chunk:
-            num_new_tokens -= self.kv_policy.min_last_chunk - left
+        if 0 < left < self._min_last_chunk:
+            num_new_tokens -= self._min_last_chunk - left
         return max(num_new_tokens, 0)
 
     def update_from_output(

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_pyramid.policy.base import Policy
@@ -68,6 +69,17 @@ class ScoredLayer:
     mass: WindowMass | None
 
 
+def _alike(evictions: StepEvictions) -> list[npt.NDArray[np.int64]]:
+    """The open prompts in groups of similar length, at most twice as long as one another.
+
+    The scores of a group are padded to its longest prompt and kept until the last layer: beside
+    one long prompt, many short ones would cost as much as long ones.
+    """
+    unsolved = evictions.unsolved
+    size = np.ceil(np.log2(evictions.prompt_lens[unsolved]))
+    return [unsolved[size == some] for some in np.unique(size)]
+
+
 class LayerSolver:
     """The layers of a step until the last one has come; one object for all layers of a runner.
 
@@ -82,7 +94,7 @@ class LayerSolver:
         self.num_layers = num_layers
         self.ranks = ranks or OneRank()
         self._evictions: StepEvictions | None = None
-        self._layers: list[ScoredLayer] = []
+        self._layers: list[list[ScoredLayer]] = []
 
     def evict_layer(
         self,
@@ -105,41 +117,48 @@ class LayerSolver:
         if evictions is not self._evictions:
             self._evictions, self._layers = evictions, []
         assert layer == len(self._layers), f"layer {layer} came after {len(self._layers)} others"
-        device = uploads.get(evictions, evictions.unsolved, query.device)
-        tables = block_table.index_select(0, device.rows)
-        max_prompt_len = int(evictions.prompt_lens[evictions.unsolved].max())
-        scores, statistics = score(
-            ops,
-            self.policy,
-            device,
-            query,
-            key_cache,
-            tables,
-            scale=scale,
-            soft_cap=soft_cap,
-            max_prompt_len=max_prompt_len,
-            statistics=self.solver.needs_statistics,
-        )
-        evidence = self.solver.evidence(scores, statistics)
-        mass = None
-        if trace is not None:
-            mass = window_mass(
-                ops, self.policy, evictions, evictions.unsolved, device, query, key_cache, tables,
-                scale=scale, soft_cap=soft_cap,
-            )  # fmt: skip
-        waiting = ScoredLayer(key_cache, value_cache, tables, scores, evidence, mass)
+        groups = _alike(evictions)
+        waiting = []
+        for group in groups:
+            device = uploads.get(evictions, group, query.device)
+            tables = block_table.index_select(0, device.rows)
+            scores, statistics = score(
+                ops,
+                self.policy,
+                device,
+                query,
+                key_cache,
+                tables,
+                scale=scale,
+                soft_cap=soft_cap,
+                max_prompt_len=int(evictions.prompt_lens[group].max()),
+                statistics=self.solver.needs_statistics,
+            )
+            evidence = self.solver.evidence(scores, statistics)
+            mass = None
+            if trace is not None:
+                mass = window_mass(
+                    ops, self.policy, evictions, group, device, query, key_cache, tables,
+                    scale=scale, soft_cap=soft_cap,
+                )  # fmt: skip
+            waiting.append(ScoredLayer(key_cache, value_cache, tables, scores, evidence, mass))
         self._layers.append(waiting)
         if layer < self.num_layers - 1:
             return
         layers, self._layers, self._evictions = self._layers, [], None
-        self._solve(evictions, torch.stack([waiting.evidence for waiting in layers]))
-        self._evict(ops, evictions, layers, device.prompt_lens, trace)
+        for index, group in enumerate(groups):
+            of_group = [waiting[index] for waiting in layers]
+            self._solve(evictions, group, torch.stack([scored.evidence for scored in of_group]))
+            prompt_lens = uploads.get(evictions, group, query.device).prompt_lens
+            self._evict(ops, evictions, group, of_group, prompt_lens, trace)
 
-    def _solve(self, evictions: StepEvictions, evidence: torch.Tensor) -> None:
-        """Settle the plans of the step's open prompts. `evidence` is `[L, S, ...]`."""
+    def _solve(
+        self, evictions: StepEvictions, group: npt.NDArray[np.int64], evidence: torch.Tensor
+    ) -> None:
+        """Settle the open plans of a group of prompts. `evidence` is `[L, S, ...]`."""
         evidence = self.ranks.add_up(evidence)
         measures = []
-        for index, request in enumerate(evictions.unsolved.tolist()):
+        for index, request in enumerate(group.tolist()):
             plan = evictions.plans[request]
             assert isinstance(plan, OpenPlan)
             own = evidence[:, index]
@@ -151,7 +170,7 @@ class LayerSolver:
             measures.append(measured.double())
         # The one copy to the host: a number a layer and prompt. It waits for the device.
         numbers = self.ranks.of_the_first(torch.stack(measures)).cpu().numpy()
-        for request, row in zip(evictions.unsolved.tolist(), numbers, strict=True):
+        for request, row in zip(group.tolist(), numbers, strict=True):
             plan = evictions.plans[request]
             assert isinstance(plan, OpenPlan)
             lengths = self.solver.allocate(row, plan.mean, plan.capacity)
@@ -161,12 +180,12 @@ class LayerSolver:
         self,
         ops: ModuleType,
         evictions: StepEvictions,
+        unsolved: npt.NDArray[np.int64],
         layers: list[ScoredLayer],
         prompt_lens: torch.Tensor,
         trace: TraceWriter | None,
     ) -> None:
         """Select and compact every layer in which some prompt keeps less than everything."""
-        unsolved = evictions.unsolved
         host_lens = evictions.prompt_lens[unsolved]
         host_keeps = np.ascontiguousarray(evictions.helds[:, unsolved])
         keeps = upload(host_keeps, prompt_lens.device)

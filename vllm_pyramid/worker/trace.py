@@ -30,8 +30,8 @@ class TraceWriter:
     (`[L]` int32, tokens kept per KV head), `kept_<layer>` (`[G, held[layer]]` int32, ascending
     positions; layers and requests that kept everything too) and `recall_<layer>` (`[G]` float32,
     the share of the attention of the prompt's last queries to the tokens before them that the kept
-    ones hold: `ops.recall.kept_mass`; 1 where everything was kept, NaN where a policy without a
-    window ended the prompt with a chunk of fewer queries). With tensor parallelism each rank
+    ones hold: `ops.recall.kept_mass`; 1 where everything was kept, NaN for a prompt that is not
+    longer than the window). With tensor parallelism each rank
     writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
     has characters that a file's cannot have, is shortened and gets a checksum. A request that is
     preempted and evicts again replaces its file.

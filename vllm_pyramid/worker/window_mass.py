@@ -10,13 +10,11 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from vllm_pyramid.config import TRACE_WINDOW
 from vllm_pyramid.ops.recall import kept_mass
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.upload import DeviceEvictions, upload
-
-# Queries whose attention a trace reports on where the policy itself has no window: PyramidKV's 8.
-RECALL_WINDOW = 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class WindowMass:
     Attributes:
         window: queries it is summed over.
         rows: `[E]` int64 on the host, which of the S prompts have it: those whose last chunk had
-            enough queries. Only a policy without a window allows fewer.
+            enough queries; fewer come only with prompts that are shorter than the window.
         mass: `[E, G, >= context]` float32, None if E is 0.
     """
 
@@ -71,7 +69,7 @@ def window_mass(
 
     Args: see `evict.evict_layer`; `tables` are those of the chosen prompts.
     """
-    window = policy.window or RECALL_WINDOW
+    window = policy.window or TRACE_WINDOW
     lens = evictions.prompt_lens[chosen]
     rows = np.flatnonzero((evictions.query_lens[chosen] >= window) & (lens > window))
     if rows.size == 0:

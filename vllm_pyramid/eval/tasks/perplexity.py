@@ -14,7 +14,8 @@ from vllm_pyramid.eval.task import Result, Sample, Task, seed_of
 class Perplexity(Task):
     """English text whose continuation is given: each of its tokens is decoded over the kept cache.
 
-    The score of a sample is its mean negative log probability a token; tables show exp of the mean.
+    The first of them is left out: its probability comes from the prefill, before the eviction.
+    The score of a sample is the others' mean negative log probability; tables show exp of the mean.
     """
 
     name: ClassVar[str] = "perplexity"

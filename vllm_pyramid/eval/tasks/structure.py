@@ -14,6 +14,7 @@ from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.task import Result, Sample, Task, seed_of
 from vllm_pyramid.eval.words import DIGITS, make_names, make_numbers
 
+_MOST_NAMES = 3000  # of the about 5,000 that are held out: more would be slow to find
 _NAME_TOKENS = 12  # a made-up name can take a token for every one or two letters
 
 
@@ -73,17 +74,23 @@ class KeyValue(Task):
             rng = random.Random(seed_of(self.name, length, seed, index))
             entries: list[tuple[str, str]] = []
             text = ""
-            while True:
-                batch = max(1, (length - tokens.count(text) - 48) // 16)
+            known: set[str] = set()
+            batch = max(1, (length - 48) // 16)
+            while batch:
+                if len(known) + batch > _MOST_NAMES:
+                    raise ValueError(
+                        f"the task {self.name!r} has names for {_MOST_NAMES} entries, too few for "
+                        f"{length} tokens"
+                    )
                 names = make_names(rng, batch, held_out=True)
                 numbers = make_numbers(rng, batch, held_out=True)
-                more = [e for e in zip(names, numbers, strict=True) if e[0] not in dict(entries)]
+                more = [e for e in zip(names, numbers, strict=True) if e[0] not in known]
                 longer = text + "".join(phrases.entry(*entry) for entry in more)
                 if tokens.count(longer) > length - 48:
-                    if batch == 1:
-                        break
+                    batch //= 2
                     continue
                 entries, text = entries + more, longer
+                known.update(name for name, _ in more)
             if len(entries) < 2:
                 raise ValueError(f"{length} tokens are too few for the task {self.name!r}")
             key, value = entries[rng.randrange(len(entries))]
