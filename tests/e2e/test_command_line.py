@@ -19,7 +19,7 @@ from tests.e2e.server import VLLM
 
 pytestmark = pytest.mark.engine
 
-POLICIES = "full, pyramidkv, snapkv, streaming-llm, window"
+POLICIES = "entropykv, full, ginikv, pyramidkv, snapkv, streaming-llm, window, xkv, zigzagkv"
 BAD_PRESET = """\
 name: mine
 scorer: {kind: observation-window}
