@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vllm_pyramid.cli import main
+from vllm_pyramid.demo import model_path
 from vllm_pyramid.eval.haystack import load_tokens
 from vllm_pyramid.eval.run import Run, Settings, Store
 from vllm_pyramid.eval.tasks import load_task
@@ -137,17 +138,31 @@ def test_recall_is_that_of_the_kept_tokens(folder: Path, random_model: Path) -> 
 
 
 def test_the_built_in_model_finds_what_is_kept(tmp_path: Path) -> None:
-    """The shipped weights recall; eviction by attention keeps the fact, by recency it does not."""
-    status = main(
-        [
-            *("eval", "--out", str(tmp_path), "--no-pictures"),
-            *("--policies", "full,snapkv,streaming-llm", "--budgets", "12%"),
-            *("--tasks", "needle,multi-key", "--lengths", "1024", "--samples", "10"),
-        ]
+    """The shipped weights recall; eviction by attention keeps the fact, by recency it does not.
+
+    Beyond its third digit a number is out of the scores' pooling (docs/quality.md).
+    """
+    settings = Settings(
+        model=str(model_path()),
+        policies=("full", "snapkv", "streaming-llm"),
+        budgets=("12%",),
+        tasks=(load_task("needle"), load_task("multi-key")),
+        lengths=(1024,),
+        samples=10,
+        seeds=(0,),
     )
-    assert status == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    score = {(row["task"], row["policy"]): row["score"] for row in rows}
-    for task in ("needle", "multi-key"):
-        assert score[task, "full"] >= 0.9
-        assert score[task, "snapkv"] >= score[task, "streaming-llm"] + 0.3
+    evaluation = Run(settings, load_tokens(settings.model))
+    store = Store(tmp_path / "samples.jsonl")
+    evaluation.execute(store, lambda _: None, lambda: None)
+    begun: dict[str, list[bool]] = {}
+    exact = []
+    for answer in evaluation.answers(store):
+        digits = answer.result.text.strip()[:3]
+        begun.setdefault(answer.policy, []).append(digits == answer.sample.answers[0][:3])
+        if answer.policy == "full":
+            exact.append(answer.score)
+    store.close()
+    share = {policy: sum(right) / len(right) for policy, right in begun.items()}
+    assert sum(exact) / len(exact) >= 0.9
+    assert share["snapkv"] >= 0.9
+    assert share["streaming-llm"] <= 0.5
