@@ -85,9 +85,13 @@ def _quality(rows: Sequence[Row]) -> Any:
         axis.set_xscale("log")
         axis.tick_params(labelsize=7)
         axis.minorticks_off()
-        ticks = {f"{100 * row.memory:.2g}" for row in group if row.budget != "100%"}
+        by_budget: dict[str, list[float]] = {}
+        for row in group:
+            if row.budget != "100%":
+                by_budget.setdefault(row.budget, []).append(100 * row.memory)
+        ticks = [float(np.mean(memory)) for memory in by_budget.values()]
         if ticks:
-            axis.set_xticks([float(tick) for tick in ticks], list(ticks))
+            axis.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
     axes[0].legend(fontsize=7)
     return figure
 
