@@ -8,7 +8,7 @@ It reads a `Task`, and sends `{"stage": ...}` messages for the progress display 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_pyramid.child import read_task, say
@@ -34,6 +34,7 @@ class Task:
     max_model_len: int
     kv_policy: str
     kv_budget: str | None
+    kv_policy_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def run(task: Task) -> Answer:
     policy: dict[str, Any] = {"kv_policy": task.kv_policy}
     if task.kv_budget is not None:
         policy["kv_budget"] = task.kv_budget
+        policy["kv_policy_args"] = task.kv_policy_args
     llm = LLM(
         task.model,
         max_model_len=task.max_model_len,
