@@ -74,10 +74,9 @@ def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> 
             scheduled = 1
             if remaining > 0:
                 scheduled = data.draw(st.integers(1, remaining))
+                scheduled = max(scheduled, min(window, remaining))
                 if remaining - scheduled < window:
                     scheduled = remaining  # the scheduler's promise
-                elif scheduled < window:
-                    scheduled = min(window, remaining)
             rows.append((request_id, prompts[request_id][0], computed[request_id], scheduled))
         step = begin(retention, rows)
         check(policy, prompts, rows, step, retention)

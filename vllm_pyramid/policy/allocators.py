@@ -141,7 +141,9 @@ def share_out(weights: Reals, mean: int, capacity: int, floor: float = 0.0) -> R
         floor: tokens that each layer keeps whatever its weight, at most B; the rest is shared.
     """
     assert 0 <= floor <= mean <= capacity, (floor, mean, capacity)
-    weights = weights if weights.sum() > 0 else np.ones_like(weights)
+    largest = weights.max()
+    # Divided by the largest first: products with the tiniest numbers would be rounded to nothing.
+    weights = weights / largest if largest > 0 else np.ones_like(weights)
     curve = np.full(len(weights), float(floor))
     rest = mean * len(weights) - float(curve.sum())
     open_layers = np.ones(len(weights), bool)
