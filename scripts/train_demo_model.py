@@ -86,7 +86,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--resume", action="store_true", help="go on from RUN/checkpoint.pt")
-    parser.add_argument("--last-steps", type=int, help="steps of the last stage")
     return parser.parse_args()
 
 
@@ -109,7 +108,7 @@ class Trainer:
         torch.set_num_threads(1)
         torch.manual_seed(options.seed)
         self.tokenizer = Tokenizer.from_file(str(options.run / "tokenizer.json"))
-        self.shape = MODEL_SHAPE
+        self.shape = Shape()
         self.model = Llama(self.shape)
         start_with_copying_heads(self.model, options.seed)
         self.optimizers = optimizers(self.model, options.optimizer, options.lr)
@@ -147,19 +146,16 @@ class Trainer:
     def run(self) -> None:
         while self.stage < len(STAGES):
             stage = STAGES[self.stage]
-            most = stage.most_steps
-            if self.stage == len(STAGES) - 1 and self.options.last_steps:
-                most = self.options.last_steps
             started = time.monotonic()
             length = stage.lengths[self.step % len(stage.lengths)]
-            record = self.train_step(stage, length, most)
+            record = self.train_step(stage, length)
             self.tokens += stage.tokens
             self.step += 1
             self.total_steps += 1
             self.seconds += time.monotonic() - started
             facts = self.exact.get("facts", 0.0)
             recalled = self.step >= stage.least_steps and facts >= stage.enough
-            finished = recalled or self.step >= most
+            finished = recalled or self.step >= stage.most_steps
             if self.step % 10 == 0 or finished:
                 self.log(stage, record)
             if finished:
@@ -169,10 +165,10 @@ class Trainer:
             elif self.step % 100 == 0:
                 self.save()
 
-    def learning_rate(self, most: int) -> float:
+    def learning_rate(self, stage: Stage) -> float:
         """Warm-up over the first 60 steps; a stage goes from its first rate to its last."""
-        first, last = STAGES[self.stage].rates
-        rate = first + (last - first) * self.step / most
+        first, last = stage.rates
+        rate = first + (last - first) * self.step / stage.most_steps
         return self.options.lr * rate * min(1.0, (self.total_steps + 1) / 60)
 
     def batch(self, stage: Stage, length: int) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -181,7 +177,7 @@ class Trainer:
         made = [batch_row(self.writer, kind, length + 1, stage.facts) for kind in kinds]
         return kinds, np.stack([ids for ids, _ in made]), np.stack([k for _, k in made])
 
-    def train_step(self, stage: Stage, length: int, most: int) -> dict[str, float]:
+    def train_step(self, stage: Stage, length: int) -> dict[str, float]:
         kinds, ids, roles = self.batch(stage, length)
         target_roles = roles[:, 1:].reshape(-1)
         answers = np.flatnonzero(target_roles == ANSWER)
@@ -202,7 +198,7 @@ class Trainer:
         loss.backward()
         self.reduce_gradients()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        rate = self.learning_rate(most)
+        rate = self.learning_rate(stage)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -264,10 +260,6 @@ class Trainer:
         print(json.dumps(line), flush=True)
 
 
-MODEL_SHAPE = Shape(hidden_size=192, num_heads=4, num_kv_heads=2, head_size=32,
-                    intermediate_size=512)  # fmt: skip
-
-
 def work(rank: int, options: argparse.Namespace, pages: list[list[str]]) -> None:
     if options.processes > 1:
         store = dist.FileStore(str(options.run / "rendezvous"), options.processes)
@@ -297,7 +289,7 @@ def main() -> None:
     pages = training_pages(options.docs)
     if not (options.run / "tokenizer.json").is_file():
         texts = [paragraph for page in pages for paragraph in page]
-        tokenizer = train_tokenizer(texts, MODEL_SHAPE.vocab_size)
+        tokenizer = train_tokenizer(texts, Shape().vocab_size)
         tokenizer.save(str(options.run / "tokenizer.json"))
     if options.processes == 1:
         work(0, options, pages)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.config import CONFIG_KEYS, KVSettings, parse_policy_args
+from vllm_pyramid.config import KVSettings, parse_engine_args, parse_policy_args
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy
@@ -228,17 +228,6 @@ def _policy_of(settings: KVSettings) -> Policy:
     return policy
 
 
-def _engine_args(text: str | None) -> dict[str, Any]:
-    try:
-        values = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
-    if not isinstance(values, dict) or (taken := values.keys() & {"model", *CONFIG_KEYS}):
-        what = f"leave {', '.join(sorted(taken))} out" if isinstance(values, dict) else "not that"
-        raise ValueError(f"--engine-args must be a JSON object of further arguments: {what}")
-    return values
-
-
 def run(args: argparse.Namespace) -> int:
     """The sub-command."""
     settings = KVSettings(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
@@ -251,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
     if not output.parent.is_dir() or (args.picture and not Path(args.picture).parent.is_dir()):
         raise ValueError("the folder of the output or of the picture does not exist")
     prompts = read_prompts(Path(args.prompts))
-    engine_args = _engine_args(args.engine_args)
+    engine_args = parse_engine_args(args.engine_args)
 
     from rich.console import Console
     from rich.progress import Progress

@@ -58,6 +58,25 @@ def parse_policy_args(value: object) -> dict[str, Any]:
     return dict(value)
 
 
+def parse_engine_args(text: str | None) -> dict[str, Any]:
+    """Read `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
+
+    Raises:
+        ValueError: malformed JSON, no object, or an argument that the command sets itself.
+    """
+    try:
+        values = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
+    if not isinstance(values, dict):
+        raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
+    if taken := values.keys() & {"model", *CONFIG_KEYS}:
+        raise ValueError(
+            f"--engine-args: leave {', '.join(sorted(taken))} out, it has its own flag"
+        )
+    return values
+
+
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:

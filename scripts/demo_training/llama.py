@@ -15,11 +15,11 @@ class Shape:
     """Sizes of the model."""
 
     num_layers: int = 8
-    hidden_size: int = 256
+    hidden_size: int = 192
     head_size: int = 32
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    intermediate_size: int = 704
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 512
     vocab_size: int = 4096
     trained_length: int = 4096
     max_length: int = 8192

@@ -48,7 +48,8 @@ def rows(folder: Path, random_model: Path) -> dict[tuple[str, str, str], dict[st
 def test_a_full_budget_costs_nothing(rows: dict[tuple[str, str, str], dict[str, Any]]) -> None:
     for task in TASKS:
         full, everything = rows[task, "full", "100%"], rows[task, "snapkv", "100%"]
-        assert everything["score"] == full["score"]
+        # Perplexity is a float: which prompts shared a step decides the last bits of its sums.
+        assert everything["score"] == pytest.approx(full["score"], rel=1e-6)
         assert everything["memory"] == full["memory"] == 1.0
         assert (full["n"], full["seeds"]) == (6, 2)
 

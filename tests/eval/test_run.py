@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
@@ -184,6 +185,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(
         (["--tasks", "needel"], "unknown task 'needel'"),
         (["--policies", ""], "--policies is empty"),
         (["--engine-args", "[1]"], "--engine-args must be a JSON object"),
+        (["--engine-args", '{"kv_policy": "x"}'], "leave kv_policy out"),
         (["--engine-args", "{"], "--engine-args is not valid JSON"),
         (
             ["--json", "/nowhere/rows.json"],
@@ -202,7 +204,9 @@ def test_wrong_arguments(
 
 def test_the_defaults_work(tokens: Tokens) -> None:
     """What plain `vllm-pyramid eval` asks for, up to the engines."""
-    args = command.parse([])
+    parser = argparse.ArgumentParser()
+    command.add_command(parser.add_subparsers())
+    args = parser.parse_args(["eval"])
     settings = Settings(
         model="some/model",
         policies=tuple(args.policies.split(",")),

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import vllm_pyramid
+from vllm_pyramid.config import parse_engine_args
 from vllm_pyramid.eval.files import add_arguments, load_file_tasks, words_of
 from vllm_pyramid.eval.tasks import GENERATED, load_task
 
@@ -82,16 +81,6 @@ def _numbers(text: str, what: str, least: int) -> tuple[int, ...]:
     return tuple(map(int, names))
 
 
-def _engine_args(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--engine-args is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
     """Entry point of the sub-command; 0 on success.
 
@@ -131,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         lengths=_numbers(args.lengths, "--lengths", 64),
         samples=args.samples,
         seeds=_numbers(args.seeds, "--seeds", 0),
-        engine_args=_engine_args(args.engine_args),
+        engine_args=parse_engine_args(args.engine_args),
     )
     try:
         evaluation = Run(settings, load_tokens(settings.model))
@@ -242,10 +231,3 @@ def _list(console: Any) -> int:
         table.add_row(name, task.summary, task.metric)
     console.print(table)
     return 0
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the sub-command's own arguments, without the command's name."""
-    parser = argparse.ArgumentParser(prog="vllm-pyramid")
-    add_command(parser.add_subparsers(required=True))
-    return parser.parse_args(["eval", *argv])

@@ -57,12 +57,6 @@ class FileTask(Task):
             when so many are to be generated.
     """
 
-    # Of the file, where a generated task has them of its class.
-    name: str  # type: ignore[misc]
-    title: str  # type: ignore[misc]
-    summary: str  # type: ignore[misc]
-    metric: str  # type: ignore[misc]
-
     def __init__(self, path: Path, name: str, metric: str, limit: Callable[[int], int]) -> None:
         self.path = path
         self.name = self.title = name

@@ -7,15 +7,16 @@ same for every policy, and scores the text that came back.
 
 from __future__ import annotations
 
+import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm_pyramid.eval.haystack import Tokens
 
-__all__ = ["Result", "Sample", "Task", "seed_of"]
+__all__ = ["GeneratedTask", "Result", "Sample", "Task", "begins_with"]
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class Task(ABC):
         needs_recall: whether results must hold the attention recall.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    summary: ClassVar[str]
-    metric: ClassVar[str] = "exact match"
-    lower_is_better: ClassVar[bool] = False
-    needs_recall: ClassVar[bool] = False
+    name: str
+    title: str
+    summary: str
+    metric: str = "exact match"
+    lower_is_better: bool = False
+    needs_recall: bool = False
 
     @abstractmethod
     def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
@@ -100,6 +101,26 @@ class Task(ABC):
     def score(self, sample: Sample, result: Result) -> float:
         """What the result is worth. By default 1 if the text begins with the answer, else 0."""
         return float(begins_with(result.text, sample.answers[0]))
+
+
+class GeneratedTask(Task):
+    """A task whose samples are made one by one, each from a seed of its own."""
+
+    def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
+        return [
+            self.sample(
+                tokens, length, index, random.Random(seed_of(self.name, length, seed, index))
+            )
+            for index in range(count)
+        ]
+
+    @abstractmethod
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        """Sample number `index`, all of its chance from `rng`.
+
+        Raises:
+            ValueError: the length is too small for the task.
+        """
 
 
 def begins_with(text: str, answer: str) -> bool:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from vllm_pyramid.eval.task import Result, Sample
@@ -19,11 +17,11 @@ class AttentionRecall(MultiKey):
     `multi-key`.
     """
 
-    name: ClassVar[str] = "attention-recall"
-    title: ClassVar[str] = "attention recall"
-    summary: ClassVar[str] = "the share of the attention that the kept tokens hold"
-    metric: ClassVar[str] = "share of attention"
-    needs_recall: ClassVar[bool] = True
+    name = "attention-recall"
+    title = "attention recall"
+    summary = "the share of the attention that the kept tokens hold"
+    metric = "share of attention"
+    needs_recall = True
 
     def score(self, sample: Sample, result: Result) -> float:
         assert result.recall is not None
