@@ -172,8 +172,24 @@ def call_everything(case: Case) -> None:
         soft_cap=case.soft_cap,
         sinks=torch.zeros(heads * case.group) if case.sinks else None,
         num_splits=case.splits,
-        key_mass=torch.zeros(2, heads, length),
     )
+    for kind, first in (("sum", None), ("below_average", ints(0, 0))):
+        triton_ops.add_key_mass(
+            torch.zeros(key_cache.shape[:3]),
+            query,
+            key_cache,
+            table,
+            ints(0, 1, tokens),
+            lens,
+            ints(0, 0),
+            scale=size**-0.5,
+            sliding_window=case.sliding_window,
+            soft_cap=case.soft_cap,
+            sinks=torch.zeros(heads * case.group) if case.sinks else None,
+            num_splits=case.splits,
+            kind=kind,
+            first_queries=first,
+        )
     arguments = (query, key_cache, table, ints(tokens, tokens), lens)
     options = {"window": case.window, "scale": size**-0.5, "soft_cap": case.soft_cap}
     scores = triton_ops.window_scores(

@@ -22,7 +22,7 @@ class PolicyMetrics:
     """The Prometheus side; one object a process.
 
     Metrics (labels: engine, layer):
-        vllm_pyramid:evictions_total         prompts evicted (no layer label)
+        vllm_pyramid:evictions_total         evictions of requests (no layer label)
         vllm_pyramid:tokens_evicted_total    tokens given back
         vllm_pyramid:blocks_freed_total      blocks given back to the pool by eviction
         vllm_pyramid:tokens_held             tokens in the cache now
@@ -33,7 +33,7 @@ class PolicyMetrics:
         layer = ["engine", "layer"]
         self.evictions = Counter(
             "vllm_pyramid:evictions",
-            "Prompts evicted; one that is preempted and evicts again counts again.",
+            "Evictions: of prompts, and later ones; one that is preempted and evicts again counts again.",
             ["engine"],
         )
         self.counters = {

@@ -11,7 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 2
+#define PYR_ABI_VERSION 3
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
@@ -34,12 +34,15 @@ struct PyrAttention {
   double scale, soft_cap;
 };
 
-// Adds to mass[r, g, position - skip] what that key is given by the queries of a batch that
-// pyr_paged_attention has accepted.
+enum PyrMassKind : int64_t { PYR_MASS_SUM = 0, PYR_MASS_BELOW_AVERAGE = 1 };
+
+// Adds to mass[block, g, row] what the key there is given by the queries of a batch. Of `attention`
+// neither `out` nor `value` is used.
 struct PyrKeyMass {
   PyrAttention attention;
-  float* mass;  // [R, G, mass_len]
-  int64_t mass_r, mass_g, mass_len;
+  float* mass;                   // [P, G, N], unit stride in N
+  const int32_t* first_queries;  // [R]: positions below it add nothing; null: all queries add
+  int64_t mass_p, mass_g, kind;
 };
 
 enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };

@@ -86,8 +86,7 @@ void plan_request(const PyrAttention& p, int64_t r, Plan& plan) {
 }
 
 int run(const PyrAttention& p) {
-  for (int64_t r = 0; r < p.R; ++r)
-    if (int error = check(p, r)) return error;
+  if (int error = check_attention(p)) return error;
   thread_local Plan plan;
   plan.items.clear();
   plan.splits.clear();
@@ -157,6 +156,13 @@ int run(const PyrAttention& p) {
 }
 
 }  // namespace
+
+int check_attention(const PyrAttention& p) {
+  for (int64_t r = 0; r < p.R; ++r)
+    if (int error = check(p, r)) return error;
+  return 0;
+}
+
 }  // namespace pyr
 
 int pyr_paged_attention(const PyrAttention* p) {

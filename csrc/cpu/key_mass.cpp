@@ -9,12 +9,7 @@
 int pyr_key_mass(const PyrKeyMass* m) {
   using namespace pyr;
   const PyrAttention& p = m->attention;
-  for (int64_t r = 0; r < p.R; ++r) {
-    const int64_t visible = p.seq_lens[r] - p.skips[r];
-    if (p.query_start[r + 1] > p.query_start[r] && visible > m->mass_len)
-      return fail("key_mass has %lld columns, but request %lld shows %lld keys",
-                  (long long)m->mass_len, (long long)r, (long long)visible);
-  }
+  if (int error = check_attention(p)) return error;
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const size_t bytes = kernels.key_mass_scratch(p);
   std::atomic<bool> out_of_memory{false};

@@ -96,14 +96,32 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
   }
 }
 
+// Where the mass of the keys first .. first + keys - 1 (local) stands; null below `lo`, where blocks
+// may be somebody else's.
+PYR_INLINE void mass_targets(const PyrKeyMass& m, const AttentionItem& item, int64_t skip, int first,
+                             int keys, int lo, float** out) {
+  const PyrAttention& p = m.attention;
+  const int32_t* table = p.table + item.request * p.table_r;
+  for (int i = 0; i < keys; ++i) {
+    const int64_t position = skip + first + i;
+    out[i] = first + i < lo ? nullptr
+                            : m.mass + table[position / p.N] * m.mass_p + item.kv_head * m.mass_g +
+                                  position % p.N;
+  }
+}
+
+// Rows are added to what is there one after the other, so that the sums do not depend on how a
+// prompt is cut into chunks.
 template <class Mode>
 void key_mass(const PyrKeyMass& m, int32_t request, int32_t kv_head, void* memory) {
   const PyrAttention& p = m.attention;
   const MassScratch s = carve_mass<Mode>(p, memory);
   const Sight sight = sight_of(p, request);
   const int D = int(p.D), units = D / Mode::Step, rows = sight.queries * sight.heads;
-  float* out = m.mass + request * m.mass_r + kv_head * m.mass_g;
-  for (int row0 = 0; row0 < rows; row0 += kMassRows) {
+  int64_t ignored = 0;
+  if (m.first_queries) ignored = m.first_queries[request] - (sight.skip + sight.hi(0));
+  if (ignored >= sight.queries) return;
+  for (int row0 = ignored > 0 ? int(ignored) * sight.heads : 0; row0 < rows; row0 += kMassRows) {
     const int count = rows - row0 < kMassRows ? rows - row0 : kMassRows;
     const int lo = sight.lo(row0), begin = lo > 0 ? lo / KB * KB : 0;
     const AttentionItem item{request, kv_head, row0, count,
@@ -116,16 +134,33 @@ void key_mass(const PyrKeyMass& m, int32_t request, int32_t kv_head, void* memor
     }
     mass_statistics<Mode>(p, item, sight, s);
     each_mass_tile<Mode>(p, item, sight, s, [&](int first, int keys, int vectors) {
+      float* targets[KB];
+      mass_targets(m, item, sight.skip, first, keys, lo, targets);
       for (int i = 0; i < vectors; ++i) {
-        V total = v_zero();
+        float lanes[W];
+        for (int j = 0; j < W; ++j) {
+          const bool there = i * W + j < keys && targets[i * W + j];
+          lanes[j] = there ? *targets[i * W + j] : 0.0f;
+        }
+        V total = v_load(lanes);
         for (int r = 0; r < count; ++r) {
           if (s.max[r] == -INFINITY) continue;
-          const V x = v_sub(v_load(s.scores + r * KB + i * W), v_set(s.max[r]));
-          total = v_fma(v_exp2(x), v_set(1.0f / s.sum[r]), total);
+          const float* row = s.scores + r * KB + i * W;
+          const V weight = v_exp2(v_sub(v_load(row), v_set(s.max[r])));
+          if (m.kind == PYR_MASS_SUM) {
+            total = v_fma(weight, v_set(1.0f / s.sum[r]), total);
+            continue;
+          }
+          const int from = sight.lo(row0 + r), visible = sight.hi(row0 + r) - (from > 0 ? from : 0);
+          const float average = s.sum[r] / float(visible + 1);
+          float weights[W];
+          v_store(weights, weight);
+          for (int j = 0; j < W; ++j)
+            lanes[j] += row[j] > -INFINITY && weights[j] < average ? 1.0f : 0.0f;
         }
-        float lanes[W];
-        v_store(lanes, total);
-        for (int j = 0; j < W && i * W + j < keys; ++j) out[first + i * W + j] += lanes[j];
+        if (m.kind == PYR_MASS_SUM) v_store(lanes, total);
+        for (int j = 0; j < W && i * W + j < keys; ++j)
+          if (targets[i * W + j]) *targets[i * W + j] = lanes[j];
       }
     });
   }

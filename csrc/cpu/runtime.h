@@ -45,4 +45,7 @@ const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype);
 int check_table(const int32_t* table, int64_t table_r, int64_t r, int64_t first, int64_t last,
                 int64_t N, int64_t M, int64_t P);
 
+// Checks the queries, lengths, skips and tables of every request.
+int check_attention(const PyrAttention& p);
+
 }  // namespace pyr

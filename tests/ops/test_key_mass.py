@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paged_attention(key_mass=...)` of the C++ kernels against the reference in float64."""
+"""`add_key_mass` of the C++ kernels against the reference in float64."""
 
 from __future__ import annotations
 
@@ -17,32 +17,43 @@ LENS = [1, 37, 300, 700, 20]
 QUERY_LENS = [1, 5, 90, 1, 0]
 
 
-def mass_of(module: Any, batch: Any, columns: int, start: float = 0.0, **options: Any) -> Any:
-    """`(out, key_mass)`; the mass begins at `start` everywhere."""
-    requests, kv_heads = batch.seq_lens.numel(), batch.key_cache.shape[1]
-    key_mass = torch.full((requests, kv_heads, columns), start)
-    out = torch.empty(batch.query.shape, dtype=torch.float32)
-    scale = batch.query.shape[2] ** -0.5
-    module.paged_attention(out, *batch.inputs(), scale=scale, key_mass=key_mass, **options)
-    return out, key_mass
+def new_mass(batch: Any, start: float = 0.0) -> torch.Tensor:
+    return torch.full(batch.key_cache.shape[:3], start)
+
+
+def mass_of(module: Any, batch: Any, start: float = 0.0, **options: Any) -> torch.Tensor:
+    """The mass in its pages; it begins at `start` everywhere."""
+    mass = new_mass(batch, start)
+    query, key_cache, _, *rest = batch.inputs()
+    module.add_key_mass(mass, query, key_cache, *rest, scale=query.shape[2] ** -0.5, **options)
+    return mass
+
+
+def of_request(batch: Any, mass: torch.Tensor, r: int) -> torch.Tensor:
+    """The mass of what request r sees: `[G, tokens]`."""
+    skip, end = int(batch.skips[r]), int(batch.seq_lens[r])
+    return reference.gather_tokens(mass[..., None], batch.block_table[r], skip, end)[..., 0].T
 
 
 @pytest.fixture
 def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """On every instruction set: close to the reference, nothing behind the visible keys."""
+    """On every instruction set: close to the reference; no other slot is touched."""
 
     def check(batch: Any, **options: Any) -> None:
-        columns = int((batch.seq_lens - batch.skips).max()) + 3
-        _, right = mass_of(reference, batch, columns, compute_dtype=torch.float64, **options)
+        right = mass_of(reference, batch, 3.0, compute_dtype=torch.float64, **options)
         for isa in each_isa():
-            out, found = mass_of(cpu, batch, columns, **options)
+            found = mass_of(cpu, batch, 3.0, **options)
             torch.testing.assert_close(
-                found, right, rtol=1e-4, atol=1e-7, msg=lambda text, isa=isa: f"{isa}: {text}"
+                found, right, rtol=1e-4, atol=1e-6, msg=lambda text, isa=isa: f"{isa}: {text}"
             )
-            without = torch.empty_like(out)
-            scale = batch.query.shape[2] ** -0.5
-            cpu.paged_attention(without, *batch.inputs(), scale=scale, **options)
-            assert torch.equal(out, without)
+        others = new_mass(batch, 1.0)
+        for r, (start, end) in enumerate(batch.query_start_loc.unfold(0, 2, 1).tolist()):
+            if end > start:
+                positions = torch.arange(int(batch.skips[r]), int(batch.seq_lens[r]))
+                block_size = others.shape[2]
+                blocks = batch.block_table[r, positions // block_size].long()
+                others[blocks, :, positions % block_size] = 0.0
+        assert (right[others > 0] == 3.0).all() and (found[others > 0] == 3.0).all()
 
     return check
 
@@ -85,7 +96,7 @@ def test_skips(make_batch, assert_mass, block_size) -> None:
 def test_queries_that_see_nothing_give_nothing(make_batch, assert_mass) -> None:
     batch = make_batch([32], [4], skips=[30])
     assert_mass(batch)
-    _, mass = mass_of(cpu, batch, 2)
+    mass = mass_of(cpu, batch)
     assert mass.sum() == pytest.approx(2 * 4)  # two of the four queries, four heads
 
 
@@ -93,44 +104,97 @@ def test_queries_that_see_nothing_give_nothing(make_batch, assert_mass) -> None:
 def test_mass_is_added_and_sums_to_the_queries(make_batch, module) -> None:
     """Every query of every head shares out exactly 1; what was there stays."""
     batch = make_batch(LENS, QUERY_LENS, group=3)
-    _, mass = mass_of(module, batch, 710, start=2.0)
-    added = (mass - 2.0).sum(-1)
-    expected = torch.tensor(QUERY_LENS)[:, None].expand(-1, 2) * 3.0
-    torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-2)
-    for r, n in enumerate(LENS):
-        assert (mass[r, :, n:] == 2.0).all()
-    assert (mass[4] == 2.0).all()
+    mass = mass_of(module, batch, 2.0) - 2.0
+    for r, queries in enumerate(QUERY_LENS):
+        expected = torch.full((2,), queries * 3.0)
+        torch.testing.assert_close(of_request(batch, mass, r).sum(-1), expected, rtol=1e-3, atol=1e-2)
 
 
-def test_a_view_of_a_wider_table_and_threads(make_batch, two_threads) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"soft_cap": 1.5}], ids=str)
+def test_below_average(make_batch, each_isa, dtype, options) -> None:
+    """Counts; only where a weight is nearly the average may the last bit decide otherwise."""
+    batch = make_batch(LENS, QUERY_LENS, dtype=dtype, group=3)
+    options = {"kind": "below_average", **options}
+    right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
+    assert right.sum() > 10_000
+    for isa in each_isa():
+        found = mass_of(cpu, batch, **options)
+        assert (found == found.round()).all() and ((found - right).abs() <= 1).all(), isa
+        assert (found != right).sum() <= 3, isa
+
+
+def test_below_average_by_hand(make_batch) -> None:
+    """The first key is all that its query sees: 1, the average. Equal keys are all average."""
+    batch = make_batch([4], [4], kv_heads=1, group=1, head_size=8)
+    batch.key_cache.zero_()
+    assert mass_of(cpu, batch, kind="below_average").sum() == 0
+    batch.query.fill_(1.0)
+    block = int(batch.block_table[0, 0])
+    batch.key_cache[block, 0, 1] = 1.0  # from its query on, the other keys are below the average
+    for module in (cpu, reference):
+        mass = of_request(batch, mass_of(module, batch, kind="below_average"), 0)
+        assert mass.tolist() == [[3.0, 0.0, 2.0, 1.0]]
+
+
+@pytest.mark.parametrize("kind", ["sum", "below_average"])
+def test_first_queries(make_batch, each_isa, kind) -> None:
+    """Queries before the first one add nothing: the same as a step that has only the others."""
+    batch = make_batch([300, 95, 64], [90, 20, 1], skips=[40, 0, 0])
+    first = torch.tensor([275, 10, 64], dtype=torch.int32)
+    right = mass_of(reference, batch, kind=kind, first_queries=first, compute_dtype=torch.float64)
+    for isa in each_isa():
+        found = mass_of(cpu, batch, kind=kind, first_queries=first)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6, msg=isa)
+    assert not of_request(batch, right, 2).any() and of_request(batch, right, 1).any()
+    batch.query_start_loc = torch.tensor([0, 25, 45], dtype=torch.int32)
+    batch.query = torch.cat([batch.query[65:90], batch.query[90:110]])
+    batch.seq_lens, batch.skips = batch.seq_lens[:2], batch.skips[:2]
+    batch.block_table = batch.block_table[:2]
+    assert torch.equal(mass_of(cpu, batch, kind=kind), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_do_not_change_the_bits(make_batch, each_isa, dtype) -> None:
+    """The queries of a prompt in one step, or in several: what eviction sees is the same."""
+    batch = make_batch([300], [90], dtype=dtype, group=3)
+    query, key_cache, _, table, *_ = batch.inputs()
+    for isa in each_isa():
+        at_once = mass_of(cpu, batch)
+        mass = new_mass(batch)
+        for begin, end in ((0, 1), (1, 34), (34, 77), (77, 90)):
+            starts = torch.tensor([0, end - begin], dtype=torch.int32)
+            length = torch.tensor([210 + end], dtype=torch.int32)
+            cpu.add_key_mass(
+                mass, query[begin:end], key_cache, table, starts, length, batch.skips, scale=0.125
+            )
+        assert torch.equal(mass, at_once), isa
+
+
+def test_threads_and_strides(make_batch, two_threads) -> None:
     batch = make_batch(LENS, QUERY_LENS, dtype=torch.bfloat16)
-    _, right = mass_of(cpu, batch, 700)
-    wide = torch.zeros(5, 4, 2, 800)
+    right = mass_of(cpu, batch)
     torch.set_num_threads(1)
-    cpu.paged_attention(
-        torch.empty(batch.query.shape), *batch.inputs(), scale=0.125, key_mass=wide[:, 1, :, 50:750]
-    )
-    assert torch.equal(wide[:, 1, :, 50:750], right)
-    wide[:, 1, :, 50:750] = 0
+    blocks, heads, rows = right.shape
+    wide = torch.zeros(heads + 1, blocks, rows + 5)
+    query, key_cache, _, *rest = batch.inputs()
+    view = wide.transpose(0, 1)[:, :heads, :rows]
+    cpu.add_key_mass(view, query, key_cache, *rest, scale=0.125)
+    assert torch.equal(view, right)
+    view.zero_()
     assert not wide.any()
 
 
 @pytest.mark.parametrize("module", [cpu, reference])
-@pytest.mark.parametrize(
-    ("shape", "dtype", "message"),
-    [
-        ((2, 2, 99), torch.float32, "key_mass has 99 columns"),
-        ((2, 3, 100), torch.float32, r"must be \[2, 2, columns\]"),
-        ((2, 2, 100), torch.float64, "must be float32"),
-        ((2, 200), torch.float32, r"\[R, G, columns\]"),
-    ],
-)
-def test_bad_mass_raises(make_batch, module, shape, dtype, message) -> None:
+def test_bad_arguments_raise(make_batch, module) -> None:
     batch = make_batch([100, 95], [4, 1])
-    with pytest.raises(ValueError, match=message):
-        module.paged_attention(
-            torch.empty(batch.query.shape),
-            *batch.inputs(),
-            scale=0.125,
-            key_mass=torch.zeros(shape, dtype=dtype),
-        )
+    query, key_cache, _, *rest = batch.inputs()
+    blocks, heads, rows = key_cache.shape[:3]
+    for shape, dtype, kind, message in [
+        ((blocks, heads, rows + 1), torch.float32, "sum", "as the cache's blocks"),
+        ((blocks, heads, rows), torch.float64, "sum", "must be float32"),
+        ((blocks, heads, rows), torch.float32, "mean", "kind 'mean' must be one of sum"),
+    ]:
+        mass = torch.zeros(shape, dtype=dtype)
+        with pytest.raises(ValueError, match=message):
+            module.add_key_mass(mass, query, key_cache, *rest, scale=0.125, kind=kind)

@@ -91,8 +91,10 @@ def test_statistics_do_not_depend_on_pooling_or_padding(make_batch: Any) -> None
 def test_mean_mass_is_the_attention_paid_to_the_context(make_batch: Any) -> None:
     batch = make_batch([90], [16], group=4)
     _, found = scores_of(cpu, batch, window=16, statistics=True)
-    mass = torch.zeros(1, 2, 90)
-    cpu.paged_attention(torch.empty(batch.query.shape), *batch.inputs(), scale=0.125, key_mass=mass)
+    pages = torch.zeros(batch.key_cache.shape[:3])
+    query, key_cache, _, *rest = batch.inputs()
+    cpu.add_key_mass(pages, query, key_cache, *rest, scale=0.125)
+    mass = reference.gather_tokens(pages[..., None], batch.block_table[0], 0, 90)[..., 0].T[None]
     torch.testing.assert_close(found.mass, mass[..., :74].sum(-1) / 4, rtol=1e-4, atol=1e-5)
 
 

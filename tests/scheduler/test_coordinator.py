@@ -39,7 +39,7 @@ def make_coordinator() -> LockstepCoordinator:
 def make_plan(prompt_len: int, skip: list[int]) -> RetentionPlan:
     skips = np.array(skip, np.int32)
     keep = prompt_len - skips
-    return RetentionPlan(prompt_len, BLOCK_SIZE, int(keep.mean()), keep, skips)
+    return RetentionPlan.of(prompt_len, BLOCK_SIZE, int(keep.mean()), keep, False)
 
 
 def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int) -> int:

@@ -198,7 +198,7 @@ def make_evictions(rows: list[int]) -> StepEvictions:
 
 
 def test_evictions_are_uploaded_once_a_step() -> None:
-    uploads, device = EvictionUploads(), torch.device("cpu")
+    uploads, device = EvictionUploads(16), torch.device("cpu")
     step = make_evictions([4, 0, 7])
     everyone, some = np.array([0, 1, 2]), np.array([0, 2])
     first = uploads.get(step, everyone, device)

@@ -67,7 +67,7 @@ class Step:
 
     def run(self, ops: ModuleType, layers: range = range(LAYERS), **options: Any) -> None:
         solver = options.pop("solver", None) or LayerSolver(self.policy, LAYERS)
-        uploads = options.pop("uploads", None) or EvictionUploads()
+        uploads = options.pop("uploads", None) or EvictionUploads(16)
         for layer in layers:
             query, key, value = self.layers[layer]
             solver.evict_layer(
@@ -208,7 +208,7 @@ def test_solved_and_averaged_prompts_in_one_step() -> None:
     shares = {SHARES_KEY: [1.0, 0.0, 3.0]}
     step = Step(POLICIES["xkv"], [90, 63, 41], overrides={"r0": shares, "r2": shares})
     assert step.evictions.unsolved.tolist() == [1]
-    solver, uploads = LayerSolver(step.policy, LAYERS), EvictionUploads()
+    solver, uploads = LayerSolver(step.policy, LAYERS), EvictionUploads(16)
     for layer, (query, key, value) in enumerate(step.layers):
         context = LayerContext(step.retention, layer, uploads, solver)
         context.evict(
@@ -250,7 +250,7 @@ def test_whole_prompts_among_solved_ones() -> None:
 
 def test_no_layer_is_touched_before_the_last_one() -> None:
     step = Step(POLICIES["xkv"], [90, 41])
-    solver, uploads = LayerSolver(step.policy, LAYERS), EvictionUploads()
+    solver, uploads = LayerSolver(step.policy, LAYERS), EvictionUploads(16)
     step.run(reference, range(LAYERS - 1), solver=solver, uploads=uploads)
     for (_, key, value), before in zip(step.layers, step.before, strict=True):
         assert torch.equal(key, before[0]) and torch.equal(value, before[1])

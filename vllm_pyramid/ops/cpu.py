@@ -17,9 +17,11 @@ import torch
 from vllm_pyramid.ops import cpu_library
 from vllm_pyramid.ops.cpu_library import current_isa, set_isa
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass
-from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS, check_key_mass
+from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS
+from vllm_pyramid.ops.reference_mass import MASS_KINDS, check_mass
 
 __all__ = [
+    "add_key_mass",
     "available",
     "compact",
     "current_isa",
@@ -38,7 +40,7 @@ INT32_MAX = 2**31 - 1
 
 # The fields of the records in csrc/cpu/abi.h, in order: q for pointers and integers, d for doubles.
 _ATTENTION = struct.Struct("=34q2d")
-_KEY_MASS = struct.Struct("=4q")  # behind the fields of attention
+_KEY_MASS = struct.Struct("=5q")  # behind the fields of attention
 _SCORES = struct.Struct("=29q2d")
 _SELECT = struct.Struct("=13q")
 _COMPACT = struct.Struct("=24q")
@@ -199,15 +201,63 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    key_mass: torch.Tensor | None = None,
 ) -> None:
     """See `reference.paged_attention`. Queries that see nothing get zeros.
-
-    `key_mass` costs two more passes over K, one thread a request and KV head.
 
     A request's result does not depend on the rest of the batch, on the number of threads, or on
     where in its table the visible positions lie: the same tokens give the same bits.
     """
+    inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
+    options = (scale, sliding_window, soft_cap, sinks)
+    _run("paged_attention", _attention_record(out, *inputs, *options))
+
+
+def add_key_mass(
+    mass: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kind: str = "sum",
+    first_queries: torch.Tensor | None = None,
+) -> None:
+    """See `reference_mass.add_key_mass`. Two passes over K, one thread a request and KV head.
+
+    Queries are added one after the other: how a prompt is cut into chunks does not change the bits.
+    """
+    check_mass(mass, key_cache, kind)
+    first = 0
+    if first_queries is not None:
+        first = _vector("first_queries", first_queries, seq_lens.shape[0])
+    inputs = (query, key_cache, key_cache, block_table, query_start_loc, seq_lens, skips)
+    options = (scale, sliding_window, soft_cap, sinks)
+    record = _attention_record(query, *inputs, *options)
+    own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
+    _run("key_mass", record + _KEY_MASS.pack(*own))
+
+
+def _attention_record(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> bytes:
+    """The checked arguments of attention as csrc/cpu/abi.h wants them."""
     strides = _check_caches(key_cache, value_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
     _check_head_size(head_size)
@@ -226,7 +276,7 @@ def paged_attention(
         sinks_address, sinks_code = sinks.data_ptr(), _dtype_code("sinks", sinks)
         if sinks.shape != (heads,) or (heads > 1 and sinks.stride(0) != 1):
             raise ValueError(f"sinks must be contiguous [{heads}], got {tuple(sinks.shape)}")
-    record = _ATTENTION.pack(
+    return _ATTENTION.pack(
         out.data_ptr(),
         query.data_ptr(),
         key_cache.data_ptr(),
@@ -246,13 +296,6 @@ def paged_attention(
         *(min(sliding_window, INT32_MAX), torch.get_num_threads()),
         *(scale, soft_cap),
     )
-    if key_mass is not None:
-        check_key_mass(key_mass, requests, kv_heads)
-    _run("paged_attention", record)
-    if key_mass is not None:
-        strides = key_mass.stride()[:2]
-        mass_record = _KEY_MASS.pack(key_mass.data_ptr(), *strides, key_mass.shape[2])
-        _run("key_mass", record + mass_record)
 
 
 def window_scores(

@@ -26,11 +26,14 @@ import torch
 import torch.nn.functional as F
 
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
+from vllm_pyramid.ops.reference_mass import MASS_KINDS, add_key_mass
 
 __all__ = [
     "GQA_REDUCTIONS",
+    "MASS_KINDS",
     "POOLINGS",
     "WindowStatistics",
+    "add_key_mass",
     "compact",
     "gather_tokens",
     "kept_mass",
@@ -93,7 +96,6 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    key_mass: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Causal attention of prefill chunks and decode steps over the paged cache.
@@ -112,24 +114,7 @@ def paged_attention(
         sliding_window: tokens visible to a query, itself included; 0 for all.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 for none.
         sinks: `[H]` logits of an extra key without a value, added to the softmax, or None.
-        key_mass: `[R, G, >= max(seq_lens - skips)]` float32, or None. What each key was given is
-            ADDED to it: at `[r, g, position - skips[r]]` the softmax probabilities of that key,
-            summed over the query heads of KV head g and over all queries of the request. Nothing
-            else in it is touched; requests without queries add nothing. The accumulated attention
-            of H2O (arXiv:2306.14048) and Scissorhands (arXiv:2305.17118) is the sum of these over
-            the steps. The columns follow the cache: where a later eviction moves the survivors, the
-            caller moves its columns.
-
-    Raises:
-        ValueError: `key_mass` has another shape or dtype, or fewer columns than visible keys.
     """
-    if key_mass is not None:
-        check_key_mass(key_mass, seq_lens.shape[0], key_cache.shape[1])
-        visible = int((seq_lens - skips).max()) if seq_lens.numel() else 0
-        if key_mass.shape[2] < visible:
-            raise ValueError(
-                f"key_mass has {key_mass.shape[2]} columns, but a request shows {visible} keys"
-            )
     num_queries_per_kv = query.shape[1] // key_cache.shape[1]
     starts = query_start_loc.tolist()
     for r, (seq_len, skip) in enumerate(zip(seq_lens.tolist(), skips.tolist(), strict=True)):
@@ -154,25 +139,7 @@ def paged_attention(
             sink = sinks.to(compute_dtype)[:, None, None].expand(-1, num_queries, 1)
             logits = torch.cat([logits, sink], dim=-1)
         probs = logits.softmax(dim=-1)[..., : key_pos.numel()]
-        if key_mass is not None:
-            # A query that sees nothing gives nothing (its softmax is NaN).
-            per_head = probs.nan_to_num(0.0).sum(dim=1).unflatten(0, (key_cache.shape[1], -1))
-            key_mass[r, :, : seq_len - skip] += per_head.sum(dim=1).to(key_mass.dtype)
         out[starts[r] : starts[r + 1]] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)
-
-
-def check_key_mass(key_mass: torch.Tensor, requests: int, kv_heads: int) -> None:
-    """Raise ValueError unless it is float32 `[requests, kv_heads, columns]`, unit stride."""
-    if key_mass.dtype != torch.float32 or key_mass.dim() != 3 or key_mass.stride(2) != 1:
-        raise ValueError(
-            "key_mass must be float32 [R, G, columns] with unit stride in the last dimension, got "
-            f"{key_mass.dtype} {tuple(key_mass.shape)}, strides {key_mass.stride()}"
-        )
-    if key_mass.shape[:2] != (requests, kv_heads):
-        raise ValueError(
-            f"key_mass {tuple(key_mass.shape)} must be [{requests}, {kv_heads}, columns]: one row "
-            "a request and KV head"
-        )
 
 
 def window_scores(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `key_mass`: what each key is given by the queries of a batch.
+"""Triton kernels of `add_key_mass`: what each key is given by the queries of a batch.
 
 Attention does not keep its probabilities, so they are computed again in two passes over K: the
 first finds each row's maximum and sum (split over the context), the second owns a tile of keys,
@@ -79,6 +79,7 @@ def row_statistics_kernel(
     query_start_loc,
     seq_lens,
     skips,
+    first_queries,
     sinks,
     scale,
     soft_cap,
@@ -99,6 +100,7 @@ def row_statistics_kernel(
     SPLITS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Maximum and sum of each row over one split of the keys; `partial_*` are `[T, H, SPLITS]`.
@@ -117,6 +119,10 @@ def row_statistics_kernel(
     skip = tl.load(skips + r)
     visible_keys = tl.load(seq_lens + r) - skip
     first_query = visible_keys - num_queries
+    if HAS_FIRST:
+        ignored = tl.load(first_queries + r) - (skip + first_query)
+        if row_start + ROWS <= ignored * GROUP:  # nobody asks for these rows
+            return
     rows = row_start + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     q, tokens, heads = load_rows(
@@ -167,9 +173,9 @@ def row_statistics_kernel(
     tl.store(partial_sum + place, running_sum, mask=rows < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit
 def key_mass_kernel(
-    key_mass,
+    mass,
     partial_max,
     partial_sum,
     query,
@@ -178,11 +184,11 @@ def key_mass_kernel(
     query_start_loc,
     seq_lens,
     skips,
+    first_queries,
     scale,
     soft_cap,
     sliding_window,
-    num_columns,
-    stride_mass_request,
+    stride_mass_block,
     stride_mass_head,
     stride_query_token,
     stride_query_head,
@@ -200,9 +206,10 @@ def key_mass_kernel(
     SPLITS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    BELOW_AVERAGE: tl.constexpr,
 ):
-    """Add the probabilities that all rows give the keys of one tile. Grid: request and KV head,
-    tile of keys."""
+    """Add what all rows give the keys of one tile. Grid: request and KV head, tile of keys."""
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
     start = tl.load(query_start_loc + r)
@@ -217,6 +224,11 @@ def key_mass_kernel(
     if (num_queries <= 0) | (key_start >= visible_keys) | (key_start + BLOCK_K <= first):
         return
     num_rows = num_queries * GROUP
+    counted = 0  # the first row that adds
+    if HAS_FIRST:
+        counted = tl.maximum(tl.load(first_queries + r) - (skip + first_query), 0) * GROUP
+        if counted >= num_rows:
+            return
     local = key_start + tl.arange(0, BLOCK_K)
     inside = tl.minimum(tl.maximum(local, first), visible_keys - 1)
     dims = tl.arange(0, BLOCK_D)
@@ -229,10 +241,10 @@ def key_mass_kernel(
         dims < HEAD_SIZE,
         BLOCK_SIZE,
     )
-    mass = tl.zeros([BLOCK_K], tl.float32)
+    added = tl.zeros([BLOCK_K], tl.float32)
     splits = tl.arange(0, SPLITS)
     # Queries before this tile see none of it, nor do those that it has left the window of.
-    first_row = tl.maximum(key_start - first_query, 0) * GROUP // ROWS * ROWS
+    first_row = tl.maximum(tl.maximum(key_start - first_query, 0) * GROUP, counted) // ROWS * ROWS
     if HAS_WINDOW:
         past = tl.maximum(key_start + BLOCK_K - 1 + sliding_window - first_query, 0)
         num_rows_here = tl.minimum(num_rows, past * GROUP)
@@ -251,15 +263,25 @@ def key_mass_kernel(
         highest = tl.where(highest == float("-inf"), 0.0, highest)
         total = tl.sum(tl.load(partial_sum + place) * tl.exp2(maxima - highest[:, None]), 1)
         # Rows of the padding count nothing; one that sees no key has no sum.
-        counts = (rows < num_rows) & (total > 0.0)
+        counts = (rows >= counted) & (rows < num_rows) & (total > 0.0)
         factor = tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0)
         logits = visible_logits(
             q, k, local, query_local, visible_keys, scale, soft_cap, sliding_window, HAS_SOFT_CAP,
             HAS_WINDOW,
         )  # fmt: skip
-        mass += tl.sum(tl.exp2(logits - highest[:, None]) * factor[:, None], 0)
-    target = (
-        key_mass + r.to(tl.int64) * stride_mass_request + g.to(tl.int64) * stride_mass_head + local
-    )
-    mask = (local < visible_keys) & (local < num_columns)
-    tl.store(target, tl.load(target, mask=mask, other=0.0) + mass, mask=mask)
+        given = tl.exp2(logits - highest[:, None]) * factor[:, None]
+        if BELOW_AVERAGE:
+            seen = query_local + 1
+            if HAS_WINDOW:
+                seen = tl.minimum(seen, sliding_window)
+            low = (logits > float("-inf")) & (given * seen[:, None] < 1.0) & counts[:, None]
+            given = tl.where(low, 1.0, 0.0)
+        added += tl.sum(given, 0)
+    # Keys that are not there repeat the address of one that is; they are masked.
+    blocks = tl.load(
+        block_table + r.to(tl.int64) * stride_table + (skip + inside) // BLOCK_SIZE
+    ).to(tl.int64)
+    target = mass + blocks * stride_mass_block + g.to(tl.int64) * stride_mass_head
+    target += (skip + inside) % BLOCK_SIZE
+    mask = (local >= first) & (local < visible_keys)
+    tl.store(target, tl.load(target, mask=mask, other=0.0) + added, mask=mask)

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`key_mass` of `paged_attention` on Triton: scratch memory and launches (see `triton_ops.py`)."""
+"""`add_key_mass` on Triton: checks, scratch memory and launches (see `triton_ops.py`)."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
+from vllm_pyramid.ops.reference_mass import check_mass
+from vllm_pyramid.ops.triton_checks import (
+    check_cache,
+    check_float32,
+    check_query,
+    check_table,
+)
 from vllm_pyramid.ops.triton_config import (
     Workspace,
     choose_num_splits,
@@ -18,7 +25,7 @@ LOG2_E = 1.4426950408889634
 
 
 def add_key_mass(
-    key_mass: torch.Tensor,
+    mass: torch.Tensor,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -27,23 +34,48 @@ def add_key_mass(
     skips: torch.Tensor,
     *,
     scale: float,
-    sliding_window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
-    max_query_len: int,
-    max_seq_len: int,
-    num_splits: int | None,
-    workspace: Workspace | None,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kind: str = "sum",
+    first_queries: torch.Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    num_splits: int | None = None,
+    workspace: Workspace | None = None,
 ) -> None:
-    """Launch both passes; arguments as `triton_ops.paged_attention` has checked them.
+    """See `reference_mass.add_key_mass`. Two launches: the rows' softmax, then the keys' sums.
 
     The scratch comes from `workspace` where it is large enough, which it is for a decode step of
     as many requests as fill the device or fewer; else it is allocated.
+
+    Args:
+        max_query_len, max_seq_len, num_splits, workspace: see `triton_ops.paged_attention`;
+            `max_seq_len` bounds the visible keys too.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or the kind do not fit.
     """
+    check_cache(key_cache, key_cache)
+    check_float32(compute_dtype)
+    group = check_query(query, key_cache)
+    check_mass(mass, key_cache, kind)
     num_requests = seq_lens.shape[0]
+    check_table(block_table, num_requests)
+    if first_queries is not None and first_queries.shape[0] < num_requests:
+        raise ValueError(
+            f"first_queries has {first_queries.shape[0]} entries for {num_requests} requests"
+        )
     num_tokens, num_heads, head_size = query.shape
+    if num_requests == 0 or num_tokens == 0:
+        return
     num_kv_heads, block_size = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
+    if max_query_len is None:
+        spans = query_start_loc[1 : num_requests + 1] - query_start_loc[:num_requests]
+        max_query_len = int(spans.max().item())
+    if max_seq_len is None:
+        max_seq_len = block_table.shape[1] * block_size
     config = decode_config(head_size, key_cache.element_size(), group)
     row_tiles = triton.cdiv(max_query_len * group, config["ROWS"])
     if num_splits is None:
@@ -56,7 +88,9 @@ def add_key_mass(
     else:
         memory = torch.empty(2, scratch, dtype=torch.float32, device=query.device)
         partials = (memory[0], memory[1])
-    inputs = (query, key_cache, block_table, query_start_loc, seq_lens, skips)
+    # Where no query is left out, the kernel wants a pointer that it does not read.
+    first = seq_lens if first_queries is None else first_queries
+    inputs = (query, key_cache, block_table, query_start_loc, seq_lens, skips, first)
     scalars = (scale * LOG2_E, soft_cap * LOG2_E, sliding_window)
     strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     switches = {
@@ -67,6 +101,7 @@ def add_key_mass(
         "SPLITS": num_splits,
         "HAS_SOFT_CAP": soft_cap != 0,
         "HAS_WINDOW": sliding_window > 0,
+        "HAS_FIRST": first_queries is not None,
         **config,
     }
     row_statistics_kernel[(num_requests * num_kv_heads, row_tiles, num_splits)](
@@ -78,14 +113,14 @@ def add_key_mass(
         HAS_SINKS=sinks is not None,
         **switches,
     )
-    columns = min(key_mass.shape[2], max_seq_len)
-    key_mass_kernel[(num_requests * num_kv_heads, triton.cdiv(columns, config["BLOCK_K"]))](
-        key_mass,
+    tiles = triton.cdiv(max_seq_len, config["BLOCK_K"])
+    key_mass_kernel[(num_requests * num_kv_heads, tiles)](
+        mass,
         *partials,
         *inputs,
         *scalars,
-        key_mass.shape[2],
-        *key_mass.stride()[:2],
+        *mass.stride()[:2],
         *strides,
+        BELOW_AVERAGE=kind == "below_average",
         **switches,
     )

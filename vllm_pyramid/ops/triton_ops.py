@@ -15,7 +15,6 @@ import torch
 import triton
 
 from vllm_pyramid.ops.recall import kept_mass
-from vllm_pyramid.ops.reference import check_key_mass
 from vllm_pyramid.ops.triton_attention import combine_kernel, decode_kernel, prefill_kernel
 from vllm_pyramid.ops.triton_checks import (
     check_cache,
@@ -39,6 +38,7 @@ from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
 
 __all__ = [
     "Workspace",
+    "add_key_mass",
     "compact",
     "effective_lens",
     "kept_mass",
@@ -106,7 +106,6 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    key_mass: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -119,10 +118,6 @@ def paged_attention(
     choice is made on the device for each request, so mixed batches need no reordering.
 
     Args:
-        key_mass: see the reference; costs two more passes over K, and takes its scratch from the
-            workspace where that is large enough. The lengths are on the device and are not read
-            back, so a key behind the last column is dropped instead of raising: give it a column
-            for every key that may be visible.
         max_query_len: 1 skips the prefill launch.
         max_seq_len: bounds the number of splits; default the table's capacity.
         num_splits: of the decode context, a power of two; default by `choose_num_splits`.
@@ -145,8 +140,6 @@ def paged_attention(
             f"query_start_loc has {query_start_loc.shape[0]} and skips {skips.shape[0]} entries; "
             f"{num_requests} requests need {num_requests + 1} and {num_requests}"
         )
-    if key_mass is not None:
-        check_key_mass(key_mass, num_requests, num_kv_heads)
     if num_requests == 0 or query.shape[0] == 0:
         return
     if max_query_len is None:
@@ -157,7 +150,6 @@ def paged_attention(
 
     element_size = key_cache.element_size()
     config = decode_config(head_size, element_size, group)
-    mass_splits = num_splits
     pairs = num_requests * num_kv_heads
     if num_splits is None:
         programs = workspace.programs if workspace else target_programs(query.device)
@@ -221,24 +213,6 @@ def paged_attention(
         tiles = triton.cdiv(max_query_len, config["BLOCK_M"])
         prefill_kernel[(tiles, query.shape[1], num_requests)](
             out, *inputs, *scalars, **switches, **config
-        )
-    if key_mass is not None:
-        add_key_mass(
-            key_mass,
-            query,
-            key_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            skips,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            num_splits=mass_splits,
-            workspace=workspace,
         )
 
 

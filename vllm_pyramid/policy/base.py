@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -29,7 +30,8 @@ from pydantic import (
 from vllm_pyramid.policy.allocators import Allocator, AnyAllocator, UniformAllocator
 from vllm_pyramid.policy.budget import Budget
 from vllm_pyramid.policy.plans import IntArray, OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.scorers import Scorer, parse_scorer
+from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule, parse_schedule
+from vllm_pyramid.policy.scorers import AccumulatingScorer, Scorer, parse_scorer
 from vllm_pyramid.policy.selectors import Selector, TopKSelector, parse_selector
 from vllm_pyramid.policy.solved import SolvingAllocator, parse_allocator
 
@@ -37,7 +39,7 @@ __all__ = ["IntArray", "OpenPlan", "Plan", "Policy", "RetentionPlan"]
 
 
 class Policy(BaseModel):
-    """A method of KV eviction at the end of prefill; immutable, hashable, picklable.
+    """A method of KV eviction; immutable, hashable, picklable.
 
     Attributes:
         name: what users call it. description: the idea in one line. paper: title and link.
@@ -47,6 +49,7 @@ class Policy(BaseModel):
         sinks: the prompt's first tokens, kept in every layer.
         fill_blocks: fill the room that rounding to blocks leaves with the next best tokens (same
             memory) instead of keeping exactly the paper's number.
+        schedule: when to evict: at the prompt's end, or during generation too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -67,6 +70,9 @@ class Policy(BaseModel):
     selector: Annotated[SerializeAsAny[Selector], BeforeValidator(parse_selector)] = Field(
         default_factory=TopKSelector
     )
+    schedule: Annotated[SerializeAsAny[Schedule], BeforeValidator(parse_schedule)] = Field(
+        default_factory=PromptEndSchedule
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
@@ -86,8 +92,31 @@ class Policy(BaseModel):
                 f"lengths from attention scores, but its scorer {self.scorer.kind!r} has none: "
                 "choose the scorer observation_window"
             )
+        self._check_schedule()
         self.check_budget(self.budget)
         return self
+
+    def _check_schedule(self) -> None:
+        scorer, every = self.scorer, self.schedule.every
+        if self.selector.recent_share and not scorer.accumulates:
+            raise ValueError(
+                f"policy {self.name!r} sets selector.recent, which its scorer {scorer.kind!r} does "
+                "not use: set `window` instead"
+            )
+        if not every:
+            return
+        if self.needs_scores or not self.evicts:
+            raise ValueError(
+                f"policy {self.name!r} has the schedule {self.schedule.kind!r}, but its scorer "
+                f"{scorer.kind!r} has no scores during generation: choose one that accumulates "
+                "(accumulated_attention, persistence) or recency"
+            )
+        history = scorer.history if isinstance(scorer, AccumulatingScorer) else None
+        if history is not None and history > every:
+            raise ValueError(
+                f"policy {self.name!r} looks back over {history} queries but evicts every {every} "
+                "tokens: a history window must not reach beyond the eviction before"
+            )
 
     @cached_property
     def stable_hash(self) -> int:
@@ -122,8 +151,16 @@ class Policy(BaseModel):
 
         The scorer needs the whole window's queries at once. Two at least: a chunk of one token
         looks like a decode step, which captured graphs replay without coming by any eviction.
+        Policies that work in every step are not served with such graphs.
         """
+        if self.needs_every_step:
+            return 1
         return max(self.window, 2) if self.needs_scores else 2
+
+    @property
+    def needs_every_step(self) -> bool:
+        """True if decode steps do more than attention: gather scores, or evict."""
+        return self.scorer.accumulates or self.schedule.every > 0
 
     @property
     def min_budget(self) -> int:
@@ -159,7 +196,8 @@ class Policy(BaseModel):
 
         Returns:
             A `RetentionPlan`; of a policy with a `solver` and a prompt that it may shorten, an
-            `OpenPlan`, from which the solved lengths make a `RetentionPlan`.
+            `OpenPlan`, from which the solved lengths make a `RetentionPlan`. What is kept at
+            evictions after the prompt's end is in `RetentionPlan.after`.
 
         Raises:
             ValueError: the allocator is made for another number of layers.
@@ -204,11 +242,55 @@ def _plan(
             exact=not solver.sets_total,
             fill_blocks=policy.fill_blocks,
         )
-    if mean == prompt_len:
-        keep = np.full(num_layers, prompt_len)
+    plan = _settled(policy, prompt_len, num_layers, block_size, mean)
+    if not policy.schedule.every:
+        return plan
+    # A share is one of the prompt, also when more has been generated.
+    target = budget.tokens or max(mean, policy.min_budget)
+    return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan, target))
+
+
+@lru_cache(maxsize=8192)
+def _settled(
+    policy: Policy, tokens: int, num_layers: int, block_size: int, mean: int
+) -> RetentionPlan:
+    """What the allocator keeps of `tokens` tokens, on average `mean` a layer."""
+    fixed = policy.window + policy.sinks
+    if mean == tokens:
+        keep = np.full(num_layers, tokens)
     else:
         assert fixed < mean, (fixed, mean, "the budget was not checked")
         assert isinstance(policy.allocator, Allocator)
-        rest = policy.allocator.allocate(mean - fixed, num_layers, prompt_len - fixed)
-        keep = fixed + rest
-    return RetentionPlan.of(prompt_len, block_size, mean, keep, policy.fill_blocks)
+        keep = fixed + policy.allocator.allocate(mean - fixed, num_layers, tokens - fixed)
+    return _plan_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
+
+
+def _plan_of(
+    policy: Policy,
+    tokens: int,
+    block_size: int,
+    mean: int,
+    keep: npt.NDArray[Any],
+    front: npt.NDArray[Any],
+) -> RetentionPlan:
+    recent = np.floor(keep * policy.selector.recent_share)
+    return RetentionPlan.of(
+        tokens,
+        block_size,
+        mean,
+        keep,
+        policy.fill_blocks,
+        front=np.maximum(policy.sinks, front),
+        recent=np.maximum(policy.window, recent),
+    )
+
+
+def _later_plan(policy: Policy, prompt: RetentionPlan, target: int, computed: int) -> RetentionPlan:
+    """What is kept at the eviction after `computed` tokens, of a prompt whose budget is `target`."""
+    layers, block_size, mean = len(prompt.keep), prompt.block_size, min(target, computed)
+    thinned = _settled(policy, computed, layers, block_size, mean)
+    keep = policy.schedule.keep(prompt, computed, thinned)
+    front = policy.schedule.front(prompt, computed)
+    if keep is thinned.keep and not front.any():
+        return thinned
+    return _plan_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)

@@ -4,13 +4,14 @@
     Policy.plan(prompt_len, ...) ---> RetentionPlan               lengths known beforehand
                                  \\-> OpenPlan --settle(keep)--> RetentionPlan
 
-Everything that frees blocks or hides tokens works with a `RetentionPlan` alone.
+Everything that frees blocks or hides tokens works with a `RetentionPlan` alone. Where the policy
+evicts during generation too, it has one for every eviction: `RetentionPlan.after`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,12 +26,16 @@ class RetentionPlan:
     """What is kept of one prompt, per layer. All arrays are `[num_layers]` int32 and read-only.
 
     Attributes:
-        prompt_len: tokens of the prompt.
+        prompt_len: tokens of the prompt; in the plan of a later eviction, tokens computed by then.
         block_size: tokens of a cache block.
         budget_tokens: the mean of `keep`, rounded up; at most `prompt_len`.
         keep: tokens the policy keeps per KV head, window and sinks included: the paper's number.
         skip: tokens whose slots are given back: `prompt_len - keep`, rounded down to a block if
             the policy fills blocks. Survivors stand in positions `skip .. prompt_len - 1`.
+        front: how many of the first tokens that a layer holds stay in any case.
+        recent: how many of the last tokens that a layer holds stay in any case.
+        every: tokens between two evictions after the prompt's; 0 if that is the only one.
+        later: the plan of a later eviction, by the tokens computed by then.
     """
 
     prompt_len: int
@@ -38,6 +43,10 @@ class RetentionPlan:
     budget_tokens: int
     keep: IntArray
     skip: IntArray
+    front: IntArray
+    recent: IntArray
+    every: int = 0
+    later: Callable[[int], RetentionPlan] | None = None
 
     @classmethod
     def of(
@@ -47,12 +56,56 @@ class RetentionPlan:
         budget_tokens: int,
         keep: npt.NDArray[Any],
         fill_blocks: bool,
+        *,
+        front: npt.NDArray[Any] | int = 0,
+        recent: npt.NDArray[Any] | int = 0,
     ) -> RetentionPlan:
-        """The plan that keeps `keep`, `[num_layers]` whole numbers."""
+        """The plan that keeps `keep`, `[num_layers]` whole numbers, once."""
         skip = prompt_len - keep
         if fill_blocks:
             skip = skip // block_size * block_size
-        return cls(prompt_len, block_size, budget_tokens, _read_only(keep), _read_only(skip))
+        zeros = np.zeros_like(keep)
+        return cls(
+            prompt_len,
+            block_size,
+            budget_tokens,
+            _read_only(keep),
+            _read_only(skip),
+            front=_read_only(zeros + front),
+            recent=_read_only(zeros + recent),
+        )
+
+    def repeated(self, every: int, later: Callable[[int], RetentionPlan]) -> RetentionPlan:
+        """The same with evictions every so many tokens; see `every` and `later`."""
+        return replace(self, every=every, later=later)
+
+    # Evictions are numbered: 0 is "none yet", 1 the prompt's end, 2 the first one after it.
+
+    def evictions_by(self, computed: int) -> int:
+        """The number of the latest eviction once `computed` tokens have been computed."""
+        if computed < self.prompt_len:
+            return 0
+        return 1 + ((computed - self.prompt_len) // self.every if self.every else 0)
+
+    def computed_at(self, number: int) -> int:
+        """Tokens computed at an eviction, `number` >= 1."""
+        return self.prompt_len + (number - 1) * self.every
+
+    def next_eviction(self, computed: int) -> int | None:
+        """Tokens computed at the first eviction after `computed` tokens, or None."""
+        number = self.evictions_by(computed) + 1
+        return None if number > 1 and not self.every else self.computed_at(number)
+
+    def after(self, number: int) -> RetentionPlan:
+        """What is kept from an eviction on, `number` >= 1."""
+        if number == 1:
+            return self
+        assert self.later is not None, f"eviction {number} of a plan that evicts once"
+        return self.later(self.computed_at(number))
+
+    def skip_after(self, number: int) -> IntArray:
+        """The skips that hold from an eviction on; none before the first."""
+        return self.after(number).skip if number else np.zeros_like(self.skip)
 
     @cached_property
     def held(self) -> IntArray:
@@ -66,13 +119,15 @@ class RetentionPlan:
 
     @cached_property
     def evicts(self) -> bool:
-        """True if any layer gives a slot back."""
-        return bool(self.skip.any())
+        """True if any layer gives a slot back, at the prompt's end or perhaps later."""
+        return self.every > 0 or bool(self.skip.any())
 
 
 @dataclass(frozen=True)
 class OpenPlan:
     """What is known of a prompt's retention before its scores are: a promise about the lengths.
+
+    It evicts once, at the prompt's end.
 
     Attributes:
         prompt_len: tokens of the prompt. block_size: tokens of a cache block.
@@ -95,6 +150,10 @@ class OpenPlan:
     def evicts(self) -> bool:
         """True: until it is settled, a prompt is to be treated as one that gives slots back."""
         return True
+
+    def next_eviction(self, computed: int) -> int | None:
+        """See `RetentionPlan.next_eviction`."""
+        return self.prompt_len if computed < self.prompt_len else None
 
     @property
     def mean(self) -> int:
@@ -142,16 +201,18 @@ Plan: TypeAlias = RetentionPlan | OpenPlan
 
 
 class Eviction(NamedTuple):
-    """What the worker did at the end of a prompt.
+    """What the worker did at one eviction of a request.
 
     Attributes:
-        tokens: evicted, summed over all layers.
+        tokens: evicted now, summed over all layers.
         keep: tokens that the policy keeps in each layer, where they were solved from the prompt's
             scores; None where the scheduler knows them.
+        number: which eviction of the request, see `RetentionPlan.evictions_by`.
     """
 
     tokens: int
     keep: tuple[int, ...] | None = None
+    number: int = 1
 
 
 def _read_only(values: npt.NDArray[Any]) -> IntArray:

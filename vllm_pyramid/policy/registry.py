@@ -14,6 +14,7 @@ from vllm_pyramid.policy.allocators import AnyAllocator
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.budget import Budget
 from vllm_pyramid.policy.component import Component, did_you_mean, resolve_kind
+from vllm_pyramid.policy.schedules import SCHEDULES, Schedule
 from vllm_pyramid.policy.scorers import SCORERS, Scorer
 from vllm_pyramid.policy.selectors import SELECTORS, Selector
 from vllm_pyramid.policy.solved import ALL_ALLOCATORS
@@ -23,6 +24,7 @@ _SECTIONS: dict[str, tuple[type[Component], dict[str, type[Any]]]] = {
     "scorer": (Scorer, SCORERS),
     "allocator": (AnyAllocator, ALL_ALLOCATORS),
     "selector": (Selector, SELECTORS),
+    "schedule": (Schedule, SCHEDULES),
 }
 _PRESET_KEYS = tuple(Policy.model_fields)
 _PLAIN_KEYS = tuple(

@@ -22,11 +22,13 @@ class Scorer(Component):
         evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
         needs_attention: the scores come from queries and keys of the prefill; the last `window`
             queries of a prompt must then be in one chunk, with all keys in the cache.
+        accumulates: the scores are gathered beside the cache in every step (`AccumulatingScorer`).
     """
 
     section: ClassVar[str] = "scorer"
     evicts: ClassVar[bool] = True
     needs_attention: ClassVar[bool] = False
+    accumulates: ClassVar[bool] = False
 
 
 class NoScorer(Scorer):
@@ -68,9 +70,68 @@ class ObservationWindowScorer(Scorer):
         return value
 
 
+class AccumulatingScorer(Scorer):
+    """Base of the scorers whose evidence is gathered in every step, prefill and generation alike.
+
+    What each query gives each key (`ops/reference_mass.py: add_key_mass`) is added up beside the
+    cache: 4 bytes a token, layer and KV head. So these scorers can evict at any time.
+
+    Class attributes:
+        mass_kind: what is added up, `kind` of `add_key_mass`.
+        sign: 1 where the greatest sums are kept, -1 where the smallest are.
+        starts_over: an eviction sets the sums to zero instead of moving them with their keys.
+    """
+
+    accumulates: ClassVar[bool] = True
+    mass_kind: ClassVar[str] = "sum"
+    sign: ClassVar[float] = 1.0
+    starts_over: ClassVar[bool] = False
+
+    @property
+    def history(self) -> int | None:
+        """How many of the last queries before an eviction count; None for all."""
+        return None
+
+
+class AccumulatedAttentionScorer(AccumulatingScorer):
+    """H2O's heavy hitters: the attention that a key was given by all queries so far.
+
+    Softmax probabilities, summed over all queries since the key was written (its own and those of
+    the prompt included) and over the query heads of the KV head (arXiv:2306.14048, section 4).
+    """
+
+    kind: Literal["accumulated_attention"] = "accumulated_attention"
+
+
+class PersistenceScorer(AccumulatingScorer):
+    """Scissorhands: how seldom a key was below the average among the last queries.
+
+    For each of the last `queries` queries before an eviction, a key counts 1 for every query head
+    of its KV head that gives it less than 1 / t of its attention, t being the keys that the query
+    sees. The keys with the smallest counts stay (arXiv:2305.17118, section 4: the counter of low
+    scores of its algorithm, over its history window).
+
+    Attributes:
+        queries: length of the history window; not longer than the interval between evictions.
+    """
+
+    kind: Literal["persistence"] = "persistence"
+    queries: int = Field(default=128, ge=1)
+
+    mass_kind: ClassVar[str] = "below_average"
+    sign: ClassVar[float] = -1.0
+    starts_over: ClassVar[bool] = True
+
+    @property
+    def history(self) -> int | None:
+        return self.queries
+
+
 SCORERS: dict[str, type[Scorer]] = {
     "none": NoScorer,
     "recency": RecencyScorer,
     "observation_window": ObservationWindowScorer,
+    "accumulated_attention": AccumulatedAttentionScorer,
+    "persistence": PersistenceScorer,
 }
 parse_scorer = partial(parse_component, Scorer, SCORERS)

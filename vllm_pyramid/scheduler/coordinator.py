@@ -39,7 +39,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     A request's head blocks go back to the pool when its whole prompt has been processed and a plan
     was given for it (`set_plan`); until then, and without a plan, it is full attention. An open
-    plan is settled by the worker's report (`confirm`) and open again after a preemption.
+    plan is settled by the worker's report (`confirm`) and open again after a preemption. Where the
+    plan says so, further blocks go back at later evictions, each on the worker's word again.
 
     Attributes:
         held_blocks: `[layers]` int64, blocks of the pool held by all requests, per layer.
@@ -47,7 +48,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         blocks_freed: `[layers]` int64, blocks given back by eviction since the start.
         tokens_evicted: `[layers]` int64, tokens evicted since the start; counted when the worker
             confirms, since a request that ends there gives all its blocks back at once.
-        num_evictions: prompts evicted since the start.
+        num_evictions: evictions since the start: of prompts, and later ones.
     """
 
     single_type_managers: tuple[LayerKVCacheManager, ...]  # type: ignore[assignment]
@@ -64,8 +65,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.num_layers = len(self.single_type_managers)
         self._num_blocks: dict[str, int] = {}  # table entries a layer, null blocks included
         self._plans: dict[str, Plan] = {}  # of requests that will evict
-        self._confirmed: dict[str, RetentionPlan] = {}  # those whose survivors have been moved
-        self._evicted: dict[str, RetentionPlan] = {}  # requests whose head has been given back
+        # The settled plan of requests whose survivors have been moved, with the number of the
+        # latest eviction that did so.
+        self._confirmed: dict[str, tuple[RetentionPlan, int]] = {}
+        self._evicted: dict[str, int] = {}  # the latest eviction whose head has been given back
+        self._due: dict[str, int] = {}  # processed tokens at which the next one may be
         self.held_blocks = np.zeros(self.num_layers, np.int64)
         self.skipped_tokens = np.zeros(self.num_layers, np.int64)
         self.blocks_freed = np.zeros(self.num_layers, np.int64)
@@ -80,10 +84,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         assert layers == self.num_layers, (layers, self.num_layers)
         if plan.evicts:
             self._plans[request_id] = plan
+            self._due[request_id] = plan.prompt_len
 
     def forget_plan(self, request_id: str) -> None:
         """Drop the plan of a request that has finished."""
         self._plans.pop(request_id, None)
+        self._due.pop(request_id, None)
 
     def confirm(self, request_id: str, eviction: Eviction) -> None:
         """The worker reports what it evicted, and the lengths where it has solved them.
@@ -95,17 +101,23 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         plan = self._plans.get(request_id)
         if plan is None or request_id not in self._num_blocks:
             return  # finished, or preempted while the step ran; it will evict again
-        settled = self._settle(request_id, plan, eviction.keep)
-        expected = int(settled.skip.sum())
+        settled, before = self._confirmed.get(request_id, (None, 0))
+        if settled is None or eviction.keep is not None:
+            settled = self._settle(request_id, plan, eviction.keep)
+        number = eviction.number
+        gone = np.zeros_like(settled.skip)
+        if number == 1 or (settled.every and number > before):
+            gone = settled.skip_after(number) - settled.skip_after(before)
+        expected = int(gone.sum())
         if eviction.tokens != expected:
             raise RuntimeError(
                 f"request {request_id}: the worker evicted {eviction.tokens} tokens, the plan says "
-                f"{expected}; scheduler and worker disagree about the KV policy (was its file "
-                "changed while the engine started?)"
+                f"{expected} at eviction {number} after {before}; scheduler and worker disagree "
+                "about the KV policy (was its file changed while the engine started?)"
             )
-        self._confirmed[request_id] = settled
-        self.num_evictions += settled.evicts
-        self.tokens_evicted += settled.skip
+        self._confirmed[request_id] = settled, number
+        self.num_evictions += bool(expected)
+        self.tokens_evicted += gone
 
     @staticmethod
     def _settle(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:
@@ -127,8 +139,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         )
 
     def confirmed_plan(self, request_id: str) -> RetentionPlan | None:
-        """What the request keeps, once the worker has moved its survivors."""
-        return self._confirmed.get(request_id)
+        """What the request keeps, once the worker has moved its survivors: at the prompt's end."""
+        return self._confirmed[request_id][0] if request_id in self._confirmed else None
+
+    def confirmed_number(self, request_id: str) -> int:
+        """The latest eviction for which the worker has moved the request's survivors, or 0."""
+        return self._confirmed[request_id][1] if request_id in self._confirmed else 0
 
     def is_confirmed(self, request_id: str) -> bool:
         """Whether the worker has moved the request's survivors."""
@@ -191,32 +207,52 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Give the head blocks back, once, when the whole prompt has been processed.
+        """Give head blocks back: when the whole prompt has been processed, and at later evictions.
 
         vLLM counts processed tokens here, not scheduled ones, so the step that compacts the cache
         has ended and no step in flight still reads the head.
         """
-        plan = self._plans.get(request_id)
-        if plan is None or request_id in self._evicted:
+        due = self._due.get(request_id)
+        if due is None or processed_computed_tokens < due:
             return
-        if processed_computed_tokens < plan.prompt_len:
-            return
-        settled = self._confirmed.get(request_id)
-        if settled is None:
-            raise RuntimeError(
-                f"request {request_id}: its prompt of {plan.prompt_len} tokens is processed but "
-                "the worker did not evict. Eviction was asked for and did not happen, so the "
-                "engine stops; start with --enforce-eager to rule out captured graphs, and report "
-                "this"
-            )
-        self._evicted[request_id] = settled
-        freed = np.empty(self.num_layers, np.int64)
-        skips = settled.skip.tolist()
-        for layer, (manager, skip) in enumerate(zip(self.single_type_managers, skips, strict=True)):
-            freed[layer] = manager.release_head(request_id, skip // self.block_size)
+        settled, number, given = self._released(request_id, processed_computed_tokens)
+        following = settled.next_eviction(processed_computed_tokens)
+        if following is None:
+            del self._due[request_id]
+        else:
+            self._due[request_id] = following
+        freed = np.zeros(self.num_layers, np.int64)
+        skip = settled.skip_after(number)
+        for layer, (manager, head) in enumerate(
+            zip(self.single_type_managers, (skip // self.block_size).tolist(), strict=True)
+        ):
+            freed[layer] = manager.release_head(request_id, head)
+        self._evicted[request_id] = number
         self.held_blocks -= freed
         self.blocks_freed += freed
-        self.skipped_tokens += settled.skip
+        self.skipped_tokens += skip - settled.skip_after(given)
+
+    def _released(self, request_id: str, processed: int) -> tuple[RetentionPlan, int, int]:
+        """The settled plan, the eviction whose head may go now, and the one whose head has gone.
+
+        Raises:
+            RuntimeError: the worker was to evict by now and has not said so.
+        """
+        plan, given = self._plans[request_id], self._evicted.get(request_id, 0)
+        settled, confirmed = self._confirmed.get(request_id, (None, 0))
+        if settled is None and isinstance(plan, RetentionPlan):
+            settled = plan  # perhaps it had nothing to give yet, and so nothing to report
+        if settled is not None:
+            number = settled.evictions_by(processed)
+            skip = settled.skip_after(number)
+            if number <= confirmed or (skip == settled.skip_after(confirmed)).all():
+                return settled, number, given
+        raise RuntimeError(
+            f"request {request_id}: {processed} of its tokens are processed but the worker did not "
+            f"evict (its prompt has {plan.prompt_len} tokens, and its latest eviction was number "
+            f"{confirmed}). Eviction was asked for and did not happen, so the engine stops; start "
+            "with --enforce-eager to rule out captured graphs, and report this"
+        )
 
     def free(self, request_id: str) -> None:
         """Give all blocks back (the request has finished or is preempted); the plan stays."""
@@ -230,10 +266,13 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def _forget_blocks(self, request_id: str) -> None:
         self.held_blocks -= self._num_blocks.pop(request_id, 0)
-        self._confirmed.pop(request_id, None)
-        if (plan := self._evicted.pop(request_id, None)) is not None:
-            self.held_blocks += plan.skip // self.block_size
-            self.skipped_tokens -= plan.skip
+        settled, _ = self._confirmed.pop(request_id, (self._plans.get(request_id), 0))
+        if (number := self._evicted.pop(request_id, 0)) and isinstance(settled, RetentionPlan):
+            skip = settled.skip_after(number)
+            self.held_blocks += skip // self.block_size
+            self.skipped_tokens -= skip
+        if (plan := self._plans.get(request_id)) is not None:
+            self._due[request_id] = plan.prompt_len
 
     def new_step_starts(self) -> None:
         """The managers keep nothing per step."""

@@ -39,9 +39,9 @@ class PyramidSchedulerMixin(Scheduler):
 
     - a request's plan (what every layer keeps) is made when it arrives; where the lengths depend on
       its scores it stays open until the worker has solved them;
-    - a chunk never crosses the end of the prompt, so a preempted request that comes back with
-      generated tokens evicts where it did the first time, and never leaves a last prompt chunk
-      shorter than the observation window;
+    - a chunk never crosses the end of the prompt or a later eviction, so a preempted request that
+      comes back with generated tokens evicts where it did the first time, and never leaves a last
+      prompt chunk shorter than the observation window;
     - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
     - what happened is reported with the request and with the statistics.
     """
@@ -149,20 +149,21 @@ class PyramidSchedulerMixin(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """vLLM's last word on the size of a chunk; ours ends it at the prompt's end.
+        """vLLM's last word on the size of a chunk; ours ends it at the next eviction.
 
         |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
-        0                                              prompt_len
+        0                                              prompt_len   prompt_len + every   ...
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        remaining = request.num_prompt_tokens - num_computed_tokens
-        if remaining <= 0 or not self._plans[request.request_id][1].evicts:
+        plan = self._plans[request.request_id][1]
+        stop = plan.next_eviction(num_computed_tokens) if plan.evicts else None
+        if stop is None:
             return num_new_tokens
-        num_new_tokens = min(num_new_tokens, remaining)
-        left = remaining - num_new_tokens
-        if 0 < left < self._min_last_chunk:
+        num_new_tokens = min(num_new_tokens, stop - num_computed_tokens)
+        left = stop - num_computed_tokens - num_new_tokens
+        if num_computed_tokens < plan.prompt_len and 0 < left < self._min_last_chunk:
             num_new_tokens -= self._min_last_chunk - left
         return max(num_new_tokens, 0)
 
@@ -205,14 +206,22 @@ class PyramidSchedulerMixin(Scheduler):
         }
         settled = self.coordinator.confirmed_plan(request.request_id)
         if settled is not None:
+            if settled.every:
+                # Everything below is of the latest eviction, when so many tokens were computed.
+                number = self.coordinator.confirmed_number(request.request_id)
+                settled = settled.after(number)
+                report["computed_tokens"] = settled.prompt_len
+                report["blocks_before"] = (
+                    cdiv(settled.prompt_len, self.block_size) * self.coordinator.num_layers
+                )
             report["kept_tokens"] = settled.held.tolist()
             report["evicted_tokens"] = int(settled.skip.sum())
             report["blocks_after"] = int(settled.blocks.sum())
             if isinstance(plan, OpenPlan):
                 report["kv_budget"] = settled.budget_tokens
                 report["solved_tokens"] = settled.keep.tolist()
-        if (number := self._averaged.pop(request.request_id, None)) is not None:
-            report["averaged_over"] = number
+        if (prompts := self._averaged.pop(request.request_id, None)) is not None:
+            report["averaged_over"] = prompts
         return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

@@ -72,6 +72,7 @@ class PyramidCpuMetadata:
     Attributes:
         block_table: `[R, M]` int32. query_start_loc: `[R + 1]` int32. seq_lens: `[R]` int32.
         skips: `[R]` int32, tokens below which the layer's table is not valid.
+        first_queries: `[R]` int32, see `StepRetention`; None where nothing is accumulated.
         step: the whole step, for evictions. layer: index of this layer in it.
     """
 
@@ -80,6 +81,7 @@ class PyramidCpuMetadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     skips: torch.Tensor
+    first_queries: torch.Tensor | None
     step: StepRetention | None
     layer: int
 
@@ -116,18 +118,21 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
         if common.causal is not True:
             raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
         num_reqs = common.num_reqs
-        step, layer = None, 0
+        step, layer, first_queries = None, 0, None
         skips = self._no_skips[:num_reqs]
         if self.context is not None:
             step, layer = self.context.retention.step, self.context.layer
             skips = torch.from_numpy(step.skips[layer])
             assert skips.numel() == num_reqs, (skips.numel(), num_reqs)
+            if step.first_queries is not None:
+                first_queries = torch.from_numpy(step.first_queries)
         return PyramidCpuMetadata(
             num_tokens=common.num_actual_tokens,
             block_table=common.block_table_tensor,
             query_start_loc=common.query_start_loc[: num_reqs + 1],
             seq_lens=common.seq_lens[:num_reqs],
             skips=skips,
+            first_queries=first_queries,
             step=step,
             layer=layer,
         )
@@ -190,6 +195,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         """Write the step's keys and values, `[T, G, D]`, to their slots."""
         key_cache, value_cache = self._split(kv_cache)
         self.ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        if self.context is not None and self.context.mass is not None:
+            self.context.mass.forget(slot_mapping)
 
     def forward(
         self,
@@ -203,7 +210,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend, then evict from the prompts that end in this step.
+        """Attend, then evict from the requests that come to an eviction in this step.
 
         Args:
             query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`. output: `[T, H, D]`, written.
@@ -229,6 +236,21 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             soft_cap=self.soft_cap,
             sinks=self.sinks,
         )
+        if meta.first_queries is not None:
+            assert self.context is not None and self.context.mass is not None
+            self.context.mass.add(
+                self.ops,
+                query,
+                key_cache,
+                meta.block_table,
+                meta.query_start_loc,
+                meta.seq_lens,
+                meta.skips,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+                sinks=self.sinks,
+                first_queries=meta.first_queries,
+            )
         if meta.step is not None and meta.step.evictions is not None:
             assert self.context is not None, "the model runner did not bind this layer"
             self.context.evict(

@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from vllm_pyramid.worker.evict import EvictionUploads, evict_layer
+from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import Retention, StepEvictions
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.solve import LayerSolver
@@ -25,6 +27,7 @@ class LayerContext:
         solver: for policies that solve the lengths from all layers' scores, else None; shared too.
         trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
+        mass: for policies that accumulate what queries give keys, else None; shared by all layers.
     """
 
     retention: Retention
@@ -33,6 +36,7 @@ class LayerContext:
     solver: LayerSolver | None = None
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
+    mass: KeyMass | None = None
 
     def evict(
         self,
@@ -63,7 +67,14 @@ class LayerContext:
             scale=scale,
             soft_cap=soft_cap,
             trace=self.trace,
+            mass=self.mass,
+            shifted=self.shifted is not None,
         )
+        if self.mass is not None and self.mass.scorer.starts_over:
+            everyone = np.arange(len(evictions.request_ids))
+            device = self.uploads.get(evictions, everyone, query.device)
+            tables = device.tables(block_table, self.layer, self.shifted is not None)
+            self.mass.start_over(tables, device.lens[self.layer])
         if self.solver is not None:
             self.solver.evict_layer(
                 ops,

@@ -16,6 +16,11 @@ class PyramidCpuWorker(CPUWorker):
         super().init_device()
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what the policy keeps beside the cache."""
+        available: int = self.model_runner.room_for_cache(super().determine_available_memory())
+        return available
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's; the requests of its own that it warms up with leave no trace."""
         times = super().compile_or_warm_up_model()

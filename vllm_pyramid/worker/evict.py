@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score, select and compact one layer's cache, when prompts end."""
+"""Score, select and compact one layer's cache, when requests come to an eviction."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from vllm_pyramid.ops.recall import WindowStatistics
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
+from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 from vllm_pyramid.worker.upload import DeviceEvictions, upload
@@ -24,7 +25,8 @@ class EvictionUploads:
     when the first such layer asks for it. Shared by all layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._evictions: StepEvictions | None = None
         self._sets: dict[bytes, DeviceEvictions] = {}
 
@@ -37,11 +39,17 @@ class EvictionUploads:
             self._sets = {}
         key = chosen.tobytes()
         if key not in self._sets:
+            befores = np.ascontiguousarray(evictions.befores[:, chosen])
+            prompt_lens = evictions.prompt_lens[chosen]
+            firsts = befores // self._block_size
             self._sets[key] = DeviceEvictions(
                 rows=upload(evictions.rows[chosen], device),
                 query_ends=upload(evictions.query_ends[chosen], device),
-                prompt_lens=upload(evictions.prompt_lens[chosen], device),
+                prompt_lens=upload(prompt_lens, device),
                 keeps=upload(np.ascontiguousarray(evictions.helds[:, chosen]), device),
+                firsts=upload(firsts.astype(np.int64), device) if firsts.any() else None,
+                lens=upload(prompt_lens - firsts * self._block_size, device),
+                deads=upload(befores - firsts * self._block_size, device),
             )
         return self._sets[key]
 
@@ -60,8 +68,10 @@ def evict_layer(
     scale: float,
     soft_cap: float,
     trace: TraceWriter | None,
+    mass: KeyMass | None = None,
+    shifted: bool = False,
 ) -> None:
-    """Move the survivors of every prompt that ends in this step to the tail of its range.
+    """Move the survivors of every request that evicts in this step to the tail of its range.
 
     Runs after the layer's attention, so the prompt was attended to in full. Prompts whose
     lengths are solved still hold everything here; they give in all layers together (`solve.py`).
@@ -70,19 +80,35 @@ def evict_layer(
         ops: a module with the functions of `ops/reference.py`.
         uploads: of the runner, for all layers. layer: index of the layer in the plans.
         query: `[T, H, D]` of the step, rotary embedding applied.
-        key_cache: `[P, G, N, D]`. value_cache: same. block_table: `[>= R, M]` int32, unshifted.
+        key_cache: `[P, G, N, D]`. value_cache: same. block_table: `[>= R, M]` int32.
         scale: softmax scale. soft_cap: of the logits, 0 for none.
+        mass: what policies that accumulate have gathered, this step included.
+        shifted: the rows of the block table begin with the first block that the layer holds.
     """
-    helds = evictions.helds[layer]
-    shortened = np.flatnonzero(helds < evictions.prompt_lens)
+    shortened = evictions.chosen(layer)
     if shortened.size == 0:
         return
-    host_lens, host_keeps = evictions.prompt_lens[shortened], helds[shortened]
-    max_keep = int(host_keeps.max())
+    held, before = evictions.helds[layer, shortened], evictions.befores[layer, shortened]
+    visible = evictions.prompt_lens[shortened] - before
+    max_keep = int(held.max())
     device = uploads.get(evictions, shortened, query.device)
-    tables = block_table.index_select(0, device.rows)
-    keeps = device.keeps[layer]
-    if policy.needs_scores:
+    tables = device.tables(block_table, layer, shifted)
+    block_size = key_cache.shape[2]
+    dead = before % block_size
+    lens, keeps = device.lens[layer], device.keeps[layer]
+    if mass is not None:
+        entries = -(-int((visible + dead).max()) // block_size)
+        kept = mass.select(
+            ops,
+            [evictions.plans[index] for index in shortened],
+            layer,
+            tables[:, :entries],
+            lens,
+            device.deads[layer],
+            keeps,
+            max_keep=max_keep,
+        )
+    elif policy.needs_scores:
         scores, _ = score(
             ops,
             policy,
@@ -92,29 +118,26 @@ def evict_layer(
             tables,
             scale=scale,
             soft_cap=soft_cap,
-            max_prompt_len=int(host_lens.max()),
+            max_prompt_len=int(visible.max()),
         )
         kept = ops.select(
-            scores,
-            device.prompt_lens,
-            keeps,
-            window=policy.window,
-            sinks=policy.sinks,
-            max_keep=max_keep,
+            scores, lens, keeps, window=policy.window, sinks=policy.sinks, max_keep=max_keep
         )
     else:
-        positions = _positional(policy, host_lens, host_keeps, key_cache.shape[1])
-        kept = upload(positions, query.device)
+        kept = upload(_positional(policy, visible, held, dead, key_cache.shape[1]), query.device)
     if trace is not None:
-        mass = window_mass(
+        window = window_mass(
             ops, policy, evictions, shortened, device, query, key_cache, tables,
             scale=scale, soft_cap=soft_cap,
         )  # fmt: skip
-        recalls = mass.recall(kept, device.prompt_lens, keeps)
-        for index, positions, recall in zip(shortened.tolist(), kept, recalls, strict=True):
-            trace.record(evictions, index, layer, positions[:, : helds[index]], recall)
-    ops.compact(key_cache, value_cache, tables, kept, device.prompt_lens, keeps, max_keep=max_keep)
-    evictions.tokens_done[shortened] += host_lens - host_keeps
+        recalls = window.recall(kept, lens, keeps)
+        places = kept - device.deads[layer][:, None, None]
+        for index, of_one, recall in zip(shortened.tolist(), places, recalls, strict=True):
+            trace.record(evictions, index, layer, of_one[:, : evictions.helds[layer, index]], recall)
+    ops.compact(key_cache, value_cache, tables, kept, lens, keeps, max_keep=max_keep)
+    if mass is not None:
+        mass.move(tables, kept, lens, keeps)
+    evictions.tokens_done[shortened] += visible - held
 
 
 def score(
@@ -152,10 +175,14 @@ def score(
 
 
 def _positional(
-    policy: Policy, prompt_lens: np.ndarray, keeps: np.ndarray, num_kv_heads: int
+    policy: Policy,
+    visible: np.ndarray,
+    keeps: np.ndarray,
+    deads: np.ndarray,
+    num_kv_heads: int,
 ) -> np.ndarray:
     """`select`'s result for a policy that looks at positions alone: `[S, G, max(keeps)]` int32."""
     kept = np.full((len(keeps), num_kv_heads, int(keeps.max())), -1, np.int32)
-    for row, (prompt_len, keep) in enumerate(zip(prompt_lens, keeps, strict=True)):
-        kept[row, :, :keep] = policy.kept_positions(int(prompt_len), int(keep))
+    for row, (length, keep, dead) in enumerate(zip(visible, keeps, deads, strict=True)):
+        kept[row, :, :keep] = dead + policy.kept_positions(int(length), int(keep))
     return kept

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each request of a step has given up, and whose prompt ends in it.
+"""What each request of a step has given up, and who evicts in it.
 
 The worker is never told which blocks were freed. It needs no telling: the skip of a layer follows
-from the request's plan, in force once the whole prompt was computed before the step began. So
-preemption resets it by itself.
+from the request's plan and the tokens computed before the step began. So preemption resets it by
+itself. A request evicts at the end of its prompt and, where the plan says so, every so many tokens
+after it; a step never computes tokens on both sides of such a point.
 
 A plan is a function of the prompt length, on which scheduler and workers agree without a message,
 or it is open until the step that ends the prompt solves it (`solve.py`). The worker then goes by
 its own result from the next step on, whether or not the scheduler has heard of it by then. After a
 preemption it is open again.
 
-Shape legend: L layers, R requests of the step, E requests whose prompt ends in it.
+Shape legend: L layers, R requests of the step, E requests that evict in it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,29 @@ import numpy.typing as npt
 from vllm_pyramid.config import settle
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import Eviction, OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.policy.scorers import AccumulatingScorer
 
 IntArray = npt.NDArray[np.int32]
 
 
+# A position that no query reaches: the mass of such a request is not needed.
+NO_QUERY = np.iinfo(np.int32).max
+
+
 @dataclass
 class StepEvictions:
-    """The requests whose prompt ends in this step; each may have something to give, or nothing.
+    """The requests that come to an eviction in this step; each may have something to give, or not.
 
     Attributes:
         request_ids: E names.
         rows: `[E]` int64, their rows of the batch.
         query_ends: `[E]` int32, one behind their last query in the step's query tensor.
-        query_lens: `[E]` int32, their queries in the step: the last chunk of the prompt.
-        prompt_lens: `[E]` int32.
-        plans: E plans; open ones until they are solved in this step.
+        query_lens: `[E]` int32, their queries in the step: at a prompt's end, its last chunk.
+        prompt_lens: `[E]` int32, tokens computed after the step: the prompt's, or more if the
+            eviction is a later one.
+        plans: E plans of this eviction; open ones until they are solved in this step.
+        numbers: E numbers of the evictions, 1 at a prompt's end; None: all of them are that.
+        befores: `[L, E]` int32, skips that held until now; None: no skips.
         helds: `[L, E]` int32, tokens that stay in each layer; all of them while a plan is open.
         budgets: `[E]` int32, mean tokens a layer; what an open plan came to, once it is solved.
         unsolved: indices of the requests whose plan was open when the step began.
@@ -54,6 +63,8 @@ class StepEvictions:
     query_lens: IntArray
     prompt_lens: IntArray
     plans: list[Plan]
+    numbers: list[int] = field(default_factory=list)
+    befores: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     helds: IntArray = field(init=False)
     budgets: IntArray = field(init=False)
     unsolved: npt.NDArray[np.int64] = field(init=False)
@@ -64,9 +75,21 @@ class StepEvictions:
         is_open = np.array([isinstance(plan, OpenPlan) for plan in self.plans], bool)
         self.unsolved = np.flatnonzero(is_open)
         self.helds = np.stack([_held(plan) for plan in self.plans], axis=1)
+        self.numbers = self.numbers or [1] * len(self.plans)
+        if not self.befores.size:
+            self.befores = np.zeros_like(self.helds)
+        assert (self.helds <= self.prompt_lens - self.befores).all(), (
+            "a layer is to keep more tokens than it has: the allocator or schedule of this policy "
+            "does not fall back to fewer tokens as more are computed"
+        )
         self.budgets = np.array([plan.budget_tokens for plan in self.plans], np.int32)
-        self.gives = is_open | np.any(self.helds < self.prompt_lens, axis=0)
+        self.gives = is_open | np.any(self.helds < self.prompt_lens - self.befores, axis=0)
         self.tokens_done = np.zeros(len(self.request_ids), np.int64)
+
+    def chosen(self, layer: int) -> npt.NDArray[np.int64]:
+        """Indices of the requests that this layer shortens now, as far as they are settled."""
+        visible = self.prompt_lens - self.befores[layer]
+        return np.flatnonzero(self.helds[layer] < visible)
 
     def settle(self, index: int, keep: npt.NDArray[np.int64]) -> None:
         """The lengths of a request are solved: `keep` is `[L]`, window and sinks included.
@@ -94,11 +117,14 @@ class StepRetention:
 
     Attributes:
         skips: `[L, R]` int32 on the host, tokens below which a request's table is not valid.
-        evictions: the prompts that end now, or None.
+        evictions: the requests that evict now, or None.
+        first_queries: `[R]` int32 on the host, the position of the first query whose attention
+            counts for the next eviction; None where the policy does not accumulate.
     """
 
     skips: IntArray
     evictions: StepEvictions | None
+    first_queries: IntArray | None = None
 
     @classmethod
     def nothing(cls, num_layers: int, num_reqs: int) -> StepRetention:
@@ -117,7 +143,9 @@ class StepRetention:
             if i in unsolved:
                 assert isinstance(plan, RetentionPlan), "a prompt ended and was not solved"
                 keep = tuple(plan.keep.tolist())
-            report[evictions.request_ids[i]] = Eviction(int(evictions.tokens_done[i]), keep)
+            report[evictions.request_ids[i]] = Eviction(
+                int(evictions.tokens_done[i]), keep, evictions.numbers[i]
+            )
         return report
 
 
@@ -136,10 +164,16 @@ class Retention:
         self.step = StepRetention.nothing(num_layers, 0)
         self._plans: dict[str, Plan] = {}  # settled ones take the place of open ones
         self._open: dict[str, OpenPlan] = {}  # what a request that is recomputed begins with
-        # The skips of the request in each row, refreshed only when a row changes hands: a decode
-        # step over hundreds of requests then costs two array operations, not a Python loop of them.
+        # The skips of the request in each row, refreshed only when a row changes hands or its
+        # request has evicted: a decode step over hundreds of requests then costs a few array
+        # operations, not a Python loop over them.
         self._row_plan: list[Plan | None] = [None] * max_num_reqs
         self._row_skips = np.zeros((max_num_reqs, num_layers), np.int32)
+        self._row_number = np.zeros(max_num_reqs, np.int64)  # of the eviction that they are of
+        self._row_every = np.zeros(max_num_reqs, np.int64)
+        self._row_evicts = np.zeros(max_num_reqs, bool)
+        scorer = policy.scorer
+        self._scorer = scorer if isinstance(scorer, AccumulatingScorer) else None
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
         """A request has come (or come back): make its plan."""
@@ -170,41 +204,95 @@ class Retention:
             computed: `[R]` tokens computed before the step. scheduled: `[R]` tokens of the step.
         """
         num_reqs = len(request_ids)
-        past_prompt = computed >= prompt_lens
         if self._open:
-            for row in np.flatnonzero(~past_prompt).tolist():
+            for row in np.flatnonzero(computed < prompt_lens).tolist():
                 if (open_plan := self._open.get(request_ids[row])) is not None:
                     self._plans[request_ids[row]] = open_plan
         for row, request_id in enumerate(request_ids):
             plan = self._plans[request_id]
             if self._row_plan[row] is not plan:
-                assert isinstance(plan, RetentionPlan) or not past_prompt[row], (
-                    f"the prompt of {request_id} has ended and was not solved"
-                )
                 self._row_plan[row] = plan
-                self._row_skips[row] = plan.skip if isinstance(plan, RetentionPlan) else 0
-        skips = np.ascontiguousarray((self._row_skips[:num_reqs] * past_prompt[:, None]).T)
-        ending = np.flatnonzero(~past_prompt & (computed + scheduled >= prompt_lens))
+                self._row_every[row] = plan.every if isinstance(plan, RetentionPlan) else 0
+                self._row_evicts[row] = plan.evicts
+                self._row_number[row] = -1
+        before = self._numbers(prompt_lens, computed)
+        for row in np.flatnonzero(before != self._row_number[:num_reqs]).tolist():
+            plan = self._plans[request_ids[row]]
+            assert isinstance(plan, RetentionPlan) or before[row] == 0, (
+                f"the prompt of {request_ids[row]} has ended and was not solved"
+            )
+            self._row_number[row] = before[row]
+            self._row_skips[row] = (
+                plan.skip_after(int(before[row])) if isinstance(plan, RetentionPlan) else 0
+            )
+        skips = np.ascontiguousarray(self._row_skips[:num_reqs].T)
+        after = self._numbers(prompt_lens, computed + scheduled)
+        ending = np.flatnonzero(after > before)
         evictions = None
         if ending.size:
-            plans = [self._plans[request_ids[row]] for row in ending]
-            giving = ending[[plan.evicts for plan in plans]]
-            assert (computed + scheduled)[giving].tolist() == prompt_lens[giving].tolist(), (
-                "a chunk crosses the end of a prompt that is to be evicted"
-            )
-            evictions = StepEvictions(
-                request_ids=[request_ids[row] for row in ending],
-                rows=ending,
-                query_ends=np.cumsum(scheduled, dtype=np.int32)[ending],
-                query_lens=scheduled[ending].astype(np.int32),
-                prompt_lens=prompt_lens[ending].astype(np.int32),
-                plans=plans,
-            )
-            if self.policy.needs_scores:
-                short = scheduled[giving] < self.policy.window
-                assert not short.any(), "a last prompt chunk is shorter than the observation window"
-        self.step = StepRetention(skips, evictions)
+            evictions = self._evictions(request_ids, computed, scheduled, ending, after, skips)
+        first_queries = None
+        if self._scorer is not None:
+            first_queries = self._first_queries(prompt_lens, before)
+        self.step = StepRetention(skips, evictions, first_queries)
         return self.step
+
+    def _numbers(self, prompt_lens: IntArray, computed: IntArray) -> npt.NDArray[np.int64]:
+        """`RetentionPlan.evictions_by` of all rows: `[R]`."""
+        every = self._row_every[: len(computed)]
+        past = computed.astype(np.int64) - prompt_lens
+        later = np.where(every > 0, past // np.maximum(every, 1), 0)
+        return np.where(past >= 0, 1 + later, 0)
+
+    def _first_queries(self, prompt_lens: IntArray, before: npt.NDArray[np.int64]) -> IntArray:
+        """From which query on the next eviction of each row looks: `[R]`."""
+        assert self._scorer is not None
+        every = self._row_every[: len(before)]
+        point = prompt_lens + before * every
+        first = np.zeros_like(point)
+        if self._scorer.history is not None:
+            first = np.maximum(point - self._scorer.history, 0)
+        looks = self._row_evicts[: len(before)] & ((before == 0) | (every > 0))
+        return np.where(looks, first, NO_QUERY).astype(np.int32)
+
+    def _evictions(
+        self,
+        request_ids: Sequence[str],
+        computed: IntArray,
+        scheduled: IntArray,
+        ending: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.int64],
+        skips: IntArray,
+    ) -> StepEvictions:
+        """Of the rows `ending`, which come to the evictions `numbers`, `[R]`, in this step."""
+        plans = [self._plans[request_ids[row]] for row in ending]
+        after = computed + scheduled
+        for row, plan in zip(ending.tolist(), plans, strict=True):
+            assert not plan.evicts or after[row] == plan.next_eviction(computed[row]), (
+                "a chunk crosses an eviction"
+            )
+        if self.policy.needs_scores:
+            giving = ending[[plan.evicts for plan in plans]]
+            short = scheduled[giving] < self.policy.window
+            assert not short.any(), "a last prompt chunk is shorter than the observation window"
+        of_ending = [int(numbers[row]) for row in ending]
+        ends = [
+            plan.computed_at(number) if isinstance(plan, RetentionPlan) else plan.prompt_len
+            for plan, number in zip(plans, of_ending, strict=True)
+        ]
+        return StepEvictions(
+            request_ids=[request_ids[row] for row in ending],
+            rows=ending,
+            query_ends=np.cumsum(scheduled, dtype=np.int32)[ending],
+            query_lens=scheduled[ending].astype(np.int32),
+            prompt_lens=np.array(ends, np.int32),
+            plans=[
+                plan if number == 1 or isinstance(plan, OpenPlan) else plan.after(number)
+                for plan, number in zip(plans, of_ending, strict=True)
+            ],
+            numbers=of_ending,
+            befores=skips[:, ending],
+        )
 
     def take_report(self) -> dict[str, Eviction]:
         """The step's report to the scheduler, once. Solved plans hold from now on."""

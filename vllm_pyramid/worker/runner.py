@@ -21,9 +21,11 @@ from vllm_pyramid.compat.runner import (
     report_evictions,
 )
 from vllm_pyramid.config import KVSettings
+from vllm_pyramid.policy.scorers import AccumulatingScorer
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
+from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import Retention, StepRetention
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.solve import LayerSolver
@@ -54,6 +56,7 @@ class PyramidRunnerMixin:
     retention: Retention
     shifted: ShiftedTables | None = None
     _trace: TraceWriter | None = None
+    _mass: KeyMass | None = None
     _specs: dict[str, LayerKVCacheSpec]
     _contexts: dict[str, LayerContext]
 
@@ -94,7 +97,7 @@ class PyramidRunnerMixin:
         """Replace the tensor `[R_max, M]` of each group that vLLM fills and attention reads."""
         raise NotImplementedError
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """vLLM's; then the layers exist and can be bound.
 
         vLLM may call it twice, first to measure what CUDA graphs need. What the first call bound
@@ -106,8 +109,44 @@ class PyramidRunnerMixin:
             self._drop_tables()
             self.shifted = None
             self._contexts = {}
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self._mass = None
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        scorer = self.retention.policy.scorer
+        if isinstance(scorer, AccumulatingScorer):
+            self._mass = KeyMass(
+                scorer,
+                kv_cache_config.num_blocks,
+                self._kv_heads(),
+                self.retention.block_size,
+                self.device,
+            )
         self._bind_layers()
+
+    def _kv_heads(self) -> int:
+        """KV heads of every layer on this rank.
+
+        Raises:
+            ValueError: layers differ; pages of equal size then hold different numbers of rows.
+        """
+        heads = {spec.num_kv_heads for spec in self._specs.values()}
+        if len(heads) > 1:
+            raise ValueError(
+                f"policy {self.retention.policy.name!r} keeps a number for every row of a page, "
+                f"and the layers of this model have pages of {sorted(heads)} KV heads: choose a "
+                "policy whose scorer does not accumulate"
+            )
+        return heads.pop()
+
+    def room_for_cache(self, available: int) -> int:
+        """Of the memory that vLLM would give the KV cache, what is left beside our own: bytes.
+
+        The mass that some policies gather grows with the cache's blocks, so it takes its share.
+        """
+        if not self.retention.policy.scorer.accumulates:
+            return available
+        page = next(iter(self._specs.values())).page_size_bytes
+        own = KeyMass.bytes_per_block(self._kv_heads(), self.retention.block_size)
+        return available * page // (page + own)
 
     def _drop_tables(self) -> None:
         self.set_tables([torch.empty(0, dtype=torch.int32, device=self.device)] * len(self._specs))
@@ -121,13 +160,13 @@ class PyramidRunnerMixin:
             RuntimeError: a layer that vLLM gave an attention which does not follow a policy.
             ValueError: a layer whose attention an evicted cache would falsify.
         """
-        retention, uploads = self.retention, EvictionUploads()
+        retention, uploads = self.retention, EvictionUploads(self.retention.block_size)
         solver = None
         if retention.policy.solver is not None:
             ranks = _TensorParallelRanks(get_tp_group())
             solver = LayerSolver(retention.policy, retention.num_layers, ranks)
         self._contexts = {
-            name: LayerContext(retention, layer, uploads, solver, self._trace)
+            name: LayerContext(retention, layer, uploads, solver, self._trace, mass=self._mass)
             for layer, name in enumerate(self._specs)
         }
         layers_of_groups = []
@@ -196,6 +235,12 @@ class PyramidRunnerMixin:
         )
         for context in self._contexts.values():
             context.trace = self._trace
+
+    def forget_request(self, request_id: str) -> None:
+        """A request has finished."""
+        self.retention.remove(request_id)
+        if self._trace is not None:
+            self._trace.forget(request_id)
 
     def shift_tables(
         self,

@@ -36,7 +36,7 @@ class PyramidRunnerV1(PyramidRunnerMixin):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request_id in scheduler_output.finished_req_ids:
-            self.retention.remove(request_id)
+            self.forget_request(request_id)
         for request in scheduler_output.scheduled_new_reqs:
             params = request.sampling_params
             self.retention.add(

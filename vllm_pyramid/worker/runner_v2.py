@@ -30,7 +30,7 @@ class PyramidRunnerV2(PyramidRunnerMixin):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.finished_req_ids:
-            self.retention.remove(request_id)
+            self.forget_request(request_id)
         super().finish_requests(scheduler_output)  # type: ignore[misc]
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_pyramid.policy.plans import RetentionPlan
 from vllm_pyramid.worker.retention import StepEvictions
 
 
@@ -24,9 +25,9 @@ def _file_name(request_id: str) -> str:
 
 
 class TraceWriter:
-    """Writes one `.npz` a request into a folder, at the end of the step that ends its prompt.
+    """Writes one `.npz` an eviction into a folder, at the end of its step.
 
-    Each holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
+    A prompt's end has the request's name. The file holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
     (`[L]` int32, tokens kept per KV head), `kept_<layer>` (`[G, held[layer]]` int32, ascending
     positions; layers and requests that kept everything too) and `recall_<layer>` (`[G]` float32,
     the share of the attention of the prompt's last queries to the tokens before them that the kept
@@ -35,6 +36,10 @@ class TraceWriter:
     writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
     has characters that a file's cannot have, is shortened and gets a checksum. A request that is
     preempted and evicts again replaces its file.
+
+    A policy that evicts during generation too adds a file for each later eviction, named
+    `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence, `computed`
+    says how long it was (`prompt_len` in the prompt's file), and `recall_<layer>` is NaN.
 
     Args:
         folder: made if need be. num_kv_heads: of each layer, on this rank.
@@ -49,6 +54,9 @@ class TraceWriter:
         self.num_kv_heads = list(num_kv_heads)
         self.suffix = f"-rank{rank}" if world_size > 1 else ""
         self._open: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        # The tokens computed at a request's latest eviction, and what each layer has held since,
+        # `[G, held]`; only of requests that will evict again.
+        self._holds: dict[str, tuple[int, dict[int, np.ndarray]]] = {}
 
     def record(
         self,
@@ -58,30 +66,57 @@ class TraceWriter:
         positions: torch.Tensor,
         recall: torch.Tensor,
     ) -> None:
-        """Take the positions `[G, held]` that request `index` keeps in `layer`, and its recall."""
-        layers = self._open.setdefault(evictions.request_ids[index], {})
-        layers[layer] = (positions.cpu().numpy().copy(), recall.cpu().numpy().copy())
+        """Take what request `index` keeps in `layer`, and its recall.
+
+        Args:
+            positions: `[G, held]`, places among the tokens that the layer held until now; at a
+                prompt's end these are the prompt's positions.
+        """
+        request_id = evictions.request_ids[index]
+        layers = self._open.setdefault(request_id, {})
+        places = positions.cpu().numpy()
+        held = self._held_before(evictions, index, layer)
+        kept = np.take_along_axis(held, places.astype(np.int64), axis=1)
+        layers[layer] = (kept, recall.cpu().numpy().copy())
+
+    def _held_before(self, evictions: StepEvictions, index: int, layer: int) -> np.ndarray:
+        """The positions that the layer held before this eviction: `[G, prompt_len - before]`."""
+        end, heads = int(evictions.prompt_lens[index]), self.num_kv_heads[layer]
+        if evictions.numbers[index] == 1:
+            return np.tile(np.arange(end, dtype=np.int32), (heads, 1))
+        start, older = self._holds[evictions.request_ids[index]]
+        newer = np.tile(np.arange(start, end, dtype=np.int32), (heads, 1))
+        return np.concatenate([older[layer], newer], axis=1)
+
+    def forget(self, request_id: str) -> None:
+        """The request has finished."""
+        self._holds.pop(request_id, None)
 
     def finish_step(self, evictions: StepEvictions) -> None:
-        """Write the requests whose prompt ended in the step, once all its layers are done."""
+        """Write the requests that came to an eviction, once all layers of the step are done."""
         for index, request_id in enumerate(evictions.request_ids):
             layers = self._open.pop(request_id, {})
-            prompt_len = int(evictions.prompt_lens[index])
-            everything = np.arange(prompt_len, dtype=np.int32)
+            end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
             arrays: dict[str, Any] = {}
             for layer, heads in enumerate(self.num_kv_heads):
-                whole = (np.tile(everything, (heads, 1)), np.ones(heads, np.float32))
-                kept, recall = layers.get(layer, whole)
-                arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = kept, recall
-            name = _file_name(request_id) + self.suffix
+                if layer not in layers:
+                    layers[layer] = (
+                        self._held_before(evictions, index, layer),
+                        np.full(heads, 1.0 if number == 1 else np.nan, np.float32),
+                    )
+                arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = layers[layer]
+            plan = evictions.plans[index]
+            if number > 1 or (isinstance(plan, RetentionPlan) and plan.every):
+                self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
+            name = _file_name(request_id) + ("" if number == 1 else f"@{end}") + self.suffix
             partial = self.folder / f".{name}.part"
             with partial.open("wb") as file:
                 np.savez_compressed(
                     file,
                     request_id=request_id,
-                    prompt_len=prompt_len,
                     budget=int(evictions.budgets[index]),
                     held=evictions.helds[:, index],
+                    **{"prompt_len" if number == 1 else "computed": end},
                     **arrays,
                 )
             partial.rename(self.folder / f"{name}.npz")

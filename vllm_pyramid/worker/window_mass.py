@@ -23,8 +23,9 @@ class WindowMass:
 
     Attributes:
         window: queries it is summed over.
-        rows: `[E]` int64 on the host, which of the S prompts have it: those whose last chunk had
-            enough queries; fewer come only with prompts that are shorter than the window.
+        rows: `[E]` int64 on the host, which of the S requests have it: those whose prompt ends, if
+            its last chunk had enough queries; fewer come only with prompts that are shorter than
+            the window.
         mass: `[E, G, >= context]` float32, None if E is 0.
     """
 
@@ -71,7 +72,9 @@ def window_mass(
     """
     window = policy.window or TRACE_WINDOW
     lens = evictions.prompt_lens[chosen]
-    rows = np.flatnonzero((evictions.query_lens[chosen] >= window) & (lens > window))
+    at_prompt_end = np.array(evictions.numbers)[chosen] == 1
+    enough = (evictions.query_lens[chosen] >= window) & (lens > window)
+    rows = np.flatnonzero(at_prompt_end & enough)
     if rows.size == 0:
         return WindowMass(window, rows, None)
     index = upload(rows, query.device)

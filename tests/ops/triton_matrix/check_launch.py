@@ -92,15 +92,16 @@ def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
 
 
 def test_key_mass_takes_its_scratch_from_the_workspace(launches):
-    query, key_cache, value_cache, table, starts, lens = small_batch([1, 1])
-    out, skips, key_mass = torch.empty_like(query), torch.zeros_like(lens), torch.zeros(2, 2, 40)
+    query, key_cache, _, table, starts, lens = small_batch([1, 1])
+    skips, mass = torch.zeros_like(lens), torch.zeros(key_cache.shape[:3])
     workspace = triton_ops.Workspace.allocate(8, 2, 64, "cpu", rows=2 * 8 * 4)
-    inputs = (out, query, key_cache, value_cache, table, starts, lens, skips)
-    options = {"scale": 0.125, "max_query_len": 1, "key_mass": key_mass, "num_splits": 4}
+    inputs = (mass, query, key_cache, table, starts, lens, skips)
     with Recorder() as recorder:
-        triton_ops.paged_attention(*inputs, **options, workspace=workspace)
+        triton_ops.add_key_mass(
+            *inputs, scale=0.125, max_query_len=1, num_splits=4, workspace=workspace
+        )
     assert recorder.names == []
-    assert launches[2:] == ["row_statistics_kernel", "key_mass_kernel"]
+    assert launches == ["row_statistics_kernel", "key_mass_kernel"]
 
 
 def test_nothing_is_read_back_where_the_maxima_are_given(launches):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`key_mass` and the window's statistics against the reference in float64."""
+"""`add_key_mass` and the window's statistics against the reference in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ EXTRAS = {
 START = 0.25  # what the mass holds before: it is added to
 
 
-def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, columns=None, **launch):
+def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, **launch):
+    """Both on pages that begin at `START`; what was added to each request's keys, `[G, tokens]`."""
     num_kv_heads, group, head_size, dtype, _ = geometry
     device = paged.key_cache.device
     generator = torch.Generator().manual_seed(2)
@@ -40,21 +41,25 @@ def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, column
     query = torch.randn(sum(queries), num_kv_heads * group, head_size, generator=generator)
     query = query.to(dtype).to(device)
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
-    shared = (query, paged.key_cache, paged.value_cache, paged.block_table)
-    shared += (ints(starts), ints(lens), ints(skips))
-    columns = columns or max(n - s for n, s in zip(lens, skips, strict=True)) + 2
-    shape = (len(lens), num_kv_heads, columns)
-    expected, actual = (torch.full(shape, START, device=device) for _ in range(2))
-    options = {"scale": head_size**-0.5, **extras}
-    out = torch.empty_like(query)
-    reference.paged_attention(
-        out.double(), *shared, **options, compute_dtype=torch.float64, key_mass=expected
+    shared = (query, paged.key_cache, paged.block_table, ints(starts), ints(lens), ints(skips))
+    expected, actual = (
+        torch.full(paged.key_cache.shape[:3], START, device=device) for _ in range(2)
     )
-    triton_ops.paged_attention(out, *shared, **options, **launch, key_mass=actual)
-    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+    options = {"scale": head_size**-0.5, **extras}
+    reference.add_key_mass(expected, *shared, **options, compute_dtype=torch.float64)
+    triton_ops.add_key_mass(actual, *shared, **options, **launch)
+    if extras.get("kind") == "below_average":
+        # The last bit may decide where a weight is nearly the average.
+        assert ((actual - expected).abs() <= 1).all() and (actual != expected).sum() <= 2
+    else:
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+    added = []
     for r, (n, skip) in enumerate(zip(lens, skips, strict=True)):
-        assert (actual[r, :, n - skip :] == START).all()
-    return actual
+        mass = reference.gather_tokens(actual[..., None], paged.block_table[r], skip, n)
+        added.append(mass[..., 0].T - START)
+    untouched = (actual == START) == (expected == START)
+    assert untouched.all()
+    return added
 
 
 @pytest.mark.parametrize(
@@ -76,8 +81,8 @@ def test_chunks_and_mixed_batch(make_paged, ints, geometry, splits):
     paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
     for r, skip in enumerate(skips):
         paged.hide(r, skip // 16)
-    mass = run_both(paged, ints, geometry, lens, queries, skips, num_splits=splits)
-    assert (mass[3] == START).all()
+    added = run_both(paged, ints, geometry, lens, queries, skips, num_splits=splits)
+    assert not added[3].any() and added[0].any()
 
 
 @pytest.mark.parametrize(("extra", "splits"), list(zip(EXTRAS, [1, 2, 2, 1], strict=True)))
@@ -92,23 +97,43 @@ def test_extras(make_paged, ints, extra, splits):
 
 def test_queries_that_see_nothing_give_nothing(make_paged, ints):
     paged = make_paged([32], 2, 64, torch.bfloat16)
-    mass = run_both(paged, ints, (2, 4, 64, torch.bfloat16, False), [32], [4], [30])
-    torch.testing.assert_close((mass - START).sum().item(), 2.0 * 8, rtol=1e-5, atol=1e-5)
+    (added,) = run_both(paged, ints, (2, 4, 64, torch.bfloat16, False), [32], [4], [30])
+    torch.testing.assert_close(added.sum().item(), 2.0 * 8, rtol=1e-5, atol=1e-5)
 
 
-def test_strides_and_fewer_columns_than_keys(make_paged, ints, device):
-    """Columns that are not there are dropped; the mass may be a view."""
+@pytest.mark.parametrize("extras", [{}, {"sliding_window": 37}], ids=str)
+def test_below_average(make_paged, ints, extras):
+    geometry = (2, 4, 64, torch.float32, False)
+    lens, skips, queries = [150, 33, 90], [37, 0, 16], [1, 1, 20]
+    paged = make_paged(lens, 2, 64, torch.float32)
+    extras = {"kind": "below_average", **extras}
+    added = run_both(paged, ints, geometry, lens, queries, skips, extras=extras, num_splits=2)
+    assert all(mass.sum() > 100 for mass in (added[0], added[2]))
+
+
+@pytest.mark.parametrize("kind", ["sum", "below_average"])
+def test_first_queries(make_paged, ints, kind):
+    geometry = (1, 3, 32, torch.float32, True)
+    lens, skips, queries = [70, 64, 33], [16, 0, 0], [40, 20, 1]
+    paged = make_paged(lens, 1, 32, torch.float32, joint=True)
+    extras = {"kind": kind, "first_queries": ints([55, 10, 33])}
+    added = run_both(paged, ints, geometry, lens, queries, skips, extras=extras, num_splits=1)
+    assert not added[2].any() and added[0].any() and added[1].any()
+
+
+def test_strides(make_paged, ints, device):
+    """The mass may be a view."""
     paged = make_paged([70], 2, 64, torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(1, 8, 64, generator=generator).to(torch.bfloat16).to(device)
-    inputs = (query, paged.key_cache, paged.value_cache, paged.block_table)
-    inputs += (ints([0, 1]), ints([70]), ints([0]))
-    whole = torch.zeros(1, 2, 70, device=device)
-    triton_ops.paged_attention(torch.empty_like(query), *inputs, scale=0.125, key_mass=whole)
-    wide = torch.zeros(1, 2, 80, device=device)
-    view = wide[:, :, 7:57]
-    triton_ops.paged_attention(torch.empty_like(query), *inputs, scale=0.125, key_mass=view)
-    assert torch.equal(view, whole[..., :50])
+    inputs = (query, paged.key_cache, paged.block_table, ints([0, 1]), ints([70]), ints([0]))
+    blocks, heads, rows = paged.key_cache.shape[:3]
+    whole = torch.zeros(blocks, heads, rows, device=device)
+    triton_ops.add_key_mass(whole, *inputs, scale=0.125)
+    wide = torch.zeros(heads + 1, blocks, rows + 3, device=device)
+    view = wide.transpose(0, 1)[:, :heads, :rows]
+    triton_ops.add_key_mass(view, *inputs, scale=0.125)
+    assert torch.equal(view, whole) and whole.any()
     view.zero_()
     assert not wide.any()
 
@@ -118,47 +143,42 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
     stride, head_size = 2**30, 64
     flat = make_huge(2 * stride + 4096, torch.bfloat16)
     cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
-    far = make_huge(2 * stride + 4096, torch.float32).as_strided((3, 1, 40), (stride, 1, 1))
+    far = make_huge(2 * stride + 4096, torch.float32).as_strided((3, 1, 16), (stride, 1, 1))
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
     query = torch.randn(10, 2, head_size, generator=generator).bfloat16().to(device)
-    near = torch.zeros(3, 1, 40, device=device)
+    near = torch.zeros(3, 1, 16, device=device)
     for pool, mass in ((cache, far), (data, near)):
         pool.copy_(data)
         mass.zero_()
-        triton_ops.paged_attention(
-            torch.empty_like(query),
+        triton_ops.add_key_mass(
+            mass,
             query,
             pool[..., :head_size],
-            pool[..., head_size:],
             ints([[2, 0, 1], [2, 1, 0], [1, 2, 0]]),
             ints([0, 1, 9, 10]),
             ints([40, 40, 35]),
             ints([3, 0, 0]),
             scale=0.125,
             num_splits=2,
-            key_mass=mass,
         )
     assert torch.equal(far, near)
-    torch.testing.assert_close(near.sum(-1)[:, 0], torch.tensor([2.0, 16.0, 2.0], device=device))
+    torch.testing.assert_close(near.sum().item(), 20.0)
 
 
 def test_refuses(make_paged, ints, device):
     paged = make_paged([70], 2, 64, torch.bfloat16)
     query = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=device)
-    inputs = (query, paged.key_cache, paged.value_cache, paged.block_table)
-    inputs += (ints([0, 1]), ints([70]), ints([0]))
-    for shape, dtype, message in [
-        ((1, 3, 70), torch.float32, r"must be \[1, 2, columns\]"),
-        ((1, 2, 70), torch.float64, "must be float32"),
+    inputs = (query, paged.key_cache, paged.block_table, ints([0, 1]), ints([70]), ints([0]))
+    blocks, _, rows = paged.key_cache.shape[:3]
+    for shape, dtype, kind, message in [
+        ((blocks, 3, rows), torch.float32, "sum", "as the cache's blocks"),
+        ((blocks, 2, rows), torch.float64, "sum", "must be float32"),
+        ((blocks, 2, rows), torch.float32, "mean", "must be one of sum"),
     ]:
+        mass = torch.zeros(shape, dtype=dtype, device=device)
         with pytest.raises(ValueError, match=message):
-            triton_ops.paged_attention(
-                torch.empty_like(query),
-                *inputs,
-                scale=0.125,
-                key_mass=torch.zeros(shape, dtype=dtype, device=device),
-            )
+            triton_ops.add_key_mass(mass, *inputs, scale=0.125, kind=kind)
 
 
 @pytest.mark.parametrize(

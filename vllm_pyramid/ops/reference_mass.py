@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`add_key_mass` in plain PyTorch: what the queries of a step give each key (see `reference.py`).
+
+The result is kept beside the cache, in its pages' layout: the mass of the token in block b, row i
+of KV head g stands at `mass[b, g, i]`. So it is found by the block table, needs no memory of its
+own per request, and survives in whatever order requests come and go; whoever writes a token sets
+the mass of its slot to zero, whoever moves tokens moves the mass along.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MASS_KINDS = ("sum", "below_average")
+
+
+def add_key_mass(
+    mass: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kind: str = "sum",
+    first_queries: torch.Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Add what each visible key is given by the queries of a step.
+
+    The softmax of `paged_attention` once more, without V. With `kind="sum"` its probabilities are
+    added up (the accumulated attention of H2O, arXiv:2306.14048); with `kind="below_average"` a key
+    counts 1 for every query that gives it less than 1 / (the keys which that query sees)
+    (Scissorhands, arXiv:2305.17118, the counter of its algorithm for compressing the cache). Both
+    over all query heads of the KV head.
+
+    Args: beyond those of `paged_attention`:
+        mass: `[P, G, N]` float32, unit stride in N, one block each of the cache. Only the slots of
+            visible keys are touched.
+        kind: one of `MASS_KINDS`.
+        first_queries: `[R]` int32; queries at positions below it add nothing. None: all add.
+
+    Raises:
+        ValueError: `mass` has another shape or dtype, or an unknown kind.
+    """
+    check_mass(mass, key_cache, kind)
+    block_size, group = key_cache.shape[2], query.shape[1] // key_cache.shape[1]
+    starts = query_start_loc.tolist()
+    for r, (seq_len, skip) in enumerate(zip(seq_lens.tolist(), skips.tolist(), strict=True)):
+        position = seq_len - (starts[r + 1] - starts[r])
+        begin = starts[r]
+        if first_queries is not None:
+            ignored = max(0, int(first_queries[r]) - position)
+            begin, position = begin + ignored, position + ignored
+        if begin >= starts[r + 1]:
+            continue
+        first = skip
+        if sliding_window:  # blocks below it may be somebody else's
+            first = max(skip, position - sliding_window + 1)
+        key_pos = torch.arange(first, seq_len, device=query.device)
+        if not key_pos.numel():
+            continue
+        blocks, rows = block_table[r, key_pos // block_size].long(), key_pos % block_size
+        q = query[begin : starts[r + 1]].to(compute_dtype)
+        k = key_cache[blocks, :, rows].to(compute_dtype).repeat_interleave(group, dim=1)
+        logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if soft_cap:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        query_pos = torch.arange(position, seq_len, device=query.device)
+        seen = key_pos[None, :] <= query_pos[:, None]
+        if sliding_window:
+            seen &= key_pos[None, :] > query_pos[:, None] - sliding_window
+        logits.masked_fill_(~seen, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(compute_dtype)[:, None, None].expand(-1, q.shape[0], 1)
+            logits = torch.cat([logits, sink], dim=-1)
+        # A query that sees nothing gives nothing (its softmax is NaN).
+        given = logits.softmax(dim=-1)[..., : key_pos.numel()].nan_to_num(0.0)
+        if kind == "below_average":
+            given = ((given * seen.sum(dim=1)[:, None] < 1) & seen).to(compute_dtype)
+        per_head = given.sum(dim=1).unflatten(0, (key_cache.shape[1], group)).sum(dim=1)
+        mass[blocks, :, rows] += per_head.T.to(mass.dtype)
+
+
+def check_mass(mass: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:
+    """Raise ValueError unless `mass` is float32 `[P, G, N]` beside `key_cache`, unit stride."""
+    if mass.dtype != torch.float32 or mass.shape != key_cache.shape[:3] or mass.stride(2) != 1:
+        raise ValueError(
+            f"mass must be float32 {list(key_cache.shape[:3])}, as the cache's blocks, with unit "
+            f"stride in the last dimension, got {mass.dtype} {tuple(mass.shape)}, strides "
+            f"{mass.stride()}"
+        )
+    if kind not in MASS_KINDS:
+        raise ValueError(f"kind {kind!r} must be one of {', '.join(MASS_KINDS)}")
