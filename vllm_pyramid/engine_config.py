@@ -229,12 +229,6 @@ def _check_resolved(config: VllmConfig) -> None:
 
 def _take_backend(config: VllmConfig, policy: Policy) -> None:
     """On CUDA, put our backend in front: vLLM's kernels, reading per-layer tables."""
-    if policy.needs_every_step:
-        raise ValueError(
-            f"policy {policy.name!r} works in every decode step (it gathers attention, or evicts "
-            "during generation), which this package does on the CPU only so far: on CUDA choose a "
-            "policy that evicts at the prompt's end"
-        )
     if policy.evicts and not policy.fill_blocks:
         raise ValueError(
             f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "

@@ -133,7 +133,7 @@ class Engine:
         assert self.pool.get_num_free_blocks() == self.usable_blocks
         assert not self.coordinator.held_blocks.any()
         assert not self.coordinator.skipped_tokens.any()
-        for kept in ("_plans", "_num_blocks", "_confirmed", "_evicted"):
+        for kept in ("_plans", "_num_blocks", "_confirmed", "_evicted", "_due"):
             assert not getattr(self.coordinator, kept), f"{kept} keeps finished requests"
         assert not self.scheduler._plans
 

@@ -71,7 +71,11 @@ def test_full_equals_vllm_without_the_plugin(
 
 @pytest.mark.parametrize(
     "policy",
-    ["window", "streaming-llm", "snapkv", "pyramidkv", "xkv", "zigzagkv", "entropykv", "ginikv"],
+    [
+        *("window", "streaming-llm", "snapkv", "pyramidkv"),
+        *("xkv", "zigzagkv", "entropykv", "ginikv"),
+        *("h2o", "scissorhands"),
+    ],
 )
 def test_a_budget_as_long_as_the_prompt_equals_full(
     engines: EnginePool, random_model: Path, full_runs: dict[int, list[Outcome]], policy: str

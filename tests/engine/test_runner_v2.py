@@ -44,6 +44,7 @@ SETTINGS: dict[str, Any] = {
 }
 POLICY = {"kv_policy": "pyramidkv", "kv_budget": 24}
 SOLVING = {"kv_policy": "xkv", "kv_budget": 24}
+LATER = {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}}
 # Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend.
 ENGINES = {
     "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu"),
@@ -154,3 +155,22 @@ def test_lengths_solved_on_the_attention_of_cuda(
     solved = ["solved_tokens" in report for _, report in outputs]
     assert solved == [True, False, False, True]
     assert any(len(set(report.get("solved_tokens", []))) > 1 for _, report in outputs)
+
+
+def test_evictions_during_generation_on_the_attention_of_cuda(
+    engines: EnginePool, model: Path, tmp_path: Path
+) -> None:
+    """Attention is gathered, and evictions during generation done, on shifted tables."""
+    child = _start(tmp_path, model, "second-attention", LATER)
+    try:
+        expected = _of_the_first_runner(engines, model, LATER)
+        result = child.result()
+    finally:
+        child.kill()
+    outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
+    assert outputs == expected
+    assert result["one_tensor_of_tables"]
+    reports = [report for _, report in outputs]
+    # 70 tokens keep 38 and give back 32; at 74 tokens 16 more go.
+    assert reports[0]["computed_tokens"] == 74 and reports[0]["kept_tokens"] == [26, 26]
+    assert reports[3]["computed_tokens"] == 100 and reports[3]["kept_tokens"] == [36, 36]

@@ -23,6 +23,10 @@ LAYERS = 4
 MAX_LEN = 384
 BLOCKS_OF_ONE = MAX_LEN // 16 * LAYERS
 WINDOW = 8
+SETTINGS: dict[str, dict[str, Any]] = {
+    # Evicts during generation, so that requests are preempted between evictions.
+    "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 32}}
+}
 
 
 def _jobs(policy: str, *, aborts: bool) -> list[Job]:
@@ -52,6 +56,7 @@ def _run(
     """Tokens of the requests that ended by themselves, and how often requests were preempted."""
     settings: dict[str, Any] = {
         "kv_policy": policy,
+        **SETTINGS.get(policy, {}),
         "dtype": "float32",
         "max_model_len": MAX_LEN,
         "max_num_batched_tokens": 128,
@@ -85,7 +90,7 @@ def _changed(
     return changed, len(contended), preemptions
 
 
-@pytest.mark.parametrize("policy", ["pyramidkv", "xkv"])
+@pytest.mark.parametrize("policy", ["pyramidkv", "xkv", "h2o"])
 def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:
     """Chunks, mixed batches, preemption, resumption and aborts; greedy tokens in float32."""
     model = tiny_model("llama-mha")

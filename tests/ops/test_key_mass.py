@@ -117,7 +117,7 @@ def test_below_average(make_batch, each_isa, dtype, options) -> None:
     batch = make_batch(LENS, QUERY_LENS, dtype=dtype, group=3)
     options = {"kind": "below_average", **options}
     right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
-    assert right.sum() > 10_000
+    assert right.sum() > 5_000
     for isa in each_isa():
         found = mass_of(cpu, batch, **options)
         assert (found == found.round()).all() and ((found - right).abs() <= 1).all(), isa

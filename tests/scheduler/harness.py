@@ -186,7 +186,7 @@ class Row:
     tables: list[list[int]]
     cells: np.ndarray  # [L, max_model_len] int64: the tag that each position should hold
     computed: int = 0  # after the latest step
-    skip: np.ndarray | None = None  # [L], once the prompt has been evicted
+    skip: np.ndarray | None = None  # [L], of the latest eviction
 
 
 @dataclass
@@ -239,10 +239,10 @@ class PlainWorker:
                 step.evictions.settle(index, solved_lengths(self.random, plan))
                 self.num_solved += 1
             for index, request_id in enumerate(step.evictions.request_ids):
-                self._evict(self.rows[request_id], step.evictions.helds[:, index])
-                step.evictions.tokens_done[index] = (
-                    step.evictions.prompt_lens[index] - step.evictions.helds[:, index]
-                ).sum()
+                end, helds = step.evictions.prompt_lens[index], step.evictions.helds[:, index]
+                befores = step.evictions.befores[:, index]
+                self._evict(self.rows[request_id], int(end), befores, helds)
+                step.evictions.tokens_done[index] = (end - befores - helds).sum()
                 self.num_evictions += bool(step.evictions.tokens_done[index])
         return attach_evictions(
             ModelRunnerOutput(
@@ -316,11 +316,10 @@ class PlainWorker:
                 f"layer {layer}: a live position was overwritten"
             )
 
-    def _evict(self, row: Row, helds: np.ndarray) -> None:
-        end = row.prompt_len
+    def _evict(self, row: Row, end: int, befores: np.ndarray, helds: np.ndarray) -> None:
         row.skip = end - helds
-        for layer, held in enumerate(helds.tolist()):
-            kept = np.array(sorted(self.random.sample(range(end), held)), np.int64)
+        for layer, (before, held) in enumerate(zip(befores.tolist(), helds.tolist(), strict=True)):
+            kept = np.array(sorted(self.random.sample(range(before, end), held)), np.int64)
             moved = self.memory_PN[self._slots(row, layer, kept)]
             tail = np.arange(end - held, end)
             self.memory_PN[self._slots(row, layer, tail)] = moved

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,7 +136,7 @@ def test_nothing_is_freed_before_the_prompt_is_processed() -> None:
     for processed in (0, 31):
         coordinator.remove_skipped_blocks("r", processed, 32)
         assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
-    with pytest.raises(RuntimeError, match="32 tokens is processed but the worker did not evict"):
+    with pytest.raises(RuntimeError, match="32 of its tokens .* the worker did not evict"):
         coordinator.remove_skipped_blocks("r", 32, 32)
     assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
     assert not coordinator.has_evicted("r")
@@ -286,3 +288,119 @@ def test_layers_must_have_one_block_size() -> None:
             scheduler_block_size=2 * BLOCK_SIZE,
             hash_block_size=BLOCK_SIZE,
         )
+
+
+# Evictions during generation ---------------------------------------------------------------------
+
+
+def later_plan(prompt_len: int, budget: Any, **args: Any) -> RetentionPlan:
+    plan = load_policy("h2o", budget, args).plan(prompt_len, NUM_LAYERS, BLOCK_SIZE)
+    assert isinstance(plan, RetentionPlan)
+    return plan
+
+
+def report(plan: RetentionPlan, number: int, before: int) -> Eviction:
+    given = plan.skip_after(number) - plan.skip_after(before)
+    return Eviction(int(given.sum()), None, number)
+
+
+@settings(deadline=None)
+@given(
+    prompt_len=st.integers(1, 80),
+    budget=st.one_of(st.integers(1, 90), st.sampled_from(["12%", "50%"])),
+    interval=st.integers(1, 40),
+    fill_blocks=st.booleans(),
+    allocator=st.sampled_from(["uniform", "arithmetic", "geometric"]),
+    generated=st.integers(0, 120),
+    seen_every=st.integers(1, 9),
+)
+def test_repeated_evictions_balance(
+    prompt_len: int,
+    budget: Any,
+    interval: int,
+    fill_blocks: bool,
+    allocator: str,
+    generated: int,
+    seen_every: int,
+) -> None:
+    """At every length each layer holds what its latest eviction left and what came after it.
+
+    The scheduler may look at a request seldom, so several evictions may have been confirmed.
+    """
+    plan = later_plan(
+        prompt_len, budget, interval=interval, fill_blocks=fill_blocks, allocator=allocator
+    )
+    coordinator = make_coordinator()
+    coordinator.set_plan("r", plan)
+    told = 0
+    for computed in range(prompt_len, prompt_len + generated + 1):
+        allocate(coordinator, "r", computed)
+        number = plan.evictions_by(computed)
+        if (plan.skip_after(number) != plan.skip_after(told)).any():
+            coordinator.confirm("r", report(plan, number, told))
+            told = number
+        if (computed - prompt_len) % seen_every:
+            continue
+        coordinator.remove_skipped_blocks("r", computed, prompt_len)
+        check_pool(coordinator)
+        skip = plan.skip_after(number)
+        expected = cdiv(computed, BLOCK_SIZE) - skip // BLOCK_SIZE
+        assert coordinator.blocks_held("r") == expected.tolist()
+        assert coordinator.skipped_tokens.tolist() == skip.tolist()
+        assert coordinator.tokens_evicted.tolist() == skip.tolist()
+        assert coordinator.blocks_freed.tolist() == (skip // BLOCK_SIZE).tolist()
+    coordinator.free("r")
+    check_pool(coordinator)
+    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
+    assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
+    coordinator.forget_plan("r")
+    assert not coordinator._due and not coordinator._evicted and not coordinator._confirmed
+
+
+def test_a_later_eviction_that_was_not_confirmed_stops_the_engine() -> None:
+    plan = later_plan(40, 16, interval=8)
+    coordinator = make_coordinator()
+    coordinator.set_plan("r", plan)
+    allocate(coordinator, "r", 40)
+    evict(coordinator, "r", plan)
+    held = coordinator.blocks_held("r")
+    allocate(coordinator, "r", 48)
+    coordinator.remove_skipped_blocks("r", 47, 40)
+    with pytest.raises(RuntimeError, match=r"48 of its tokens .* latest eviction was number 1"):
+        coordinator.remove_skipped_blocks("r", 48, 40)
+    assert coordinator.blocks_held("r") == [blocks + 1 for blocks in held]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Eviction(8 * NUM_LAYERS + 1, None, 2),  # another number of tokens
+        Eviction(8 * NUM_LAYERS, None, 3),  # one eviction left out
+        Eviction(8 * NUM_LAYERS, None, 1),  # the prompt's for a second time
+    ],
+)
+def test_a_wrong_report_of_a_later_eviction_stops_the_engine(wrong: Eviction) -> None:
+    plan = later_plan(40, 16, interval=8)
+    coordinator = make_coordinator()
+    coordinator.set_plan("r", plan)
+    allocate(coordinator, "r", 48)
+    evict(coordinator, "r", plan)
+    with pytest.raises(RuntimeError, match="scheduler and worker disagree"):
+        coordinator.confirm("r", wrong)
+
+
+def test_preemption_begins_with_the_prompt_again() -> None:
+    plan = later_plan(40, 16, interval=8)
+    coordinator = make_coordinator()
+    coordinator.set_plan("r", plan)
+    for _ in range(2):
+        allocate(coordinator, "r", 40)
+        coordinator.remove_skipped_blocks("r", 39, 40)
+        evict(coordinator, "r", plan)
+        allocate(coordinator, "r", 48)
+        coordinator.confirm("r", report(plan, 2, 1))
+        coordinator.remove_skipped_blocks("r", 48, 40)
+        assert coordinator.skipped_tokens.tolist() == plan.skip_after(2).tolist()
+        coordinator.free("r")
+        assert not coordinator.skipped_tokens.any() and not coordinator.held_blocks.any()
+    assert coordinator.num_evictions == 4

@@ -135,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 >= request.num_prompt_tokens
             ):
                 assert self.coordinator.has_evicted(name) == self.plans[name].evicts, "freed late"
+                self.check_freed(name, request.num_computed_tokens - request.num_in_flight_tokens)
             again = self.requests[name].num_preemptions != preemptions[name]
             self.check_chunk(name, 0 if again else before[name], scheduled)
         for name, count in preemptions.items():
@@ -143,9 +144,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.append((output, self.worker.execute(output)))
         for name, eviction in read_evictions(self.in_flight[-1][1]).items():
             self.seen["evicted"] += 1
+            self.seen["evicted later"] += eviction.number > 1
             assert (eviction.keep is not None) == isinstance(self.plans[name], OpenPlan)
             self.seen["solved"] += eviction.keep is not None
             self.seen["evicted again"] += self.requests[name].num_preemptions > 0
+            if eviction.number > 1:
+                again = self.requests[name].num_preemptions > 0
+                self.seen["evicted later again"] += again
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
         self.check_tables()
 
@@ -156,10 +161,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             for name in output.num_scheduled_tokens
         ]
 
-    def check_chunk(self, name: str, computed: int, scheduled: int) -> None:
-        """No chunk crosses a prompt's end, nor leaves less than the observation window."""
+    def check_freed(self, name: str, processed: int) -> None:
+        """By the blocks that it has given back, a request keeps to its later evictions too."""
         plan = self.plans[name]
-        if not plan.evicts or computed >= plan.prompt_len:
+        if isinstance(plan, RetentionPlan) and plan.every:
+            number = plan.evictions_by(processed)
+            assert self.coordinator._evicted[name] <= number
+            given = plan.skip_after(self.coordinator._evicted[name])
+            assert (given == plan.skip_after(number)).all(), "freed late"
+
+    def check_chunk(self, name: str, computed: int, scheduled: int) -> None:
+        """No chunk crosses an eviction; the prompt's leaves the observation window."""
+        plan = self.plans[name]
+        stop = plan.next_eviction(computed)
+        if not plan.evicts or stop is None:
+            return
+        assert computed + scheduled <= stop, f"{name}: a chunk crosses an eviction"
+        if computed >= plan.prompt_len:
             return
         left = plan.prompt_len - computed - scheduled
         assert left >= 0, f"{name}: a chunk crosses the end of the prompt"
@@ -190,7 +208,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = {request.request_id for request in self.scheduler.running}
         assert set(self.coordinator._num_blocks) == running
         confirmed = self.coordinator._confirmed.keys()
-        assert self.coordinator._evicted.keys() <= confirmed <= running
+        assert confirmed <= running and self.coordinator._evicted.keys() <= running
+        assert all(
+            name in confirmed or not self.plans[name].skip_after(number).any()
+            for name, number in self.coordinator._evicted.items()
+        ), "given back without the worker's word"
         stats = self.scheduler.policy_stats()
         assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
 
@@ -205,8 +227,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             settled = self.coordinator.confirmed_plan(name)
             expected = np.full(self.setup.num_layers, entries)
             if self.coordinator.has_evicted(name):
-                assert settled is not None
-                expected -= settled.skip // block_size
+                number = self.coordinator._evicted[name]
+                kept = settled if isinstance(plan, OpenPlan) else plan
+                assert isinstance(kept, RetentionPlan)
+                expected -= kept.skip_after(number) // block_size
             assert self.coordinator.blocks_held(name) == expected.tolist()
             if settled is not None:
                 if isinstance(plan, OpenPlan):
@@ -239,7 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         coordinator, scheduler = self.coordinator, self.scheduler
         assert coordinator.block_pool.get_num_free_blocks() == self.worker.num_blocks
         assert not coordinator._num_blocks and not coordinator._plans
-        assert not coordinator._confirmed and not coordinator._evicted
+        assert not coordinator._confirmed and not coordinator._evicted and not coordinator._due
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
@@ -276,6 +300,29 @@ VARIANTS: dict[str, Setup] = {
     "async-sampled": Setup(
         policy="xkv", policy_args=(("window", 6), ("sample_share", 0.4)), asynchronous=True
     ),
+    "sync-later": Setup(policy="h2o", budget=14, policy_args=(("interval", 4),)),
+    "sync-later-not-filled": Setup(
+        policy="h2o",
+        budget=9,
+        policy_args=(("interval", 3), ("fill_blocks", False), ("allocator", "arithmetic")),
+        **SMALL,
+    ),
+    "async-later": Setup(
+        policy="scissorhands",
+        budget=12,
+        policy_args=(("interval", 8), ("queries", 5), ("window", 3)),
+        asynchronous=True,
+        **SMALL,
+    ),
+    "async-v2-later": Setup(
+        policy="streaming-llm",
+        budget="30%",
+        policy_args=(("sinks", 2), ("schedule", "interval"), ("schedule.interval", 5)),
+        asynchronous=True,
+        runner_v2=True,
+        max_num_batched_tokens=24,
+        reserve_full_prompt=False,
+    ),
     "async-streaming-llm": Setup(
         policy="streaming-llm", policy_args=(("sinks", 2),), asynchronous=True
     ),
@@ -294,6 +341,8 @@ def test_machine(variant: str) -> None:
     happenings = ["evicted", "preempted", "evicted again", "mixed steps"]
     if "solved" in variant:
         happenings.append("solved")
+    if "later" in variant:
+        happenings += ["evicted later", "evicted later again"]
     if "sampled" in variant:
         happenings.append("averaged")
     for happening in happenings:

@@ -156,11 +156,17 @@ def test_a_row_changes_hands() -> None:
     assert not begin(retention, [("b", 64, 64, 1), ("a", 64, 64, 1)]).skips.any()
 
 
-def test_a_chunk_over_the_end_of_a_prompt_is_a_bug() -> None:
-    _, retention = make()
+@pytest.mark.parametrize(
+    ("policy", "computed", "scheduled"),
+    [("pyramidkv", 40, 25), ("h2o", 40, 25), ("h2o", 64, 65), ("h2o", 100, 29), ("h2o", 100, 93)],
+)
+def test_a_chunk_over_an_eviction_is_a_bug(policy: str, computed: int, scheduled: int) -> None:
+    _, retention = make(policy)
     retention.add("r", 64, None)
-    with pytest.raises(AssertionError, match="crosses the end"):
-        begin(retention, [("r", 64, 40, 25)])
+    with pytest.raises(AssertionError, match="crosses an eviction"):
+        begin(retention, [("r", 64, computed, scheduled)])
+    retention.add("r", 64, {"kv_policy": "full"})
+    assert not begin(retention, [("r", 64, computed, scheduled)]).skips.any()
 
 
 def test_a_last_chunk_shorter_than_the_window_is_a_bug() -> None:
@@ -318,3 +324,111 @@ def test_averaged_shares_are_known_beforehand() -> None:
         "solved": Eviction(160, (20,) * NUM_LAYERS),
         "averaged": Eviction(168),
     }
+
+
+# Evictions during generation ---------------------------------------------------------------------
+
+LATER = load_policy("h2o", 24, {"interval": 16})
+LOOKING_BACK = load_policy("scissorhands", 24, {"interval": 16, "queries": 10, "window": 2})
+
+
+def run_to(retention: Retention, name: str, prompt_len: int, end: int) -> list[Any]:
+    """Compute a request token by token from its prompt's end; the evictions on the way."""
+    found = []
+    for computed, scheduled in [(0, prompt_len), *((c, 1) for c in range(prompt_len, end))]:
+        step = begin(retention, [(name, prompt_len, computed, scheduled)])
+        if step.evictions is not None:
+            evictions = step.evictions
+            evictions.tokens_done += (
+                evictions.prompt_lens - evictions.befores - evictions.helds
+            ).sum(axis=0)
+            found.append((computed + scheduled, step, retention.take_report()))
+    return found
+
+
+def test_later_evictions_come_at_their_points() -> None:
+    retention = Retention(LATER, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+    retention.add("r", 50, None)
+    found = run_to(retention, "r", 50, 100)
+    assert [point for point, *_ in found] == [50, 66, 82, 98]
+    befores = [step.evictions.befores.T.tolist() for _, step, _ in found]
+    assert befores == [[[skip] * NUM_LAYERS] for skip in (0, 24, 40, 56)]
+    helds = [step.evictions.helds.T.tolist() for _, step, _ in found]
+    assert helds == [[[26] * NUM_LAYERS]] * 4
+    reports = [report for *_, report in found]
+    given = [24, 16, 16, 16]
+    assert reports == [
+        {"r": Eviction(tokens * NUM_LAYERS, None, number)}
+        for number, tokens in enumerate(given, 1)
+    ]
+    step = begin(retention, [("r", 50, 98, 1)])
+    assert step.skips.tolist() == [[72]] * NUM_LAYERS
+
+
+def test_a_recomputed_request_evicts_at_the_same_points() -> None:
+    """Preempted after 90 tokens: chunks up to each eviction, then further."""
+    retention = Retention(LATER, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+    retention.add("r", 50, None)
+    first = run_to(retention, "r", 50, 90)
+    again = []
+    for computed, scheduled in ((0, 30), (30, 20), (50, 10), (60, 6), (66, 16), (82, 8)):
+        step = begin(retention, [("r", 50, computed, scheduled)])
+        skip = 0 if computed < 50 else 24 + (computed - 50) // 16 * 16
+        assert step.skips.tolist() == [[skip]] * NUM_LAYERS
+        if step.evictions is not None:
+            again.append(step.evictions)
+            retention.take_report()
+    for (_, step, _), evictions in zip(first, again, strict=True):
+        assert evictions.prompt_lens.tolist() == step.evictions.prompt_lens.tolist()
+        assert evictions.helds.tolist() == step.evictions.helds.tolist()
+        assert evictions.numbers == step.evictions.numbers
+
+
+def test_points_that_give_nothing_are_seen_but_not_reported() -> None:
+    retention = Retention(LATER, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+    retention.add("r", 5, None)
+    found = run_to(retention, "r", 5, 60)
+    assert [point for point, *_ in found] == [5, 21, 37, 53]
+    assert [report for *_, report in found] == [
+        {},
+        {},
+        {"r": Eviction(8 * NUM_LAYERS, None, 3)},
+        {"r": Eviction(16 * NUM_LAYERS, None, 4)},
+    ]
+
+
+def test_which_queries_count() -> None:
+    never = np.iinfo(np.int32).max
+    rows = [("a", 50, 0, 50), ("b", 50, 50, 1), ("c", 50, 66, 1), ("full", 50, 66, 1)]
+    for policy, expected in (
+        (LATER, [0, 0, 0, never]),
+        # The last 10 queries before the evictions at 50, 66 and 82 tokens.
+        (LOOKING_BACK, [40, 56, 72, never]),
+    ):
+        retention = Retention(policy, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+        for name, *_ in rows:
+            retention.add(name, 50, {"kv_policy": "full"} if name == "full" else None)
+        step = begin(retention, rows)
+        assert step.first_queries is not None and step.first_queries.dtype == np.int32
+        assert step.first_queries.tolist() == expected
+    once = LATER.model_copy(update={"schedule": "prompt_end"})
+    retention = Retention(once, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+    for name, *_ in rows:
+        retention.add(name, 50, None)
+    step = begin(retention, rows)
+    assert step.first_queries is not None and step.first_queries.tolist() == [0, *[never] * 3]
+    assert begin(make()[1], []).first_queries is None
+
+
+def test_rows_change_hands() -> None:
+    retention = Retention(LATER, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+    for name in "ab":
+        retention.add(name, 50, None)
+    for rows, expected in (
+        ([("a", 50, 70, 1), ("b", 50, 50, 1)], [40, 24]),
+        ([("b", 50, 51, 1), ("a", 50, 71, 1)], [24, 40]),
+        ([("a", 50, 82, 1)], [56]),
+        ([("a", 50, 0, 20), ("b", 50, 98, 1)], [0, 72]),
+    ):
+        step = begin(retention, rows)
+        assert step.skips.tolist() == [expected] * NUM_LAYERS

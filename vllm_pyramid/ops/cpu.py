@@ -227,11 +227,15 @@ def add_key_mass(
     sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
 ) -> None:
     """See `reference_mass.add_key_mass`. Two passes over K, one thread a request and KV head.
 
     Queries are added one after the other: how a prompt is cut into chunks does not change the bits.
+    The maxima are not needed here.
     """
+    del max_query_len, max_seq_len
     check_mass(mass, key_cache, kind)
     first = 0
     if first_queries is not None:

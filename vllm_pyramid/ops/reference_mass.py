@@ -29,6 +29,8 @@ def add_key_mass(
     sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Add what each visible key is given by the queries of a step.
@@ -44,6 +46,8 @@ def add_key_mass(
             visible keys are touched.
         kind: one of `MASS_KINDS`.
         first_queries: `[R]` int32; queries at positions below it add nothing. None: all add.
+        max_query_len, max_seq_len: the most queries and tokens of a request, if the caller knows
+            them, so that a device need not be asked.
 
     Raises:
         ValueError: `mass` has another shape or dtype, or an unknown kind.

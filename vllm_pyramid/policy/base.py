@@ -213,7 +213,8 @@ class Policy(BaseModel):
             prompt_len: tokens of the prompt. keep: how many stay, `sinks <= keep <= prompt_len`
                 unless nothing is evicted; pass `RetentionPlan.held` for what is really kept.
         """
-        assert not self.needs_scores, f"{self.name}: positions depend on attention scores"
+        scored = self.needs_scores or self.scorer.accumulates
+        assert not scored, f"{self.name}: positions depend on attention scores"
         assert 0 <= keep <= prompt_len, (keep, prompt_len)
         sinks = min(self.sinks, keep)
         head = np.arange(sinks, dtype=np.int32)

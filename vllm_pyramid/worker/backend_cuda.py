@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from vllm_pyramid.config import KVSettings
 from vllm_pyramid.ops import get_ops
 from vllm_pyramid.worker.context import LayerContext
 
@@ -33,7 +34,15 @@ class PyramidBuilderMixin:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decode steps of one token, whatever the stock kernel could do."""
+        """Decode steps of one token, whatever the stock kernel could do.
+
+        None at all where a policy works in every step; vLLM then runs attention between piecewise
+        graphs, or says that the mode which was asked for cannot be.
+        """
+        settings = KVSettings.from_additional_config(vllm_config.additional_config)
+        policy = settings.policy() if settings is not None else None
+        if policy is not None and policy.needs_every_step:
+            return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
     def build(
@@ -57,11 +66,14 @@ class PyramidBuilderMixin:
             common.max_seq_len = int(shifted.max_lens[context.layer])
         metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
         metadata.kv_step = context.retention.step
+        if metadata.kv_step.first_queries is not None:
+            metadata.kv_first_queries = shifted.first_queries[context.layer, : common.num_reqs]
+            metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
         return metadata
 
 
 class PyramidImplMixin:
-    """Evicts after the stock attention, where a prompt ends in the step.
+    """Gathers and evicts after the stock attention, where the policy and the step ask for it.
 
     Attributes:
         context: set by the model runner.
@@ -71,6 +83,19 @@ class PyramidImplMixin:
     head_size: int
     scale: float
     logits_soft_cap: float
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See vLLM's; nothing has been given yet to the keys that are written."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        if self.context is not None and self.context.mass is not None:
+            self.context.mass.forget(slot_mapping)
 
     def forward(
         self,
@@ -88,18 +113,44 @@ class PyramidImplMixin:
         result: torch.Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
-        if attn_metadata is None or attn_metadata.kv_step.evictions is None:
+        if attn_metadata is None:
+            return result
+        step = attn_metadata.kv_step
+        if step.evictions is None and step.first_queries is None:
             return result
         assert self.context is not None, "the layer was not bound"
-        # A prompt that ends now has skipped nothing yet, so its shifted row is the whole table.
-        self.context.evict(
-            get_ops(query.device.type),
-            attn_metadata.kv_step.evictions,
-            query[: attn_metadata.num_actual_tokens],
-            kv_cache[..., : self.head_size],
-            kv_cache[..., self.head_size :],
-            attn_metadata.block_table,
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap or 0.0,
-        )
+        ops = get_ops(query.device.type)
+        query = query[: attn_metadata.num_actual_tokens]
+        key_cache, value_cache = kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
+        soft_cap = self.logits_soft_cap or 0.0
+        if step.first_queries is not None:
+            assert self.context.mass is not None
+            requests = attn_metadata.kv_no_skips.shape[0]
+            self.context.mass.add(
+                ops,
+                query,
+                key_cache,
+                attn_metadata.block_table,
+                attn_metadata.query_start_loc[: requests + 1],
+                attn_metadata.seq_lens[:requests],
+                attn_metadata.kv_no_skips,
+                scale=self.scale,
+                soft_cap=soft_cap,
+                sinks=getattr(self, "sinks", None),
+                first_queries=attn_metadata.kv_first_queries,
+                max_query_len=attn_metadata.max_query_len,
+                max_seq_len=attn_metadata.max_seq_len,
+            )
+        if step.evictions is not None:
+            # The layer's shifted row begins with the first block that it holds.
+            self.context.evict(
+                ops,
+                step.evictions,
+                query,
+                key_cache,
+                value_cache,
+                attn_metadata.block_table,
+                scale=self.scale,
+                soft_cap=soft_cap,
+            )
         return result

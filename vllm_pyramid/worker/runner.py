@@ -253,7 +253,7 @@ class PyramidRunnerMixin:
         Args: see `ShiftedTables.update`.
         """
         if self.shifted is not None:
-            self.shifted.update(seq_lens, step.skips, host_lens)
+            self.shifted.update(seq_lens, step.skips, host_lens, step.first_queries)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with the evictions of the step attached to the output."""
