@@ -120,8 +120,8 @@ def test_a_long_generation_holds_a_bounded_cache(
         dtype="float32",
         max_model_len=NUM_TOKENS + 512,
         max_num_seqs=2,
-        # Less than half of what both need without evictions.
-        num_gpu_blocks_override=4 * (NUM_TOKENS + 512) // BLOCK + 1,
+        # What one of them needs without evictions; both would not fit.
+        num_gpu_blocks_override=4 * -(-(NUM_TOKENS + 512) // BLOCK) + 1,
     )
     most = np.zeros(4, np.int64)
     decoding = 0
