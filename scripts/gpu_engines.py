@@ -32,7 +32,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
-    """`none`, `full` and `pyramidkv` on a small random Llama, one engine after the other.
+    """`none`, `full`, `pyramidkv` and `h2o` on a small random Llama, one engine after the other.
 
     Args:
         backend: of attention; None leaves the choice to vLLM.
@@ -58,6 +58,7 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
         "none": {"kv_policy": "none"},
         "full": {"kv_policy": "full"},
         "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": budget},
+        "h2o": {"kv_policy": "h2o", "kv_budget": budget, "kv_policy_args": {"interval": 16}},
     }
     outcomes: dict[str, list[Any]] = {}
     blocks_in_decode: dict[str, int] = {}
@@ -112,6 +113,16 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
     for full, evicted in zip(outcomes["full"], outcomes["pyramidkv"], strict=True):
         same = full.token_ids[0] == evicted.token_ids[0]
         require(same, "the first token was chosen before the eviction, and yet it differs")
+    for outcome in outcomes["h2o"]:
+        # 47 tokens are computed after the prompt: evictions at 16 and 32 of them.
+        at, length = outcome.report["computed_tokens"], len(outcome.job.prompt)
+        require(at == length + 32, f"h2o evicted at {at} tokens, not at {length} + 32")
+        most = budget + engine.block_size - 1
+        require(max(outcome.report["kept_tokens"]) <= most, f"h2o keeps {outcome.report}")
+    require(
+        blocks_in_decode["h2o"] < blocks_in_decode["full"] / 2,
+        f"evictions during generation freed too few blocks: {blocks_in_decode}",
+    )
     return result
 
 

@@ -33,7 +33,7 @@ class PolicyMetrics:
         layer = ["engine", "layer"]
         self.evictions = Counter(
             "vllm_pyramid:evictions",
-            "Evictions: of prompts, and later ones; one that is preempted and evicts again counts again.",
+            "Evictions, of prompts and later ones; those repeated after a preemption count again.",
             ["engine"],
         )
         self.counters = {

@@ -107,7 +107,9 @@ def test_mass_is_added_and_sums_to_the_queries(make_batch, module) -> None:
     mass = mass_of(module, batch, 2.0) - 2.0
     for r, queries in enumerate(QUERY_LENS):
         expected = torch.full((2,), queries * 3.0)
-        torch.testing.assert_close(of_request(batch, mass, r).sum(-1), expected, rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(
+            of_request(batch, mass, r).sum(-1), expected, rtol=1e-3, atol=1e-2
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

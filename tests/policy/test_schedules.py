@@ -86,6 +86,8 @@ def test_a_short_prompt_grows_until_the_budget() -> None:
 class Groups(IntervalSchedule):
     """As PyramidInfer: the prompt's tokens stay, a share of what is generated is added to them."""
 
+    kind: str = "test"  # type: ignore[assignment]
+
     def keep(self, prompt: RetentionPlan, computed: int, thinned: RetentionPlan) -> IntArray:
         groups = (computed - prompt.prompt_len) // self.interval
         rates = np.linspace(0.8, 0.2, len(prompt.keep))

@@ -136,7 +136,7 @@ def test_nothing_is_freed_before_the_prompt_is_processed() -> None:
     for processed in (0, 31):
         coordinator.remove_skipped_blocks("r", processed, 32)
         assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
-    with pytest.raises(RuntimeError, match="32 of its tokens .* the worker did not evict"):
+    with pytest.raises(RuntimeError, match=r"32 of its tokens .* the worker did not evict"):
         coordinator.remove_skipped_blocks("r", 32, 32)
     assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
     assert not coordinator.has_evicted("r")

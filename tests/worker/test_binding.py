@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from tests.plans import plans_of
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.worker.backend_cuda import PyramidBuilderMixin
 from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.retention import Retention, StepEvictions
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
@@ -212,3 +214,56 @@ def test_evictions_are_uploaded_once_a_step() -> None:
     assert uploads.get(step, everyone, device) is first
     later = make_evictions([1, 2, 3])  # the same choice in another step is something else
     assert uploads.get(later, everyone, device).rows.tolist() == [1, 2, 3]
+
+
+# Policies that gather what queries give keys -----------------------------------------------------
+
+
+class CacheConfig(list[Any]):
+    """The groups, as `StockRunner` takes them, with what else is read of vLLM's configuration."""
+
+    num_blocks = 30
+
+
+def test_one_mass_for_all_layers() -> None:
+    runner = Runner("h2o")
+    groups = make_groups()
+    runner.initialize_kv_cache(CacheConfig(groups))
+    contexts = [group.metadata_builders[0].context for group in groups]
+    mass = contexts[0].mass
+    assert mass is not None and all(context.mass is mass for context in contexts)
+    assert mass.pages.shape == (30, 2, 16) and mass.pages.dtype == torch.float32
+    other = Runner("pyramidkv")
+    groups = make_groups()
+    other.initialize_kv_cache(CacheConfig(groups))
+    assert groups[0].metadata_builders[0].context.mass is None
+
+
+def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
+    page = 16 * 2 * 64 * 2 * 2  # tokens, KV heads, head size, K and V, bytes
+    for policy, expected in (("h2o", 1000 * page), ("pyramidkv", 1000 * (page + 4 * 16 * 2))):
+        runner = Runner(policy)
+        for spec in runner._specs.values():
+            spec.page_size_bytes = page  # type: ignore[misc]
+        assert runner.room_for_cache(1000 * (page + 4 * 16 * 2)) == expected
+
+
+def test_layers_with_different_numbers_of_heads_have_no_mass() -> None:
+    runner = Runner("h2o")
+    runner._specs[NAMES[1]].num_kv_heads = 4  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"pages of \[2, 4\] KV heads"):
+        runner.initialize_kv_cache(CacheConfig(make_groups()))
+
+
+@pytest.mark.parametrize(
+    ("policy", "args", "support"),
+    [
+        ("pyramidkv", {}, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        ("h2o", {}, AttentionCGSupport.NEVER),
+        ("streaming-llm", {}, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        ("streaming-llm", {"schedule": "interval"}, AttentionCGSupport.NEVER),
+    ],
+)
+def test_graphs_never_replay_a_step_that_evicts(policy: str, args: Any, support: Any) -> None:
+    config = SimpleNamespace(additional_config={"kv_policy": policy, "kv_policy_args": args})
+    assert PyramidBuilderMixin.get_cudagraph_support(config, None) == support

@@ -358,8 +358,7 @@ def test_later_evictions_come_at_their_points() -> None:
     reports = [report for *_, report in found]
     given = [24, 16, 16, 16]
     assert reports == [
-        {"r": Eviction(tokens * NUM_LAYERS, None, number)}
-        for number, tokens in enumerate(given, 1)
+        {"r": Eviction(tokens * NUM_LAYERS, None, number)} for number, tokens in enumerate(given, 1)
     ]
     step = begin(retention, [("r", 50, 98, 1)])
     assert step.skips.tolist() == [[72]] * NUM_LAYERS

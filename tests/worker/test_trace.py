@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.plans import plans_of
-from vllm_pyramid.worker.retention import StepEvictions
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.worker.retention import Retention, StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 
 pytestmark = pytest.mark.cpu
@@ -152,3 +153,34 @@ def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", str(tmp_path))
     write(TraceWriter("~/traces", HEADS, 0, 1), make_evictions(["r"]))
     assert files(tmp_path / "traces") == ["r.npz"]
+
+
+def test_later_evictions_are_written_as_positions_of_the_sequence(tmp_path: Path) -> None:
+    policy = load_policy("h2o", 4, {"interval": 4, "fill_blocks": False})
+    retention = Retention(policy, NUM_LAYERS, 16, 2)
+    retention.add("r", 6, None)
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
+
+    def compute(computed: int, scheduled: int, *places: list[int]) -> None:
+        columns = [np.array([n], np.int32) for n in (6, computed, scheduled)]
+        step = retention.begin_step(["r"], *columns)
+        assert step.evictions is not None
+        for layer in range(NUM_LAYERS):
+            kept = torch.tensor(places, dtype=torch.int32)
+            writer.record(step.evictions, 0, layer, kept, torch.full((2,), np.nan))
+        writer.finish_step(step.evictions)
+
+    for _ in range(2):  # as after a preemption
+        compute(0, 6, [0, 2, 4, 5], [1, 2, 4, 5])
+        compute(9, 1, [1, 3, 5, 7], [0, 3, 6, 7])
+        compute(13, 1, [0, 1, 2, 3], [3, 4, 5, 7])
+        assert files(tmp_path) == ["r.npz", "r@10.npz", "r@14.npz"]
+        with np.load(tmp_path / "r@10.npz") as file:
+            assert int(file["computed"]) == 10 and "prompt_len" not in file
+            assert file["kept_2"].tolist() == [[2, 5, 7, 9], [1, 5, 8, 9]]
+            assert np.isnan(file["recall_2"]).all()
+        with np.load(tmp_path / "r@14.npz") as file:
+            assert file["kept_0"].tolist() == [[2, 5, 7, 9], [9, 10, 11, 13]]
+            assert file["held"].tolist() == [4] * NUM_LAYERS
+    writer.forget("r")
+    assert not writer._holds and not writer._open

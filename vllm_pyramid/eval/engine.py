@@ -154,11 +154,15 @@ def _result(request: Request, output: Any, recall: list[list[float]] | None) -> 
 def _take_recalls(folder: Path) -> dict[str, list[list[float]]]:
     """The recall of every traced request `[layers][KV heads]`, by its external name.
 
-    Ranks that share the KV heads write a file each; their heads are put side by side.
+    Ranks that share the KV heads write a file each; their heads are put side by side. Files of
+    evictions after the prompt's end have no recall.
     """
     found: dict[str, list[list[float]]] = {}
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as trace:
+            if "prompt_len" not in trace:
+                path.unlink()
+                continue
             # vLLM adds a dash and a random end to the name that it gave the request.
             name = str(trace["request_id"]).rsplit("-", 1)[0]
             layers = sum(key.startswith("recall_") for key in trace.files)

@@ -287,7 +287,7 @@ def _plan_of(
 
 
 def _later_plan(policy: Policy, prompt: RetentionPlan, target: int, computed: int) -> RetentionPlan:
-    """What is kept at the eviction after `computed` tokens, of a prompt whose budget is `target`."""
+    """What is kept at the eviction after `computed` tokens; `target` is the prompt's budget."""
     layers, block_size, mean = len(prompt.keep), prompt.block_size, min(target, computed)
     thinned = _settled(policy, computed, layers, block_size, mean)
     keep = policy.schedule.keep(prompt, computed, thinned)

@@ -210,6 +210,7 @@ class PyramidSchedulerMixin(Scheduler):
                 # Everything below is of the latest eviction, when so many tokens were computed.
                 number = self.coordinator.confirmed_number(request.request_id)
                 settled = settled.after(number)
+                report["kv_budget"] = settled.budget_tokens
                 report["computed_tokens"] = settled.prompt_len
                 report["blocks_before"] = (
                     cdiv(settled.prompt_len, self.block_size) * self.coordinator.num_layers

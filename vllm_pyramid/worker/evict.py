@@ -132,8 +132,8 @@ def evict_layer(
         )  # fmt: skip
         recalls = window.recall(kept, lens, keeps)
         places = kept - device.deads[layer][:, None, None]
-        for index, of_one, recall in zip(shortened.tolist(), places, recalls, strict=True):
-            trace.record(evictions, index, layer, of_one[:, : evictions.helds[layer, index]], recall)
+        for row, index in enumerate(shortened.tolist()):
+            trace.record(evictions, index, layer, places[row, :, : held[row]], recalls[row])
     ops.compact(key_cache, value_cache, tables, kept, lens, keeps, max_keep=max_keep)
     if mass is not None:
         mass.move(tables, kept, lens, keeps)

@@ -82,7 +82,8 @@ class KeyMass:
 
         Args:
             plans: S settled plans. layer: index in them.
-            tables: `[S, M]` int32 from the layer's first block on, all of their tokens. lens: `[S]` int32, tokens there.
+            tables: `[S, M]` int32 from the layer's first block on, all of their tokens.
+            lens: `[S]` int32, tokens there.
             deads: `[S]` int32, the first of them that are no more. keeps: `[S]` int32.
 
         Returns:

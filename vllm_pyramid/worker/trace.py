@@ -27,19 +27,19 @@ def _file_name(request_id: str) -> str:
 class TraceWriter:
     """Writes one `.npz` an eviction into a folder, at the end of its step.
 
-    A prompt's end has the request's name. The file holds `request_id`, `prompt_len`, `budget` (mean tokens a layer asked for), `held`
-    (`[L]` int32, tokens kept per KV head), `kept_<layer>` (`[G, held[layer]]` int32, ascending
-    positions; layers and requests that kept everything too) and `recall_<layer>` (`[G]` float32,
-    the share of the attention of the prompt's last queries to the tokens before them that the kept
-    ones hold: `ops.recall.kept_mass`; 1 where everything was kept, NaN for a prompt that is not
-    longer than the window). With tensor parallelism each rank
+    The file of a prompt's end has the request's name and holds `request_id`, `prompt_len`, `budget`
+    (mean tokens a layer asked for), `held` (`[L]` int32, tokens kept per KV head), `kept_<layer>`
+    (`[G, held[layer]]` int32, ascending positions; layers and requests that kept everything too)
+    and `recall_<layer>` (`[G]` float32, the share of the attention of the prompt's last queries to
+    the tokens before them that the kept ones hold: `ops.recall.kept_mass`; 1 where everything was
+    kept, NaN for a prompt that is not longer than the window). With tensor parallelism each rank
     writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
     has characters that a file's cannot have, is shortened and gets a checksum. A request that is
-    preempted and evicts again replaces its file.
+    preempted and evicts again replaces its files.
 
     A policy that evicts during generation too adds a file for each later eviction, named
-    `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence, `computed`
-    says how long it was (`prompt_len` in the prompt's file), and `recall_<layer>` is NaN.
+    `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence,
+    `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN.
 
     Args:
         folder: made if need be. num_kv_heads: of each layer, on this rank.

@@ -14,8 +14,8 @@ import torch
 class DeviceEvictions:
     """Some of a step's evicting requests, S of them, where the attention is.
 
-    A layer that has evicted before is looked at from its first block on: positions in it are counted
-    from there.
+    A layer that has evicted before is looked at from its first block on: positions in it are
+    counted from there.
 
     Attributes:
         rows: `[S]` int64, their rows of the batch.
