@@ -342,7 +342,7 @@ def run_to(retention: Retention, name: str, prompt_len: int, end: int) -> list[A
             evictions.tokens_done += (
                 evictions.prompt_lens - evictions.befores - evictions.helds
             ).sum(axis=0)
-            found.append((computed + scheduled, step, retention.take_report()))
+            found.append((computed + scheduled, evictions, retention.take_report()))
     return found
 
 
@@ -351,9 +351,9 @@ def test_later_evictions_come_at_their_points() -> None:
     retention.add("r", 50, None)
     found = run_to(retention, "r", 50, 100)
     assert [point for point, *_ in found] == [50, 66, 82, 98]
-    befores = [step.evictions.befores.T.tolist() for _, step, _ in found]
+    befores = [evictions.befores.T.tolist() for _, evictions, _ in found]
     assert befores == [[[skip] * NUM_LAYERS] for skip in (0, 24, 40, 56)]
-    helds = [step.evictions.helds.T.tolist() for _, step, _ in found]
+    helds = [evictions.helds.T.tolist() for _, evictions, _ in found]
     assert helds == [[[26] * NUM_LAYERS]] * 4
     reports = [report for *_, report in found]
     given = [24, 16, 16, 16]
@@ -377,10 +377,10 @@ def test_a_recomputed_request_evicts_at_the_same_points() -> None:
         if step.evictions is not None:
             again.append(step.evictions)
             retention.take_report()
-    for (_, step, _), evictions in zip(first, again, strict=True):
-        assert evictions.prompt_lens.tolist() == step.evictions.prompt_lens.tolist()
-        assert evictions.helds.tolist() == step.evictions.helds.tolist()
-        assert evictions.numbers == step.evictions.numbers
+    for (_, before, _), evictions in zip(first, again, strict=True):
+        assert evictions.prompt_lens.tolist() == before.prompt_lens.tolist()
+        assert evictions.helds.tolist() == before.helds.tolist()
+        assert evictions.numbers == before.numbers
 
 
 def test_points_that_give_nothing_are_seen_but_not_reported() -> None:

@@ -97,7 +97,7 @@ class TraceWriter:
         for index, request_id in enumerate(evictions.request_ids):
             layers = self._open.pop(request_id, {})
             end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
-            arrays: dict[str, Any] = {}
+            arrays: dict[str, Any] = {"prompt_len" if number == 1 else "computed": end}
             for layer, heads in enumerate(self.num_kv_heads):
                 if layer not in layers:
                     layers[layer] = (
@@ -116,7 +116,6 @@ class TraceWriter:
                     request_id=request_id,
                     budget=int(evictions.budgets[index]),
                     held=evictions.helds[:, index],
-                    **{"prompt_len" if number == 1 else "computed": end},
                     **arrays,
                 )
             partial.rename(self.folder / f"{name}.npz")
