@@ -119,6 +119,7 @@ def test_a_long_generation_holds_a_bounded_cache(
         kv_policy_args={"interval": interval},
         dtype="float32",
         max_model_len=NUM_TOKENS + 512,
+        hf_overrides={"max_position_embeddings": NUM_TOKENS + 512},
         max_num_seqs=2,
         # What one of them needs without evictions; both would not fit.
         num_gpu_blocks_override=4 * -(-(NUM_TOKENS + 512) // BLOCK) + 1,
