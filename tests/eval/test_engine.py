@@ -8,11 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_pyramid.cli import main
 from vllm_pyramid.demo import model_path
+from vllm_pyramid.eval.engine import _take_recalls
 from vllm_pyramid.eval.haystack import load_tokens
 from vllm_pyramid.eval.run import Run, Settings, Store
 from vllm_pyramid.eval.tasks import load_task
@@ -167,3 +169,17 @@ def test_the_built_in_model_finds_what_is_kept(tmp_path: Path) -> None:
     assert sum(exact) / len(exact) >= 0.9
     assert share["snapkv"] >= 0.9
     assert share["streaming-llm"] <= 0.5
+
+
+def test_recalls_are_those_of_the_prompts_end(tmp_path: Path) -> None:
+    """Policies that evict during generation write further files, which have none."""
+    for name, number, recall in (
+        ("a-1-x", {"prompt_len": 40}, 0.5),
+        ("a-1-x@72", {"computed": 72}, np.nan),
+        ("b-2-y", {"prompt_len": 30}, 0.25),
+    ):
+        request_id = name.partition("@")[0]
+        recalls = {f"recall_{layer}": np.full(2, recall) for layer in range(2)}
+        np.savez(tmp_path / f"{name}.npz", request_id=request_id, **number, **recalls)
+    assert _take_recalls(tmp_path) == {"a-1": [[0.5, 0.5]] * 2, "b-2": [[0.25, 0.25]] * 2}
+    assert not list(tmp_path.iterdir())

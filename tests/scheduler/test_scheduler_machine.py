@@ -300,8 +300,7 @@ VARIANTS: dict[str, Setup] = {
     "async-sampled": Setup(
         policy="xkv", policy_args=(("window", 6), ("sample_share", 0.4)), asynchronous=True
     ),
-    "sync-later": Setup(policy="h2o", budget=14, policy_args=(("interval", 4),)),
-    "sync-later-not-filled": Setup(
+    "sync-later": Setup(
         policy="h2o",
         budget=9,
         policy_args=(("interval", 3), ("fill_blocks", False), ("allocator", "arithmetic")),
