@@ -24,12 +24,16 @@ worker.runner*  V1: _update_states, _build_attention_metadata, input_batch, the 
                 init_block_table_layout_tensors. Both: AttentionGroup.kernel_block_size,
                 gpu.attn_utils.get_shared_kv_cache_layers
                 Why: what a step holds, and tables of our own. Remove with `runner`.
+linear          model_executor.layers.utils.dispatch_cpu_unquantized_gemm, layer.cpu_linear (CPU)
+                Why: the wheel's linear layers rearrange their weight in every call. Remove when
+                vLLM packs with PyTorch's operators.
 platform.seeds  CPUModelRunner._sample, ._bookkeeping_sync
                 Why: seeded requests with chunked prompts end the engine on the CPU. Remove when
                 vLLM turns generators back without `set_offset` there.
 
 The patches of `engine_args` are put in when the plugin loads and do nothing until a policy is
-asked for; the others are put in only then. vLLM's classes that are meant to be derived from
+asked for; those of `linear` and `platform.seeds` belong to the CPU platform; the others are put in
+only when a policy is asked for. vLLM's classes that are meant to be derived from
 (scheduler, worker, attention backend, platform, KV cache spec and manager) are derived from where
 they belong; the operators that vLLM's CPU code misses are in `platform/torch_ops.py`.
 """

@@ -63,10 +63,12 @@ class PyramidCpuPlatform(CpuPlatform):
         from vllm.triton_utils import HAS_TRITON
         from vllm.triton_utils.dispatcher import register_kernels
 
+        from vllm_pyramid.compat import linear
         from vllm_pyramid.platform import seeds
         from vllm_pyramid.platform.torch_ops import compute_slot_mapping
 
         seeds.install()
+        linear.install()
         if HAS_TRITON:
             return
         register_kernels(
