@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an engine in a process of its own, so that its memory is gone before the next one starts.
 
-The child is `python -m MODULE`. It reads one JSON object from standard input and prints messages,
-JSON objects on lines that begin with `MARK`; other lines are vLLM's and are ignored.
+The child is `python -m MODULE`, or another program that speaks as follows. It reads tasks, JSON
+objects on a line each, from standard input and prints messages, JSON objects on lines that begin
+with `MARK`; other lines are vLLM's and are ignored. `run_child` gives a child one task;
+a `Child` is kept and asked again, and its answer to a task ends with a message that has `done`.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 MARK = "@vllm-pyramid "
 # The end of a failed process's log that is shown; the reason stands in the last lines.
@@ -33,57 +35,122 @@ def say(**message: Any) -> None:
 
 def read_task() -> dict[str, Any]:
     """Called in the child: what the parent wants."""
-    task: dict[str, Any] = json.load(sys.stdin)
+    task: dict[str, Any] = json.loads(sys.stdin.readline())
     return task
+
+
+def read_tasks() -> Iterator[dict[str, Any]]:
+    """Called in a child that is asked again and again, until the parent wants nothing more.
+
+    Waiting costs no time of the processor: the process sleeps in a read.
+    """
+    for line in iter(sys.stdin.readline, ""):
+        yield json.loads(line)
+
+
+class Child:
+    """A process that waits for tasks. Use it in a `with` statement: it ends with it.
+
+    Args:
+        command: the program and its arguments. what: names it in error messages.
+        offline: nothing is to be fetched from a hub. environment: variables beyond this process's.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        what: str,
+        *,
+        offline: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.what = what
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "TOKENIZERS_PARALLELISM": "false",
+                "VLLM_NO_USAGE_STATS": "1",
+                **({"HF_HUB_OFFLINE": "1"} if offline else {}),
+                **os.environ,
+                **(environment or {}),
+            },
+            start_new_session=True,  # a process group of its own, with the engine's processes
+        )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end_group(self._process)
+        self._log.close()
+
+    def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give it a task; yields its messages up to the one that has `done`.
+
+        Raises:
+            ChildError: the process ended instead.
+        """
+        self._send(task)
+        for message in self._messages():
+            yield message
+            if "done" in message:
+                return
+        self._raise_error()
+
+    def finish(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give it its only or last task; yields its messages until the process ends.
+
+        Raises:
+            ChildError: the process failed.
+        """
+        self._send(task)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        yield from self._messages()
+        if self._process.wait() != 0:
+            self._raise_error()
+
+    def _send(self, task: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        # A process that died before it read must be reported with its log, not as a broken pipe.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK))
+
+    def _raise_error(self) -> NoReturn:
+        status = self._process.wait()
+        self._log.seek(0)
+        tail = "".join(self._log.readlines()[-_LOG_TAIL_LINES:])
+        raise ChildError(f"{self.what} failed with exit status {status}; its log ends:\n\n{tail}")
 
 
 def run_child(
     module: str, task: Mapping[str, Any], what: str, *, offline: bool
 ) -> Generator[dict[str, Any], None, None]:
-    """Run `module` on `task`; yields its messages as they come.
+    """Run `module` on one task; yields its messages as they come.
 
     Close the iterator (or let it run out) to be sure that every process it started has ended.
 
-    Args:
-        what: names the run in error messages. offline: nothing is to be fetched from a hub.
+    Args: as for `Child`.
 
     Raises:
         ChildError: the process failed.
     """
-    environment = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        **({"HF_HUB_OFFLINE": "1"} if offline else {}),
-        **os.environ,
-    }
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment,
-            start_new_session=True,  # a process group of its own, with the engine's processes
-        )
-        try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            # A process that dies before it reads must be reported with its log, not as a broken
-            # pipe.
-            with suppress(BrokenPipeError), process.stdin as pipe:
-                pipe.write(json.dumps(task))
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    yield json.loads(line.removeprefix(MARK))
-            status = process.wait()
-        finally:
-            _end_group(process)
-        if status != 0:
-            log.seek(0)
-            tail = "".join(log.readlines()[-_LOG_TAIL_LINES:])
-            raise ChildError(f"{what} failed with exit status {status}; its log ends:\n\n{tail}")
+    with Child([sys.executable, "-m", module], what, offline=offline) as child:
+        yield from child.finish(task)
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:

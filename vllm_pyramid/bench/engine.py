@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy's engine in a process of its own, which is asked for one measurement after the other.
+
+Started by `sessions.py` through `vllm_pyramid.child`. The first task says what to start, the others
+what to do; while it waits it sleeps. vLLM's engine core runs in this process, not in another: every
+step is timed and looked into, and an idle engine leaves the machine to those that measure.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from vllm_pyramid.bench.measure import Step, Timing, summarise
+from vllm_pyramid.child import read_tasks, say
+
+__all__ = ["Engine"]
+
+_SETTLED_STEPS = 3  # without prefill: then nothing more comes in
+
+
+class Engine:
+    """A driver of vLLM's engine.
+
+    Args:
+        llm: a started `vllm_pyramid.LLM` whose engine core is in this process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.client = llm.llm_engine
+        self.scheduler = self.client.engine_core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        cache = self.scheduler.kv_cache_config
+        groups = [len(group.layer_names) for group in cache.kv_cache_groups]
+        # Without a policy one block is of all layers.
+        self.layers_of_block = sum(groups) // len(groups)
+        self.num_layers = sum(groups)
+        self._reserved: list[Any] = []
+        self._sent: dict[str, float] = {}
+        self._scheduled: list[dict[str, int]] = []
+        self._preemptions = 0
+        self._count = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note what the scheduler hands out, and what it takes back."""
+        schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
+
+        def noting_schedule(*args: Any, **kwargs: Any) -> Any:
+            before = {r.request_id: r.num_computed_tokens for r in self.scheduler.running}
+            output = schedule(*args, **kwargs)
+            prompt = decoding = 0
+            for name, tokens in output.num_scheduled_tokens.items():
+                length = self.scheduler.requests[name].num_prompt_tokens
+                if before.get(name, 0) < length:
+                    prompt += tokens
+                else:
+                    decoding += 1
+            self._scheduled.append({"prompt_tokens": prompt, "decoding": decoding})
+            return output
+
+        def counting_preempt(*args: Any, **kwargs: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler.schedule = noting_schedule
+        self.scheduler._preempt_request = counting_preempt
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of one layer that requests can have."""
+        return (self.pool.num_gpu_blocks - 1 - len(self._reserved)) * self.layers_of_block
+
+    def reserve(self, blocks: int) -> None:
+        """Leave requests `blocks` blocks of one layer, by holding the others.
+
+        Raises:
+            ValueError: the pool has not as many.
+        """
+        self.pool.free_blocks(self._reserved)
+        self._reserved = []
+        spare = self.pool_blocks - blocks
+        if spare < 0:
+            raise ValueError(f"the pool has {self.pool_blocks} blocks, not {blocks}")
+        self._reserved = self.pool.get_new_blocks(spare // self.layers_of_block)
+
+    def _held(self) -> int:
+        free = self.pool.get_num_free_blocks() * self.layers_of_block
+        return self.pool_blocks - free
+
+    def add(self, prompts: list[list[int]], max_tokens: int, budget: str | None) -> None:
+        """Send requests, all at once."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_budget": budget} if budget is not None else None,
+        )
+        self._count += 1
+        for index, prompt in enumerate(prompts):
+            name = f"{self._count}-{index}"
+            self.client.add_request(name, {"prompt_token_ids": prompt}, params)
+            self._sent[name] = time.perf_counter()
+
+    def step(self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0) -> Step:
+        """One step of the engine."""
+        self._scheduled.clear()
+        begin = time.perf_counter()
+        outputs = self.client.step()
+        end = time.perf_counter()
+        if on_output is not None:
+            for output in outputs:
+                on_output(output, end)
+        return Step(
+            seconds=end - begin,
+            prompt_tokens=sum(entry["prompt_tokens"] for entry in self._scheduled),
+            decoding=max((entry["decoding"] for entry in self._scheduled), default=0),
+            waiting=bool(self.scheduler.waiting),
+            finished=finished,
+            blocks=self._held(),
+        )
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        budget: str | None,
+        on_finish: Callable[[], None],
+    ) -> dict[str, Any]:
+        """A whole job.
+
+        Raises:
+            RuntimeError: it did not generate what was asked for, or evicted nothing.
+        """
+        self._preemptions = 0
+        self.add(prompts, max_tokens, budget)
+        first: dict[str, float] = {}
+        timings: list[Timing] = []
+        reports: list[dict[str, Any]] = []
+        steps: list[Step] = []
+
+        def on_output(output: Any, now: float) -> None:
+            name = output.request_id
+            if output.outputs[0].token_ids:
+                first.setdefault(name, now)
+            if output.finished:
+                sent = self._sent.pop(name)
+                tokens = len(output.outputs[0].token_ids)
+                timings.append(Timing(first[name] - sent, now - sent, tokens))
+                if output.kv_transfer_params:
+                    reports.append(output.kv_transfer_params)
+                on_finish()
+
+        while self.client.has_unfinished_requests():
+            steps.append(self.step(on_output, len(timings)))
+        wrong = [timing.tokens for timing in timings if timing.tokens != max_tokens]
+        if len(timings) != len(prompts) or wrong:
+            raise RuntimeError(
+                f"{len(prompts)} requests for {max_tokens} tokens: {len(timings)} came back, "
+                f"of other lengths: {wrong}"
+            )
+        if budget is not None and not all(report["evicted_tokens"] for report in reports):
+            raise RuntimeError(f"with the budget {budget} a request evicted nothing")
+        return asdict(summarise(steps, timings, self._preemptions))
+
+    def fill(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        budget: str | None,
+        on_prefill: Callable[[int], None],
+    ) -> dict[str, Any]:
+        """Send requests and go on until as many decode as find room.
+
+        Returns:
+            resident: requests that decode. before_queueing: requests that had come in when the
+                first had to wait for room; all, if none had to. blocks: held, of one layer.
+            tokens_left: the fewest that one of them still has to generate.
+
+        Raises:
+            RuntimeError: requests ended, or lost their place, before all that fit were in.
+        """
+        self._preemptions = 0
+        self.add(prompts, max_tokens, budget)
+        resident, before_queueing, idle = 0, None, 0
+        while idle < _SETTLED_STEPS:  # what an eviction frees is free a step later
+            step = self.step()
+            on_prefill(max(0, step.decoding - resident))
+            resident = max(resident, step.decoding)
+            idle = 0 if step.prompt_tokens else idle + 1
+            if idle and before_queueing is None:
+                before_queueing = step.decoding
+        running = self.scheduler.running
+        if self._preemptions or step.decoding != resident:
+            raise RuntimeError(
+                f"{self._preemptions} requests were thrown out and {resident - step.decoding} have "
+                "ended before all that fit were in: ask for a longer --output-len"
+            )
+        return {
+            "resident": resident,
+            "before_queueing": before_queueing,
+            "blocks": step.blocks,
+            "tokens_left": min(r.max_tokens - r.num_output_tokens for r in running),
+        }
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """`count` decode steps of the requests that are in.
+
+        Raises:
+            RuntimeError: a step was not one of them: a prompt came in, or a request ended.
+        """
+        steps = [self.step() for _ in range(count)]
+        batches = {step.decoding for step in steps}
+        if len(batches) != 1 or any(step.prompt_tokens for step in steps):
+            raise RuntimeError(
+                f"the requests that decode changed during the measurement: {sorted(batches)}"
+            )
+        return {"seconds": [step.seconds for step in steps], "batch": batches.pop()}
+
+    def clear(self) -> None:
+        """End every request."""
+        self.client.abort_request(list(self._sent))
+        self._sent.clear()
+        while self.scheduler.has_requests():
+            self.client.step()
+
+
+def start(task: dict[str, Any]) -> Engine:
+    """The engine that a task describes."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm.platforms import current_platform
+
+    from vllm_pyramid import LLM
+
+    args = dict(task["engine_args"])
+    if current_platform.is_cpu():
+        args.setdefault("enforce_eager", True)
+    return Engine(LLM(task["model"], kv_policy=task["policy"], **args))
+
+
+def machine() -> dict[str, float]:
+    """Bytes/s of a streaming read and operations/s of a large bfloat16 product, of this device."""
+    import torch
+    from vllm.platforms import current_platform
+
+    device = "cpu" if current_platform.is_cpu() else "cuda"
+
+    def fastest(function: Callable[[], Any], rounds: int) -> float:
+        times = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            function()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    size = (256 if device == "cpu" else 4096) << 20
+    data = torch.ones(size // 8, dtype=torch.int64, device=device)
+    if device == "cpu":
+        from vllm_pyramid.ops.cpu_library import load
+
+        library = load()
+        threads = torch.get_num_threads()
+        read = fastest(lambda: library.pyr_read(data.data_ptr(), size, threads), 8)
+    else:
+        read = fastest(lambda: data.sum(), 20)
+    del data
+    edge = 1024 if device == "cpu" else 8192
+    left = torch.randn(edge, edge, device=device).bfloat16()
+    right = torch.randn(edge, edge, device=device).bfloat16()
+    product = fastest(lambda: left @ right, 20)
+    return {"bandwidth": size / read, "flops": 2 * edge**3 / product}
+
+
+def main() -> None:
+    """Entry point of `python -m vllm_pyramid.bench.engine`."""
+    engine: Engine | None = None
+    for task in read_tasks():
+        do = task.pop("do")
+        if do == "start":
+            engine = start(task)
+            layers = engine.num_layers
+            say(done={"pool_blocks": engine.pool_blocks, "layers": layers})
+        elif do == "machine":
+            say(done=machine())
+        else:
+            assert engine is not None
+            say(done=_serve(engine, do, task))
+
+
+def _serve(engine: Engine, do: str, task: dict[str, Any]) -> Any:
+    if do == "reserve":
+        return engine.reserve(**task)
+    if do == "run":
+        return engine.run(**task, on_finish=lambda: say(progress=1))
+    if do == "fill":
+        return engine.fill(**task, on_prefill=lambda new: say(progress=new))
+    if do == "steps":
+        return engine.steps(**task)
+    if do == "clear":
+        return engine.clear()
+    raise ValueError(f"unknown task {do!r}")
+
+
+if __name__ == "__main__":
+    main()

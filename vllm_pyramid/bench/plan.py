@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a bench is to measure: the ways to keep a cache, the job, the pool; checked beforehand."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from vllm_pyramid.bench.cost import Job
+from vllm_pyramid.bench.shapes import Shape
+from vllm_pyramid.config import NO_POLICY
+from vllm_pyramid.policy import OpenPlan, load_policy
+from vllm_pyramid.policy.budget import Budget
+
+__all__ = ["BLOCK_SIZE", "PEERS", "Plan", "Variant", "default_threads", "variants_of"]
+
+BLOCK_SIZE = 16
+TRANSFORMERS = "transformers"
+KVPRESS = "kvpress-"
+# kvpress's classes by the name that follows `kvpress-`.
+PRESSES = {"snapkv": "SnapKVPress", "pyramidkv": "PyramidKVPress", "streaming-llm": "StreamingLLMPress"}
+PEERS = (TRANSFORMERS, *(KVPRESS + name for name in PRESSES))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the things that are compared.
+
+    Attributes:
+        policy: of this package, `none` for vLLM as it is, or one of `PEERS`.
+        budget: as asked for; None where nothing is evicted.
+    """
+
+    policy: str
+    budget: str | None
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.budget is None else f"{self.policy} {self.budget}"
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it runs outside of vLLM."""
+        return self.policy in PEERS
+
+    def kept(self, prompt_len: int, layers: int) -> float:
+        """Tokens of a prompt that a layer holds, on average over the layers."""
+        if self.budget is None:
+            return float(prompt_len)
+        if self.is_peer:
+            return float(Budget.parse(self.budget).tokens_for(prompt_len, 1))
+        plan = load_policy(self.policy, self.budget).plan(prompt_len, layers, BLOCK_SIZE)
+        if isinstance(plan, OpenPlan):
+            return float(plan.budget_tokens)
+        return float(plan.held.mean())
+
+
+def variants_of(policies: Sequence[str], budgets: Sequence[str], prompt_len: int) -> list[Variant]:
+    """Every policy with every budget; once where it evicts nothing.
+
+    Raises:
+        ValueError: an unknown policy, a budget that it cannot have, or one that evicts nothing.
+    """
+    variants = []
+    for policy in policies:
+        if policy in (NO_POLICY, TRANSFORMERS):
+            variants.append(Variant(policy, None))
+            continue
+        if policy.startswith(KVPRESS):
+            if policy not in PEERS:
+                raise ValueError(f"unknown peer {policy!r}: there are {', '.join(PEERS)}")
+        elif not load_policy(policy).evicts:
+            variants.append(Variant(policy, None))
+            continue
+        for budget in budgets:
+            tokens = Budget.parse(budget).tokens_for(prompt_len, 1)
+            if tokens >= prompt_len:
+                raise ValueError(
+                    f"--budgets: {budget} keeps all of a prompt of {prompt_len} tokens: give a "
+                    "smaller one, or the policy 'full'"
+                )
+            if policy not in PEERS:
+                load_policy(policy, budget)
+            variants.append(Variant(policy, budget))
+    return variants
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that every variant gets.
+
+    Attributes:
+        shape: of the model. prompt_len, output_len: tokens of a request. num_prompts: requests.
+        pool_prompts: whole requests (prompt and output) that the cache holds without eviction.
+
+    Raises:
+        ValueError: it cannot work; the message names the flag to change.
+    """
+
+    shape: Shape
+    prompt_len: int
+    output_len: int
+    num_prompts: int
+    pool_prompts: float
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for flag in ("prompt_len", "output_len", "num_prompts"):
+            if getattr(self, flag) < 1:
+                raise ValueError(f"--{flag.replace('_', '-')} must be at least 1")
+        if self.output_len < 2:
+            raise ValueError("--output-len must be at least 2: prefill gives the first token")
+        longest = self.shape.positions
+        if self.prompt_len + self.output_len > longest:
+            raise ValueError(
+                f"--prompt-len {self.prompt_len} and --output-len {self.output_len} make "
+                f"{self.prompt_len + self.output_len} tokens; the model takes {longest}"
+            )
+        if self.pool_prompts < 1:
+            raise ValueError(
+                f"--pool-prompts {self.pool_prompts:g} is too small: a pool must hold at least one "
+                "whole request, since its prompt is held in full until it is processed"
+            )
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks of a layer that a whole request needs."""
+        return ceil((self.prompt_len + self.output_len) / BLOCK_SIZE)
+
+    def blocks(self, pool_prompts: float) -> int:
+        """Blocks of one layer that a pool for so many whole requests has, over all layers."""
+        return int(pool_prompts * self.request_blocks) * self.shape.layers
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the cache: the pool, and the one block (of each layer) that vLLM keeps back."""
+        return (self.blocks(self.pool_prompts) + self.shape.layers) * self.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of one layer."""
+        return BLOCK_SIZE * self.shape.token_bytes
+
+    def job(self, variant: Variant) -> Job:
+        """For the cost model."""
+        kept = variant.kept(self.prompt_len, self.shape.layers)
+        return Job(self.prompt_len, self.output_len, kept)
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """Random token ids, above the special ones; the same for every variant."""
+        draw = random.Random(seed)
+        ids = range(8, self.tokens)
+        return [draw.choices(ids, k=self.prompt_len) for _ in range(self.num_prompts)]
+
+    @property
+    def tokens(self) -> int:
+        """Token ids to draw from: those that the built-in tokenizer has, too."""
+        return min(self.shape.vocabulary, 4096)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `LLM`, the user's over the defaults.
+
+        A whole prompt is one chunk where it is not too long, so that prefill and decode steps can
+        be told apart.
+        """
+        chunk = max(2048, min(self.prompt_len + self.num_prompts, 16384))
+        return {
+            "max_model_len": self.prompt_len + self.output_len,
+            "max_num_seqs": self.num_prompts,
+            "max_num_batched_tokens": chunk,
+            "kv_cache_memory_bytes": self.pool_bytes,
+            "block_size": BLOCK_SIZE,
+            "dtype": self.shape.dtype,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            **self.engine_args,
+        }
+
+    def peer_batch(self, variant: Variant) -> int:
+        """Requests a peer decodes at once: what its cache has room for in as many bytes.
+
+        Nothing is set aside for the prompts that come later, as a server must: in their favour.
+        """
+        job = self.job(variant)
+        whole = self.pool_prompts * (self.prompt_len + self.output_len)
+        return max(1, min(self.num_prompts, int(whole / (job.kept + self.output_len))))
+
+
+def default_threads() -> int:
+    """Of the engines, on the CPU: `OMP_NUM_THREADS`, or the processors that we may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines and peers of a bench, each in a process of its own, and what they are asked.
+
+All are started before the first measurement and stay. One at a time measures; the others sleep in a
+read. So A and B can take turns within seconds, and whatever else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from vllm_pyramid.bench.cost import Machine
+from vllm_pyramid.bench.measure import Measurement, Timing, latencies
+from vllm_pyramid.bench.plan import KVPRESS, PRESSES, Plan, Variant
+from vllm_pyramid.child import Child
+
+__all__ = ["Sessions"]
+
+Stage = Callable[[str], None]
+Progress = Callable[[int], None]
+
+
+class Sessions:
+    """The processes of a bench; use it in a `with` statement.
+
+    Variants that differ in the budget alone share an engine: each request names its own.
+
+    Args:
+        model: folder or name. random: its weights are made up. threads: of each, on the CPU; None
+            where a GPU computes. peer_python: of the environment that has kvpress.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        variants: Sequence[Variant],
+        model: str,
+        *,
+        random: bool,
+        threads: int | None,
+        peer_python: str | None,
+        on_stage: Stage,
+    ) -> None:
+        self.plan = plan
+        self._children: dict[str, Child] = {}
+        self._stack = ExitStack()
+        self._pool_blocks: dict[str, int] = {}
+        offline = Path(model).is_dir()
+        environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        try:
+            for variant in variants:
+                if variant.policy in self._children:
+                    continue
+                on_stage(f"starting {variant.policy}")
+                python = peer_python if variant.is_peer and peer_python else sys.executable
+                module = ["-m", "vllm_pyramid.bench.engine"]
+                if variant.is_peer:
+                    module = ["-P", str(Path(__file__).with_name("peer.py"))]
+                child = Child(
+                    [python, *module],
+                    f"the {'peer' if variant.is_peer else 'engine'} {variant.policy!r}",
+                    offline=offline,
+                    environment=environment,
+                )
+                self._children[variant.policy] = self._stack.enter_context(child)
+                self._start(variant, model, random)
+            self._check_pools()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Sessions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, variant: Variant, model: str, random: bool) -> None:
+        if variant.is_peer:
+            task: dict[str, Any] = {
+                "model": model,
+                "dtype": self.plan.shape.dtype,
+                "random": random,
+                "press": PRESSES.get(variant.policy.removeprefix(KVPRESS)),
+            }
+            self._ask(variant, do="start", **task)
+            return
+        arguments = self.plan.arguments()
+        if random:
+            arguments.setdefault("load_format", "dummy")
+        answer = self._ask(
+            variant, do="start", model=model, policy=variant.policy, engine_args=arguments
+        )
+        self._pool_blocks[variant.policy] = answer["pool_blocks"]
+
+    def _check_pools(self) -> None:
+        """Equal memory is what is compared: refuse to go on without.
+
+        Raises:
+            ValueError: an engine has more than a block a layer more or less than was asked for.
+        """
+        wanted = self.plan.blocks(self.plan.pool_prompts)
+        for policy, blocks in self._pool_blocks.items():
+            if abs(blocks - wanted) > self.plan.shape.layers:
+                raise ValueError(
+                    f"the engine with {policy!r} has {blocks} blocks of a layer instead of "
+                    f"{wanted}: leave num_gpu_blocks_override, block_size and the like out of "
+                    "--engine-args"
+                )
+
+    def _ask(
+        self, variant: Variant, on_progress: Progress | None = None, **task: Any
+    ) -> Any:
+        for message in self._children[variant.policy].ask(task):
+            if "done" in message:
+                return message["done"]
+            if on_progress is not None:
+                on_progress(message["progress"])
+        raise AssertionError("an answer ends with `done`")
+
+    def machine(self) -> Machine:
+        """Rates of this machine, measured by one of the engines; zeros if there is none."""
+        for policy in self._pool_blocks:
+            rates = self._ask(Variant(policy, None), do="machine")
+            return Machine(rates["bandwidth"], rates["flops"])
+        return Machine(0.0, 0.0)
+
+    def limit_pool(self, variant: Variant, pool_prompts: float) -> None:
+        """Let a pool hold so many whole requests only. Peers have no pool."""
+        if not variant.is_peer:
+            blocks = min(self.plan.blocks(pool_prompts), self._pool_blocks[variant.policy])
+            self._ask(variant, do="reserve", blocks=blocks)
+
+    def _arguments(self, variant: Variant) -> dict[str, Any]:
+        if not variant.is_peer:
+            return {"budget": variant.budget}
+        kept = None
+        if variant.budget is not None:
+            kept = int(variant.kept(self.plan.prompt_len, self.plan.shape.layers))
+        return {"keep": kept, "batch": self.plan.peer_batch(variant)}
+
+    def run(
+        self, variant: Variant, prompts: list[list[int]], max_tokens: int, on_progress: Progress
+    ) -> Measurement:
+        """A whole job; progress counts requests that have ended."""
+        task = {"prompts": prompts, "max_tokens": max_tokens, **self._arguments(variant)}
+        answer = self._ask(variant, on_progress, do="run", **task)
+        if not variant.is_peer:
+            return Measurement(**answer)
+        timings = [Timing(*timing) for timing in answer["timings"]]
+        return Measurement(
+            output_tokens=sum(timing.tokens for timing in timings),
+            seconds=answer["seconds"],
+            decode_tokens_per_s=answer["decode_tokens_per_s"],
+            decode_batch=answer["batch"],
+            prefill_share=answer["prefill_seconds"] / answer["seconds"],
+            resident_max=answer["batch"],
+            peak_blocks=None,
+            decode_blocks=None,
+            **latencies(timings),
+        )
+
+    def fill(
+        self, variant: Variant, prompts: list[list[int]], max_tokens: int, on_progress: Progress
+    ) -> dict[str, Any]:
+        """As many requests as find room, ready to decode (see `Engine.fill`)."""
+        task: dict[str, Any] = {"prompts": prompts, **self._arguments(variant)}
+        if not variant.is_peer:
+            task["max_tokens"] = max_tokens
+        answer: dict[str, Any] = self._ask(variant, on_progress, do="fill", **task)
+        return answer
+
+    def steps(self, variant: Variant, count: int) -> dict[str, Any]:
+        """Decode steps of those requests: `seconds` of each, and `batch`."""
+        answer: dict[str, Any] = self._ask(variant, do="steps", count=count)
+        return answer
+
+    def clear(self, variant: Variant) -> None:
+        """End those requests."""
+        if not variant.is_peer:
+            self._ask(variant, do="clear")

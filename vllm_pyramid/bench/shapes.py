@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by their shape alone: for speed, random weights do as well as trained ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vllm_pyramid.model_shape import DTYPE_BYTES
+
+__all__ = ["SHAPES", "Shape", "shape_of_config", "write_model"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama, as far as its speed goes. Sizes in elements, see the docstrings for bytes.
+
+    Attributes:
+        layers, hidden, mlp: depth, width, width of the MLP. heads, kv_heads, head_size: attention.
+        vocabulary: rows of the output layer. positions: the longest sequence.
+        dtype: of weights and cache.
+    """
+
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    positions: int = 32768
+    dtype: str = "bfloat16"
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer's matrices: Q, K, V, O, and the MLP's three."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.mlp
+
+    @property
+    def step_parameters(self) -> int:
+        """Weights that a decode step multiplies with: all layers and the output layer."""
+        return self.layers * self.layer_parameters + self.hidden * self.vocabulary
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight, and of an element of the cache."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.head_size * self.element_bytes
+
+
+SHAPES = {
+    "small": Shape(
+        layers=8,
+        hidden=512,
+        mlp=1408,
+        heads=8,
+        kv_heads=4,
+        head_size=64,
+        vocabulary=8192,
+    ),
+    "llama-3-8b": Shape(
+        layers=32,
+        hidden=4096,
+        mlp=14336,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        vocabulary=128256,
+        positions=131072,
+    ),
+    "llama-3-70b": Shape(
+        layers=80,
+        hidden=8192,
+        mlp=28672,
+        heads=64,
+        kv_heads=8,
+        head_size=128,
+        vocabulary=128256,
+        positions=131072,
+    ),
+}
+
+
+def named_shape(name: str, layers: int | None) -> Shape:
+    """A shape of `SHAPES`, with another number of layers if one is given."""
+    shape = SHAPES[name]
+    return shape if layers is None else replace(shape, layers=layers)
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """A folder that vLLM loads with `load_format="dummy"`; the tokenizer is the built-in model's.
+
+    Its tokens are the first of the vocabulary: prompts of random token ids can be sent as text.
+    """
+    from vllm_pyramid.demo import model_path
+
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.positions,
+        "rope_theta": 500000.0,
+        # Transformers 5 reads the base here, 4 beside it.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": shape.dtype,
+        "torch_dtype": shape.dtype,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(model_path()) / name, folder / name)
+
+
+def shape_of_config(model: str, dtype: str | None = None) -> Shape:
+    """The shape of a model from its configuration.
+
+    Raises:
+        ValueError: no readable configuration, or not a decoder with one MLP a layer.
+    """
+    from transformers import AutoConfig
+
+    from vllm_pyramid.model_shape import longest_of_model, shape_of_model
+
+    cache, _ = shape_of_model(model, dtype)
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    mlp = getattr(config, "intermediate_size", None)
+    if mlp is None or getattr(config, "num_experts", None) or getattr(
+        config, "num_local_experts", None
+    ):
+        raise ValueError(
+            f"the cost model knows decoders with one MLP a layer; the configuration of {model!r} "
+            "has experts or does not say the MLP's size"
+        )
+    return Shape(
+        layers=cache.num_layers,
+        hidden=config.hidden_size,
+        mlp=mlp,
+        heads=config.num_attention_heads,
+        kv_heads=cache.num_kv_heads,
+        head_size=cache.head_size,
+        vocabulary=config.vocab_size,
+        positions=longest_of_model(model) or 1 << 30,
+        dtype=cache.dtype,
+    )
