@@ -87,7 +87,7 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end_group(self._process)
+        end_group(self._process)
         self._log.close()
 
     def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -153,8 +153,8 @@ def run_child(
         yield from child.finish(task)
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """End the child and every process it started, also after an interruption."""
+def end_group(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a group, and whatever it started, also after an interruption."""
     for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
         if process.poll() is not None and sign == signal.SIGTERM:
             continue  # it has ended: only what it left behind is to be killed

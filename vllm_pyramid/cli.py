@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid import calibrate
+from vllm_pyramid.bench.command import add_command as add_bench
 from vllm_pyramid.config import parse_policy_args
 from vllm_pyramid.eval.command import add_command as add_eval
 from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model
@@ -62,6 +63,7 @@ def _build_parser() -> argparse.ArgumentParser:
     budgets.set_defaults(run=_run_budgets)
 
     add_eval(commands)
+    add_bench(commands)
     calibrate.add_parser(commands)
     # Only for the list of commands: `main` hands the demonstration its own arguments.
     commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)

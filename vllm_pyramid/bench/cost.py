@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from vllm_pyramid.bench.shapes import Shape
 
-__all__ = ["Job", "Machine", "decode_step", "end_to_end", "kept_blocks_bytes", "prefill", "resident"]
+__all__ = [
+    "Job",
+    "Machine",
+    "decode_step",
+    "end_to_end",
+    "kept_blocks_bytes",
+    "prefill",
+    "resident",
+]
 
 
 @dataclass(frozen=True)

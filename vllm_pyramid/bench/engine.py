@@ -108,7 +108,9 @@ class Engine:
             self.client.add_request(name, {"prompt_token_ids": prompt}, params)
             self._sent[name] = time.perf_counter()
 
-    def step(self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0) -> Step:
+    def step(
+        self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0
+    ) -> Step:
         """One step of the engine."""
         self._scheduled.clear()
         begin = time.perf_counter()
@@ -262,21 +264,25 @@ def machine() -> dict[str, float]:
         return min(times)
 
     size = (256 if device == "cpu" else 4096) << 20
-    data = torch.ones(size // 8, dtype=torch.int64, device=device)
-    if device == "cpu":
-        from vllm_pyramid.ops.cpu_library import load
-
-        library = load()
-        threads = torch.get_num_threads()
-        read = fastest(lambda: library.pyr_read(data.data_ptr(), size, threads), 8)
-    else:
-        read = fastest(lambda: data.sum(), 20)
-    del data
+    read = fastest(_reader(size, device), 20)
     edge = 1024 if device == "cpu" else 8192
     left = torch.randn(edge, edge, device=device).bfloat16()
     right = torch.randn(edge, edge, device=device).bfloat16()
     product = fastest(lambda: left @ right, 20)
     return {"bandwidth": size / read, "flops": 2 * edge**3 / product}
+
+
+def _reader(size: int, device: str) -> Callable[[], Any]:
+    """Something that reads `size` bytes once."""
+    import torch
+
+    data = torch.ones(size // 8, dtype=torch.int64, device=device)
+    if device != "cpu":
+        return data.sum
+    from vllm_pyramid.ops.cpu_library import load
+
+    library, threads = load(), torch.get_num_threads()
+    return lambda: library.pyr_read(data.data_ptr(), size, threads)
 
 
 def main() -> None:

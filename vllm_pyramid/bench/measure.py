@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Measurement", "Step", "Timing", "merge", "percentile", "summarise"]
+__all__ = ["Measurement", "Step", "Timing", "latencies", "merge", "percentile", "summarise"]
 
 PERCENTILES = (50, 90, 99)
 
@@ -104,6 +104,7 @@ def summarise(
     ]
     decode_seconds = sum(step.seconds for step in steady)
     seconds = sum(step.seconds for step in steps)
+    ttft_ms, tpot_ms = latencies(timings)
     pure = [step.blocks for step in steps if not step.prompt_tokens]
     return Measurement(
         output_tokens=sum(timing.tokens for timing in timings),
@@ -115,18 +116,19 @@ def summarise(
         peak_blocks=max(step.blocks for step in steps),
         decode_blocks=max(pure) if pure else None,
         preemptions=preemptions,
-        **latencies(timings),
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
     )
 
 
-def latencies(timings: Sequence[Timing]) -> dict[str, list[float]]:
+def latencies(timings: Sequence[Timing]) -> tuple[list[float], list[float]]:
     """`ttft_ms` and `tpot_ms`, the latter empty where every request has one token."""
     first = [1e3 * timing.first for timing in timings]
     each = [1e3 * (t.last - t.first) / (t.tokens - 1) for t in timings if t.tokens > 1]
-    return {
-        "ttft_ms": [percentile(first, p) for p in PERCENTILES],
-        "tpot_ms": [percentile(each, p) for p in PERCENTILES] if each else [],
-    }
+    return (
+        [percentile(first, p) for p in PERCENTILES],
+        [percentile(each, p) for p in PERCENTILES] if each else [],
+    )
 
 
 def merge(runs: Sequence[Measurement]) -> Measurement:

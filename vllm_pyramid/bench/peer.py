@@ -149,7 +149,7 @@ def main() -> None:
             say(done={"layers": peer.layers})
             continue
         assert peer is not None
-        say(done={"run": peer.run, "fill": peer.fill, "steps": peer.steps}[do](**task))
+        say(done=getattr(peer, do)(**task))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ BLOCK_SIZE = 16
 TRANSFORMERS = "transformers"
 KVPRESS = "kvpress-"
 # kvpress's classes by the name that follows `kvpress-`.
-PRESSES = {"snapkv": "SnapKVPress", "pyramidkv": "PyramidKVPress", "streaming-llm": "StreamingLLMPress"}
+PRESSES = {
+    "snapkv": "SnapKVPress",
+    "pyramidkv": "PyramidKVPress",
+    "streaming-llm": "StreamingLLMPress",
+}
 PEERS = (TRANSFORMERS, *(KVPRESS + name for name in PRESSES))
 
 

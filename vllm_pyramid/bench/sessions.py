@@ -27,9 +27,11 @@ Progress = Callable[[int], None]
 class Sessions:
     """The processes of a bench; use it in a `with` statement.
 
-    Variants that differ in the budget alone share an engine: each request names its own.
+    Variants that differ in the budget alone share an engine, since each request names its own,
+    unless they are to hold requests at the same time.
 
     Args:
+        share: whether they may.
         model: folder or name. random: its weights are made up. threads: of each, on the CPU; None
             where a GPU computes. peer_python: of the environment that has kvpress.
     """
@@ -41,11 +43,13 @@ class Sessions:
         model: str,
         *,
         random: bool,
+        share: bool,
         threads: int | None,
         peer_python: str | None,
         on_stage: Stage,
     ) -> None:
         self.plan = plan
+        self._share = share
         self._children: dict[str, Child] = {}
         self._stack = ExitStack()
         self._pool_blocks: dict[str, int] = {}
@@ -53,9 +57,9 @@ class Sessions:
         environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         try:
             for variant in variants:
-                if variant.policy in self._children:
+                if self._key(variant) in self._children:
                     continue
-                on_stage(f"starting {variant.policy}")
+                on_stage(f"starting {self._key(variant)}")
                 python = peer_python if variant.is_peer and peer_python else sys.executable
                 module = ["-m", "vllm_pyramid.bench.engine"]
                 if variant.is_peer:
@@ -66,7 +70,7 @@ class Sessions:
                     offline=offline,
                     environment=environment,
                 )
-                self._children[variant.policy] = self._stack.enter_context(child)
+                self._children[self._key(variant)] = self._stack.enter_context(child)
                 self._start(variant, model, random)
             self._check_pools()
         except BaseException:
@@ -78,6 +82,9 @@ class Sessions:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _key(self, variant: Variant) -> str:
+        return variant.policy if self._share else variant.label
 
     def _start(self, variant: Variant, model: str, random: bool) -> None:
         if variant.is_peer:
@@ -95,7 +102,7 @@ class Sessions:
         answer = self._ask(
             variant, do="start", model=model, policy=variant.policy, engine_args=arguments
         )
-        self._pool_blocks[variant.policy] = answer["pool_blocks"]
+        self._pool_blocks[self._key(variant)] = answer["pool_blocks"]
 
     def _check_pools(self) -> None:
         """Equal memory is what is compared: refuse to go on without.
@@ -104,18 +111,16 @@ class Sessions:
             ValueError: an engine has more than a block a layer more or less than was asked for.
         """
         wanted = self.plan.blocks(self.plan.pool_prompts)
-        for policy, blocks in self._pool_blocks.items():
+        for key, blocks in self._pool_blocks.items():
             if abs(blocks - wanted) > self.plan.shape.layers:
                 raise ValueError(
-                    f"the engine with {policy!r} has {blocks} blocks of a layer instead of "
+                    f"the engine with {key!r} has {blocks} blocks of a layer instead of "
                     f"{wanted}: leave num_gpu_blocks_override, block_size and the like out of "
                     "--engine-args"
                 )
 
-    def _ask(
-        self, variant: Variant, on_progress: Progress | None = None, **task: Any
-    ) -> Any:
-        for message in self._children[variant.policy].ask(task):
+    def _ask(self, variant: Variant, on_progress: Progress | None = None, **task: Any) -> Any:
+        for message in self._children[self._key(variant)].ask(task):
             if "done" in message:
                 return message["done"]
             if on_progress is not None:
@@ -124,15 +129,15 @@ class Sessions:
 
     def machine(self) -> Machine:
         """Rates of this machine, measured by one of the engines; zeros if there is none."""
-        for policy in self._pool_blocks:
-            rates = self._ask(Variant(policy, None), do="machine")
-            return Machine(rates["bandwidth"], rates["flops"])
+        for key in self._pool_blocks:
+            for message in self._children[key].ask({"do": "machine"}):
+                return Machine(message["done"]["bandwidth"], message["done"]["flops"])
         return Machine(0.0, 0.0)
 
     def limit_pool(self, variant: Variant, pool_prompts: float) -> None:
         """Let a pool hold so many whole requests only. Peers have no pool."""
         if not variant.is_peer:
-            blocks = min(self.plan.blocks(pool_prompts), self._pool_blocks[variant.policy])
+            blocks = min(self.plan.blocks(pool_prompts), self._pool_blocks[self._key(variant)])
             self._ask(variant, do="reserve", blocks=blocks)
 
     def _arguments(self, variant: Variant) -> dict[str, Any]:
@@ -152,6 +157,7 @@ class Sessions:
         if not variant.is_peer:
             return Measurement(**answer)
         timings = [Timing(*timing) for timing in answer["timings"]]
+        ttft_ms, tpot_ms = latencies(timings)
         return Measurement(
             output_tokens=sum(timing.tokens for timing in timings),
             seconds=answer["seconds"],
@@ -161,7 +167,8 @@ class Sessions:
             resident_max=answer["batch"],
             peak_blocks=None,
             decode_blocks=None,
-            **latencies(timings),
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
         )
 
     def fill(

@@ -141,8 +141,10 @@ def shape_of_config(model: str, dtype: str | None = None) -> Shape:
     cache, _ = shape_of_model(model, dtype)
     config = AutoConfig.from_pretrained(model).get_text_config()
     mlp = getattr(config, "intermediate_size", None)
-    if mlp is None or getattr(config, "num_experts", None) or getattr(
-        config, "num_local_experts", None
+    if (
+        mlp is None
+        or getattr(config, "num_experts", None)
+        or getattr(config, "num_local_experts", None)
     ):
         raise ValueError(
             f"the cost model knows decoders with one MLP a layer; the configuration of {model!r} "

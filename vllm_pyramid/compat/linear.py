@@ -31,7 +31,7 @@ def install() -> None:
         return
     stock = utils.dispatch_cpu_unquantized_gemm
 
-    def dispatch_packed(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch_packed(layer: Any, remove_weight: bool) -> None:
         if reason := _reason_not_to_pack(layer):
             logger.debug_once("some linear layers are not packed: %s", reason)
             stock(layer, remove_weight)

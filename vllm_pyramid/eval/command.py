@@ -11,6 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import vllm_pyramid
+from vllm_pyramid.command_parts import (
+    check_writable,
+    has_matplotlib,
+    names,
+    numbers,
+    progress_bar,
+)
 from vllm_pyramid.config import parse_engine_args
 from vllm_pyramid.eval.files import add_arguments, load_file_tasks, words_of
 from vllm_pyramid.eval.tasks import GENERATED, load_task
@@ -66,21 +73,6 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _names(text: str, what: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not names:
-        raise ValueError(f"{what} is empty: give at least one, separated by commas")
-    return names
-
-
-def _numbers(text: str, what: str, least: int) -> tuple[int, ...]:
-    names = _names(text, what)
-    for name in names:
-        if not name.isascii() or not name.isdigit() or int(name) < least:
-            raise ValueError(f"{what}: {name!r} is not a whole number of at least {least}")
-    return tuple(map(int, names))
-
-
 def run(args: argparse.Namespace) -> int:
     """Entry point of the sub-command; 0 on success.
 
@@ -104,22 +96,23 @@ def run(args: argparse.Namespace) -> int:
     from vllm_pyramid.eval.run import Run, Settings, Store
 
     draws = not args.no_pictures
-    if draws and not pictures.has_matplotlib():
+    if draws and not has_matplotlib():
         console.print("No pictures: they need matplotlib (pip install 'vllm-pyramid\\[eval]').")
         draws = False
-    _check_files(args)
+    files_to_write = (args.out / "samples.jsonl", args.json, args.csv, args.markdown)
+    check_writable(args.out, files_to_write)
     model = args.model or str(model_path())
     files = load_file_tasks(args, model)
     asked = args.tasks or ("" if files else "all")
-    wanted = tuple(GENERATED) if asked == "all" else _names(asked, "--tasks") if asked else ()
+    wanted = tuple(GENERATED) if asked == "all" else names(asked, "--tasks") if asked else ()
     settings = Settings(
         model=model,
-        policies=_names(args.policies, "--policies"),
-        budgets=_names(args.budgets, "--budgets"),
+        policies=names(args.policies, "--policies"),
+        budgets=names(args.budgets, "--budgets"),
         tasks=(*map(load_task, wanted), *files),
-        lengths=_numbers(args.lengths, "--lengths", 64),
+        lengths=numbers(args.lengths, "--lengths", 64),
         samples=args.samples,
-        seeds=_numbers(args.seeds, "--seeds", 0),
+        seeds=numbers(args.seeds, "--seeds", 0),
         engine_args=parse_engine_args(args.engine_args),
     )
     try:
@@ -162,20 +155,9 @@ def run(args: argparse.Namespace) -> int:
     for table in tables(rows):
         console.print(table)
     drawn = pictures.draw(answers, rows, args.out) if draws else []
-    names = ["results.json", "results.csv", *(path.name for path in drawn)]
-    console.print(f"In {args.out}: {', '.join(names)}.", highlight=False, soft_wrap=True)
+    written = ["results.json", "results.csv", *(path.name for path in drawn)]
+    console.print(f"In {args.out}: {', '.join(written)}.", highlight=False, soft_wrap=True)
     return 0
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    """Find out now, not after a long run, whether the results can be written."""
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for path in (args.out / "samples.jsonl", args.json, args.csv, args.markdown):
-            if path is not None:
-                path.open("a").close()
-    except OSError as error:
-        raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
 def _command(args: argparse.Namespace) -> str:
@@ -192,26 +174,9 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _execute(console: Any, evaluation: Any, store: Any, missing: int) -> None:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     if not missing:
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("starting", total=missing)
         evaluation.execute(
             store,

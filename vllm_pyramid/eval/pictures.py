@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,9 @@ import numpy as np
 from vllm_pyramid.eval.results import Row
 from vllm_pyramid.eval.run import Answer
 
-__all__ = ["draw", "has_matplotlib"]
+__all__ = ["draw"]
 
 _MARKERS = "os^Dv*XP<>"
-
-
-def has_matplotlib() -> bool:
-    """Whether pictures can be drawn at all."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(answers: Sequence[Answer], rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -8,21 +8,20 @@ an interrupted run goes on.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import vllm_pyramid
 from vllm_pyramid.child import run_child
 from vllm_pyramid.eval.engine import Request, Work
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.task import Result, Sample, Task
 from vllm_pyramid.model_shape import longest_of_model
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.store import Store as ResultsFile
+from vllm_pyramid.store import identity_of_model, key_of
 
 __all__ = ["Answer", "Run", "Settings", "Store"]
 
@@ -71,32 +70,18 @@ class Answer:
 class Store:
     """The results of this and earlier runs, in a file of JSON lines.
 
-    Args:
-        path: is made if need be. fresh: forget what is in it.
+    Args: see `vllm_pyramid.store`.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if fresh:
-            path.unlink(missing_ok=True)
-        self._known: dict[str, Result] = {}
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                # The last line of an interrupted run may be cut off.
-                if line.startswith("{") and line.endswith("}}"):
-                    entry = json.loads(line)
-                    self._known[entry["key"]] = Result(**entry["result"])
-        self._file = path.open("a", encoding="utf-8")
-        if path.stat().st_size and not path.read_text(encoding="utf-8").endswith("\n"):
-            self._file.write("\n")
+        self._file = ResultsFile(path, fresh=fresh)
 
     def get(self, key: str) -> Result | None:
-        return self._known.get(key)
+        known = self._file.get(key)
+        return None if known is None else Result(**known)
 
     def put(self, key: str, result: Result) -> None:
-        self._known[key] = result
-        self._file.write(json.dumps({"key": key, "result": asdict(result)}) + "\n")
-        self._file.flush()
+        self._file.put(key, asdict(result))
 
     def close(self) -> None:
         self._file.close()
@@ -124,7 +109,7 @@ class Run:
         self.settings = settings
         self.jobs: list[_Job] = []
         policies = {name: load_policy(name) for name in settings.policies}
-        identity = _identity_of_model(settings.model)
+        identity = identity_of_model(settings.model)
         made = [
             (task, length, seed, sample)
             for task in settings.tasks
@@ -152,7 +137,7 @@ class Run:
                     made, encoded, strict=True
                 ):
                     what = [prompt, forced, sample.max_tokens, task.needs_recall]
-                    key = hashlib.sha256(json.dumps([where, what]).encode()).hexdigest()[:24]
+                    key = key_of(where, what)
                     request = Request(key, prompt, budget, sample.max_tokens, forced)
                     shown = budget or "100%"
                     self.jobs.append(_Job(task, name, shown, length, seed, sample, request))
@@ -229,26 +214,3 @@ def _encode(tokens: Tokens, sample: Sample) -> tuple[list[int], list[int]]:
             f"place: near {sample.prompt[-20:]!r} and {sample.answers[0][:20]!r}"
         )
     return prompt, both[len(prompt) :]
-
-
-def _identity_of_model(model: str) -> list[Any]:
-    """What changes with the model (its files' sizes and times, or its name) and with our code."""
-    folder = Path(model)
-    files: Mapping[str, Any] = {}
-    if folder.is_dir():
-        files = {
-            path.name: [path.stat().st_size, path.stat().st_mtime_ns]
-            for path in sorted(folder.iterdir())
-            if path.is_file()
-        }
-    return [vllm_pyramid.__version__, _hash_of_package(), model, files]
-
-
-def _hash_of_package() -> str:
-    """Changes with every source file and compiled kernel of this package."""
-    package = Path(vllm_pyramid.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".so", ".yaml"):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]

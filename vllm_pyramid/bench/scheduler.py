@@ -1,8 +1,5 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What per-layer block tables cost the scheduler: milliseconds a decode step, without an engine.
-
-    python scripts/bench_scheduler.py [--layers 32] [--requests 256] [--steps 400] [--json]
 
 Three schedulers run the same decode steps in turn, one step each, so that whatever else the machine
 does meets all of them: vLLM's with one group for all layers, vLLM's with a group a layer, and ours
@@ -13,18 +10,13 @@ first. The prompts are staggered, so that each step some requests need a new blo
 from __future__ import annotations
 
 import gc
-import json
-import os
 import statistics
 import time
-from typing import Annotated, Any
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -37,13 +29,36 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pyramid.compat.side_channel import attach_evictions
 from vllm_pyramid.demo import model_path
+from vllm_pyramid.plugin import register
 from vllm_pyramid.policy.plans import Eviction
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 
+__all__ = ["SchedulerRow", "scheduler_steps"]
+
 BLOCK_SIZE = 16
-TARGET = 1.3
 ONE_GROUP, GROUPS, PYRAMID = "vLLM, one group", "vLLM, a group a layer", "vllm-pyramid"
+
+
+@dataclass(frozen=True)
+class SchedulerRow:
+    """One scheduler's decode steps.
+
+    Attributes:
+        layers, requests: of the model, and running. steps: measured. schedule_ms: median of
+            `schedule()`. step_ms: with `update_from_output`. schedule_ratio, step_ratio: to vLLM's
+            with one group. blocks_held: of one layer, or of all layers with one group.
+    """
+
+    scheduler: str
+    layers: int
+    requests: int
+    steps: int
+    schedule_ms: float
+    step_ms: float
+    schedule_ratio: float
+    step_ratio: float
+    blocks_held: int
 
 
 class Lane:
@@ -112,15 +127,15 @@ class Lane:
         self.schedule_ms.append(schedule)
         self.update_ms.append(update)
 
-    def result(self) -> dict[str, float]:
-        """Medians, in milliseconds a step."""
+    def medians(self) -> tuple[float, float]:
+        """Milliseconds of `schedule()` and of the whole step."""
         total = [a + b for a, b in zip(self.schedule_ms, self.update_ms, strict=True)]
+        return statistics.median(self.schedule_ms), statistics.median(total)
+
+    @property
+    def blocks_held(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
-        return {
-            "schedule_ms": statistics.median(self.schedule_ms),
-            "step_ms": statistics.median(total),
-            "blocks_held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        }
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
 def _config(requests: int, longest: int, additional: dict[str, Any]) -> VllmConfig:
@@ -154,60 +169,51 @@ def _groups(layers: int, per_layer: bool, own: bool) -> list[KVCacheGroupSpec]:
     return [KVCacheGroupSpec(names, FullAttentionSpec(**shape))]
 
 
-def main(
-    layers: Annotated[int, typer.Option(min=1, help="Attention layers.")] = 32,
-    requests: Annotated[int, typer.Option(min=1, help="Running requests.")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="Measured decode steps a scheduler.")] = 400,
-    prompt_len: Annotated[int, typer.Option(min=64, help="Tokens of the shortest prompt.")] = 512,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Measure the three schedulers and compare them."""
+def scheduler_steps(
+    layers: int, requests: int, steps: int, prompt_len: int, on_step: Callable[[], None]
+) -> Iterator[SchedulerRow]:
+    """Measure the three schedulers and compare them.
+
+    Args:
+        prompt_len: of the shortest prompt, at least 64.
+
+    Raises:
+        RuntimeError: not every request was evicted.
+    """
+    register()
     prompt_lens = [prompt_len + index % BLOCK_SIZE for index in range(requests)]
     longest = prompt_len + BLOCK_SIZE + steps + 128
     stock = _config(requests, longest, {})
     ours = _config(requests, longest, {"kv_policy": "pyramidkv", "kv_budget": "12%"})
-    console = Console(stderr=True)
-    with console.status("filling the schedulers"):
-        lanes = {
-            ONE_GROUP: Lane(Scheduler, stock, _groups(layers, False, False), prompt_lens, steps),
-            GROUPS: Lane(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
-            PYRAMID: Lane(PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps),
-        }
+    lanes = {
+        ONE_GROUP: Lane(Scheduler, stock, _groups(layers, False, False), prompt_lens, steps),
+        GROUPS: Lane(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
+        PYRAMID: Lane(PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps),
+    }
     pyramid = lanes[PYRAMID].scheduler
     assert isinstance(pyramid, PyramidScheduler)
-    assert pyramid.coordinator.num_evictions == requests, "not every request was evicted"
+    if pyramid.coordinator.num_evictions != requests:
+        raise RuntimeError(f"{pyramid.coordinator.num_evictions} of {requests} were evicted")
     gc.collect()
     gc.freeze()  # as the engine core does, so that collections do not walk the three pools
-    with console.status(f"{steps} steps of {requests} requests"):
+    try:
         for _ in range(steps):
             for lane in lanes.values():
                 lane.measure()
-    results = {name: lane.result() for name, lane in lanes.items()}
-    base = results[ONE_GROUP]
-    for result in results.values():
-        for key in ("schedule", "step"):
-            result[f"{key}_ratio"] = result[f"{key}_ms"] / base[f"{key}_ms"]
-    if as_json:
-        setting = {"layers": layers, "requests": requests, "steps": steps, "target": TARGET}
-        typer.echo(json.dumps({**setting, "schedulers": results}, indent=2))
-        return
-    table = Table(title=f"{requests} requests decoding, {layers} layers, median of {steps} steps")
-    table.add_column("scheduler")
-    for title in ("schedule() ms", "ratio", "whole step ms", "ratio", "blocks held"):
-        table.add_column(title, justify="right")
-    for name, result in results.items():
-        table.add_row(
-            name,
-            f"{result['schedule_ms']:.2f}",
-            f"{result['schedule_ratio']:.2f}",
-            f"{result['step_ms']:.2f}",
-            f"{result['step_ratio']:.2f}",
-            f"{result['blocks_held']:,.0f}",
+            on_step()
+    finally:
+        gc.unfreeze()
+    base_schedule, base_step = lanes[ONE_GROUP].medians()
+    for name, lane in lanes.items():
+        schedule, step = lane.medians()
+        yield SchedulerRow(
+            scheduler=name,
+            layers=layers,
+            requests=requests,
+            steps=steps,
+            schedule_ms=schedule,
+            step_ms=step,
+            schedule_ratio=schedule / base_schedule,
+            step_ratio=step / base_step,
+            blocks_held=lane.blocks_held,
         )
-    Console().print(table)
-    met = results[PYRAMID]["schedule_ratio"] <= TARGET
-    Console().print(f"target: at most {TARGET} times one group: {'met' if met else 'MISSED'}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

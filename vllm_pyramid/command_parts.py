@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of `vllm-pyramid` share: lists on the command line, files, progress bars."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["check_writable", "has_matplotlib", "names", "numbers", "progress_bar"]
+
+
+def names(text: str, what: str) -> tuple[str, ...]:
+    """The parts of a list such as `full,snapkv`, each once.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise ValueError(f"{what} is empty: give at least one, separated by commas")
+    return found
+
+
+def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
+    """The whole numbers of a list such as `1024,4096`.
+
+    Raises:
+        ValueError: there are none, or one is too small or something else.
+    """
+    found = names(text, what)
+    for name in found:
+        if not name.isascii() or not name.isdigit() or int(name) < least:
+            raise ValueError(f"{what}: {name!r} is not a whole number of at least {least}")
+    return tuple(map(int, found))
+
+
+def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:
+    """Find out now, not after a long run, whether the results can be written.
+
+    Raises:
+        ValueError: the folder cannot be made, or a file not opened.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            if path is not None:
+                path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def progress_bar(console: Any) -> Any:
+    """Rich's, with what is done of how much and the time that is left."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def has_matplotlib() -> bool:
+    """Whether pictures can be drawn at all."""
+    return importlib.util.find_spec("matplotlib") is not None
