@@ -92,10 +92,7 @@ def _layers(engine: Any) -> dict[str, Any]:
 @pytest.mark.engine
 @needs_bf16
 def test_the_engine_multiplies_with_packed_weights(random_model: Path) -> None:
-    """Every linear layer is packed, gave its own weight up, and multiplies with the checkpoint's.
-
-    Its float32 twin keeps plain weights.
-    """
+    """Every linear layer is packed, gave its weight up, and multiplies with the checkpoint's."""
     from safetensors.torch import load_file
 
     from tests.engine.support import EnginePool, greedy, random_prompts
@@ -121,7 +118,5 @@ def test_the_engine_multiplies_with_packed_weights(random_model: Path) -> None:
         (outcome,) = engine.generate(random_prompts([64]), greedy(4))
         assert len(outcome.token_ids) == 4
 
-        plain = _layers(pool.get(random_model, dtype="float32", **settings))
-        assert all(plain[name].weight.numel() > 0 for name in linears)
     finally:
         pool.close()

@@ -49,87 +49,100 @@ def _times(name: str) -> Cell:
 
     def cell(row: Any) -> str:
         middle, high = getattr(row, f"{name}_p50_ms"), getattr(row, f"{name}_p99_ms")
-        return "" if middle is None else f"{middle:,.1f} / {high:,.1f}"
+        return "" if middle is None else f"{middle:,.1f} ({high:,.1f})"
 
     return cell
 
 
-_DECODE: list[tuple[str, Cell]] = [
+Columns = list[tuple[str, Cell]]
+
+_DECODE: Columns = [
     ("decode tok/s", _number("decode_tokens_per_s")),
     ("of baseline", _ratio("decode")),
     ("allowed", _number("predicted_decode_tokens_per_s")),
     ("batch", _number("decode_batch", 1)),
+    ("blocks", _number("decode_blocks")),
 ]
-_LATENCIES: list[tuple[str, Cell]] = [
-    ("TTFT ms, p50 / p99", _times("ttft")),
-    ("TPOT ms, p50 / p99", _times("tpot")),
+_LATENCIES: Columns = [
+    ("TTFT ms (p99)", _times("ttft")),
+    ("of baseline", _ratio("ttft")),
+    ("TPOT ms (p99)", _times("tpot")),
+    ("of baseline", _ratio("tpot")),
 ]
-_COLUMNS: dict[str, list[tuple[str, Cell]]] = {
+_END_TO_END: Columns = [
+    ("output tok/s", _number("output_tokens_per_s")),
+    ("of baseline", _ratio("output")),
+    ("prefill", _percent("prefill_share")),
+    ("resident", _number("resident_max")),
+    ("peak blocks", _number("peak_blocks")),
+]
+_POOL: Columns = [("pool", _number("pool_prompts", 1))]
+_RATE: Columns = [
+    ("rate/s", lambda row: "at once" if row.request_rate is None else f"{row.request_rate:g}")
+]
+# The tables of a measure: a title and columns each, narrow enough for a terminal.
+_TABLES: dict[str, list[tuple[str, Columns]]] = {
     "throughput": [
-        ("output tok/s", _number("output_tokens_per_s")),
-        ("of baseline", _ratio("output")),
-        *_DECODE,
-        ("prefill", _percent("prefill_share")),
-        ("resident", _number("resident_max")),
-        ("peak blocks", _number("peak_blocks")),
-        *_LATENCIES,
+        ("end to end", _END_TO_END),
+        ("steady decode, all prompts prefilled", _DECODE),
+        ("all requests sent at once", _LATENCIES),
     ],
     "capacity": [
-        ("resident", _number("resident_max")),
-        ("by the model", _number("predicted_resident")),
-        ("before one waits", _number("before_queueing")),
-        ("blocks", _number("decode_blocks")),
-    ],
-    "latency": [
         (
-            "rate/s",
-            lambda row: "all at once" if row.request_rate is None else f"{row.request_rate:g}",
-        ),
-        *_LATENCIES,
-        ("TTFT of baseline", _ratio("ttft")),
-        ("TPOT of baseline", _ratio("tpot")),
-        ("output tok/s", _number("output_tokens_per_s")),
+            "requests that fit",
+            [
+                ("decode at once", _number("resident_max")),
+                ("by the cost model", _number("predicted_resident")),
+                ("before one waits", _number("before_queueing")),
+                ("blocks", _number("decode_blocks")),
+            ],
+        )
     ],
+    "latency": [("over HTTP", [*_RATE, *_LATENCIES])],
     "pressure": [
-        ("pool, requests", _number("pool_prompts", 1)),
-        ("output tok/s", _number("output_tokens_per_s")),
-        ("of baseline", _ratio("output")),
-        *_DECODE,
-        ("resident", _number("resident_max")),
-        ("TTFT of baseline", _ratio("ttft")),
-        ("TPOT of baseline", _ratio("tpot")),
+        ("end to end", [*_POOL, *_END_TO_END]),
+        ("steady decode", [*_POOL, *_DECODE]),
+        ("all requests sent at once", [*_POOL, *_LATENCIES]),
     ],
     "scheduler": [
-        ("layers", _number("layers")),
-        ("requests", _number("requests")),
-        ("schedule() ms", _number("schedule_ms", 2)),
-        ("of one group", _number("schedule_ratio", 2)),
-        ("whole step ms", _number("step_ms", 2)),
-        ("of one group", _number("step_ratio", 2)),
+        (
+            "a decode step",
+            [
+                ("layers", _number("layers")),
+                ("requests", _number("requests")),
+                ("schedule() ms", _number("schedule_ms", 2)),
+                ("of one group", _number("schedule_ratio", 2)),
+                ("whole step ms", _number("step_ms", 2)),
+                ("of one group", _number("step_ratio", 2)),
+            ],
+        )
     ],
 }
 
 
 def tables(measure: str, rows: Sequence[Any]) -> list[Table]:
-    """One table; columns in which nothing stands are left out."""
+    """The tables of a measure; columns in which nothing stands are left out, and empty tables."""
     first = rows[0]
     if isinstance(first, Row):
-        pool = "" if first.pool_prompts is None else f", room for {first.pool_prompts:g} whole ones"
-        title = (
-            f"{measure}: {first.num_prompts} requests of {first.prompt_len:,} + {first.output_len} "
-            f"tokens{pool if measure != 'pressure' else ''}; medians of {first.repetitions}"
-        )
-        table = Table(title=title)
-        table.add_column("policy", no_wrap=True)
-        names = [row.label for row in rows]
+        job = f"{first.num_prompts} requests of {first.prompt_len:,} + {first.output_len} tokens"
+        if first.pool_prompts is not None and measure != "pressure":
+            job += f", room for {first.pool_prompts:g} whole ones"
+        heading, repetitions, names = "policy", first.repetitions, [row.label for row in rows]
     else:
-        table = Table(title=f"scheduler: medians of {first.steps} decode steps")
-        table.add_column("scheduler", no_wrap=True)
-        names = [row.scheduler for row in rows]
-    columns = [(heading, [cell(row) for row in rows]) for heading, cell in _COLUMNS[measure]]
-    columns = [(heading, cells) for heading, cells in columns if any(cells)]
-    for heading, _ in columns:
-        table.add_column(heading, justify="right")
-    for index, name in enumerate(names):
-        table.add_row(name, *(cells[index] for _, cells in columns))
-    return [table]
+        job, heading = "", "scheduler"
+        repetitions, names = first.steps, [row.scheduler for row in rows]
+    made = []
+    for title, columns in _TABLES[measure]:
+        filled = [(name, [cell(row) for row in rows]) for name, cell in columns]
+        filled = [(name, cells) for name, cells in filled if any(cells)]
+        if not any(name not in ("pool", "rate/s") for name, _ in filled):
+            continue
+        medians = "" if measure == "capacity" else f"medians of {repetitions}"
+        table = Table(title=": ".join((title, "; ".join(filter(None, (job, medians))))))
+        table.add_column(heading, no_wrap=True)
+        for name, _ in filled:
+            table.add_column(name, justify="right")
+        for index, name in enumerate(names):
+            table.add_row(name, *(cells[index] for _, cells in filled))
+        made.append(table)
+    return made

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the bench, and how it goes on with what it knows; no engine is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_pyramid.bench import sessions as sessions_module
+from vllm_pyramid.bench.cost import Machine
+from vllm_pyramid.bench.latency import flags_of, latency_row
+from vllm_pyramid.bench.measure import Measurement
+from vllm_pyramid.bench.plan import Plan, Variant, variants_of
+from vllm_pyramid.bench.shapes import SHAPES
+from vllm_pyramid.child import ChildError
+from vllm_pyramid.cli import main
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["throughput", "--policies", "snapvk"], "unknown policy 'snapvk'"),
+        (["throughput", "--policies", "kvpress-h20"], "unknown peer 'kvpress-h20'"),
+        (["throughput", "--policies", ","], "--policies is empty"),
+        (["throughput", "--policies", "kvpress-snapkv"], "give --peer-python PATH"),
+        (
+            ["throughput", "--policies", "transformers", "--peer-python", "/nowhere"],
+            "--peer-python /nowhere is no program",
+        ),
+        (["capacity", "--policies", "transformers"], "has no pool, queue or server"),
+        (["throughput", "--budget", "0%"], "above 0%"),
+        (["throughput", "--budget", "4"], "budget 4 is too small"),
+        (["throughput", "--budget", "4096"], "keeps all of a prompt of 2048"),
+        (["throughput", "--pool-prompts", "0.5"], "must hold at least one whole request"),
+        (["throughput", "--prompt-len", "40000"], "the model takes 32768"),
+        (["throughput", "--prompt-len", "0"], "--prompt-len must be at least 1"),
+        (["throughput", "--output-len", "1"], "--output-len must be at least 2"),
+        (["throughput", "--repetitions", "0"], "--repetitions must be at least 1"),
+        (["throughput", "--model", "built-in", "--layers", "4"], "--layers is for the shapes"),
+        (["throughput", "--model", "built-in", "--prompt-len", "9000"], "the model takes 8192"),
+        (["throughput", "--model", "/nowhere"], "there is no config.json"),
+        (["throughput", "--engine-args", "{"], "--engine-args is not valid JSON"),
+        (["throughput", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["pressure", "--pools", "4,0.5"], "--pools: a pool must hold at least one"),
+        (["pressure", "--pools", "much"], "'much' is not a number above 0"),
+        (["latency", "--rates", "-1"], "'-1' is not a number above 0"),
+        (["scheduler", "--layers", "0"], "--layers: '0' is not a whole number"),
+        (["cost", "--model", "llama-3-70b"], "give more --devices"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions_module, "Sessions", None)  # nothing may start
+    out = [] if arguments[0] == "cost" else ["--out", str(tmp_path)]
+    assert main(["bench", *arguments, *out]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+class FakeSessions:
+    """Stands for `Sessions`: answers from the job, and breaks off where it is told to."""
+
+    started = 0
+    runs: list[tuple[str, str | None, float]]
+    fail_after: int | None = None
+
+    def __init__(self, plan: Plan, variants: Sequence[Variant], model: str, **options: Any) -> None:
+        type(self).started += 1
+        self.plan, self.limits = plan, {}
+        self.options = options
+
+    def __enter__(self) -> FakeSessions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def machine(self) -> Machine:
+        return Machine(1e9, 1e10)
+
+    def limit_pool(self, variant: Variant, pool: float) -> None:
+        self.limits[variant] = pool
+
+    def run(
+        self,
+        variant: Variant,
+        prompts: list[list[int]],
+        max_tokens: int,
+        on_progress: Callable[[int], None],
+    ) -> Measurement:
+        cls = type(self)
+        if len(prompts) == self.plan.num_prompts:  # not a warm-up
+            if len(cls.runs) == cls.fail_after:
+                raise ChildError("the engine failed")
+            cls.runs.append((variant.policy, variant.budget, self.limits[variant]))
+        on_progress(len(prompts))
+        return Measurement(
+            output_tokens=len(prompts) * max_tokens,
+            seconds=1.0 if variant.budget else 2.0,
+            decode_tokens_per_s=200.0 if variant.budget else 50.0,
+            decode_batch=4.0,
+            prefill_share=0.5,
+            resident_max=4,
+            peak_blocks=10,
+            decode_blocks=5,
+            ttft_ms=[1.0, 2.0, 3.0],
+            tpot_ms=[1.0, 2.0, 3.0],
+        )
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSessions]:
+    monkeypatch.setattr(FakeSessions, "runs", [], raising=False)
+    monkeypatch.setattr(FakeSessions, "started", 0)
+    monkeypatch.setattr(FakeSessions, "fail_after", None)
+    monkeypatch.setattr(sessions_module, "Sessions", FakeSessions)
+    return FakeSessions
+
+
+JOB = ["--prompt-len", "256", "--output-len", "8", "--num-prompts", "4", "--no-pictures"]
+
+
+def test_policies_take_turns_and_an_interrupted_run_goes_on(
+    fake: type[FakeSessions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["bench", "throughput", *JOB, "--repetitions", "3", "--out", str(out)]
+    command += ["--budget", "12%,50%"]
+    fake.fail_after = 5
+    assert main(command) == 2
+    assert "the engine failed" in capsys.readouterr().err
+    turn = [("full", None, 4.0), ("pyramidkv", "12%", 4.0), ("pyramidkv", "50%", 4.0)]
+    assert fake.runs == [*turn, *turn[:2]]
+
+    # The half repetition is measured again: its parts are compared with one another.
+    fake.fail_after = None
+    assert main(command) == 0
+    assert fake.runs[5:] == turn * 2
+    written = json.loads((out / "throughput.json").read_text())
+    assert [row["policy"] for row in written["rows"]] == ["full", "pyramidkv", "pyramidkv"]
+    row = written["rows"][1]
+    assert row["repetitions"] == 3 and row["output_tokens_per_s"] == 32.0
+    assert row["output_ratio"] == 2.0 and row["decode_ratio"] == 4.0
+    assert row["predicted_decode_tokens_per_s"] > 0
+    assert written["baseline"] == "full" and written["machine"]["bandwidth"] == 1e9
+
+    # Everything is known: nothing starts, the same rows come.
+    assert main([*command, "--json", str(tmp_path / "again.json")]) == 0
+    assert fake.started == 2 and len(fake.runs) == 11
+    assert json.loads((tmp_path / "again.json").read_text())["rows"] == written["rows"]
+    assert main([*command, "--fresh"]) == 0
+    assert fake.started == 3
+
+
+def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeSessions], tmp_path: Path) -> None:
+    command = ["bench", "pressure", *JOB, "--pools", "4,1.5", "--repetitions", "2"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    assert [(policy, pool) for policy, _, pool in fake.runs] == [
+        (policy, pool) for pool in (4.0, 1.5) for _ in range(2) for policy in ("full", "pyramidkv")
+    ]
+    rows = json.loads((tmp_path / "pressure.json").read_text())["rows"]
+    assert [row["pool_prompts"] for row in rows] == [4.0, 4.0, 1.5, 1.5]
+    assert (tmp_path / "pressure.csv").read_text().count("\n") == 5
+
+
+def test_variants_and_what_they_keep() -> None:
+    variants = variants_of(
+        ["none", "full", "snapkv", "kvpress-snapkv", "transformers"], ["12%", "256"], 2048
+    )
+    assert [variant.label for variant in variants] == [
+        *("none", "full", "snapkv 12%", "snapkv 256"),
+        *("kvpress-snapkv 12%", "kvpress-snapkv 256", "transformers"),
+    ]
+    kept = [variant.kept(2048, 8) for variant in variants]
+    assert kept[:2] == [2048.0, 2048.0] and kept[3:] == [256.0, 246.0, 256.0, 2048.0]
+    assert 246 <= kept[2] < 246 + 16  # whole blocks
+
+
+def test_pools_and_batches_are_of_equal_bytes() -> None:
+    plan = Plan(SHAPES["small"], 2048, 64, 32, 4.0)
+    assert plan.request_blocks == 132 and plan.blocks(4.0) == 4 * 132 * 8
+    assert plan.pool_bytes == (4 * 132 + 1) * 8 * 16 * 2 * 4 * 64 * 2
+    assert plan.peer_batch(Variant("transformers", None)) == 4
+    # 4 x 2112 tokens hold 27 requests of 246 + 64.
+    assert plan.peer_batch(Variant("kvpress-snapkv", "12%")) == 27
+    assert plan.prompts(1) == plan.prompts(1) != plan.prompts(2)
+    assert {len(prompt) for prompt in plan.prompts(1)} == {2048}
+    assert plan.arguments()["max_num_batched_tokens"] == 2048 + 32
+
+
+def test_flags_of_a_server() -> None:
+    arguments = {"enforce_eager": True, "enable_prefix_caching": False, "seed": 0, "a_b": {"c": 1}}
+    assert flags_of(arguments) == [
+        *("--enforce-eager", "--no-enable-prefix-caching", "--seed", "0", "--a-b", '{"c": 1}')
+    ]
+
+
+def test_a_row_of_latencies() -> None:
+    plan = Plan(SHAPES["small"], 256, 8, 4, 4.0)
+
+    def result(scale: float) -> dict[str, float]:
+        made = {f"p{p}_{m}_ms": scale * p for p in (50, 90, 99) for m in ("ttft", "tpot")}
+        return {**made, "output_throughput": 10.0}
+
+    mine, base = [result(1.0), result(3.0), result(2.0)], [result(2.0)] * 3
+    row = latency_row(plan, Variant("snapkv", "12%"), 2.0, mine, base)
+    assert (row.ttft_p50_ms, row.ttft_p99_ms, row.request_rate) == (100.0, 198.0, 2.0)
+    assert (row.ttft_ratio, row.ttft_ratio_low, row.ttft_ratio_high) == (1.0, 0.5, 1.5)
+    assert latency_row(plan, Variant("full", None), float("inf"), mine, base).request_rate is None
+
+
+def test_cost_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "cost", "--prompt-lens", "8192", "--budget", "12%", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[3].startswith("| 8,192 | 12% |")

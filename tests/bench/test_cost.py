@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model against numbers worked out by hand, and against the parameters of real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_pyramid.bench import cost
+from vllm_pyramid.bench.cost import Job, Machine
+from vllm_pyramid.bench.paper import as_markdown, paper_rows
+from vllm_pyramid.bench.shapes import SHAPES, Shape, shape_of_config, write_model
+
+pytestmark = pytest.mark.cpu
+
+TINY = Shape(layers=2, hidden=8, mlp=16, heads=4, kv_heads=2, head_size=2, vocabulary=100)
+
+
+def test_sizes_of_a_shape() -> None:
+    # Q 8x8, K and V 8x4 each, O 8x8, and three of 8x16.
+    assert TINY.layer_parameters == 64 + 2 * 32 + 64 + 3 * 128
+    assert TINY.step_parameters == 2 * 576 + 800
+    assert TINY.token_bytes == 2 * 2 * 2 * 2
+
+
+def test_named_shapes_have_the_parameters_of_their_models() -> None:
+    """Llama 3 8B has 8.03 thousand million parameters, 70B 70.55; the embedding is not multiplied
+    with."""
+    for name, total in (("llama-3-8b", 8.03e9), ("llama-3-70b", 70.55e9)):
+        shape = SHAPES[name]
+        embedding = shape.hidden * shape.vocabulary
+        assert shape.step_parameters + embedding == pytest.approx(total, rel=0.002)
+    # 128 KiB a token over 32 layers.
+    assert 32 * SHAPES["llama-3-8b"].token_bytes == 131072
+
+
+def test_decode_step_by_hand() -> None:
+    weights, tokens = 2 * TINY.step_parameters, 3 * 2 * 50
+    slow_memory = Machine(bandwidth=1000.0, flops=1e12)
+    assert cost.decode_step(TINY, slow_memory, 3, 50) == pytest.approx(
+        (weights + tokens * TINY.token_bytes) / 1000
+    )
+    slow_arithmetic = Machine(bandwidth=1e12, flops=1000.0)
+    assert cost.decode_step(TINY, slow_arithmetic, 3, 50) == pytest.approx(
+        (2 * TINY.step_parameters * 3 + 4 * tokens * 4 * 2) / 1000
+    )
+    two = replace(slow_memory, devices=2)
+    assert cost.decode_step(TINY, two, 3, 50) == cost.decode_step(TINY, slow_memory, 3, 50) / 2
+
+
+def test_prefill_by_hand() -> None:
+    machine = Machine(bandwidth=1.0, flops=1000.0)
+    linear = 2 * 2 * TINY.layer_parameters * 10
+    attention = 4 * 4 * 2 * 2 * 10 * 10 / 2
+    assert cost.prefill(TINY, machine, 10) == pytest.approx((linear + attention) / 1000)
+
+
+@pytest.mark.parametrize(
+    ("requests", "kept", "fit"),
+    [
+        (4.0, 160.0, 4),  # nothing evicted: as many as the pool was made for
+        (4.0, 16.0, 18),  # pool 44 blocks, prompt 10, evicted 1 + 1: 1 + (44 - 10) / 2, below 22
+        (1.0, 16.0, 1),  # one prompt fills the pool
+        (0.5, 16.0, 0),
+    ],
+)
+def test_resident(requests: float, kept: float, fit: int) -> None:
+    job = Job(prompt_len=160, output_len=16, kept=kept)
+    pool = requests * 11 * 16 * TINY.layers * TINY.token_bytes
+    assert cost.resident(TINY, pool, job) == fit
+
+
+def test_end_to_end_adds_prefills_and_decode_steps() -> None:
+    machine = Machine(bandwidth=1e3, flops=1e3)
+    job = Job(prompt_len=64, output_len=9, kept=64)
+    step = cost.decode_step(TINY, machine, 4, 64 + 4.5)
+    seconds = 8 * cost.prefill(TINY, machine, 64) + 2 * 8 * step
+    assert cost.end_to_end(TINY, machine, job, 8, 4) == pytest.approx(8 * 9 / seconds)
+
+
+def test_eviction_pays_as_the_cache_outweighs_the_weights() -> None:
+    """Longer prompts gain more; never more than the share of the cache that is given up."""
+    machine = Machine(4.8e12, 989e12, 141e9)
+    rows = paper_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256, 100.0)
+    short, long = rows[1], rows[3]
+    assert rows[0].decode_ratio == 1.0
+    assert 1 < short.decode_ratio < long.decode_ratio < 1 / 0.12**2
+    assert long.resident > rows[2].resident
+    assert [row.budget for row in rows] == ["100%", "12%"] * 2
+    assert as_markdown(rows).count("\n") == 2 + 4
+
+
+def test_a_model_that_does_not_fit_says_so() -> None:
+    machine = Machine(4.8e12, 989e12, 141e9)
+    with pytest.raises(ValueError, match="141 GB of weights do not fit"):
+        paper_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256, 100.0)
+
+
+def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
+    write_model(SHAPES["small"], tmp_path)
+    assert shape_of_config(str(tmp_path)) == SHAPES["small"]
+
+
+def test_documented_tables_are_what_the_command_prints() -> None:
+    """docs/performance.md holds the output of `vllm-pyramid bench cost --markdown`."""
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    lens, budgets = [8192, 32768, 131072], ["12%", "2048"]
+    for name, devices in (
+        ("llama-3-8b", 1),
+        ("llama-3-8b", 8),
+        ("llama-3-70b", 2),
+        ("llama-3-70b", 8),
+    ):
+        machine = Machine(4.8e12, 989e12, 141e9, devices)
+        rows = paper_rows(SHAPES[name], machine, lens, budgets, 256, 10000.0)
+        assert as_markdown(rows) in text, f"{name} on {devices}: run the command beside the table"
