@@ -9,8 +9,9 @@ Stages (each in a process of its own, with a time limit):
 - engine-*: greedy tokens of `full` equal those of vLLM without a policy, and `pyramidkv` evicts and
   gives blocks back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's
   model runners;
-- throughput-*: the shape of Llama 3 8B with random weights, prompts of 8k tokens in a fixed amount
-  of cache: tokens a second and how many requests run at once, without a policy and with one.
+- throughput-*, capacity-*, latency-*: `vllm-pyramid bench` on the shape of Llama 3 8B with random
+  weights and prompts of 8k and 32k tokens: stock vLLM (`none`), `full` and `pyramidkv` side by side
+  in the same amount of cache.
 
 A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
 reason; the exit status is 1 if any failed. With `--only`, the stages that FILE already holds from
@@ -47,8 +48,8 @@ class Stage:
     """One process.
 
     Attributes:
-        arguments: a script of this folder and its arguments; empty for `numerics`, which pytest
-            runs.
+        arguments: a script of this folder and its arguments, or `bench` and those of
+            `vllm-pyramid bench`; empty for `numerics`, which pytest runs.
         limit: seconds after which it is ended and counts as failed.
         capability, memory_gib: what the device must have, else the stage is skipped.
     """
@@ -76,19 +77,33 @@ def engine_stages() -> list[Stage]:
     ]
 
 
+def bench_stages() -> list[Stage]:
+    """Three engines of 16 GB of weights and 17 GB of cache each are alive at once."""
+    jobs = {
+        # Tokens of a prompt, requests, whole ones that the cache has room for, request rates.
+        "8k": ("8192", "48", "15", "1,2,4"),
+        "32k": ("32768", "12", "4", "0.25,0.5"),
+    }
+    stages = []
+    for name, (prompt, requests, pool, rates) in jobs.items():
+        common = ("--model", "llama-3-8b", "--policies", "none,full,pyramidkv", "--budget", "12%")
+        common += ("--prompt-len", prompt, "--output-len", "256", "--num-prompts", requests)
+        common += ("--pool-prompts", pool)
+        for measure, more in (
+            ("throughput", ("--repetitions", "3")),
+            ("capacity", ()),
+            ("latency", ("--repetitions", "1", "--rates", rates)),
+        ):
+            arguments = ("bench", measure, *common, *more)
+            stages.append(Stage(f"{measure}-{name}", 1200, arguments, memory_gib=120))
+    return stages
+
+
 STAGES = (
     Stage("numerics", 500, memory_gib=16),
     Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12),
     *engine_stages(),
-    *(
-        Stage(
-            f"throughput-{policy}",
-            420,
-            ("gpu_engines.py", "throughput", "--policy", policy),
-            memory_gib=48,
-        )
-        for policy in ("none", "full", "pyramidkv")
-    ),
+    *bench_stages(),
 )
 
 
@@ -153,6 +168,9 @@ def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
 
 def command(stage: Stage, output: Path) -> list[str]:
     """What runs; it writes `output` (a JSON object; for `numerics` pytest's XML)."""
+    if stage.arguments[:1] == ("bench",):
+        cli = [sys.executable, "-m", "vllm_pyramid.cli", *stage.arguments, "--no-pictures"]
+        return [*cli, "--out", str(output.with_suffix(".bench")), "--json", str(output)]
     if stage.arguments:
         script, *arguments = stage.arguments
         path = str(ROOT / "scripts" / script)
@@ -227,23 +245,6 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     return result | {"status": "passed"}
 
 
-def compare_throughput(stages: dict[str, Any]) -> dict[str, Any] | None:
-    """Each policy over `none`, where both were measured."""
-    measured = {
-        name.removeprefix("throughput-"): entry["result"]
-        for name, entry in stages.items()
-        if name.startswith("throughput-") and entry["status"] == "passed"
-    }
-    base = measured.pop("none", None)
-    if base is None or not measured:
-        return None
-    keys = ("output_tokens_per_second", "peak_running_requests")
-    return {
-        policy: {key: round(result[key] / base[key], 3) for key in keys}
-        for policy, result in measured.items()
-    }
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -286,7 +287,6 @@ def main() -> int:
                 entry = run_stage(stage, Path(folder))
             print(f"{stage.name}: {entry['status']} {entry.get('reason', '')}", flush=True)
             report["stages"][stage.name] = entry
-            report["throughput_over_none"] = compare_throughput(report["stages"])
             options.json.write_text(json.dumps(report, indent=1) + "\n")  # also if cut short
     failed = [name for name, entry in report["stages"].items() if entry["status"] == "failed"]
     print(f"{options.json}: {len(report['stages'])} stages, failed: {failed or 'none'}")

@@ -2,7 +2,6 @@
 """The engine stages of scripts/gpu_check.py; each call runs one, in this process.
 
     python scripts/gpu_engines.py engine --backend FLASH_ATTN --mode eager --runner v2 --out FILE
-    python scripts/gpu_engines.py throughput --policy pyramidkv --out FILE
 
 Writes a JSON object; what must hold and does not raises RuntimeError.
 """
@@ -11,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -126,92 +123,6 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
     return result
 
 
-# Throughput ---------------------------------------------------------------------------------------
-
-LLAMA_3_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 16384,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
-
-
-def run_throughput(
-    policy: str,
-    shape: dict[str, Any] | None = None,
-    requests: int = 48,
-    prompt: int = 8192,
-    output: int = 256,
-    cache_bytes: int = 16 << 30,
-) -> dict[str, Any]:
-    """All requests at once, in a cache that holds 15 of them without a policy."""
-    from tests.engine.support import Engine, greedy, random_prompts, start_engine
-    from tests.engine.support import Job as Request
-
-    shape = shape or LLAMA_3_8B
-    settings: dict[str, Any] = {"kv_policy": policy}
-    if policy == "pyramidkv":
-        settings["kv_budget"] = prompt // 8
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape))
-        engine = start_engine(
-            folder,
-            load_format="dummy",
-            dtype="bfloat16",
-            max_model_len=prompt + output,
-            max_num_batched_tokens=prompt,
-            max_num_seqs=64,
-            kv_cache_memory_bytes=cache_bytes,
-            enforce_eager=False,
-            **settings,
-        )
-    vocabulary = shape["vocab_size"]
-    warm_up = random_prompts([prompt] * 2, seed=1, vocab_size=vocabulary)
-    engine.generate(warm_up, greedy(8))
-    prompts = random_prompts([prompt] * requests, seed=2, vocab_size=vocabulary)
-    peak = 0
-
-    def count(engine: Engine) -> None:
-        nonlocal peak
-        peak = max(peak, len(engine.scheduler.running))
-
-    begin = time.perf_counter()
-    outcomes = engine.run([Request(tokens, greedy(output)) for tokens in prompts], count)
-    seconds = time.perf_counter() - begin
-    produced = sum(len(outcome.token_ids) for outcome in outcomes)
-    require(produced == requests * output, f"{produced} tokens came of {requests} x {output}")
-    result = {
-        "policy": policy,
-        "requests": requests,
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "cache_bytes": cache_bytes,
-        "seconds": seconds,
-        "output_tokens_per_second": produced / seconds,
-        "total_tokens_per_second": (produced + requests * prompt) / seconds,
-        "peak_running_requests": peak,
-    }
-    if policy == "pyramidkv":
-        evicted = [outcome.report["evicted_tokens"] for outcome in outcomes]
-        require(min(evicted) > 0, "a prompt was not evicted")
-        result["evicted_tokens_each"] = statistics.mean(evicted)
-    engine.shutdown()
-    return result
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     stages = parser.add_subparsers(dest="stage", required=True)
@@ -219,15 +130,9 @@ def main() -> int:
     engine.add_argument("--backend", required=True, choices=("FLASH_ATTN", "TRITON_ATTN"))
     engine.add_argument("--mode", required=True, choices=("eager", "graphs"))
     engine.add_argument("--runner", required=True, choices=tuple(RUNNERS))
-    throughput = stages.add_parser("throughput")
-    throughput.add_argument("--policy", required=True, choices=("none", "full", "pyramidkv"))
-    for stage in (engine, throughput):
-        stage.add_argument("--out", type=Path, required=True)
+    engine.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if options.stage == "engine":
-        result = run_engine(options.backend, options.mode, options.runner)
-    else:
-        result = run_throughput(options.policy)
+    result = run_engine(options.backend, options.mode, options.runner)
     options.out.write_text(json.dumps(result))
     return 0
 

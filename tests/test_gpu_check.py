@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -56,7 +55,7 @@ def test_dry_run_prints_the_whole_plan(script: ModuleType, tmp_path: Path) -> No
 def test_only_chooses_by_the_beginning_of_a_name(script: ModuleType) -> None:
     result = run("--dry-run", "--only", "kernels", "throughput")
     names = [line.partition(" ")[0] for line in result.stdout.splitlines()[:-1]]
-    assert names == ["kernels", "throughput-none", "throughput-full", "throughput-pyramidkv"]
+    assert names == ["kernels", "throughput-8k", "throughput-32k"]
     unknown = run("--dry-run", "--only", "kernel", "speed")
     assert unknown.returncode == 2
     assert "no stage begins with 'speed'; there are numerics" in unknown.stderr
@@ -78,8 +77,9 @@ def test_stages_that_the_device_cannot_run(script: ModuleType) -> None:
     small = {"capability": [9, 0], "memory_gib": 23.6}
     reasons = {stage.name: script.lacking(stage, small) for stage in script.STAGES}
     skipped = {name for name, reason in reasons.items() if reason}
-    assert skipped == {"throughput-none", "throughput-full", "throughput-pyramidkv"}
-    assert reasons["throughput-none"] == "needs 48 GiB of device memory, this has 23.6"
+    measures = ("throughput", "capacity", "latency")
+    assert skipped == {f"{measure}-{size}" for measure in measures for size in ("8k", "32k")}
+    assert reasons["throughput-8k"] == "needs 120 GiB of device memory, this has 23.6"
     old = {"capability": [7, 5], "memory_gib": 80.0}
     assert all(script.lacking(stage, old) for stage in script.STAGES)
 
@@ -132,16 +132,19 @@ def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
         summarise(*good[1:])
 
 
-def test_throughput_is_compared_with_none(script: ModuleType) -> None:
-    def entry(rate: float, peak: int) -> dict[str, object]:
-        result = {"output_tokens_per_second": rate, "peak_running_requests": peak}
-        return {"status": "passed", "result": result}
+def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_path: Path) -> None:
+    """Parsed, planned and checked as the bench does it, up to the engines."""
+    from vllm_pyramid.bench.command import _plan, _variants
+    from vllm_pyramid.cli import _build_parser
 
-    stages = {"throughput-none": entry(100.0, 16), "throughput-pyramidkv": entry(250.0, 48)}
-    stages["throughput-full"] = {"status": "failed"}
-    assert script.compare_throughput(stages) == {
-        "pyramidkv": {"output_tokens_per_second": 2.5, "peak_running_requests": 3.0}
-    }
-    del stages["throughput-none"]
-    assert script.compare_throughput(stages) is None
-    json.dumps(stages)
+    stages = script.bench_stages()
+    assert len(stages) == 6
+    for stage in stages:
+        line = script.command(stage, tmp_path / "result.out")
+        assert line[1:3] == ["-m", "vllm_pyramid.cli"]
+        args = _build_parser().parse_args(line[3:])
+        assert args.json == tmp_path / "result.out"
+        plan, _, random = _plan(args, tmp_path)
+        assert random and plan.shape.layers == 32 and plan.pool_bytes < 18e9
+        labels = [variant.label for variant in _variants(args, plan)]
+        assert labels == ["none", "full", "pyramidkv 12%"]

@@ -87,7 +87,8 @@ def _engine_parser(
         "--policies",
         default="full,pyramidkv",
         help="names, .yaml files, `none` for vLLM as it is; in throughput also transformers, "
-        "kvpress-snapkv, kvpress-pyramidkv, kvpress-streaming-llm (%(default)s)",
+        "kvpress-snapkv, kvpress-pyramidkv, kvpress-streaming-llm; the first is what the others "
+        "are compared with (%(default)s)",
     )
     listed(
         "--budget",

@@ -82,7 +82,7 @@ def _run_engines(args: argparse.Namespace, console: Any) -> int:
         except KeyboardInterrupt:
             console.print(f"Interrupted. What is finished is in {args.out}.")
             return 130
-    base = next((row for row in rows if row.policy == "full"), rows[0])
+    base = rows[0]
     _write(args, console, rows, {**about, "baseline": base.label})
     if machine := about.get("machine"):
         console.print(

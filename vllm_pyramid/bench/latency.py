@@ -23,7 +23,7 @@ from typing import Any
 
 from vllm_pyramid.bench.plan import Plan, Variant
 from vllm_pyramid.bench.rows import Row, job_row, percentile_fields, with_ratios
-from vllm_pyramid.bench.runs import baseline_of
+from vllm_pyramid.bench.sessions import gpu_share
 from vllm_pyramid.child import ChildError, end_group
 from vllm_pyramid.config import NO_POLICY
 
@@ -173,6 +173,9 @@ def latency(
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
         arguments.setdefault("enforce_eager", True)
+    else:
+        share = gpu_share(len({variant.policy for variant in variants}))
+        arguments.setdefault("gpu_memory_utilization", share)
     if Path(model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     with contextlib.ExitStack() as stack:
@@ -195,9 +198,8 @@ def latency(
                     result = load(url, model, plan, variant, rate, concurrency, repetition)
                     results.setdefault((rate, index), []).append(result)
                     on_progress(plan.num_prompts)
-    base = baseline_of(variants)
     return [
-        latency_row(plan, variant, rate, results[rate, index], results[rate, base])
+        latency_row(plan, variant, rate, results[rate, index], results[rate, 0])
         for rate in rates
         for index, variant in enumerate(variants)
     ]

@@ -14,12 +14,7 @@ from vllm_pyramid.bench.rows import Row, job_row, predicted_rate, row_of, with_r
 from vllm_pyramid.bench.sessions import Sessions
 from vllm_pyramid.store import Store, key_of
 
-__all__ = ["Bench", "baseline_of"]
-
-
-def baseline_of(variants: Sequence[Variant]) -> int:
-    """The index of what the others are compared with: `full`, or else the first."""
-    return next((i for i, v in enumerate(variants) if v.policy == "full"), 0)
+__all__ = ["Bench"]
 
 
 @dataclass
@@ -27,6 +22,7 @@ class Bench:
     """What all measures need.
 
     Attributes:
+        variants: the first is the baseline that the others are compared with.
         repetitions: of each measurement. store: of earlier ones.
         identity: what a stored result depends on beside the job.
         on_stage: told what is being done. on_progress: told of requests that are through.
@@ -99,7 +95,7 @@ class Bench:
             self.store.put(key, {"runs": [asdict(run) for run in measured]})
             for made, run in zip(runs, measured, strict=True):
                 made.append(run)
-        base = runs[baseline_of(self.variants)]
+        base = runs[0]
         return [
             with_ratios(
                 row_of(measure, self.plan, variant, pool_prompts, self.machine, made),
@@ -139,7 +135,7 @@ class Bench:
                 answer = self.sessions.steps(variant, steps)
                 if window:
                     made.append(answer["batch"] * steps / sum(answer["seconds"]))
-        base = rates[baseline_of(self.variants)]
+        base = rates[0]
         rows = []
         for variant, answer, made in zip(self.variants, filled, rates, strict=True):
             self.sessions.clear(variant)

@@ -18,10 +18,15 @@ from vllm_pyramid.bench.measure import Measurement, Timing, latencies
 from vllm_pyramid.bench.plan import KVPRESS, PRESSES, Plan, Variant
 from vllm_pyramid.child import Child
 
-__all__ = ["Sessions"]
+__all__ = ["Sessions", "gpu_share"]
 
 Stage = Callable[[str], None]
 Progress = Callable[[int], None]
+
+
+def gpu_share(engines: int) -> float:
+    """Of a GPU's memory, for each of the engines that are alive at once on it."""
+    return round(0.9 / engines, 3)
 
 
 class Sessions:
@@ -54,6 +59,7 @@ class Sessions:
         self._stack = ExitStack()
         self._pool_blocks: dict[str, int] = {}
         offline = Path(model).is_dir()
+        engines = len({self._key(variant) for variant in variants})
         environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         try:
             for variant in variants:
@@ -71,7 +77,7 @@ class Sessions:
                     environment=environment,
                 )
                 self._children[self._key(variant)] = self._stack.enter_context(child)
-                self._start(variant, model, random)
+                self._start(variant, model, random, engines if threads is None else 0)
             self._check_pools()
         except BaseException:
             self._stack.close()
@@ -86,7 +92,8 @@ class Sessions:
     def _key(self, variant: Variant) -> str:
         return variant.policy if self._share else variant.label
 
-    def _start(self, variant: Variant, model: str, random: bool) -> None:
+    def _start(self, variant: Variant, model: str, random: bool, sharing: int) -> None:
+        """Start a model. `sharing`: processes that share a GPU, 0 on the CPU."""
         if variant.is_peer:
             task: dict[str, Any] = {
                 "model": model,
@@ -97,6 +104,8 @@ class Sessions:
             self._ask(variant, do="start", **task)
             return
         arguments = self.plan.arguments()
+        if sharing:
+            arguments.setdefault("gpu_memory_utilization", gpu_share(sharing))
         if random:
             arguments.setdefault("load_format", "dummy")
         answer = self._ask(
