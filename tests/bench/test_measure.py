@@ -118,4 +118,4 @@ def test_rows_are_written_and_shown() -> None:
         "of baseline",
     ]
     assert list(shown.columns[0].cells) == ["full", "snapkv 12%"]
-    assert list(shown.columns[2].cells) == ["", "2.00 (1.50 to 2.25)"]
+    assert list(shown.columns[2].cells) == ["", "2.00 (1.50–2.25)"]

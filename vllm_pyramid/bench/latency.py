@@ -189,6 +189,10 @@ def latency(
             url, process = stack.enter_context(serving(model, flags, environment))
             wait_until_ready(url, process)
             urls[variant.policy] = url
+        few = replace(plan, num_prompts=1)
+        for variant in variants:
+            on_stage(f"{variant.label}, warm-up")
+            load(urls[variant.policy], model, few, variant, float("inf"), None, repetitions)
         results: dict[tuple[float, int], list[dict[str, Any]]] = {}
         for rate in rates:
             for repetition in range(repetitions):

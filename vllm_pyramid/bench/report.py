@@ -31,7 +31,7 @@ def _ratio(name: str) -> Cell:
         if middle is None:
             return ""
         low, high = getattr(row, f"{name}_ratio_low"), getattr(row, f"{name}_ratio_high")
-        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
     return cell
 
@@ -135,7 +135,7 @@ def tables(measure: str, rows: Sequence[Any]) -> list[Table]:
     for title, columns in _TABLES[measure]:
         filled = [(name, [cell(row) for row in rows]) for name, cell in columns]
         filled = [(name, cells) for name, cells in filled if any(cells)]
-        if not any(name not in ("pool", "rate/s") for name, _ in filled):
+        if not any(name not in ("pool", "rate/s", "resident") for name, _ in filled):
             continue
         medians = "" if measure == "capacity" else f"medians of {repetitions}"
         table = Table(title=": ".join((title, "; ".join(filter(None, (job, medians))))))

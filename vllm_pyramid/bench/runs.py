@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -142,7 +143,7 @@ class Bench:
             batch = answer["resident"]
             row = replace(
                 self._filled_row("throughput", variant, answer),
-                decode_tokens_per_s=sorted(made)[len(made) // 2],
+                decode_tokens_per_s=statistics.median(made),
                 decode_batch=batch,
                 repetitions=len(made),
                 decode_low=min(made),
