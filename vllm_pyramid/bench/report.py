@@ -111,9 +111,9 @@ _TABLES: dict[str, list[tuple[str, Columns]]] = {
                 ("layers", _number("layers")),
                 ("requests", _number("requests")),
                 ("schedule() ms", _number("schedule_ms", 2)),
-                ("of one group", _number("schedule_ratio", 2)),
-                ("whole step ms", _number("step_ms", 2)),
-                ("of one group", _number("step_ratio", 2)),
+                ("ratio", _number("schedule_ratio", 2)),
+                ("step ms", _number("step_ms", 2)),
+                ("ratio", _number("step_ratio", 2)),
             ],
         )
     ],
