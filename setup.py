@@ -19,7 +19,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCE = Path("csrc/cpu")
-BASELINE = ["runtime", "attention", "key_mass", "scores", "select", "cache_ops", "kernels_portable"]
+BASELINE = [
+    *("runtime", "attention", "key_mass", "topn", "scores", "select", "cache_ops"),
+    "kernels_portable",
+]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 X86_FLAGS = {

@@ -190,6 +190,21 @@ def call_everything(case: Case) -> None:
             kind=kind,
             first_queries=first,
         )
+    triton_ops.topn_attention(
+        torch.empty_like(query),
+        query,
+        key_cache,
+        value_cache,
+        table,
+        ints(0, 1, tokens),
+        lens,
+        ints(0, 0),
+        ints(128, 0),
+        scale=size**-0.5,
+        sliding_window=case.sliding_window,
+        soft_cap=case.soft_cap,
+        sinks=torch.zeros(heads * case.group) if case.sinks else None,
+    )
     arguments = (query, key_cache, table, ints(tokens, tokens), lens)
     options = {"window": case.window, "scale": size**-0.5, "soft_cap": case.soft_cap}
     scores = triton_ops.window_scores(

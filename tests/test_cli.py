@@ -88,6 +88,23 @@ def test_budgets_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["blocks_share"] == pytest.approx(plan.blocks.sum() / 96)
 
 
+def test_budgets_with_v_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """(m + L) / 2m of the blocks on the device; V of the swapped pages on the host."""
+    argv = ("budgets", "--num-layers", "32", "--prompt-len", "8192", "--kv-policy", "kcache")
+    report = run_json(capsys, *argv)
+    assert [row["blocks"] for row in report["layers"]] == [512] + [256] * 31
+    assert report["block_size"] == 16 and report["full"]["blocks"] == 32 * 512
+    assert report["blocks_share"] == 33 / 64
+    page_mib = report["full"]["mib"] / report["full"]["blocks"]
+    assert report["host_mib"] == pytest.approx(31 * 256 * page_mib)
+    assert main([*argv]) == 0
+    assert "MiB of host memory" in capsys.readouterr().out
+    solved = ("--kv-policy", "xkv", "--kv-budget", "50%", "--kv-policy-args", '{"swap_v": true}')
+    report = run_json(capsys, *argv[:5], *solved)
+    assert report["full"]["blocks"] == 32 * 512
+    assert report["total"]["blocks"] <= 512 + 31 * 256
+
+
 def test_budgets_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = write_config(tmp_path)
     report = run_json(capsys, "budgets", "--model", model, "--kv-budget", "64")

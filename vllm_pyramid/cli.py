@@ -133,26 +133,28 @@ def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
 
 
 def _budget_report(
-    policy: Policy, plan: RetentionPlan, shape: CacheShape, source: str
+    policy: Policy, plan: RetentionPlan, shape: CacheShape, block_size: int, source: str
 ) -> dict[str, Any]:
-    block_bytes = shape.block_bytes(plan.block_size)
-    full_blocks = -(-plan.prompt_len // plan.block_size) * shape.num_layers
-    blocks = int(plan.blocks.sum())
+    block_bytes = shape.block_bytes(block_size)
+    full_blocks = -(-plan.prompt_len // block_size) * shape.num_layers
+    by_layer = plan.blocks_in(policy.block_sizes(shape.num_layers, block_size)).tolist()
+    blocks = sum(by_layer)
+    swapped = [n for layer, n in enumerate(by_layer) if policy.swaps_layer(layer)]
     return {
         "source": source,
         "policy": policy.name,
         "budget": policy.budget.value,
         "budget_tokens": plan.budget_tokens,
         "prompt_len": plan.prompt_len,
-        "block_size": plan.block_size,
+        "block_size": block_size,
         **asdict(shape),
         "layers": [
             {
                 "layer": layer,
                 "keep": int(plan.keep[layer]),
                 "held": int(plan.held[layer]),
-                "blocks": int(plan.blocks[layer]),
-                "mib": int(plan.blocks[layer]) * block_bytes / _MIB,
+                "blocks": by_layer[layer],
+                "mib": by_layer[layer] * block_bytes / _MIB,
             }
             for layer in range(shape.num_layers)
         ],
@@ -168,10 +170,11 @@ def _budget_report(
             "mib": full_blocks * block_bytes / _MIB,
         },
         "blocks_share": blocks / full_blocks,
+        "host_mib": sum(swapped) * block_bytes / _MIB,
     }
 
 
-def _print_budgets(report: dict[str, Any]) -> None:
+def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
     from rich.bar import Bar
     from rich.console import Console
     from rich.table import Table
@@ -203,6 +206,12 @@ def _print_budgets(report: dict[str, Any]) -> None:
         "full cache.",
         highlight=False,
     )
+    if report["host_mib"]:
+        console.print(
+            f"V of the layers from {policy.device_layers} on: {report['host_mib']:.2f} MiB of host "
+            "memory; a block of theirs holds K of twice the tokens.",
+            highlight=False,
+        )
     console.print(
         f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "
         "with whole blocks filled up.",
@@ -215,17 +224,18 @@ def _run_budgets(args: argparse.Namespace) -> int:
 
     policy = load_policy(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
     shape, source = _cache_shape(args)
-    plan = policy.plan(args.prompt_len, shape.num_layers, args.block_size)
+    largest_block = int(policy.block_sizes(shape.num_layers, args.block_size).max())
+    plan = policy.plan(args.prompt_len, shape.num_layers, largest_block)
     if isinstance(plan, OpenPlan):
         from vllm_pyramid.open_budgets import show_open_budgets
 
         show_open_budgets(policy, plan, source, as_json=args.json)
         return 0
-    report = _budget_report(policy, plan, shape, source)
+    report = _budget_report(policy, plan, shape, args.block_size, source)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        _print_budgets(report)
+        _print_budgets(policy, report)
     return 0
 
 

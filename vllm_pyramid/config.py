@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: what the flags, `additional_config` and single requests may say.
 
-Everything travels in vLLM's `additional_config` under four keys, so that the engine core and the
+Everything travels in vLLM's `additional_config` under five keys, so that the engine core and the
 workers read the same values in their own processes:
 
-    {"kv_policy": "pyramidkv", "kv_budget": 512, "kv_policy_args": {"beta": 14}, "kv_trace": "DIR"}
+    {"kv_policy": "pyramidkv", "kv_budget": 512, "kv_policy_args": {"beta": 14}, "kv_trace": "DIR",
+     "kv_swap_space": 4}
 
-A request may carry `kv_policy`, `kv_budget` and `kv_application` in `SamplingParams.extra_args`
-(`vllm_xargs`).
+A request may carry `kv_policy`, `kv_budget`, `kv_application` and `kv_top_n` in
+`SamplingParams.extra_args` (`vllm_xargs`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -26,8 +29,8 @@ FULL_POLICY = "full"
 MAX_NAME = 256
 # Queries whose attention a trace reports on where the policy itself has no window: PyramidKV's 8.
 TRACE_WINDOW = 8
-CONFIG_KEYS = ("kv_policy", "kv_budget", "kv_policy_args", "kv_trace")
-REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application")
+CONFIG_KEYS = ("kv_policy", "kv_budget", "kv_policy_args", "kv_trace", "kv_swap_space")
+REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application", "kv_top_n")
 # What the scheduler adds to a request for the workers; a client's is refused.
 SHARES_KEY = "vllm_pyramid_shares"
 
@@ -102,6 +105,21 @@ def _refuse_misspelt(keys: Mapping[str, Any], valid: tuple[str, ...], where: str
                 )
 
 
+def _parse_gib(value: object) -> float | None:
+    """`kv_swap_space`: a number of GiB above 0, or its text."""
+    if value is None:
+        return None
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError):
+            number = float(value)
+    if not 0 < number < 2**20:
+        raise ValueError(
+            f"kv_swap_space must be a number of GiB above 0, such as 4 or 0.5, not {value!r}"
+        )
+    return number
+
+
 @dataclass(frozen=True)
 class KVSettings:
     """The settings of an engine, checked.
@@ -111,12 +129,15 @@ class KVSettings:
         kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
         kv_policy_args: changes to the preset (see `load_policy`).
         kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
+        kv_swap_space: GiB of host memory that each worker takes for V, for policies with `swap_v`;
+            None for as much as the device's KV cache.
     """
 
     kv_policy: str = NO_POLICY
     kv_budget: str | int | None = None
     kv_policy_args: dict[str, Any] = field(default_factory=dict)
     kv_trace: str | None = None
+    kv_swap_space: float | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -126,6 +147,7 @@ class KVSettings:
         if self.kv_trace is not None and not (isinstance(self.kv_trace, str) and self.kv_trace):
             raise ValueError(f"kv_trace must be the path of a folder, not {self.kv_trace!r}")
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
+        object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space))
         if self.kv_policy == NO_POLICY:
             given = [key for key in CONFIG_KEYS[1:] if getattr(self, key)]
             if self.kv_budget is not None and "kv_budget" not in given:
@@ -135,6 +157,12 @@ class KVSettings:
                     f"{' and '.join(given)} without a kv_policy would have no effect: choose a "
                     "policy (vllm-pyramid policies lists them), for example --kv-policy pyramidkv"
                 )
+        elif self.kv_swap_space is not None and not self._loaded_policy.swap_v:
+            raise ValueError(
+                f"kv_swap_space is memory for V, which policy {self.kv_policy!r} keeps on the "
+                "device: leave it out, choose kcache, or add "
+                "--kv-policy-args '{\"swap_v\": true}'"
+            )
         else:
             _ = self._loaded_policy
 
@@ -160,6 +188,13 @@ class KVSettings:
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         return {key: value for key, value in values.items() if value not in (None, {})}
 
+    @property
+    def swap_space_bytes(self) -> int | None:
+        """Host memory for V of each worker; None for as much as the device's cache has."""
+        if self.kv_swap_space is None:
+            return None
+        return int(float(self.kv_swap_space) * 2**30)
+
     @cached_property
     def _loaded_policy(self) -> Policy:
         return load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
@@ -181,11 +216,13 @@ class RequestOverride:
         policy: `full` to opt out of eviction, or the served policy's own name; None for that.
         budget: the request's own budget; None for the policy's.
         application: whose average of sampled budgets it shares (`sample_first`, `sample_share`).
+        top_n: keys that it fetches V of, for a policy with `swap_v`; None for the policy's.
     """
 
     policy: str | None = None
     budget: Budget | None = None
     application: str = ""
+    top_n: int | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOverride | None:
@@ -212,11 +249,15 @@ class RequestOverride:
                 f"kv_application of a request must be a name of at most {MAX_NAME} characters, not "
                 f"{application!r}"
             )
+        top_n = extra_args.get("kv_top_n")
+        if top_n is not None and not (type(top_n) is int and 1 <= top_n < 2**31):
+            raise ValueError(f"kv_top_n of a request must be a number of keys, not {top_n!r}")
         value = extra_args.get("kv_budget")
         if value is None:
-            return cls(policy, None, application) if policy or application else None
+            given = policy or application or top_n
+            return cls(policy, None, application, top_n) if given else None
         try:
-            return cls(policy, Budget.parse(value), application)
+            return cls(policy, Budget.parse(value), application, top_n)
         except ValueError as error:
             raise ValueError(f"kv_budget of the request: {error}") from None
 
@@ -254,7 +295,19 @@ def resolve(policy: Policy, override: RequestOverride | None) -> tuple[Policy, B
         )
     if override.budget is not None:
         chosen.check_budget(override.budget)
+    if override.top_n is not None:
+        if not chosen.swap_v:
+            raise ValueError(
+                f"kv_top_n has no effect on policy {chosen.name!r}, which keeps V on the device "
+                "or attends to all of it: leave it out"
+            )
+        chosen = _with_top_n(chosen, override.top_n)
     return chosen, override.budget
+
+
+@lru_cache(maxsize=256)
+def _with_top_n(policy: Policy, top_n: int) -> Policy:
+    return policy.model_copy(update={"top_n": top_n})
 
 
 @lru_cache(maxsize=4096)

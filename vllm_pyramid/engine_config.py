@@ -118,6 +118,12 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
     for flag, wanted, why in wants:
         if wanted:
             _refuse(flag, why)
+    if policy.swap_v and current_platform.device_type != "cpu":
+        raise ValueError(
+            f"policy {policy.name!r} keeps V in host memory (swap_v), which runs on CPUs only so "
+            "far: the attention kernels for CUDA read K and V from one page; choose a policy that "
+            "keeps V on the device, such as pyramidkv"
+        )
     _check_backend(args.attention_backend or args.attention_config.backend)
     if envs.VLLM_USE_RUST_FRONTEND:
         raise ValueError(

@@ -24,6 +24,7 @@ class LLM(vllm.LLM):
         kv_budget: prompt tokens kept, averaged over layers and KV heads: `512` or `"12%"`.
         kv_policy_args: changes to the policy's parameters, such as `{"beta": 14}`.
         kv_trace: folder for the kept positions of every request.
+        kv_swap_space: GiB of host memory for V, for policies that keep it there (`kcache`).
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -38,11 +39,12 @@ class LLM(vllm.LLM):
         kv_budget: int | str | None = None,
         kv_policy_args: dict[str, Any] | None = None,
         kv_trace: str | None = None,
+        kv_swap_space: float | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
         register()
-        values = (kv_policy, kv_budget, kv_policy_args, kv_trace)
+        values = (kv_policy, kv_budget, kv_policy_args, kv_trace, kv_swap_space)
         given = {k: v for k, v in zip(CONFIG_KEYS, values, strict=True) if v is not None}
         base = (
             json.loads(additional_config)

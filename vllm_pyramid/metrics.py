@@ -27,6 +27,9 @@ class PolicyMetrics:
         vllm_pyramid:blocks_freed_total      blocks given back to the pool by eviction
         vllm_pyramid:tokens_held             tokens in the cache now
         vllm_pyramid:blocks_held             blocks of the pool in use now
+
+    With V in host memory (labels: engine, direction):
+        vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
     """
 
     def __init__(self) -> None:
@@ -58,6 +61,11 @@ class PolicyMetrics:
                 multiprocess_mode="mostrecent",
             ),
         }
+        self.v_bytes = Counter(
+            "vllm_pyramid:v_bytes",
+            "Bytes of V written to host memory, and of its rows that attention read there.",
+            ["engine", "direction"],
+        )
         self._logged: dict[int, dict[str, Any]] = {}
         self._next_log = time.monotonic() + LOG_INTERVAL_S
 
@@ -79,6 +87,10 @@ class PolicyMetrics:
             earlier = before.get(name) or [0] * len(now[name])
             for layer, (total, old) in enumerate(zip(now[name], earlier, strict=True)):
                 counter.labels(label, str(layer)).inc(total - old)
+        for direction in ("written", "read"):
+            key = f"v_bytes_{direction}"
+            if key in now:
+                self.v_bytes.labels(label, direction).inc(now[key] - before.get(key, 0))
         for name, gauge in self.gauges.items():
             for layer, value in enumerate(now[name]):
                 gauge.labels(label, str(layer)).set(value)

@@ -22,7 +22,7 @@ def show_open_budgets(policy: Policy, plan: OpenPlan, source: str, *, as_json: b
     total = report["total"]
     Console(soft_wrap=True).print(
         f"{policy.name}, budget {policy.budget}, prompt of {plan.prompt_len} tokens, blocks of "
-        f"{plan.block_size}: the lengths depend on the prompt.\n"
+        f"{report['block_size']}: the lengths depend on the prompt.\n"
         f"For {source}.\n"
         f"All {plan.num_layers} layers together keep {most}{total['keep']} tokens per KV head "
         f"({most}{plan.budget_tokens} on average), in at most {total['blocks']} of "
@@ -38,16 +38,19 @@ def show_open_budgets(policy: Policy, plan: OpenPlan, source: str, *, as_json: b
 
 def _report(policy: Policy, plan: OpenPlan, source: str) -> dict[str, Any]:
     total = plan.budget_tokens * plan.num_layers
-    full = -(-plan.prompt_len // plan.block_size) * plan.num_layers
+    block_size = plan.block_size // 2 if policy.swap_v else plan.block_size  # of K and V
+    sizes = policy.block_sizes(plan.num_layers, block_size)
+    full = -(-plan.prompt_len // block_size) * plan.num_layers
     # A layer begins and ends inside a block: its tokens touch at most two blocks more than fit.
-    blocks = min(full, total // plan.block_size + 2 * plan.num_layers)
+    whole = int((-(-plan.prompt_len // sizes)).sum())
+    blocks = min(whole, total // int(sizes.min()) + 2 * plan.num_layers)
     return {
         "source": source,
         "policy": policy.name,
         "budget": policy.budget.value,
         "budget_tokens": plan.budget_tokens,
         "prompt_len": plan.prompt_len,
-        "block_size": plan.block_size,
+        "block_size": block_size,
         "num_layers": plan.num_layers,
         "lengths": "solved from each prompt",
         "total_is": "exact" if plan.exact else "at most",

@@ -11,7 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 3
+#define PYR_ABI_VERSION 4
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
@@ -43,6 +43,14 @@ struct PyrKeyMass {
   float* mass;                   // [P, G, N], unit stride in N
   const int32_t* first_queries;  // [R]: positions below it add nothing; null: all queries add
   int64_t mass_p, mass_g, kind;
+};
+
+// A batch for pyr_paged_attention, some of whose requests use their best keys alone.
+struct PyrTopn {
+  PyrAttention attention;
+  const int32_t* top_n;  // [R]; 0, or no less than the visible keys: all of them
+  int64_t* value_rows;   // [R], added to: rows of V that were needed; or null
+  int64_t renormalize;
 };
 
 enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };
@@ -104,6 +112,7 @@ PYR_EXPORT void pyr_set_parallel(void* gomp_parallel);
 
 PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
+PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);
 PYR_EXPORT int pyr_window_scores(const PyrScores* p);
 PYR_EXPORT int pyr_select(const PyrSelect* p);
 PYR_EXPORT int pyr_compact(const PyrCompact* p);

@@ -85,7 +85,9 @@ void plan_request(const PyrAttention& p, int64_t r, Plan& plan) {
   }
 }
 
-int run(const PyrAttention& p) {
+}  // namespace
+
+int attend(const PyrAttention& p, const uint8_t* exactly) {
   if (int error = check_attention(p)) return error;
   thread_local Plan plan;
   plan.items.clear();
@@ -95,7 +97,8 @@ int run(const PyrAttention& p) {
   // Prompts first and their last (longest) tiles first, so that no thread is left with a long one.
   bool prompts = false;
   for (int64_t r = 0; r < p.R; ++r)
-    if ((p.query_start[r + 1] - p.query_start[r]) * (p.H / p.G) > kSplitRows) {
+    if ((p.query_start[r + 1] - p.query_start[r]) * (p.H / p.G) > kSplitRows &&
+        (!exactly || exactly[r])) {
       plan_request(p, r, plan);
       prompts = true;
     }
@@ -105,7 +108,8 @@ int run(const PyrAttention& p) {
                        return int64_t(a.end - a.begin) * a.rows > int64_t(b.end - b.begin) * b.rows;
                      });
   for (int64_t r = 0; r < p.R; ++r)
-    if ((p.query_start[r + 1] - p.query_start[r]) * (p.H / p.G) <= kSplitRows)
+    if ((p.query_start[r + 1] - p.query_start[r]) * (p.H / p.G) <= kSplitRows &&
+        (!exactly || exactly[r]))
       plan_request(p, r, plan);
   if (plan.items.empty()) return 0;
 
@@ -155,8 +159,6 @@ int run(const PyrAttention& p) {
   return 0;
 }
 
-}  // namespace
-
 int check_attention(const PyrAttention& p) {
   for (int64_t r = 0; r < p.R; ++r)
     if (int error = check(p, r)) return error;
@@ -167,7 +169,7 @@ int check_attention(const PyrAttention& p) {
 
 int pyr_paged_attention(const PyrAttention* p) {
   try {
-    return pyr::run(*p);
+    return pyr::attend(*p, nullptr);
   } catch (const std::bad_alloc&) {
     return pyr::fail("no memory to plan the attention of %lld requests", (long long)p->R);
   }

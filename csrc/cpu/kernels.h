@@ -17,6 +17,9 @@ constexpr int64_t kTileKeys = 64;
 // Rows (query tokens x query heads of one KV head) up to which a request is split over its context.
 constexpr int64_t kSplitRows = 32;
 
+// Rows (as above) whose logits over all keys are held together.
+constexpr int64_t kTopnRows = 32;
+
 // Rows row0 .. row0 + rows - 1 (row = query * (H / G) + head) of one request and KV head over the
 // keys begin .. end - 1, counted from `skip`; begin is a multiple of kTileKeys.
 struct AttentionItem {
@@ -57,6 +60,16 @@ struct Kernels {
   float (*read)(const char* memory, size_t bytes);
   size_t (*key_mass_scratch)(const PyrAttention&);
   void (*key_mass)(const PyrKeyMass&, int32_t request, int32_t kv_head, void* scratch);
+  size_t (*topn_scratch)(const PyrAttention&);
+  // Logits of an item's rows (at most kTopnRows), in base 2, over the keys item.begin .. item.end - 1:
+  // logits[row * stride + key - item.begin]; -inf where a row does not see the key. `stride` holds
+  // whole vectors: whatever is written behind the last key is no logit.
+  void (*topn_logits)(const PyrAttention&, const AttentionItem&, float* logits, int64_t stride,
+                      void* scratch);
+  // Writes the output of row item.row0 from its logits, over the `count` keys best[] (ascending,
+  // counted from item.begin) alone.
+  void (*topn_values)(const PyrAttention&, const AttentionItem&, const float* logits,
+                      const int32_t* best, int64_t count, bool renormalize);
 };
 
 // By cache element type (PyrDtype). The AVX-512-BF16 unit only has products of bfloat16 with

@@ -2,10 +2,12 @@
 #include "attention_kernel.h"
 #include "key_mass_kernel.h"
 #include "score_kernel.h"
+#include "topn_kernel.h"
 
 namespace pyr {
 extern const Kernels kKernelsAvx512Bf16 = {
     attention_scratch<PairMode>, attention<PairMode>,    merge,
     score_scratch<PairMode>,     score_logits<PairMode>, score_mass<PairMode>, read_memory,
-    key_mass_scratch<PairMode>,  key_mass<PairMode>};
+    key_mass_scratch<PairMode>,  key_mass<PairMode>,
+    topn_scratch<PairMode>,      topn_logits<PairMode>,  topn_values<PairMode>};
 }  // namespace pyr

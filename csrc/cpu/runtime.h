@@ -40,6 +40,9 @@ void for_each_item(int64_t threads, int64_t count, Task& task) {
 // The kernels of the chosen instruction set for these element types.
 const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype);
 
+// Attends exactly for the requests for which `exactly` is null or nonzero; checks all of them.
+int attend(const PyrAttention& p, const uint8_t* exactly);
+
 // Checks that the table entries of positions first .. last - 1 of request r exist and name blocks
 // of the pool.
 int check_table(const int32_t* table, int64_t table_r, int64_t r, int64_t first, int64_t last,

@@ -1,20 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact top-k of each row by a radix search for the k-th score: no sort, no comparison of floats.
 #include <algorithm>
-#include <cstring>
 
+#include "radix.h"
 #include "runtime.h"
 
 namespace pyr {
 namespace {
-
-// Keys whose order as unsigned integers is the order of the floats; both zeros are one key.
-inline uint32_t ordered(float score) {
-  const float plain = score + 0.0f;  // -0 becomes +0
-  uint32_t bits;
-  memcpy(&bits, &plain, 4);
-  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
 
 constexpr int kBins = 2048;
 
@@ -30,8 +22,8 @@ int find_bin(const uint32_t* bins, int64_t k, int64_t* above) {
   }
 }
 
-// The k-th largest key of keys[0 .. n - 1], 1 <= k <= n, and how many of the keys equal to it are
-// among the k largest. `spare` holds n keys.
+}  // namespace
+
 uint32_t kth_largest(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare, int64_t* equal) {
   // 11 + 11 + 10 bits from the top; after each, only the keys of the one bin go on.
   uint32_t prefix = 0;
@@ -58,6 +50,8 @@ uint32_t kth_largest(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare
     shift -= width;
   }
 }
+
+namespace {
 
 int check(const PyrSelect& p, int64_t r) {
   const long long n = p.prompt_lens[r], keep = p.keeps[r];

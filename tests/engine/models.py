@@ -61,6 +61,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
         },
     ),
+    # As thin, with as many layers as real models have.
+    "llama-deep": (
+        "Llama",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+        },
+    ),
 }
 
 

@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MATRIX = Path(__file__).parent / "triton_matrix"
-MODULES = ("check_attention.py", "check_mass.py", "check_moves.py", "check_scores.py")
+MODULES = (
+    *("check_attention.py", "check_mass.py", "check_moves.py", "check_scores.py"),
+    "check_topn.py",
+)
 
 
 def run_module(name: str, interpret: bool) -> None:

@@ -58,7 +58,7 @@ SOLVED = [
 @given(st.data(), st.sampled_from([*KNOWN, *PYRAMIDS]))
 def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
     prompt_len = data.draw(st.one_of(st.integers(0, 300), st.integers(0, 40_000)))
-    num_layers = data.draw(st.integers(1, 80))
+    num_layers = data.draw(st.integers(1 + policy.swap_v, 80))
     block_size = data.draw(st.sampled_from([1, 8, 16, 128]))
     plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
     for array in (plan.keep, plan.skip, plan.held, plan.blocks):
@@ -188,7 +188,8 @@ def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
 
 
 def test_which_policies_evict_and_need_scores() -> None:
-    assert {name for name, policy in PRESETS.items() if not policy.evicts} == {"full"}
+    assert {name for name, policy in PRESETS.items() if not policy.evicts} == {"full", "kcache"}
+    assert {name for name, policy in PRESETS.items() if policy.swap_v} == {"kcache"}
     needs = {name for name, policy in PRESETS.items() if policy.needs_scores}
     solved = {name for name, policy in PRESETS.items() if policy.solver is not None}
     assert solved == {"xkv", "zigzagkv", "entropykv", "ginikv"}

@@ -210,3 +210,49 @@ def test_a_budget_is_checked_against_the_arguments() -> None:
     assert load_policy("snapkv", 8, {"window": 4}).budget.tokens == 8
     with pytest.raises(ValueError, match="keeps every token"):
         load_policy("full", 512)
+
+
+# V in host memory ---------------------------------------------------------------------------------
+
+
+def test_any_policy_keeps_v_in_host_memory() -> None:
+    policy = load_policy("pyramidkv", "12%", {"swap_v": True, "top_n": 64, "device_layers": 2})
+    assert (policy.top_n, policy.device_layers, policy.renormalize) == (64, 2, False)
+    assert [policy.swaps_layer(layer) for layer in range(4)] == [False, False, True, True]
+    assert policy.block_sizes(4, 16).tolist() == [16, 16, 32, 32]
+    plain = load_policy("pyramidkv", "12%")
+    assert plain.block_sizes(4, 16).tolist() == [16] * 4
+    # What is kept is the plain policy's; only the rounding to blocks is that of the larger ones.
+    ours, theirs = (p.plan(1000, 4, 32) for p in (policy, plain))
+    assert ours.keep.tolist() == theirs.keep.tolist()
+    assert not (ours.skip % 32).any()
+    assert ours.blocks_in(policy.block_sizes(4, 16)).tolist() == [
+        -(-1000 // size) - skip // size
+        for size, skip in zip([16, 16, 32, 32], ours.skip.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("pyramidkv", {"top_n": 64}, "`top_n` of policy 'pyramidkv' would have no effect"),
+        ("window", {"renormalize": True}, "`renormalize` of policy 'window' would have no"),
+        ("kcache", {"swap_v": False, "device_layers": 0}, "`device_layers` .* no effect"),
+        ("kcache", {"top_n": 0}, "top_n: .*greater than or equal to 1"),
+        ("kcache", {"device_layers": -1}, "device_layers: .*greater than or equal to 0"),
+        ("full", {"swap_v": True}, "'full' is reserved .*choose kcache"),
+        ("h2o", {"swap_v": True}, "prompt's end alone so far.*'interval'.*accumulated_attention"),
+        ("window", {"swap_v": True, "schedule": "interval"}, "schedule is 'interval'"),
+    ],
+)
+def test_settings_of_swap_v_that_cannot_work(name: str, args: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy(name, None, args)
+
+
+def test_a_layer_must_be_left_to_swap() -> None:
+    load_policy("kcache").plan(100, 2, 32)
+    with pytest.raises(ValueError, match=r"V of 1 layers on the device.*the model has 1"):
+        load_policy("kcache").plan(100, 1, 32)
+    with pytest.raises(ValueError, match="budget of 12% has no effect"):
+        load_policy("kcache", "12%")

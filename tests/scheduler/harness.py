@@ -34,28 +34,33 @@ from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import OpenPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
-from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.worker.retention import Retention
 
 STOP_TOKEN = 7
 ORDINARY_TOKEN = 8
 
 
-def kv_cache_config(num_layers: int, block_size: int, num_blocks: int) -> KVCacheConfig:
-    """One group a layer over one pool of `num_blocks` blocks, the null block included."""
-    groups = [
-        KVCacheGroupSpec(
-            [f"layer.{layer}"],
-            LayerKVCacheSpec(
-                block_size=block_size,
-                num_kv_heads=1,
-                head_size=8,
-                dtype=torch.float32,
-                layer_idx=layer,
-            ),
+def kv_cache_config(
+    num_layers: int, block_size: int, num_blocks: int, device_layers: int | None = None
+) -> KVCacheConfig:
+    """One group a layer over one pool of `num_blocks` blocks, the null block included.
+
+    Args:
+        device_layers: from this layer on the device holds K alone; None: in no layer.
+    """
+    groups = []
+    for layer in range(num_layers):
+        spec = LayerKVCacheSpec(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=8,
+            dtype=torch.float32,
+            layer_idx=layer,
         )
-        for layer in range(num_layers)
-    ]
+        if device_layers is not None and layer >= device_layers:
+            spec = KeyOnlyKVCacheSpec.of(spec)
+        groups.append(KVCacheGroupSpec([f"layer.{layer}"], spec))
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -77,9 +82,26 @@ class Setup:
     block_size: int = 4
 
     @property
+    def device_layers(self) -> int | None:
+        """See `kv_cache_config`."""
+        args = dict(self.policy_args)
+        return args.get("device_layers", 1) if args.get("swap_v") else None
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block in each layer."""
+        first = self.num_layers if self.device_layers is None else self.device_layers
+        return [self.block_size * (1 + (layer >= first)) for layer in range(self.num_layers)]
+
+    @property
+    def largest_block(self) -> int:
+        """What plans round to."""
+        return max(self.block_sizes)
+
+    @property
     def blocks_of_longest(self) -> int:
         """Blocks of a sequence of the greatest length, over all layers."""
-        return cdiv(self.max_model_len, self.block_size) * self.num_layers
+        return sum(cdiv(self.max_model_len, size) for size in self.block_sizes)
 
 
 @cache
@@ -120,9 +142,11 @@ def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidA
     cls = PyramidAsyncScheduler if setup.asynchronous else PyramidScheduler
     scheduler = cls(
         vllm_config=vllm_config(setup),
-        kv_cache_config=kv_cache_config(setup.num_layers, setup.block_size, num_blocks + 1),
+        kv_cache_config=kv_cache_config(
+            setup.num_layers, setup.block_size, num_blocks + 1, setup.device_layers
+        ),
         structured_output_manager=_structured_output_manager(setup),
-        block_size=setup.block_size,
+        block_size=setup.largest_block,
         log_stats=True,
     )
     scheduler.use_v2_model_runner = setup.runner_v2
@@ -205,9 +229,9 @@ class PlainWorker:
     def __post_init__(self) -> None:
         setup = self.setup
         self.retention = Retention(
-            self.policy, setup.num_layers, setup.block_size, setup.max_num_seqs + 1
+            self.policy, setup.num_layers, setup.largest_block, setup.max_num_seqs + 1
         )
-        shape = (self.num_blocks + 1, setup.block_size)
+        shape = (self.num_blocks + 1, setup.largest_block)
         self.memory_PN = np.full(shape, -1, np.int64)
         self.random = random.Random(self.seed)
         self.serial = 0
@@ -299,9 +323,10 @@ class PlainWorker:
 
     def _slots(self, row: Row, layer: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         table = np.array(row.tables[layer])
-        blocks = table[positions // self.setup.block_size]
+        block_size = self.setup.block_sizes[layer]
+        blocks = table[positions // block_size]
         assert (blocks > 0).all(), "the null block is nobody's"
-        return blocks, positions % self.setup.block_size
+        return blocks, positions % block_size
 
     def _write(self, row: Row, start: int, end: int) -> None:
         positions = np.arange(start, end)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.scheduler.harness import check_pool, kv_cache_config
 from vllm_pyramid.policy import load_policy
@@ -25,16 +26,20 @@ NUM_BLOCKS = 400
 
 
 def make_coordinator() -> LockstepCoordinator:
+    return coordinator_of(kv_cache_config(NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS + 1), BLOCK_SIZE)
+
+
+def coordinator_of(config: KVCacheConfig, scheduler_block_size: int) -> LockstepCoordinator:
     return LockstepCoordinator(
-        kv_cache_config=kv_cache_config(NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS + 1),
+        kv_cache_config=config,
         max_model_len=512,
         max_in_flight_tokens=512,
         use_eagle=False,
         enable_kv_cache_events=False,
         dcp_world_size=1,
         pcp_world_size=1,
-        scheduler_block_size=BLOCK_SIZE,
-        hash_block_size=BLOCK_SIZE,
+        scheduler_block_size=scheduler_block_size,
+        hash_block_size=scheduler_block_size,
     )
 
 
@@ -48,7 +53,7 @@ def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int)
     """As `KVCacheManager.allocate_slots` does; returns the blocks that were asked for."""
     needed = coordinator.get_num_blocks_to_allocate(request_id, num_tokens)
     new_blocks = coordinator.allocate_new_blocks(request_id, num_tokens, num_tokens)
-    assert len(new_blocks) == (NUM_LAYERS if needed else 0)
+    assert len(new_blocks) == NUM_LAYERS or not needed
     assert sum(map(len, new_blocks)) == needed
     check_pool(coordinator)
     return needed
@@ -273,21 +278,50 @@ def test_check_integrity_sees_damage(damage: str) -> None:
         coordinator.check_integrity()
 
 
-def test_layers_must_have_one_block_size() -> None:
-    config = kv_cache_config(2, BLOCK_SIZE, 20)
-    config.kv_cache_groups[1] = kv_cache_config(1, 2 * BLOCK_SIZE, 20).kv_cache_groups[0]
-    with pytest.raises(AssertionError, match="different block sizes"):
-        LockstepCoordinator(
-            kv_cache_config=config,
-            max_model_len=64,
-            max_in_flight_tokens=64,
-            use_eagle=False,
-            enable_kv_cache_events=False,
-            dcp_world_size=1,
-            pcp_world_size=1,
-            scheduler_block_size=2 * BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
-        )
+def test_block_sizes_must_be_multiples() -> None:
+    config = kv_cache_config(2, 2 * BLOCK_SIZE, 20)
+    config.kv_cache_groups[1] = kv_cache_config(1, 3 * BLOCK_SIZE, 20).kv_cache_groups[0]
+    with pytest.raises(AssertionError, match="cannot run in lockstep"):
+        coordinator_of(config, 6 * BLOCK_SIZE)
+
+
+@settings(deadline=None)
+@given(
+    device_layers=st.integers(0, NUM_LAYERS - 1),
+    prompt_len=st.integers(1, 300),
+    units=st.lists(st.integers(0, 18), min_size=NUM_LAYERS, max_size=NUM_LAYERS),
+    steps=st.lists(st.integers(1, 40), max_size=6),
+)
+def test_layers_without_v_take_half_the_blocks(
+    device_layers: int, prompt_len: int, units: list[int], steps: list[int]
+) -> None:
+    """One counter for two block sizes: chunk by chunk, evicted, decoding, and given back."""
+    sizes = [BLOCK_SIZE * (1 + (layer >= device_layers)) for layer in range(NUM_LAYERS)]
+    config = kv_cache_config(NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS + 1, device_layers)
+    coordinator = coordinator_of(config, 2 * BLOCK_SIZE)
+    assert coordinator.block_sizes.tolist() == sizes
+    skip = [min(unit, (prompt_len - 1) // 16) * 2 * BLOCK_SIZE for unit in units]
+    plan = make_plan(prompt_len, skip)
+    coordinator.set_plan("r", plan)
+    tokens = 0
+    for chunk in steps:
+        tokens = min(tokens + chunk, prompt_len)
+        allocate(coordinator, "r", tokens)
+        assert coordinator.blocks_held("r") == [cdiv(tokens, size) for size in sizes]
+    allocate(coordinator, "r", prompt_len)
+    held = [cdiv(prompt_len, size) for size in sizes]
+    assert coordinator.full_blocks(prompt_len) == cdiv(prompt_len, BLOCK_SIZE) * NUM_LAYERS
+    if plan.evicts:
+        evict(coordinator, "r", plan)
+        held = [n - gone // size for n, gone, size in zip(held, skip, sizes, strict=True)]
+    assert coordinator.blocks_held("r") == held == coordinator.blocks_of(plan).tolist()
+    allocate(coordinator, "r", prompt_len + 37)
+    grown = [cdiv(prompt_len + 37, size) - cdiv(prompt_len, size) for size in sizes]
+    assert coordinator.blocks_held("r") == [sum(pair) for pair in zip(held, grown, strict=True)]
+    coordinator.free("r")
+    check_pool(coordinator)
+    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
+    assert not coordinator.held_blocks.any()
 
 
 # Evictions during generation ---------------------------------------------------------------------

@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 RequestOverride.parse(override),
                 prompt_len,
                 self.setup.num_layers,
-                self.setup.block_size,
+                self.setup.largest_block,
             )
             self.scheduler.add_request(request)
             solver = self.scheduler.kv_policy.solver
@@ -173,6 +173,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_chunk(self, name: str, computed: int, scheduled: int) -> None:
         """No chunk crosses an eviction; the prompt's leaves the observation window."""
         plan = self.plans[name]
+        if self.scheduler.kv_policy.swap_v and computed < plan.prompt_len:
+            assert computed + scheduled <= plan.prompt_len, f"{name}: a chunk crosses"
         stop = plan.next_eviction(computed)
         if not plan.evicts or stop is None:
             return
@@ -186,7 +188,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_tables(self) -> None:
         """The worker's tables, from the first live block on, are the scheduler's."""
-        block_size = self.setup.block_size
         for request in self.scheduler.running:
             row = self.worker.rows.get(request.request_id)
             if row is None or request.num_computed_tokens == 0:
@@ -194,6 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for layer, manager in enumerate(self.coordinator.single_type_managers):
                 blocks = manager.req_to_blocks[request.request_id]
                 skip = 0 if row.skip is None else int(row.skip[layer])
+                block_size = self.setup.block_sizes[layer]
                 first = skip // block_size
                 live = [block.block_id for block in blocks[first:]]
                 assert row.tables[layer][first:] == live and 0 not in live
@@ -218,19 +220,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_layer_holds_its_share(self) -> None:
-        block_size = self.setup.block_size
+        block_sizes = np.array(self.setup.block_sizes)
         for request in self.scheduler.running:
             name = request.request_id
             plan = self.plans[name]
             processed = request.num_computed_tokens - request.num_in_flight_tokens
-            entries = cdiv(request.num_computed_tokens, block_size)
+            expected = -(-request.num_computed_tokens // block_sizes)
             settled = self.coordinator.confirmed_plan(name)
-            expected = np.full(self.setup.num_layers, entries)
             if self.coordinator.has_evicted(name):
                 number = self.coordinator._evicted[name]
                 kept = settled if isinstance(plan, OpenPlan) else plan
                 assert isinstance(kept, RetentionPlan)
-                expected -= kept.skip_after(number) // block_size
+                expected -= kept.skip_after(number) // block_sizes
             assert self.coordinator.blocks_held(name) == expected.tolist()
             if settled is not None:
                 if isinstance(plan, OpenPlan):
@@ -299,6 +300,17 @@ VARIANTS: dict[str, Setup] = {
     ),
     "async-sampled": Setup(
         policy="xkv", policy_args=(("window", 6), ("sample_share", 0.4)), asynchronous=True
+    ),
+    "sync-swapped": Setup(policy_args=(("window", 6), ("swap_v", True)), **SMALL),
+    "async-swapped-all-layers-solved": Setup(
+        policy="xkv",
+        policy_args=(("window", 6), ("swap_v", True), ("device_layers", 0)),
+        asynchronous=True,
+    ),
+    "async-swapped-not-filled": Setup(
+        policy_args=(("window", 6), ("swap_v", True), ("fill_blocks", False)),
+        asynchronous=True,
+        reserve_full_prompt=False,
     ),
     "sync-later": Setup(
         policy="h2o",

@@ -9,6 +9,7 @@ without copying any constructor. Remove when vLLM has a `runner_cls`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -22,11 +23,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_pyramid.compat.side_channel import attach_evictions
+from vllm_pyramid.compat.side_channel import attach_evictions, attach_traffic
 from vllm_pyramid.engine_config import SLIDING_WINDOW_REASON
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import Eviction
-from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.swap.traffic import StepTraffic
 
 _KINDS = (FullAttentionSpec, SlidingWindowSpec)  # themselves, nothing that derives from them
 
@@ -41,6 +43,8 @@ def per_layer_specs(
     specs: dict[str, KVCacheSpec], policy: Policy, max_model_len: int
 ) -> dict[str, LayerKVCacheSpec]:
     """Turn every layer's spec into one of its own, numbered from the bottom.
+
+    Layers whose V the policy keeps in host memory get a spec of K alone.
 
     Raises:
         ValueError: a layer whose cache a policy cannot manage, with its name and kind.
@@ -77,7 +81,21 @@ def per_layer_specs(
             f"the layers of this model have KV pages of different sizes ({sorted(sizes)} bytes a "
             "block), which cannot share one pool: serve it with --kv-policy none"
         )
-    return result
+    return {
+        name: KeyOnlyKVCacheSpec.of(_with_values_alike(name, spec))
+        if policy.swaps_layer(spec.layer_idx)
+        else spec
+        for name, spec in result.items()
+    }
+
+
+def _with_values_alike(name: str, spec: LayerKVCacheSpec) -> LayerKVCacheSpec:
+    if spec.head_size_v != spec.head_size:
+        raise ValueError(
+            f"layer {name} has keys of {spec.head_size} and values of {spec.head_size_v} elements; "
+            "V in host memory needs them alike: set swap_v to false, or choose another policy"
+        )
+    return spec
 
 
 def attention_layer(config: VllmConfig, name: str) -> Any:
@@ -87,14 +105,23 @@ def attention_layer(config: VllmConfig, name: str) -> Any:
 
 def report_evictions(output: Any, evictions: dict[str, Eviction]) -> Any:
     """Attach the step's evictions to what `sample_tokens` returns, finished or still in flight."""
-    if not evictions:
-        return output
+    return (
+        _attach(output, lambda inner: attach_evictions(inner, evictions)) if evictions else output
+    )
+
+
+def report_traffic(output: Any, traffic: StepTraffic | None) -> Any:
+    """The same for what the step moved between device and host memory."""
+    return output if traffic is None else _attach(output, lambda o: attach_traffic(o, traffic))
+
+
+def _attach(output: Any, attach: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> Any:
     if isinstance(output, AsyncModelRunnerOutput):
         for name in ("_model_runner_output", "model_runner_output"):
             inner = getattr(output, name, None)
             if isinstance(inner, ModelRunnerOutput):
-                setattr(output, name, attach_evictions(inner, evictions))
+                setattr(output, name, attach(inner))
                 return output
         raise RuntimeError(f"{type(output).__name__} of this vLLM carries no output to attach to")
     assert isinstance(output, ModelRunnerOutput), type(output)
-    return attach_evictions(output, evictions)
+    return attach(output)

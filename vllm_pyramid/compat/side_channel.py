@@ -15,8 +15,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_pyramid.policy.plans import Eviction
+from vllm_pyramid.swap.traffic import StepTraffic
 
 _EVICTIONS = "vllm_pyramid_evictions"
+_TRAFFIC = "vllm_pyramid_traffic"
 _STATS = "vllm_pyramid"
 
 
@@ -33,6 +35,19 @@ def attach_evictions(
 def read_evictions(output: ModelRunnerOutput) -> dict[str, Eviction]:
     """What `attach_evictions` sent, or nothing."""
     return getattr(output, _EVICTIONS, {})
+
+
+def attach_traffic(output: ModelRunnerOutput, traffic: StepTraffic) -> ModelRunnerOutput:
+    """Send what a step moved between device and host memory, with its output."""
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        output = copy.copy(output)
+    setattr(output, _TRAFFIC, traffic)
+    return output
+
+
+def read_traffic(output: ModelRunnerOutput) -> StepTraffic | None:
+    """What `attach_traffic` sent, or None."""
+    return getattr(output, _TRAFFIC, None)
 
 
 def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from vllm_pyramid.ops.cpu_library import current_isa, set_isa
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass
 from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS
 from vllm_pyramid.ops.reference_mass import MASS_KINDS, check_mass
+from vllm_pyramid.ops.topn import check_value_rows
 
 __all__ = [
     "add_key_mass",
@@ -31,6 +32,7 @@ __all__ = [
     "reshape_and_cache",
     "select",
     "set_isa",
+    "topn_attention",
     "window_scores",
 ]
 
@@ -41,6 +43,7 @@ INT32_MAX = 2**31 - 1
 # The fields of the records in csrc/cpu/abi.h, in order: q for pointers and integers, d for doubles.
 _ATTENTION = struct.Struct("=34q2d")
 _KEY_MASS = struct.Struct("=5q")  # behind the fields of attention
+_TOPN = struct.Struct("=3q")  # likewise
 _SCORES = struct.Struct("=29q2d")
 _SELECT = struct.Struct("=13q")
 _COMPACT = struct.Struct("=24q")
@@ -245,6 +248,40 @@ def add_key_mass(
     record = _attention_record(query, *inputs, *options)
     own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
     _run("key_mass", record + _KEY_MASS.pack(*own))
+
+
+def topn_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    top_ns: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    renormalize: bool = False,
+    value_rows: torch.Tensor | None = None,
+) -> None:
+    """See `topn.topn_attention`.
+
+    Requests that use all their keys get the bits of `paged_attention`.
+    """
+    inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
+    options = (scale, sliding_window, soft_cap, sinks)
+    record = _attention_record(out, *inputs, *options)
+    requests = seq_lens.shape[0]
+    rows_address = 0
+    if value_rows is not None:
+        check_value_rows(value_rows, requests)
+        rows_address = value_rows.data_ptr()
+    top_n_address = _vector("top_ns", top_ns, requests)
+    _run("topn_attention", record + _TOPN.pack(top_n_address, rows_address, renormalize))
 
 
 def _attention_record(

@@ -19,7 +19,7 @@ import torch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
@@ -105,7 +105,8 @@ def load() -> ctypes.CDLL:
     library.pyr_read.restype = ctypes.c_double
     for name in KERNELS:
         getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
-    library.pyr_key_mass.argtypes = [ctypes.c_char_p]
+    for name in ("key_mass", "topn_attention"):
+        getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
     _share_threads(library)
     _choose(library, os.environ.get(ISA_VARIABLE) or None)
     return library

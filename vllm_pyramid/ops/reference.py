@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
 from vllm_pyramid.ops.reference_mass import MASS_KINDS, add_key_mass
+from vllm_pyramid.ops.topn import topn_attention
 
 __all__ = [
     "GQA_REDUCTIONS",
@@ -40,6 +41,7 @@ __all__ = [
     "paged_attention",
     "reshape_and_cache",
     "select",
+    "topn_attention",
     "window_scores",
 ]
 

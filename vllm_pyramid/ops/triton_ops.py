@@ -35,6 +35,7 @@ from vllm_pyramid.ops.triton_move import compact_kernel, reshape_and_cache_kerne
 from vllm_pyramid.ops.triton_score_ops import window_scores
 from vllm_pyramid.ops.triton_select import select_kernel
 from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
+from vllm_pyramid.ops.triton_topn_ops import topn_attention
 
 __all__ = [
     "Workspace",
@@ -46,6 +47,7 @@ __all__ = [
     "reshape_and_cache",
     "select",
     "shift_block_tables_",
+    "topn_attention",
     "window_scores",
 ]
 

@@ -50,6 +50,12 @@ class Policy(BaseModel):
         fill_blocks: fill the room that rounding to blocks leaves with the next best tokens (same
             memory) instead of keeping exactly the paper's number.
         schedule: when to evict: at the prompt's end, or during generation too.
+        swap_v: keep V of the layers from `device_layers` on in host memory, K alone on the device
+            (KCache, arXiv:2404.18057); what is evicted is then decided as without it.
+        top_n: with `swap_v`, keys a query head of a generated token takes V of: those with the
+            largest attention. Prompts attend to everything, and so does who sees no more keys.
+        device_layers: with `swap_v`, the lowest layers, which keep V beside K: the paper's L.
+        renormalize: with `swap_v`, make the weights of these keys sum to 1; the paper does not.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -63,6 +69,10 @@ class Policy(BaseModel):
     window: int = Field(default=0, ge=0)
     sinks: int = Field(default=0, ge=0)
     fill_blocks: bool = True
+    swap_v: bool = False
+    top_n: int = Field(default=128, ge=1)
+    device_layers: int = Field(default=1, ge=0)
+    renormalize: bool = False
     scorer: Annotated[SerializeAsAny[Scorer], BeforeValidator(parse_scorer)]
     allocator: Annotated[SerializeAsAny[AnyAllocator], BeforeValidator(parse_allocator)] = Field(
         default_factory=UniformAllocator
@@ -76,11 +86,18 @@ class Policy(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
-        if self.name == "none" or (self.name == "full" and self.evicts):
+        if self.name == "none" or (self.name == "full" and (self.evicts or self.swap_v)):
             raise ValueError(
-                f"the name {self.name!r} is reserved (none: plugin off, full: nothing evicted): "
-                "give this policy another one"
+                f"the name {self.name!r} is reserved (none: plugin off, full: everything kept on "
+                "the device): give this policy another one"
+                + (", or choose kcache" if self.swap_v else "")
             )
+        for name in ("top_n", "device_layers", "renormalize"):
+            if not self.swap_v and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"`{name}` of policy {self.name!r} would have no effect: it is for policies "
+                    "that keep V in host memory (`swap_v: true`)"
+                )
         if self.needs_scores and self.window < 1:
             raise ValueError(
                 f"policy {self.name!r} scores with the queries of the observation window, so "
@@ -102,6 +119,12 @@ class Policy(BaseModel):
             raise ValueError(
                 f"policy {self.name!r} sets selector.recent, which its scorer {scorer.kind!r} does "
                 "not use: set `window` instead"
+            )
+        if self.swap_v and (every or scorer.accumulates):
+            raise ValueError(
+                f"policy {self.name!r} keeps V in host memory (swap_v), which goes with evictions "
+                f"at the prompt's end alone so far, by scores made there: its schedule is "
+                f"{self.schedule.kind!r} and its scorer {scorer.kind!r}"
             )
         if not every:
             return
@@ -134,6 +157,30 @@ class Policy(BaseModel):
     def evicts(self) -> bool:
         """False for a policy that keeps everything, whatever the prompt's length."""
         return self.scorer.evicts
+
+    def swaps_layer(self, layer: int) -> bool:
+        """Whether V of this layer, counted from the bottom, lies in host memory."""
+        return self.swap_v and layer >= self.device_layers
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError if the policy cannot work with a model of so many layers."""
+        self.allocator.check_layers(num_layers)
+        if self.swap_v and self.device_layers >= num_layers:
+            raise ValueError(
+                f"policy {self.name!r} keeps V of {self.device_layers} layers on the device, and "
+                f"the model has {num_layers}: nothing would be in host memory; lower "
+                "`device_layers`"
+            )
+
+    def block_sizes(self, num_layers: int, block_size: int) -> IntArray:
+        """Tokens of a cache block in each layer, `[num_layers]` int32.
+
+        Args:
+            block_size: tokens of a block of K and V. Without V twice as many fit, so that the
+                blocks of all layers have one size in bytes and come from one pool.
+        """
+        swapped = [self.swaps_layer(layer) for layer in range(num_layers)]
+        return np.where(swapped, 2 * block_size, block_size).astype(np.int32)
 
     @property
     def needs_scores(self) -> bool:
@@ -191,8 +238,8 @@ class Policy(BaseModel):
 
         Args:
             prompt_len: tokens of the prompt. num_layers: attention layers that are evicted from.
-            block_size: tokens of a cache block. budget: a request's own instead of the policy's;
-                it must have passed `check_budget`.
+            block_size: tokens of a cache block; the largest, where layers differ.
+            budget: a request's own instead of the policy's; it must have passed `check_budget`.
 
         Returns:
             A `RetentionPlan`; of a policy with a `solver` and a prompt that it may shorten, an
@@ -226,7 +273,7 @@ def _plan(
     policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
 ) -> Plan:
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
-    policy.allocator.check_layers(num_layers)
+    policy.check_layers(num_layers)
     mean = prompt_len
     if policy.evicts:
         mean = budget.tokens_for(prompt_len, policy.min_budget)

@@ -117,6 +117,13 @@ class RetentionPlan:
         """Blocks each layer holds after the eviction, the prompt's last one included."""
         return _read_only(-(-self.prompt_len // self.block_size) - self.skip // self.block_size)
 
+    def blocks_in(self, block_sizes: npt.NDArray[Any]) -> IntArray:
+        """`blocks` where layers have blocks of different sizes: `block_sizes` is `[num_layers]`.
+
+        `block_size` is then a multiple of each, so that skipped blocks are whole in all of them.
+        """
+        return _read_only(-(-self.prompt_len // block_sizes) - self.skip // block_sizes)
+
     @cached_property
     def evicts(self) -> bool:
         """True if any layer gives a slot back, at the prompt's end or perhaps later."""

@@ -5,10 +5,14 @@ Block boundaries lie at the same token positions in every layer, so all layers o
 their next block in the same step. vLLM's coordinator asks each group in turn, which for 32 groups
 and hundreds of requests costs several times the rest of the step; here one counter a request
 answers for all of them.
+
+Layers without V on the device have blocks of twice the tokens, so every second of their neighbours'
+boundaries is theirs too: the same counter, halved, answers for them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +23,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_pyramid.policy.plans import Eviction, OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.policy.plans import Eviction, IntArray, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
 
 
@@ -55,15 +59,21 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        sizes = set(self.group_block_sizes)
-        assert len(sizes) == 1, f"layers with different block sizes cannot run in lockstep: {sizes}"
-        self.block_size = sizes.pop()
+        self.block_sizes = np.array(self.group_block_sizes, np.int64)
+        self.block_size = int(self.block_sizes.min())
+        assert not (self.block_sizes % self.block_size).any(), (
+            f"layers with block sizes {self.block_sizes.tolist()} cannot run in lockstep"
+        )
+        self._ratios = self.block_sizes // self.block_size
+        # For each ratio how many layers have it: one entry, or two.
+        self._layers_of_ratio = dict(Counter(self._ratios.tolist()))
         layers = [manager.kv_cache_spec.layer_idx for manager in self.single_type_managers]
         assert layers == list(range(len(layers))), (
             f"groups are not in the order of layers: {layers}"
         )
         self.num_layers = len(self.single_type_managers)
-        self._num_blocks: dict[str, int] = {}  # table entries a layer, null blocks included
+        # Table entries of the layers with the smallest blocks, null blocks included.
+        self._num_blocks: dict[str, int] = {}
         self._plans: dict[str, Plan] = {}  # of requests that will evict
         # The settled plan of requests whose survivors have been moved, with the number of the
         # latest eviction that did so.
@@ -160,8 +170,13 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
         """Blocks that all layers together need for `num_tokens` tokens of the request."""
-        missing = cdiv(num_tokens, self.block_size) - self._num_blocks.get(request_id, 0)
-        return missing * self.num_layers if missing > 0 else 0
+        have, need = self._num_blocks.get(request_id, 0), cdiv(num_tokens, self.block_size)
+        if need <= have:
+            return 0
+        return sum(
+            layers * (cdiv(need, ratio) - cdiv(have, ratio))
+            for ratio, layers in self._layers_of_ratio.items()
+        )
 
     def allocate_new_computed_blocks(
         self,
@@ -182,15 +197,16 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         num_encoder_tokens: int = 0,
     ) -> tuple[list[KVCacheBlock], ...]:
         """The next blocks of every layer, `[layers][new blocks]`; usually none: an empty tuple."""
-        have = self._num_blocks.get(request_id, 0)
-        missing = cdiv(num_tokens, self.block_size) - have
-        if missing <= 0:
+        have, need = self._num_blocks.get(request_id, 0), cdiv(num_tokens, self.block_size)
+        if need <= have:
             return ()
-        pool_blocks = self.block_pool.get_new_blocks(missing * self.num_layers)
-        self._num_blocks[request_id] = have + missing
+        missing = -(-need // self._ratios) - -(-have // self._ratios)
+        ends = missing.cumsum().tolist()
+        pool_blocks = self.block_pool.get_new_blocks(ends[-1])
+        self._num_blocks[request_id] = need
         self.held_blocks += missing
         new_blocks = tuple(
-            pool_blocks[start : start + missing] for start in range(0, len(pool_blocks), missing)
+            pool_blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)
         )
         for manager, blocks in zip(self.single_type_managers, new_blocks, strict=True):
             manager.req_to_blocks[request_id].extend(blocks)
@@ -224,7 +240,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         freed = np.zeros(self.num_layers, np.int64)
         skip = settled.skip_after(number)
         for layer, (manager, head) in enumerate(
-            zip(self.single_type_managers, (skip // self.block_size).tolist(), strict=True)
+            zip(self.single_type_managers, (skip // self.block_sizes).tolist(), strict=True)
         ):
             freed[layer] = manager.release_head(request_id, head)
         self._evicted[request_id] = number
@@ -265,17 +281,30 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return super().pop_blocks_for_free(request_id)
 
     def _forget_blocks(self, request_id: str) -> None:
-        self.held_blocks -= self._num_blocks.pop(request_id, 0)
+        self.held_blocks -= -(-self._num_blocks.pop(request_id, 0) // self._ratios)
         settled, _ = self._confirmed.pop(request_id, (self._plans.get(request_id), 0))
         if (number := self._evicted.pop(request_id, 0)) and isinstance(settled, RetentionPlan):
             skip = settled.skip_after(number)
-            self.held_blocks += skip // self.block_size
+            self.held_blocks += skip // self.block_sizes
             self.skipped_tokens -= skip
         if (plan := self._plans.get(request_id)) is not None:
             self._due[request_id] = plan.prompt_len
 
     def new_step_starts(self) -> None:
         """The managers keep nothing per step."""
+
+    # Sizes ------------------------------------------------------------------------------------
+
+    def blocks_of(self, plan: RetentionPlan) -> IntArray:
+        """Blocks each layer holds of a prompt that was shortened by the plan, `[layers]`."""
+        return plan.blocks_in(self.block_sizes)
+
+    def full_blocks(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens take where nothing is evicted and V is on the device."""
+        return sum(
+            cdiv(num_tokens, manager.kv_cache_spec.full_block_size)
+            for manager in self.single_type_managers
+        )
 
     # Checks -----------------------------------------------------------------------------------
 
@@ -296,7 +325,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             for request_id, blocks in manager.req_to_blocks.items():
                 if not blocks:
                     continue
-                assert len(blocks) == self._num_blocks[request_id], (layer, request_id)
+                entries = cdiv(self._num_blocks[request_id], int(self._ratios[layer]))
+                assert len(blocks) == entries, (layer, request_id)
+                assert manager.block_size == self.block_sizes[layer]
                 ids = [block.block_id for block in blocks if not block.is_null]
                 held[layer] += len(ids)
                 owned.extend(ids)

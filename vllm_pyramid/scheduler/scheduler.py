@@ -7,7 +7,6 @@ import copy
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
-from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions
+from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions, read_traffic
 from vllm_pyramid.config import (
     SHARES_KEY,
     KVSettings,
@@ -30,6 +29,7 @@ from vllm_pyramid.policy.budget import Budget
 from vllm_pyramid.policy.plans import OpenPlan, Plan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 from vllm_pyramid.scheduler.sampling import SampledShares
+from vllm_pyramid.swap.traffic import SwapTraffic
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -66,6 +66,7 @@ class PyramidSchedulerMixin(Scheduler):
         if solver is not None and solver.samples:
             self._sampled = SampledShares(solver, self.coordinator.num_layers)
         self._averaged: dict[str, int] = {}  # requests with averaged shares: prompts they are of
+        self._traffic = SwapTraffic() if policy.swap_v else None
         self._sent_stats: dict[str, Any] | None = None
         self._log_capacity()
 
@@ -84,18 +85,19 @@ class PyramidSchedulerMixin(Scheduler):
                 return
             plan = plan.even()  # another shape rounds to blocks a little differently
         total = self.kv_cache_config.num_blocks - 1
-        full = cdiv(length, self.block_size) * self.coordinator.num_layers
+        full, kept = self.coordinator.full_blocks(length), self.coordinator.blocks_of(plan).sum()
         logger.info(
             "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
-            "%d blocks holds %.1f such prompts whole and %.1f evicted",
+            "%d blocks holds %.1f such prompts whole and %.1f %s",
             self.kv_policy.name,
             length,
-            int(plan.blocks.sum()),
+            kept,
             full,
             self.coordinator.num_layers,
             total,
             total / full,
-            total / int(plan.blocks.sum()),
+            total / kept,
+            "evicted" if plan.evicts else "with this policy",
         )
 
     def add_request(self, request: Request) -> None:
@@ -159,6 +161,9 @@ class PyramidSchedulerMixin(Scheduler):
         )
         plan = self._plans[request.request_id][1]
         stop = plan.next_eviction(num_computed_tokens) if plan.evicts else None
+        if stop is None and self.kv_policy.swap_v and num_computed_tokens < plan.prompt_len:
+            # Behind the prompt keys are chosen: no chunk may have queries of both kinds.
+            return min(num_new_tokens, plan.prompt_len - num_computed_tokens)
         if stop is None:
             return num_new_tokens
         num_new_tokens = min(num_new_tokens, stop - num_computed_tokens)
@@ -171,6 +176,8 @@ class PyramidSchedulerMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         """Take the worker's word that it evicted before the blocks are given back."""
+        if self._traffic is not None:
+            self._traffic.add(read_traffic(model_runner_output), self.requests)
         for request_id, eviction in read_evictions(model_runner_output).items():
             request = self.requests.get(request_id)
             if request is None or request.num_stale_output_tokens > 0:
@@ -194,7 +201,8 @@ class PyramidSchedulerMixin(Scheduler):
     def _report(self, request: Request) -> dict[str, Any]:
         """What the request kept, for its response (`kv_transfer_params`, all that vLLM passes)."""
         policy_name, plan = self._plans.pop(request.request_id)
-        blocks_before = cdiv(plan.prompt_len, self.block_size) * self.coordinator.num_layers
+        blocks_before = self.coordinator.full_blocks(plan.prompt_len)
+        whole = -(-plan.prompt_len // self.coordinator.block_sizes)
         report: dict[str, Any] = {
             "kv_policy": policy_name,
             "kv_budget": plan.budget_tokens,
@@ -202,7 +210,7 @@ class PyramidSchedulerMixin(Scheduler):
             "kept_tokens": [plan.prompt_len] * self.coordinator.num_layers,
             "evicted_tokens": 0,
             "blocks_before": blocks_before,
-            "blocks_after": blocks_before,
+            "blocks_after": int(whole.sum()),
         }
         settled = self.coordinator.confirmed_plan(request.request_id)
         if settled is not None:
@@ -212,17 +220,17 @@ class PyramidSchedulerMixin(Scheduler):
                 settled = settled.after(number)
                 report["kv_budget"] = settled.budget_tokens
                 report["computed_tokens"] = settled.prompt_len
-                report["blocks_before"] = (
-                    cdiv(settled.prompt_len, self.block_size) * self.coordinator.num_layers
-                )
+                report["blocks_before"] = self.coordinator.full_blocks(settled.prompt_len)
             report["kept_tokens"] = settled.held.tolist()
             report["evicted_tokens"] = int(settled.skip.sum())
-            report["blocks_after"] = int(settled.blocks.sum())
+            report["blocks_after"] = int(self.coordinator.blocks_of(settled).sum())
             if isinstance(plan, OpenPlan):
                 report["kv_budget"] = settled.budget_tokens
                 report["solved_tokens"] = settled.keep.tolist()
         if (prompts := self._averaged.pop(request.request_id, None)) is not None:
             report["averaged_over"] = prompts
+        if self._traffic is not None:
+            report |= self._traffic.take(request.request_id)
         return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -245,7 +253,9 @@ class PyramidSchedulerMixin(Scheduler):
         """Counters since the start and what is held now, per layer (`metrics.py` has the names)."""
         computed = sum(request.num_computed_tokens for request in self.running)
         coordinator = self.coordinator
+        traffic = self._traffic.totals() if self._traffic is not None else {}
         return {
+            **traffic,
             "evictions": coordinator.num_evictions,
             "tokens_evicted": coordinator.tokens_evicted.tolist(),
             "blocks_freed": coordinator.blocks_freed.tolist(),

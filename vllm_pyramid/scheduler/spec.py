@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -23,6 +23,11 @@ class LayerKVCacheSpec(FullAttentionSpec):
 
     layer_idx: int
 
+    @property
+    def full_block_size(self) -> int:
+        """Tokens of a page that holds K and V: what `full` fits into one of this layer's pages."""
+        return self.block_size
+
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
         """Merge one spec only.
@@ -40,18 +45,40 @@ class LayerKVCacheSpec(FullAttentionSpec):
         return len(kv_cache_specs) == 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
+    """A layer of which the device holds K alone; V lies in host memory (`swap/pool.py`).
+
+    Its blocks have twice the tokens of those with V, `head_size_v` is 0, and so a page has the
+    same bytes and comes from the same pool.
+    """
+
+    @classmethod
+    def of(cls, spec: LayerKVCacheSpec) -> Self:
+        """The layer of `spec` without V on the device."""
+        assert spec.head_size_v == spec.head_size, "K and V of one size"
+        values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
+        own = cls(**values | {"block_size": 2 * spec.block_size, "head_size_v": 0})
+        assert own.page_size_bytes == spec.page_size_bytes, (own, spec)
+        return own
+
+    @property
+    def full_block_size(self) -> int:
+        """See the base."""
+        return self.block_size // 2
+
+
 def register_spec() -> None:
-    """Make the spec known in this process. Idempotent.
+    """Make the specs known in this process. Idempotent.
 
     vLLM registers its own specs only if the registry is still empty, so they go first. Called when
     this module is imported: a worker imports it to make specs, the engine core by unpickling them.
     """
     KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(
-        LayerKVCacheSpec,
-        manager_class=LayerKVCacheManager,
-        uniform_type_base_spec=LayerKVCacheSpec,
-    )
+    for spec in (LayerKVCacheSpec, KeyOnlyKVCacheSpec):
+        KVCacheSpecRegistry.register(
+            spec, manager_class=LayerKVCacheManager, uniform_type_base_spec=LayerKVCacheSpec
+        )
 
 
 register_spec()

@@ -179,7 +179,12 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         self.ops = get_ops("cpu")
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one."""
+        """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one.
+
+        Where V lies in host memory, vLLM's memory is all K.
+        """
+        if self.context is not None and self.context.host_values is not None:
+            return kv_cache, self.context.host_values
         blocks, heads, tokens, content = kv_cache.shape
         planes = kv_cache.view(blocks, heads, 2 * tokens, content // 2)
         return planes[:, :, :tokens], planes[:, :, tokens:]
@@ -222,7 +227,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         meta = attn_metadata
         key_cache, value_cache = self._split(kv_cache)
         query = query[: meta.num_tokens]
-        self.ops.paged_attention(
+        batch = (
             output[: meta.num_tokens],
             query,
             key_cache,
@@ -231,11 +236,24 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             meta.query_start_loc,
             meta.seq_lens,
             meta.skips,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
         )
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+            "sinks": self.sinks,
+        }
+        choice = meta.step.choice if meta.step is not None else None
+        if choice is not None and self.context is not None and self.context.host_values is not None:
+            self.ops.topn_attention(
+                *batch,
+                torch.from_numpy(choice.top_ns),
+                value_rows=torch.from_numpy(choice.value_rows),
+                renormalize=self.context.renormalize,
+                **options,
+            )
+        else:
+            self.ops.paged_attention(*batch, **options)
         if meta.first_queries is not None:
             assert self.context is not None and self.context.mass is not None
             self.context.mass.add(

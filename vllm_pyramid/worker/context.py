@@ -28,6 +28,8 @@ class LayerContext:
         trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
         mass: for policies that accumulate what queries give keys, else None; shared by all layers.
+        host_values: V of a layer of which the device holds K alone, `[P, G, N, D]` in host memory.
+        renormalize: of the policy, see `Policy`.
     """
 
     retention: Retention
@@ -37,6 +39,8 @@ class LayerContext:
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
     mass: KeyMass | None = None
+    host_values: torch.Tensor | None = None
+    renormalize: bool = False
 
     def evict(
         self,

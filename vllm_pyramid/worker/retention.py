@@ -27,6 +27,7 @@ from vllm_pyramid.config import settle
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import Eviction, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.scorers import AccumulatingScorer
+from vllm_pyramid.worker.choice import StepChoice
 
 IntArray = npt.NDArray[np.int32]
 
@@ -120,11 +121,13 @@ class StepRetention:
         evictions: the requests that evict now, or None.
         first_queries: `[R]` int32 on the host, the position of the first query whose attention
             counts for the next eviction; None where the policy does not accumulate.
+        choice: which keys are used, where V lies in host memory; else None.
     """
 
     skips: IntArray
     evictions: StepEvictions | None
     first_queries: IntArray | None = None
+    choice: StepChoice | None = None
 
     @classmethod
     def nothing(cls, num_layers: int, num_reqs: int) -> StepRetention:
@@ -174,6 +177,7 @@ class Retention:
         self._row_evicts = np.zeros(max_num_reqs, bool)
         scorer = policy.scorer
         self._scorer = scorer if isinstance(scorer, AccumulatingScorer) else None
+        self._top_n: dict[str, int] = {}  # of requests, with a policy that keeps V on the host
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
         """A request has come (or come back): make its plan."""
@@ -183,11 +187,14 @@ class Retention:
         self._plans[request_id] = plan
         if isinstance(plan, OpenPlan):
             self._open[request_id] = plan
+        if policy.swap_v:
+            self._top_n[request_id] = policy.top_n
 
     def remove(self, request_id: str) -> None:
         """A request has finished."""
         self._plans.pop(request_id, None)
         self._open.pop(request_id, None)
+        self._top_n.pop(request_id, None)
 
     def begin_step(
         self,
@@ -235,7 +242,29 @@ class Retention:
         if self._scorer is not None:
             first_queries = self._first_queries(prompt_lens, before)
         self.step = StepRetention(skips, evictions, first_queries)
+        if self.policy.swap_v:
+            self.step.choice = self._choice(request_ids, prompt_lens, computed, scheduled)
         return self.step
+
+    def _choice(
+        self,
+        request_ids: Sequence[str],
+        prompt_lens: IntArray,
+        computed: IntArray,
+        scheduled: IntArray,
+    ) -> StepChoice:
+        """How many keys each row uses: all of them until its prompt has been processed."""
+        past_prompt = computed >= prompt_lens
+        within = past_prompt | (computed + scheduled <= prompt_lens)
+        assert within.all(), "a chunk crosses the end of a prompt, where keys are chosen from"
+        top_ns = np.array([self._top_n.get(name, 0) for name in request_ids], np.int32)
+        return StepChoice(
+            list(request_ids),
+            scheduled,
+            past_prompt,
+            top_ns * past_prompt,
+            np.zeros(len(request_ids), np.int64),
+        )
 
     def _numbers(self, prompt_lens: IntArray, computed: IntArray) -> npt.NDArray[np.int64]:
         """`RetentionPlan.evictions_by` of all rows: `[R]`."""

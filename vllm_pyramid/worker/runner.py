@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
@@ -19,12 +18,12 @@ from vllm_pyramid.compat.runner import (
     extend_runner,
     per_layer_specs,
     report_evictions,
+    report_traffic,
 )
-from vllm_pyramid.config import KVSettings
 from vllm_pyramid.policy.scorers import AccumulatingScorer
-from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
+from vllm_pyramid.worker.host_values import HostValuesMixin
 from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import Retention, StepRetention
 from vllm_pyramid.worker.shifted import ShiftedTables
@@ -47,17 +46,13 @@ class _TensorParallelRanks:
         return first
 
 
-class PyramidRunnerMixin:
+class PyramidRunnerMixin(HostValuesMixin):
     """Mixed into vLLM's model runner; subclasses add how that runner tells what a step holds."""
 
-    vllm_config: VllmConfig
-    device: torch.device
     attn_groups: list[list[Any]]
-    retention: Retention
     shifted: ShiftedTables | None = None
     _trace: TraceWriter | None = None
     _mass: KeyMass | None = None
-    _specs: dict[str, LayerKVCacheSpec]
     _contexts: dict[str, LayerContext]
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -68,26 +63,20 @@ class PyramidRunnerMixin:
                 f"layer {next(iter(shared))} reads the cache of another layer, which that layer "
                 "would evict first: serve this model with --kv-policy none"
             )
-        settings = self._settings()
-        policy = settings.policy()
+        policy = self._settings().policy()
         assert policy is not None
         specs = per_layer_specs(stock, policy, self.vllm_config.model_config.max_model_len)
-        policy.allocator.check_layers(len(specs))
-        block_sizes = {spec.block_size for spec in specs.values()}
-        assert len(block_sizes) == 1, f"layers have blocks of different sizes: {block_sizes}"
+        policy.check_layers(len(specs))
+        block_sizes = [spec.block_size for spec in specs.values()]
+        assert len({spec.full_block_size for spec in specs.values()}) == 1, block_sizes
         self.retention = Retention(
             policy,
             num_layers=len(specs),
-            block_size=block_sizes.pop(),
+            block_size=max(block_sizes),  # multiples of it end blocks in all layers
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
         self._specs = specs
         return dict(specs)
-
-    def _settings(self) -> KVSettings:
-        settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
-        assert settings is not None
-        return settings
 
     def table_shape(self) -> tuple[int, int]:
         """Rows and entries of the block tables that attention reads: `(R_max, M)`."""
@@ -110,6 +99,7 @@ class PyramidRunnerMixin:
             self.shifted = None
             self._contexts = {}
         self._mass = None
+        self.take_host_pool(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         scorer = self.retention.policy.scorer
         if isinstance(scorer, AccumulatingScorer):
@@ -177,6 +167,7 @@ class PyramidRunnerMixin:
             self._check_attention(name, group, impl)
             context = self._contexts[name]
             impl.context = context
+            self.bind_host_values(name, context)
             for builder in group.metadata_builders:
                 builder.context = context
                 shifting |= builder.reads_shifted_tables
@@ -261,7 +252,8 @@ class PyramidRunnerMixin:
         evictions = self.retention.step.evictions
         if self._trace is not None and evictions is not None:
             self._trace.finish_step(evictions)
-        return report_evictions(output, self.retention.take_report())
+        traffic = self.step_traffic()
+        return report_traffic(report_evictions(output, self.retention.take_report()), traffic)
 
 
 def extend_with_policy(runner: Any, uses_v2: bool) -> None:

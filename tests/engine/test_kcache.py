@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K on the device, V in host memory: the same numbers where all keys count, the paper's where not.
+
+The independent implementation is Transformers with its attention function replaced: rows behind
+the prompt keep, in every query head, the N largest weights of their softmax.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.paper import HuggingFaceModel
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    count_preemptions,
+    greedy,
+    random_prompts,
+)
+
+pytestmark = pytest.mark.engine
+
+LAYERS, KV_HEADS, HEADS, HEAD_SIZE = 8, 4, 8, 32  # of `random_model`
+PLENTY = 4096  # more keys than any sequence here has
+# Long prompts come in chunks, mixed with others' decode steps.
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 256,
+    "max_model_len": 1024,
+}
+
+
+def _jobs(tokens: int, **extra_args: Any) -> list[Job]:
+    """Lengths around the boundaries of both block sizes; some meet requests that decode."""
+    lengths = [1, 15, 16, 17, 31, 33, 64, 257, 512, 700]
+    prompts = random_prompts(lengths, seed=5, vocab_size=2048)
+    return [
+        Job(prompt, greedy(tokens, logprobs=2, **extra_args), arrival=index // 2)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _assert_equal(ours: list[Outcome], theirs: list[Outcome]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs  # floats, bit for bit
+
+
+def _kcache(engines: EnginePool, model: Path) -> Engine:
+    return engines.get(model, kv_policy="kcache", kv_policy_args={"top_n": 24}, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def full_runs(engines: EnginePool, random_model: Path) -> list[Outcome]:
+    return engines.get(random_model, kv_policy="full", **SETTINGS).run(_jobs(20))
+
+
+def test_with_all_keys_it_is_full(
+    engines: EnginePool, random_model: Path, full_runs: list[Outcome]
+) -> None:
+    """Chunked prefill and mixed batches; by the number of keys, and by opting out."""
+    engine = _kcache(engines, random_model)
+    _assert_equal(engine.run(_jobs(20, kv_top_n=PLENTY)), full_runs)
+    _assert_equal(engine.run(_jobs(20, kv_policy="full")), full_runs)
+    few = engine.run(_jobs(20))
+    engine.check_whole()
+    for ours, all_keys in zip(few, full_runs, strict=True):
+        assert ours.logprobs[0] == all_keys.logprobs[0]  # the prompt attends to everything
+        assert (ours.logprobs == all_keys.logprobs) == (len(ours.job.prompt) == 1)
+
+
+class TopNModel(HuggingFaceModel):
+    """Transformers' model; rows from `prompt_len` on take V of their `top_n` best keys."""
+
+    top_n = 0
+    device_layers = 0
+    renormalize = False
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        k, v = (x[0].repeat_interleave(group, dim=0) for x in (key, value))
+        rows = []
+        for position in range(query.shape[2]):
+            seen = slice(0, position + 1)
+            weights = ((k[:, seen] @ query[0, :, position, :, None])[..., 0] * scale).softmax(-1)
+            if position >= self._prompt_len and layer >= self.device_layers:
+                small = weights.argsort(dim=-1, descending=True, stable=True)[:, self.top_n :]
+                weights = weights.scatter(-1, small, 0.0)
+                if self.renormalize:
+                    weights = weights / weights.sum(dim=-1, keepdim=True)
+            rows.append((weights[:, None] @ v[:, seen])[:, 0])
+        return torch.stack(rows)[None]
+
+
+def _assert_tokens_of(model: TopNModel, outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        prompt, generated = outcome.job.prompt, outcome.token_ids
+        logprobs = model.forward(prompt + generated[:-1], len(prompt))[len(prompt) - 1 :]
+        assert logprobs.argmax(dim=-1).tolist() == generated
+        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+
+
+def test_few_keys_give_the_tokens_of_an_independent_implementation(
+    engines: EnginePool, random_model: Path
+) -> None:
+    model = TopNModel(str(random_model))
+    engine = _kcache(engines, random_model)
+    model.device_layers, model.top_n = 1, 24
+    jobs = [job for job in _jobs(16) if len(job.prompt) in (15, 33, 257)]
+    _assert_tokens_of(model, engine.run(jobs))
+    model.top_n = 5
+    jobs = [job for job in _jobs(16, kv_top_n=5) if len(job.prompt) in (17, 257)]
+    _assert_tokens_of(model, engine.run(jobs))
+
+
+def test_no_layer_on_the_device_and_weights_that_sum_to_one(
+    engines: EnginePool, random_model: Path
+) -> None:
+    model = TopNModel(str(random_model))
+    model.top_n, model.device_layers, model.renormalize = 9, 0, True
+    args = {"top_n": 9, "device_layers": 0, "renormalize": True}
+    engine = engines.get(random_model, kv_policy="kcache", kv_policy_args=args, **SETTINGS)
+    assert engine.coordinator.block_sizes.tolist() == [32] * LAYERS
+    jobs = [job for job in _jobs(12) if len(job.prompt) in (16, 64, 257)]
+    outcomes = engine.run(jobs)
+    _assert_tokens_of(model, outcomes)
+    for outcome in outcomes:
+        n = len(outcome.job.prompt)
+        assert outcome.report["blocks_before"] == -(-n // 16) * LAYERS
+        assert outcome.report["blocks_after"] == -(-n // 32) * LAYERS
+    engine.check_whole()
+
+
+def test_bytes_moved_are_reported(engines: EnginePool, random_model: Path) -> None:
+    engine = _kcache(engines, random_model)
+    (outcome,) = engine.run([Job(random_prompts([600], vocab_size=2048)[0], greedy(11))])
+    row = HEAD_SIZE * 4  # float32
+    report = outcome.report
+    # The last token is never an input.
+    assert report["v_bytes_written"] == 610 * KV_HEADS * row * (LAYERS - 1)
+    assert report["v_bytes_read_per_token"] == 24 * HEADS * row * (LAYERS - 1)
+    prompt = sum(end * KV_HEADS for end in (256, 512, 600)) * row * (LAYERS - 1)
+    assert report["v_bytes_read"] == prompt + 10 * report["v_bytes_read_per_token"]
+    totals = engine.scheduler.policy_stats()
+    assert totals["v_bytes_written"] >= report["v_bytes_written"]
+
+
+# Eviction, with the survivors' V in host memory ---------------------------------------------------
+
+
+@pytest.mark.parametrize("fill_blocks", [False, True])
+def test_survivors_v_in_host_memory(
+    engines: EnginePool, random_model: Path, fill_blocks: bool
+) -> None:
+    """Exactly the tokens of the policy without it, where every survivor counts.
+
+    Blocks that are filled up are those of 32 tokens: the plain policy has such blocks here too.
+    """
+    args: dict[str, Any] = {"fill_blocks": fill_blocks}
+    common = {**SETTINGS, "kv_policy": "pyramidkv", "kv_budget": 100}
+    plain = engines.get(random_model, **common, kv_policy_args=args, block_size=32)
+    expected = plain.run(_jobs(20))
+    args |= {"swap_v": True, "device_layers": 2, "top_n": PLENTY}
+    engine = engines.get(random_model, **common, kv_policy_args=args)
+    outcomes = engine.run(_jobs(20))
+    engine.check_whole()
+    _assert_equal(outcomes, expected)
+    for ours, theirs in zip(outcomes, expected, strict=True):
+        assert ours.report["kept_tokens"] == theirs.report["kept_tokens"]
+        assert ours.report["evicted_tokens"] == theirs.report["evicted_tokens"]
+    long = outcomes[-1].report
+    assert long["evicted_tokens"] > 0 and long["blocks_after"] < 0.25 * long["blocks_before"]
+    # And few keys of the survivors are another thing.
+    few = engine.run(_jobs(20, kv_top_n=6))
+    assert few[-1].logprobs[0] == outcomes[-1].logprobs[0]
+    assert few[-1].logprobs != outcomes[-1].logprobs
+    assert few[-1].report["v_bytes_read_per_token"] == 6 * HEADS * HEAD_SIZE * 4 * (LAYERS - 2)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_nearly_twice_as_many_requests_at_once(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """32 layers, L = 1: (m + L) / 2m of the blocks, and 1.9 times the requests in one pool."""
+    model, layers, prompt_len = tiny_model("llama-deep"), 32, 500
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 8 * 512,
+        "num_gpu_blocks_override": 16 * 32 * layers + 1,  # 16 of the longest, of K and V
+    }
+    prompts = random_prompts([prompt_len] * 34)
+    most: dict[str, int] = {}
+    held: dict[str, list[int]] = {}
+    for policy in ("full", "kcache"):
+        engine = engines.get(model, kv_policy=policy, **settings)
+        assert engine.usable_blocks == 16 * 32 * layers
+        counts = []
+
+        def count(engine: Engine, counts: list[int] = counts, policy: str = policy) -> None:
+            engine.coordinator.check_integrity()
+            running = engine.scheduler.running
+            if engine.scheduler.waiting:
+                counts.append(len(running))
+            for request in running:
+                if request.num_computed_tokens > prompt_len:
+                    held[policy] = engine.coordinator.blocks_held(request.request_id)
+
+        outcomes = engine.run([Job(prompt, greedy(12)) for prompt in prompts], count)
+        engine.check_whole()
+        most[policy] = max(counts)
+    assert held["full"] == [32] * layers
+    assert held["kcache"] == [32] + [16] * (layers - 1)
+    assert sum(held["kcache"]) / sum(held["full"]) == (layers + 1) / (2 * layers)
+    print(f"requests at once: {most}")
+    assert most["full"] == 16
+    assert most["kcache"] >= 1.9 * most["full"]
+    report = outcomes[0].report
+    assert report["blocks_after"] / report["blocks_before"] == (layers + 1) / (2 * layers)
+
+
+def test_a_small_host_pool_makes_requests_wait(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """The device's pool is as small as the host's: nothing fails, nothing else runs out."""
+    model = tiny_model("llama-mha")
+    page = 16 * 2 * 4 * 32 * 4
+    longest = 24 + 3 * 12  # pages of 384 tokens, of 4 layers
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 384,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    jobs = [Job(prompt, greedy(20)) for prompt in random_prompts([350] * 6)]
+    roomy = engines.get(model, kv_policy="kcache", **settings)
+    assert roomy.pool.num_gpu_blocks == (64 << 20) // page
+    expected = [outcome.token_ids for outcome in roomy.run(jobs)]
+    space = (2 * longest + 1) * page / 2**30
+    engine = engines.get(model, kv_policy="kcache", kv_swap_space=space, **settings)
+    assert engine.usable_blocks == 2 * longest
+    waited = []
+    outcomes = engine.run(jobs, lambda engine: waited.append(len(engine.scheduler.waiting)))
+    engine.check_whole()
+    assert max(waited) >= 4
+    assert [outcome.token_ids for outcome in outcomes] == expected
+
+
+@pytest.mark.parametrize(
+    ("space", "blocks", "message"),
+    [
+        (60 / 2**16, None, r"holds 60 pages of V of 16384 bytes.*384 tokens needs 61"),
+        (61 / 2**16, 100, r"--num-gpu-blocks-override sets their number"),
+    ],
+)
+def test_a_host_pool_that_cannot_work_is_refused(
+    tiny_model: Callable[[str], Path],
+    engines: EnginePool,
+    space: float,
+    blocks: int | None,
+    message: str,
+) -> None:
+    from tests.engine.support import start_engine
+
+    engines.close()
+    settings = {} if blocks is None else {"num_gpu_blocks_override": blocks}
+    with pytest.raises(ValueError, match=message):
+        start_engine(
+            str(tiny_model("llama-mha")),
+            kv_policy="kcache",
+            kv_swap_space=space,
+            dtype="float32",
+            max_model_len=384,
+            **settings,
+        )
+
+
+# A later turn -------------------------------------------------------------------------------------
+
+
+def _conversations(count: int) -> list[tuple[list[int], list[int], int]]:
+    """Prompt with a first question, its answer with a second question and answer, scored tokens."""
+    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.eval.haystack import load_tokens
+    from vllm_pyramid.eval.phrases import FACTS
+    from vllm_pyramid.eval.words import make_names, make_numbers
+
+    tokens, code = load_tokens(model_path()), FACTS["code"]
+    made = []
+    for index in range(count):
+        rng = random.Random(index)
+        names, numbers = (make(rng, 8, held_out=True) for make in (make_names, make_numbers))
+        first, second = rng.sample(range(8), 2)
+        facts = [code.state(name, number) for name, number in zip(names, numbers, strict=True)]
+        prompt = tokens.hide(rng, facts, code.question(names[first]).prompt, 1024)
+        asked = f"{prompt} {numbers[first]}.{code.question(names[second]).prompt}"
+        ids = [tokens.encode(text) for text in (prompt, asked, f"{asked} {numbers[second]}")]
+        assert ids[2][: len(ids[0])] == ids[0] and ids[2][: len(ids[1])] == ids[1]
+        made.append((ids[0], ids[2][len(ids[0]) :], len(ids[2]) - len(ids[1])))
+    return made
+
+
+def test_a_later_turn_reaches_what_the_first_did_not_need(engines: EnginePool) -> None:
+    """The built-in model, eight facts, two questions: the cache is that of the first one's prompt.
+
+    The second turn is decoded token by token on it, so no prefill sees the text again.
+    """
+    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.eval.forced import QUALIFIED_NAME, forced_params
+
+    conversations = _conversations(8)
+    found = {}
+    policies: dict[str, dict[str, Any]] = {
+        "kcache": {"kv_policy_args": {"top_n": 32}},
+        "pyramidkv": {"kv_budget": "12%"},
+    }
+    for policy, settings in policies.items():
+        engine = engines.get(
+            model_path(),
+            kv_policy=policy,
+            skip_tokenizer_init=False,
+            logits_processors=[QUALIFIED_NAME],
+            **settings,
+        )
+        outcomes = engine.run([Job(ids, forced_params(rest, {})) for ids, rest, _ in conversations])
+        right = [
+            outcome.logprobs[-scored + i][rest[-scored + i]] > -0.69  # more likely than all others
+            for outcome, (_, rest, scored) in zip(outcomes, conversations, strict=True)
+            for i in range(scored)
+        ]
+        found[policy] = sum(right) / len(right)
+    print(f"digits of the second answer found: {found}")
+    assert found["kcache"] >= 0.9
+    assert found["pyramidkv"] <= 0.5  # the question is one that eviction loses
+
+
+# Preemption and aborts ----------------------------------------------------------------------------
+
+
+def _soak_jobs(count: int, *, aborts: bool) -> list[Job]:
+    source = random.Random(11)
+    jobs, arrival = [], 0
+    for index in range(count):
+        n = source.choice([1, 16, 33, source.randrange(1, 300), source.randrange(40, 160)])
+        tokens = source.choice([1, 2, source.randrange(10, 60), source.randrange(40, 84)])
+        extra: dict[str, Any] = source.choice([{}, {"kv_top_n": 6}, {"kv_policy": "full"}])
+        prompt = [source.randrange(8, 512) for _ in range(n)]
+        gives_up = source.randrange(1, 30) if source.random() < 0.1 else None
+        arrival += source.choice([0, 0, 0, 1])
+        params = greedy(tokens, **extra)
+        jobs.append(Job(prompt, params, arrival, gives_up if aborts else None, f"kc{index}"))
+    return jobs
+
+
+@pytest.mark.parametrize("policy", ["kcache", "pyramidkv"])
+def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:
+    """Chunks, preemption and aborts in a pool for little more than the longest request.
+
+    No leak, and no token is another than without them.
+
+    Requests that come back process their generated tokens in chunks, and these choose their keys
+    as they did one by one.
+    """
+    count = 80
+    tokens: dict[bool, dict[str, list[int]]] = {}
+    for contended in (False, True):
+        engine = engines.get(
+            tiny_model("llama-mha"),
+            kv_policy=policy,
+            kv_policy_args={"swap_v": True, "top_n": 12},
+            dtype="float32",
+            max_model_len=384,
+            max_num_batched_tokens=128,
+            max_num_seqs=32 if contended else 4,
+            num_gpu_blocks_override=(85 if contended else 5 * (24 + 3 * 12)) + 1,
+        )
+        engine.shuffle_blocks()
+        with count_preemptions(engine) as preemptions:
+            outcomes = engine.run(
+                _soak_jobs(count, aborts=contended),
+                lambda engine: engine.coordinator.check_integrity(),
+            )
+        engine.check_whole()
+        assert not engine.scheduler._traffic._requests
+        tokens[contended] = {o.job.name: o.token_ids for o in outcomes if o.output is not None}
+        assert (preemptions["all"] > count // 20) == contended, preemptions
+    assert len(tokens[False]) == count > len(tokens[True]) > 0.8 * count
+    assert tokens[True] == {name: tokens[False][name] for name in tokens[True]}

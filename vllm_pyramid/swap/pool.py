@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's half of the KV cache: V of every page of which the device holds K alone."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostPool:
+    """One region of host memory, `num_pages` pages of `page_bytes`, for all layers of a worker.
+
+    It is the image of the device's pool: host page b holds V of the tokens whose K is in device
+    page b, in the same order. Pages of layers that keep V on the device leave theirs unused.
+
+    Args:
+        num_pages: of the device's pool. page_bytes: of a page there.
+        pinned: so that a GPU can read it.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, *, pinned: bool) -> None:
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        with torch.inference_mode(False):
+            self._memory = torch.empty(num_pages * page_bytes, dtype=torch.uint8, pin_memory=pinned)
+        # The system gives memory on the first touch: touch it now, not during a request.
+        self._memory.zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole pool."""
+        return self._memory.numel()
+
+    def values(self, key_cache: torch.Tensor) -> torch.Tensor:
+        """V beside a layer's K: `[P, G, N, D]` as `key_cache`, in host memory.
+
+        Args:
+            key_cache: `[P, G, N, D]` over the whole device pool, each page dense.
+        """
+        pages, heads, tokens, size = key_cache.shape
+        assert pages == self.num_pages, (pages, self.num_pages)
+        assert heads * tokens * size * key_cache.element_size() == self.page_bytes, key_cache.shape
+        return self._memory.view(key_cache.dtype).view(pages, heads, tokens, size)
