@@ -119,12 +119,14 @@ int run(const PyrTopn& t) {
   layout.logits = aligned(size_t(kTopnRows * layout.stride) * 4);
   layout.keys = aligned(size_t(2 * (longest + 1)) * 4);
   layout.best = aligned(size_t(most + 1) * 4);
+  // `chosen` is this thread's: another one would look into its own.
+  const int32_t* requests = chosen.data();
   std::atomic<bool> out_of_memory{false};
   std::vector<std::atomic<int64_t>> read(chosen.size());
   const auto task = [&](int64_t i) {
     auto* memory = static_cast<char*>(scratch(Scratch::kWork, layout.all()));
     if (memory)
-      read[size_t(i / p.G)] += attend_head(t, kernels, layout, chosen[size_t(i / p.G)],
+      read[size_t(i / p.G)] += attend_head(t, kernels, layout, requests[i / p.G],
                                            int32_t(i % p.G), memory);
     else
       out_of_memory = true;

@@ -145,6 +145,18 @@ def test_company_and_threads_change_nothing(make_batch, two_threads) -> None:
         assert torch.equal(run(cpu, alone, [[64, 5, 33][r]])[0], together[rows])
 
 
+def test_many_requests_on_two_threads(make_batch, two_threads) -> None:
+    """Work enough that the second thread gets some of it, again and again."""
+    lens = [600 + 7 * r for r in range(24)]
+    batch = make_batch(lens, [1] * 24, kv_heads=4, group=4)
+    together, rows = run(cpu, batch, [40] * 24)
+    assert rows == [7 + 40 * 16] * 24
+    for _ in range(20):
+        assert torch.equal(run(cpu, batch, [40] * 24)[0], together)
+    torch.set_num_threads(1)
+    assert torch.equal(run(cpu, batch, [40] * 24)[0], together)
+
+
 def test_only_the_chosen_rows_of_v_are_read(make_batch) -> None:
     """Everything else in V is poison: one row of it would make the output NaN."""
     batch = apart(make_batch([640], [1], kv_heads=2, group=2))
