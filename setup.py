@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCE = Path("csrc/cpu")
 BASELINE = [
-    *("runtime", "attention", "key_mass", "topn", "scores", "select", "cache_ops"),
+    *("runtime", "attention", "key_mass", "recent_mass", "topn", "scores", "select", "cache_ops"),
     "kernels_portable",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

@@ -268,6 +268,15 @@ def refuse_internal(extra_args: Mapping[str, Any] | None) -> None:
         raise ValueError(f"{SHARES_KEY} is not for requests to set: leave it out")
 
 
+def refuse_prompt_logprobs(policy: Policy, prompt_logprobs: int | None) -> None:
+    """Raise ValueError if a request wants what a policy that thins prompts never computes."""
+    if policy.thinner is not None and prompt_logprobs is not None:
+        raise ValueError(
+            f"prompt_logprobs with policy {policy.name!r}: tokens of the prompt leave the forward "
+            'pass before they have any; leave them out, or send {"kv_policy": "full"} along'
+        )
+
+
 @lru_cache(maxsize=1)
 def _full_policy() -> Policy:
     return load_policy(FULL_POLICY)

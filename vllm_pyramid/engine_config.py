@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.thinning_config import check_thinning_args, check_thinning_config
 from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS
 
 logger = init_logger(f"vllm.{__name__}")
@@ -124,6 +125,8 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
             "far: the attention kernels for CUDA read K and V from one page; choose a policy that "
             "keeps V on the device, such as pyramidkv"
         )
+    if policy.thinner is not None:
+        check_thinning_args(args, policy)
     _check_backend(args.attention_backend or args.attention_config.backend)
     if envs.VLLM_USE_RUST_FRONTEND:
         raise ValueError(
@@ -155,6 +158,8 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
     _check_model(config, policy)
     _check_resolved(config)
     _check_chunks(config, policy, settings.min_last_chunk(policy))
+    if policy.thinner is not None:
+        check_thinning_config(config, policy, policy.thinner)
     _check_graphs(config, policy)
     if current_platform.device_type == "cuda":
         _take_backend(config, policy)

@@ -11,7 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 4
+#define PYR_ABI_VERSION 5
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
@@ -71,6 +71,24 @@ struct PyrScores {
   double scale, soft_cap;
 };
 
+// Mean of the softmax over the last recents[r] queries, later ones weighing more, for the
+// contexts[r] keys before them.
+struct PyrRecentMass {
+  float* out;  // [R, G, out_len], contiguous
+  const void* query;
+  const void* key;
+  const int32_t* table;
+  const int32_t* query_ends;
+  const int32_t* seq_lens;
+  const int32_t* skips;
+  const int32_t* recents;
+  const int32_t* contexts;
+  int64_t query_dtype, cache_dtype;
+  int64_t T, H, G, D, N, P, R, M, out_len;
+  int64_t query_t, query_h, key_p, key_g, key_n, table_r, threads;
+  double scale, soft_cap, distance_weight;
+};
+
 struct PyrSelect {
   int32_t* out;  // [R, G, out_len], contiguous
   const float* scores;
@@ -114,6 +132,7 @@ PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);
 PYR_EXPORT int pyr_window_scores(const PyrScores* p);
+PYR_EXPORT int pyr_recent_mass(const PyrRecentMass* p);
 PYR_EXPORT int pyr_select(const PyrSelect* p);
 PYR_EXPORT int pyr_compact(const PyrCompact* p);
 PYR_EXPORT int pyr_reshape_and_cache(const PyrCacheWrite* p);

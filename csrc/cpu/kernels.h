@@ -46,6 +46,12 @@ struct ScoreBuffers {
   float* mass;             // [max keys] of this (request, KV head), written in phase 2
 };
 
+// Some rows (recent query * heads + head) or some keys (counted from `skip`) of a request and KV head.
+struct RecentItem {
+  int32_t request, kv_head;
+  int32_t begin, end;
+};
+
 struct Kernels {
   size_t (*attention_scratch)(const PyrAttention&, int64_t max_rows);
   // `next` is the item this thread takes afterwards (or null), to fetch its first rows early.
@@ -70,6 +76,11 @@ struct Kernels {
   // counted from item.begin) alone.
   void (*topn_values)(const PyrAttention&, const AttentionItem&, const float* logits,
                       const int32_t* best, int64_t count, bool renormalize);
+  size_t (*recent_scratch)(const PyrRecentMass&);
+  // Each row's maximum, and its weight over its sum: [2][rows of the request and KV head].
+  void (*recent_rows)(const PyrRecentMass&, const RecentItem& rows, float* stats, void* scratch);
+  void (*recent_keys)(const PyrRecentMass&, const RecentItem& keys, const float* stats,
+                      void* scratch);
 };
 
 // By cache element type (PyrDtype). The AVX-512-BF16 unit only has products of bfloat16 with

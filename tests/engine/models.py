@@ -32,6 +32,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mqa": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}),
     # Biases on the projections.
     "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    # Norms on the heads of queries and keys.
+    "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}),
     "mistral": (
         "Mistral",
         {
@@ -50,24 +52,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 64,
         },
     ),
+    # As many layers as real models have.
+    "llama-deep": (
+        "Llama",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+        },
+    ),
     # As little arithmetic as possible, for tests that count blocks over many long prompts.
     "llama-thin": (
         "Llama",
         {
             "hidden_size": 32,
             "intermediate_size": 32,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-        },
-    ),
-    # As thin, with as many layers as real models have.
-    "llama-deep": (
-        "Llama",
-        {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 32,
             "num_attention_heads": 1,
             "num_key_value_heads": 1,
             "head_dim": 32,

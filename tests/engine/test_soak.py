@@ -25,7 +25,16 @@ BLOCKS_OF_ONE = MAX_LEN // 16 * LAYERS
 WINDOW = 8
 SETTINGS: dict[str, dict[str, Any]] = {
     # Evicts during generation, so that requests are preempted between evictions.
-    "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 32}}
+    "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 32}},
+    # Pieces that leave room for others' decode steps, and lengths that fall within four layers.
+    "pyramidinfer": {
+        "kv_policy_args": {
+            "piece_tokens": 80,
+            "min_context": 8,
+            "interval": 1,
+            "decay_ratio": 0.5,
+        }
+    },
 }
 
 
@@ -39,9 +48,10 @@ def _jobs(policy: str, *, aborts: bool) -> list[Job]:
         # Long answers to short prompts, so that requests are preempted after they have evicted.
         max_tokens = source.choice([1, 2, source.randrange(10, 60), source.randrange(60, 200)])
         max_tokens = min(max_tokens, MAX_LEN - n)
-        extra = source.choice(
-            [{}, {}, {"kv_budget": source.randrange(WINDOW + 1, 80)}, {"kv_policy": "full"}]
-        )
+        budget: int | str = source.randrange(WINDOW + 1, 80)
+        if policy == "pyramidinfer":
+            budget = f"{budget + 20}%"
+        extra = source.choice([{}, {}, {"kv_budget": budget}, {"kv_policy": "full"}])
         prompt = [source.randrange(8, 512) for _ in range(n)]
         gives_up = source.randrange(1, 30) if source.random() < 0.1 else None
         arrival += source.choice([0, 0, 0, 1])
@@ -90,7 +100,7 @@ def _changed(
     return changed, len(contended), preemptions
 
 
-@pytest.mark.parametrize("policy", ["pyramidkv", "xkv", "h2o"])
+@pytest.mark.parametrize("policy", ["pyramidkv", "xkv", "h2o", "pyramidinfer"])
 def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:
     """Chunks, mixed batches, preemption, resumption and aborts; greedy tokens in float32."""
     model = tiny_model("llama-mha")

@@ -43,6 +43,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "pyramidkv": {"kv_budget": 64},
     "xkv": {"kv_budget": 64},
     "kcache": {"kv_policy_args": {"top_n": 16}},
+    "pyramidinfer": {
+        "kv_policy_args": {
+            "piece_tokens": 100,
+            "interval": 1,
+            "decay_ratio": 0.5,
+            "min_context": 16,
+        }
+    },
 }
 
 

@@ -148,7 +148,10 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("aritmetic", "did you mean 'arithmetic'.*valid kinds: arithmetic, entropy, exponential"),
+        (
+            "aritmetic",
+            "did you mean 'arithmetic'.*valid kinds: arithmetic, decay, entropy, exponential",
+        ),
         ({"kind": "uniform", "beta": 3.0}, "unknown key 'beta' in allocator 'uniform'"),
         ({"kind": "arithmetic", "betta": 3.0}, "did you mean 'beta'.*valid keys: kind, beta"),
         ({"beta": 3.0}, "must be a kind or a mapping"),

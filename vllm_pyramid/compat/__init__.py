@@ -27,6 +27,9 @@ worker.runner*  V1: _update_states, _build_attention_metadata, input_batch, the 
 linear          model_executor.layers.utils.dispatch_cpu_unquantized_gemm, layer.cpu_linear (CPU)
                 Why: the wheel's linear layers rearrange their weight in every call. Remove when
                 vLLM packs with PyTorch's operators.
+thin_forward    class of a model's inner module (LlamaModel, MistralModel, Qwen2Model, Qwen3Model),
+                its layers, norm and embed_input_ids
+                Why: rows leave between two layers. Remove when models call a hook there.
 platform.seeds  CPUModelRunner._sample, ._bookkeeping_sync
                 Why: seeded requests with chunked prompts end the engine on the CPU. Remove when
                 vLLM turns generators back without `set_offset` there.

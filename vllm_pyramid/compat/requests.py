@@ -14,7 +14,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_pyramid.config import KVSettings, RequestOverride, refuse_internal, resolve
+from vllm_pyramid.config import (
+    KVSettings,
+    RequestOverride,
+    refuse_internal,
+    refuse_prompt_logprobs,
+    resolve,
+)
 from vllm_pyramid.policy.base import Policy
 
 
@@ -34,11 +40,12 @@ def _check(policy: Policy, params: object, resumable: bool) -> None:
             "cache was evicted; send the prompt whole",
             parameter="resumable",
         )
-    if not isinstance(params, SamplingParams) or not params.extra_args:
+    if not isinstance(params, SamplingParams):
         return
     try:
         refuse_internal(params.extra_args)
-        resolve(policy, RequestOverride.parse(params.extra_args))
+        chosen, _ = resolve(policy, RequestOverride.parse(params.extra_args))
+        refuse_prompt_logprobs(chosen, params.prompt_logprobs)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 

@@ -29,6 +29,7 @@ __all__ = [
     "kept_mass",
     "load_error",
     "paged_attention",
+    "recent_mass",
     "reshape_and_cache",
     "select",
     "set_isa",
@@ -45,6 +46,7 @@ _ATTENTION = struct.Struct("=34q2d")
 _KEY_MASS = struct.Struct("=5q")  # behind the fields of attention
 _TOPN = struct.Struct("=3q")  # likewise
 _SCORES = struct.Struct("=29q2d")
+_RECENT_MASS = struct.Struct("=27q3d")
 _SELECT = struct.Struct("=13q")
 _COMPACT = struct.Struct("=24q")
 _CACHE_WRITE = struct.Struct("=22q")
@@ -395,6 +397,56 @@ def window_scores(
     )
     _run("window_scores", record)
     return out if numbers is None else (out, WindowStatistics(*numbers))
+
+
+def recent_mass(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_ends: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    recents: torch.Tensor,
+    contexts: torch.Tensor,
+    *,
+    scale: float,
+    distance_weight: float,
+    soft_cap: float = 0.0,
+    max_context: int | None = None,
+) -> torch.Tensor:
+    """See `reference.recent_mass`."""
+    key_strides = _check_cache("key_cache", key_cache)
+    blocks, kv_heads, block_size, head_size = key_cache.shape
+    _check_head_size(head_size)
+    query_strides = _check_heads("query", query, kv_heads, head_size)
+    requests = seq_lens.shape[0]
+    if not scale > 0 or soft_cap < 0 or not distance_weight > 0:
+        raise ValueError(
+            f"scale {scale} and distance_weight {distance_weight} must be positive, soft_cap "
+            f"{soft_cap} at least 0"
+        )
+    columns = int(contexts.max()) if max_context is None else max_context
+    out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)
+    record = _RECENT_MASS.pack(
+        out.data_ptr(),
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        block_table.data_ptr(),
+        _vector("query_ends", query_ends, requests),
+        _vector("seq_lens", seq_lens, requests),
+        _vector("skips", skips, requests),
+        _vector("recents", recents, requests),
+        _vector("contexts", contexts, requests),
+        *(_dtype_code("query", query), _dtype_code("key_cache", key_cache)),
+        *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
+        *(block_table.shape[1], columns),
+        *query_strides,
+        *key_strides,
+        *(_table(block_table, requests), torch.get_num_threads()),
+        *(scale, soft_cap, distance_weight),
+    )
+    _run("recent_mass", record)
+    return out
 
 
 def select(

@@ -19,12 +19,19 @@ import torch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
-KERNELS = ("paged_attention", "window_scores", "select", "compact", "reshape_and_cache")
+KERNELS = (
+    "paged_attention",
+    "window_scores",
+    "recent_mass",
+    "select",
+    "compact",
+    "reshape_and_cache",
+)
 
 
 class LibraryError(RuntimeError):

@@ -39,6 +39,7 @@ __all__ = [
     "gather_tokens",
     "kept_mass",
     "paged_attention",
+    "recent_mass",
     "reshape_and_cache",
     "select",
     "topn_attention",
@@ -210,6 +211,64 @@ def window_scores(
         out[r, :, : n - window] = mass.float()
     if statistics:
         return out, window_statistics(unpooled, prompt_lens, window=window)
+    return out
+
+
+def recent_mass(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_ends: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    recents: torch.Tensor,
+    contexts: torch.Tensor,
+    *,
+    scale: float,
+    distance_weight: float,
+    soft_cap: float = 0.0,
+    max_context: int | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Attention that a request's recent queries pay to its context (PyramidInfer, section 4.1).
+
+    Of each request, the causal softmax over all visible keys is averaged over the last `recents[r]`
+    queries, whose weights rise linearly from 1 to `distance_weight` (their sum is divided out), and
+    summed over the query heads of a KV head. The context are the keys right before those queries;
+    keys before the context take part in the softmax, but are not reported.
+
+    Args:
+        query: `[T, H, D]` queries of this step.
+        query_ends: `[R]` int32; the recent queries of r are rows `query_ends[r] - recents[r] ..
+            query_ends[r] - 1` of `query`, and stand at the end of its tokens.
+        seq_lens, skips: `[R]` int32, as in `paged_attention`.
+        recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
+            `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
+        max_context: max(contexts) if the caller knows it.
+
+    Returns:
+        `[R, G, max(contexts)]` float32; 0 behind `contexts[r]`.
+    """
+    num_kv_heads = key_cache.shape[1]
+    columns = int(contexts.max()) if max_context is None else max_context
+    out = torch.zeros((seq_lens.shape[0], num_kv_heads, columns), device=query.device)
+    rows = zip(
+        query_ends.tolist(), seq_lens.tolist(), skips.tolist(), recents.tolist(), contexts.tolist(),
+        strict=True,
+    )  # fmt: skip
+    for r, (end, seq_len, skip, recent, context) in enumerate(rows):
+        q = query[end - recent : end].to(compute_dtype).unflatten(1, (num_kv_heads, -1))
+        k = gather_tokens(key_cache, block_table[r], skip, seq_len).to(compute_dtype)
+        logits = torch.einsum("wgqd,kgd->gqwk", q, k) * scale
+        if soft_cap:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        key_pos = torch.arange(skip, seq_len, device=q.device)
+        query_pos = torch.arange(seq_len - recent, seq_len, device=q.device)
+        logits.masked_fill_(key_pos[None, :] > query_pos[:, None], -math.inf)
+        weights = torch.linspace(1.0, distance_weight, recent, dtype=compute_dtype, device=q.device)
+        probs = logits.softmax(dim=-1) * (weights / weights.sum())[:, None]
+        first = seq_len - recent - context - skip
+        out[r, :, :context] = probs[..., first : first + context].sum(dim=(1, 2)).float()
     return out
 
 

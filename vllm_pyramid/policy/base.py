@@ -32,8 +32,14 @@ from vllm_pyramid.policy.budget import Budget
 from vllm_pyramid.policy.plans import IntArray, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule, parse_schedule
 from vllm_pyramid.policy.scorers import AccumulatingScorer, Scorer, parse_scorer
-from vllm_pyramid.policy.selectors import Selector, TopKSelector, parse_selector
+from vllm_pyramid.policy.selectors import (
+    Selector,
+    TopKSelector,
+    TopKSharedSelector,
+    parse_selector,
+)
 from vllm_pyramid.policy.solved import SolvingAllocator, parse_allocator
+from vllm_pyramid.policy.thinning import DecayAllocator, thinning_plan
 
 __all__ = ["IntArray", "OpenPlan", "Plan", "Policy", "RetentionPlan"]
 
@@ -110,6 +116,7 @@ class Policy(BaseModel):
                 "choose the scorer observation_window"
             )
         self._check_schedule()
+        self._check_thinning()
         self.check_budget(self.budget)
         return self
 
@@ -120,7 +127,7 @@ class Policy(BaseModel):
                 f"policy {self.name!r} sets selector.recent, which its scorer {scorer.kind!r} does "
                 "not use: set `window` instead"
             )
-        if self.swap_v and (every or scorer.accumulates):
+        if self.swap_v and (every or scorer.accumulates or scorer.thins):
             raise ValueError(
                 f"policy {self.name!r} keeps V in host memory (swap_v), which goes with evictions "
                 f"at the prompt's end alone so far, by scores made there: its schedule is "
@@ -128,7 +135,7 @@ class Policy(BaseModel):
             )
         if not every:
             return
-        if self.needs_scores or not self.evicts:
+        if self.needs_scores or self.scorer.thins or not self.evicts:
             raise ValueError(
                 f"policy {self.name!r} has the schedule {self.schedule.kind!r}, but its scorer "
                 f"{scorer.kind!r} has no scores during generation: choose one that accumulates "
@@ -139,6 +146,27 @@ class Policy(BaseModel):
             raise ValueError(
                 f"policy {self.name!r} looks back over {history} queries but evicts every {every} "
                 "tokens: a history window must not reach beyond the eviction before"
+            )
+
+    def _check_thinning(self) -> None:
+        parts = (
+            self.scorer.thins,
+            isinstance(self.allocator, DecayAllocator),
+            isinstance(self.selector, TopKSharedSelector),
+        )
+        if len(set(parts)) > 1:
+            raise ValueError(
+                f"policy {self.name!r}: the scorer recent_ensemble, the allocator decay and the "
+                "selector top_k_shared thin prompts between layers and only go together, not with "
+                f"{self.scorer.kind!r}, {self.allocator.kind!r} and {self.selector.kind!r}"
+            )
+        if (thinner := self.thinner) is not None and (
+            self.window or self.sinks > thinner.min_context
+        ):
+            raise ValueError(
+                f"policy {self.name!r} thins prompts between layers: `window` must be 0 (recent "
+                f"tokens are the recent_ratio), not {self.window}, and `sinks` at most the "
+                f"min_context of {thinner.min_context}, not {self.sinks}"
             )
 
     @cached_property
@@ -193,6 +221,11 @@ class Policy(BaseModel):
         return self.allocator if isinstance(self.allocator, SolvingAllocator) else None
 
     @property
+    def thinner(self) -> DecayAllocator | None:
+        """The allocator, if tokens leave the forward pass between layers; else None."""
+        return self.allocator if isinstance(self.allocator, DecayAllocator) else None
+
+    @property
     def min_last_chunk(self) -> int:
         """Prompt tokens that the prefill's last chunk must have, where prefill is chunked.
 
@@ -221,6 +254,11 @@ class Policy(BaseModel):
                 f"policy {self.name!r} keeps every token, so a budget of {budget} has no effect: "
                 "leave the budget out, or choose a policy that evicts"
             )
+        if self.thinner is not None and budget.percent is None:
+            raise ValueError(
+                f"policy {self.name!r} keeps shares of each piece of a prompt, so its budget, an "
+                f"upper limit, is a percentage such as 50%, not {budget} tokens"
+            )
         if budget.tokens is not None and budget.tokens < self.min_budget:
             raise ValueError(
                 f"budget {budget.tokens} is too small for policy {self.name!r}: it keeps a window "
@@ -243,8 +281,9 @@ class Policy(BaseModel):
 
         Returns:
             A `RetentionPlan`; of a policy with a `solver` and a prompt that it may shorten, an
-            `OpenPlan`, from which the solved lengths make a `RetentionPlan`. What is kept at
-            evictions after the prompt's end is in `RetentionPlan.after`.
+            `OpenPlan`, from which the solved lengths make a `RetentionPlan`. The plan of a policy
+            with a `thinner` has pieces, and the mean of its `keep` is what the schedule comes to.
+            What is kept at evictions after the prompt's end is in `RetentionPlan.after`.
 
         Raises:
             ValueError: the allocator is made for another number of layers.
@@ -274,6 +313,16 @@ def _plan(
 ) -> Plan:
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
     policy.check_layers(num_layers)
+    if policy.thinner is not None:
+        return thinning_plan(
+            policy.thinner,
+            prompt_len,
+            num_layers,
+            block_size,
+            budget=budget,
+            sinks=policy.sinks,
+            fill_blocks=policy.fill_blocks,
+        )
     mean = prompt_len
     if policy.evicts:
         mean = budget.tokens_for(prompt_len, policy.min_budget)

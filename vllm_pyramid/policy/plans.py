@@ -22,6 +22,35 @@ IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
+class Piece:
+    """Tokens `start .. end - 1` of a prompt that are processed in one step and thinned in it.
+
+    Attributes:
+        recent: the last tokens, which score the others and are kept. sinks: first ones, kept too.
+        before: `[num_layers]` int32, tokens held of the pieces before it.
+        held: `[num_layers]` int32, tokens of it that are held: what layer l + 1 computes is what
+            layer l holds, so it never rises.
+    """
+
+    start: int
+    end: int
+    recent: int
+    sinks: int
+    before: IntArray
+    held: IntArray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the piece, all of which the first layer computes."""
+        return self.end - self.start
+
+    @cached_property
+    def enters(self) -> IntArray:
+        """Tokens of the piece that each layer computes, `[num_layers]` int32."""
+        return np.concatenate([[self.tokens], self.held[:-1]]).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
 class RetentionPlan:
     """What is kept of one prompt, per layer. All arrays are `[num_layers]` int32 and read-only.
 
@@ -36,6 +65,8 @@ class RetentionPlan:
         recent: how many of the last tokens that a layer holds stay in any case.
         every: tokens between two evictions after the prompt's; 0 if that is the only one.
         later: the plan of a later eviction, by the tokens computed by then.
+        pieces: of a prompt that is thinned between layers; none where it is evicted from at its
+            end, or keeps everything.
     """
 
     prompt_len: int
@@ -47,6 +78,7 @@ class RetentionPlan:
     recent: IntArray
     every: int = 0
     later: Callable[[int], RetentionPlan] | None = None
+    pieces: tuple[Piece, ...] = ()
 
     @classmethod
     def of(
@@ -106,6 +138,41 @@ class RetentionPlan:
     def skip_after(self, number: int) -> IntArray:
         """The skips that hold from an eviction on; none before the first."""
         return self.after(number).skip if number else np.zeros_like(self.skip)
+
+    @classmethod
+    def of_pieces(
+        cls, prompt_len: int, block_size: int, keep: npt.NDArray[Any], pieces: Sequence[Piece]
+    ) -> RetentionPlan:
+        """The plan that holds what its pieces hold. `keep` is `[num_layers]`, their sums unfilled.
+
+        Each piece gives up whole blocks of its own, if the policy fills blocks.
+        """
+        held = sum((piece.held for piece in pieces), np.zeros(len(keep), np.int32))
+        skip = prompt_len - held
+        mean = -(-int(keep.sum()) // len(keep))
+        thinned = tuple(pieces) if skip.any() else ()
+        none = _read_only(np.zeros_like(keep))
+        return cls(
+            prompt_len,
+            block_size,
+            mean,
+            _read_only(keep),
+            _read_only(skip),
+            front=none,
+            recent=none,
+            pieces=thinned,
+        )
+
+    def piece_at(self, computed: int) -> Piece | None:
+        """The piece that comes after `computed` tokens; None where the plan asks for no pieces.
+
+        A piece is processed in one step, so `computed` is where one begins.
+        """
+        if not self.pieces or computed >= self.prompt_len:
+            return None
+        piece = self.pieces[computed // self.pieces[0].end]
+        assert piece.start == computed, f"a step ended inside a piece, at token {computed}"
+        return piece
 
     @cached_property
     def held(self) -> IntArray:

@@ -23,12 +23,15 @@ class Scorer(Component):
         needs_attention: the scores come from queries and keys of the prefill; the last `window`
             queries of a prompt must then be in one chunk, with all keys in the cache.
         accumulates: the scores are gathered beside the cache in every step (`AccumulatingScorer`).
+        thins: the scores are taken in every layer while the prompt is processed, and tokens that
+            are not kept leave the forward pass. Goes with the allocator `decay`.
     """
 
     section: ClassVar[str] = "scorer"
     evicts: ClassVar[bool] = True
     needs_attention: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False
+    thins: ClassVar[bool] = False
 
 
 class NoScorer(Scorer):
@@ -127,11 +130,27 @@ class PersistenceScorer(AccumulatingScorer):
         return self.queries
 
 
+class RecentEnsembleScorer(Scorer):
+    """Attention that the recent sequence pays to a context token (PyramidInfer, section 4).
+
+    The softmax over all keys is averaged over the recent queries, later ones weighing more, and
+    over all query heads: one score a token, so that a layer keeps one set for all its heads.
+
+    Attributes:
+        distance_weight: weight of the last query; they rise linearly from 1 at the first.
+    """
+
+    thins: ClassVar[bool] = True
+    kind: Literal["recent_ensemble"] = "recent_ensemble"
+    distance_weight: float = Field(default=1.2, gt=0)
+
+
 SCORERS: dict[str, type[Scorer]] = {
     "none": NoScorer,
     "recency": RecencyScorer,
     "observation_window": ObservationWindowScorer,
     "accumulated_attention": AccumulatedAttentionScorer,
     "persistence": PersistenceScorer,
+    "recent_ensemble": RecentEnsembleScorer,
 }
 parse_scorer = partial(parse_component, Scorer, SCORERS)

@@ -39,5 +39,14 @@ class TopKSelector(Selector):
         return self.recent
 
 
-SELECTORS: dict[str, type[Selector]] = {"top_k": TopKSelector}
+class TopKSharedSelector(Selector):
+    """The best-scored tokens, one set for all heads of a layer; ties go to the lower position."""
+
+    kind: Literal["top_k_shared"] = "top_k_shared"
+
+
+SELECTORS: dict[str, type[Selector]] = {
+    "top_k": TopKSelector,
+    "top_k_shared": TopKSharedSelector,
+}
 parse_selector = partial(parse_component, Selector, SELECTORS)

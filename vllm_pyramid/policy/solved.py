@@ -31,6 +31,7 @@ from vllm_pyramid.policy.allocators import (
     share_out,
 )
 from vllm_pyramid.policy.component import parse_component
+from vllm_pyramid.policy.thinning import DecayAllocator
 
 if TYPE_CHECKING:
     import torch
@@ -216,5 +217,6 @@ ALL_ALLOCATORS: dict[str, type[AnyAllocator]] = {
     "needed_tokens": NeededTokensAllocator,
     "entropy": EntropyAllocator,
     "gini": GiniAllocator,
+    "decay": DecayAllocator,
 }
 parse_allocator = partial(parse_component, AnyAllocator, ALL_ALLOCATORS)

@@ -21,12 +21,13 @@ from vllm_pyramid.config import (
     KVSettings,
     RequestOverride,
     refuse_internal,
+    refuse_prompt_logprobs,
     settle,
     with_shares,
 )
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.budget import Budget
-from vllm_pyramid.policy.plans import OpenPlan, Plan
+from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 from vllm_pyramid.scheduler.sampling import SampledShares
 from vllm_pyramid.swap.traffic import SwapTraffic
@@ -107,6 +108,7 @@ class PyramidSchedulerMixin(Scheduler):
         try:
             refuse_internal(extra_args)
             policy, budget, error = settle(self.kv_policy, extra_args)
+            refuse_prompt_logprobs(policy, params.prompt_logprobs if params else None)
         except ValueError as reason:
             assert params is not None
             policy, budget, error = self.kv_policy, None, str(reason)
@@ -155,6 +157,8 @@ class PyramidSchedulerMixin(Scheduler):
 
         |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
         0                                              prompt_len   prompt_len + every   ...
+
+        A plan with pieces has each of them in one step: the request waits until one has room.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
@@ -166,6 +170,8 @@ class PyramidSchedulerMixin(Scheduler):
             return min(num_new_tokens, plan.prompt_len - num_computed_tokens)
         if stop is None:
             return num_new_tokens
+        if isinstance(plan, RetentionPlan) and (piece := plan.piece_at(num_computed_tokens)):
+            return piece.tokens if num_new_tokens >= piece.tokens else 0
         num_new_tokens = min(num_new_tokens, stop - num_computed_tokens)
         left = stop - num_computed_tokens - num_new_tokens
         if num_computed_tokens < plan.prompt_len and 0 < left < self._min_last_chunk:

@@ -118,6 +118,18 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
         if common.causal is not True:
             raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
         num_reqs = common.num_reqs
+        if self.context is not None and (thinning := self.context.thinning) is not None:
+            layer = self.context.layer
+            return PyramidCpuMetadata(
+                num_tokens=int(thinning.query_starts[layer, -1]),
+                block_table=common.block_table_tensor,
+                query_start_loc=torch.from_numpy(thinning.query_starts[layer]),
+                seq_lens=torch.from_numpy(thinning.seq_lens[layer]),
+                skips=torch.from_numpy(thinning.skips[layer]),
+                first_queries=None,
+                step=self.context.retention.step,
+                layer=layer,
+            )
         step, layer, first_queries = None, 0, None
         skips = self._no_skips[:num_reqs]
         if self.context is not None:
@@ -199,6 +211,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     ) -> None:
         """Write the step's keys and values, `[T, G, D]`, to their slots."""
         key_cache, value_cache = self._split(kv_cache)
+        if self.context is not None and (thinning := self.context.thinning) is not None:
+            slot_mapping = thinning.slots(self.context.layer, slot_mapping)
         self.ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         if self.context is not None and self.context.mass is not None:
             self.context.mass.forget(slot_mapping)
@@ -215,7 +229,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend, then evict from the requests that come to an eviction in this step.
+        """Attend, then evict from the requests that come to an eviction, or thin those of the step.
 
         Args:
             query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`. output: `[T, H, D]`, written.
@@ -269,7 +283,20 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
                 sinks=self.sinks,
                 first_queries=meta.first_queries,
             )
-        if meta.step is not None and meta.step.evictions is not None:
+        if meta.step is not None and meta.step.thinning is not None:
+            assert self.context is not None and self.context.thinner is not None
+            self.context.thinner.thin_layer(
+                self.ops,
+                meta.step.thinning,
+                meta.layer,
+                query,
+                key_cache,
+                value_cache,
+                meta.block_table,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+            )
+        elif meta.step is not None and meta.step.evictions is not None:
             assert self.context is not None, "the model runner did not bind this layer"
             self.context.evict(
                 self.ops,

@@ -14,6 +14,8 @@ from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import Retention, StepEvictions
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.solve import LayerSolver
+from vllm_pyramid.worker.thinner import Thinner
+from vllm_pyramid.worker.thinning import StepThinning
 from vllm_pyramid.worker.trace import TraceWriter
 
 
@@ -25,6 +27,7 @@ class LayerContext:
         retention: the runner's, shared by all layers. layer: index of this one, from the bottom.
         uploads: the step's evictions on the device, shared by all layers.
         solver: for policies that solve the lengths from all layers' scores, else None; shared too.
+        thinner: for policies that thin prompts between layers, else None; shared too.
         trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
         mass: for policies that accumulate what queries give keys, else None; shared by all layers.
@@ -36,11 +39,17 @@ class LayerContext:
     layer: int
     uploads: EvictionUploads
     solver: LayerSolver | None = None
+    thinner: Thinner | None = None
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
     mass: KeyMass | None = None
     host_values: torch.Tensor | None = None
     renormalize: bool = False
+
+    @property
+    def thinning(self) -> StepThinning | None:
+        """The step's prompts that are thinned between layers, if there are any."""
+        return self.retention.step.thinning
 
     def evict(
         self,

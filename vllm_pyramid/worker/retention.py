@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from vllm_pyramid.config import settle
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.plans import Eviction, OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.policy.plans import Eviction, OpenPlan, Piece, Plan, RetentionPlan
 from vllm_pyramid.policy.scorers import AccumulatingScorer
 from vllm_pyramid.worker.choice import StepChoice
+from vllm_pyramid.worker.thinning import StepThinning
 
 IntArray = npt.NDArray[np.int32]
 
@@ -122,12 +123,14 @@ class StepRetention:
         first_queries: `[R]` int32 on the host, the position of the first query whose attention
             counts for the next eviction; None where the policy does not accumulate.
         choice: which keys are used, where V lies in host memory; else None.
+        thinning: the prompts that are thinned between layers in this step, or None.
     """
 
     skips: IntArray
     evictions: StepEvictions | None
     first_queries: IntArray | None = None
     choice: StepChoice | None = None
+    thinning: StepThinning | None = None
 
     @classmethod
     def nothing(cls, num_layers: int, num_reqs: int) -> StepRetention:
@@ -167,6 +170,7 @@ class Retention:
         self.step = StepRetention.nothing(num_layers, 0)
         self._plans: dict[str, Plan] = {}  # settled ones take the place of open ones
         self._open: dict[str, OpenPlan] = {}  # what a request that is recomputed begins with
+        self._given: dict[str, int] = {}  # tokens that thinned requests have given up so far
         # The skips of the request in each row, refreshed only when a row changes hands or its
         # request has evicted: a decode step over hundreds of requests then costs a few array
         # operations, not a Python loop over them.
@@ -195,6 +199,7 @@ class Retention:
         self._plans.pop(request_id, None)
         self._open.pop(request_id, None)
         self._top_n.pop(request_id, None)
+        self._given.pop(request_id, None)
 
     def begin_step(
         self,
@@ -241,9 +246,13 @@ class Retention:
         first_queries = None
         if self._scorer is not None:
             first_queries = self._first_queries(prompt_lens, before)
-        self.step = StepRetention(skips, evictions, first_queries)
+        thinning = None
+        if self.policy.thinner is not None:
+            thinning = self._thinning(request_ids, computed, scheduled, before == 0, skips)
+        choice = None
         if self.policy.swap_v:
-            self.step.choice = self._choice(request_ids, prompt_lens, computed, scheduled)
+            choice = self._choice(request_ids, prompt_lens, computed, scheduled)
+        self.step = StepRetention(skips, evictions, first_queries, choice, thinning)
         return self.step
 
     def _choice(
@@ -264,6 +273,35 @@ class Retention:
             past_prompt,
             top_ns * past_prompt,
             np.zeros(len(request_ids), np.int64),
+        )
+
+    def _thinning(
+        self,
+        request_ids: Sequence[str],
+        computed: IntArray,
+        scheduled: IntArray,
+        in_prompt: npt.NDArray[np.bool_],
+        skips: IntArray,
+    ) -> StepThinning | None:
+        """The pieces of the step; a plan that has any wants each of them whole in one step."""
+        rows: list[int] = []
+        pieces: list[Piece] = []
+        for row in np.flatnonzero(in_prompt).tolist():
+            plan = self._plans[request_ids[row]]
+            assert isinstance(plan, RetentionPlan)
+            if (piece := plan.piece_at(int(computed[row]))) is not None:
+                rows.append(row)
+                pieces.append(piece)
+        if not rows:
+            return None
+        return StepThinning(
+            [request_ids[row] for row in rows],
+            np.array(rows, np.int64),
+            pieces,
+            np.asarray(scheduled, np.int32),
+            np.asarray(computed, np.int32),
+            skips,
+            self._given,
         )
 
     def _numbers(self, prompt_lens: IntArray, computed: IntArray) -> npt.NDArray[np.int64]:
@@ -325,8 +363,12 @@ class Retention:
 
     def take_report(self) -> dict[str, Eviction]:
         """The step's report to the scheduler, once. Solved plans hold from now on."""
-        report = self.step.report()
         if (evictions := self.step.evictions) is not None:
+            for index, plan in enumerate(evictions.plans):
+                if isinstance(plan, RetentionPlan) and plan.pieces:
+                    evictions.tokens_done[index] = self._given[evictions.request_ids[index]]
+        report = self.step.report()
+        if evictions is not None:
             for index in evictions.unsolved.tolist():
                 if evictions.request_ids[index] in self._open:
                     self._plans[evictions.request_ids[index]] = evictions.plans[index]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm_pyramid.compat.runner import (
     report_evictions,
     report_traffic,
 )
+from vllm_pyramid.compat.thin_forward import thin_between_layers
 from vllm_pyramid.policy.scorers import AccumulatingScorer
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
@@ -28,6 +29,7 @@ from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import Retention, StepRetention
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.solve import LayerSolver
+from vllm_pyramid.worker.thinner import Thinner
 from vllm_pyramid.worker.trace import TraceWriter
 
 
@@ -50,6 +52,7 @@ class PyramidRunnerMixin(HostValuesMixin):
     """Mixed into vLLM's model runner; subclasses add how that runner tells what a step holds."""
 
     attn_groups: list[list[Any]]
+    get_model: Callable[[], torch.nn.Module]
     shifted: ShiftedTables | None = None
     _trace: TraceWriter | None = None
     _mass: KeyMass | None = None
@@ -155,8 +158,14 @@ class PyramidRunnerMixin(HostValuesMixin):
         if retention.policy.solver is not None:
             ranks = _TensorParallelRanks(get_tp_group())
             solver = LayerSolver(retention.policy, retention.num_layers, ranks)
+        thinner = None
+        if retention.policy.thinner is not None:
+            thinner = Thinner(retention.policy, _TensorParallelRanks(get_tp_group()))
+            thin_between_layers(self.get_model(), retention)
         self._contexts = {
-            name: LayerContext(retention, layer, uploads, solver, self._trace, mass=self._mass)
+            name: LayerContext(
+                retention, layer, uploads, solver, thinner, self._trace, mass=self._mass
+            )
             for layer, name in enumerate(self._specs)
         }
         layers_of_groups = []
@@ -226,6 +235,8 @@ class PyramidRunnerMixin(HostValuesMixin):
         )
         for context in self._contexts.values():
             context.trace = self._trace
+            if context.thinner is not None:
+                context.thinner.positions = self._trace.thinned
 
     def forget_request(self, request_id: str) -> None:
         """A request has finished."""

@@ -14,6 +14,7 @@ import torch
 
 from vllm_pyramid.policy.plans import RetentionPlan
 from vllm_pyramid.worker.retention import StepEvictions
+from vllm_pyramid.worker.thinning import ThinnedPositions
 
 
 def _file_name(request_id: str) -> str:
@@ -32,7 +33,8 @@ class TraceWriter:
     (`[G, held[layer]]` int32, ascending positions; layers and requests that kept everything too)
     and `recall_<layer>` (`[G]` float32, the share of the attention of the prompt's last queries to
     the tokens before them that the kept ones hold: `ops.recall.kept_mass`; 1 where everything was
-    kept, NaN for a prompt that is not longer than the window). With tensor parallelism each rank
+    kept, NaN for a prompt that is not longer than the window, and for one that was thinned between
+    layers, whose full attention nobody computed). With tensor parallelism each rank
     writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
     has characters that a file's cannot have, is shortened and gets a checksum. A request that is
     preempted and evicts again replaces its files.
@@ -53,6 +55,7 @@ class TraceWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.num_kv_heads = list(num_kv_heads)
         self.suffix = f"-rank{rank}" if world_size > 1 else ""
+        self.thinned = ThinnedPositions()
         self._open: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
         # The tokens computed at a request's latest eviction, and what each layer has held since,
         # `[G, held]`; only of requests that will evict again.
@@ -91,6 +94,7 @@ class TraceWriter:
     def forget(self, request_id: str) -> None:
         """The request has finished."""
         self._holds.pop(request_id, None)
+        self.thinned.forget(request_id)
 
     def finish_step(self, evictions: StepEvictions) -> None:
         """Write the requests that came to an eviction, once all layers of the step are done."""
@@ -99,7 +103,10 @@ class TraceWriter:
             end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
             arrays: dict[str, Any] = {"prompt_len" if number == 1 else "computed": end}
             for layer, heads in enumerate(self.num_kv_heads):
-                if layer not in layers:
+                if (positions := self.thinned.of(request_id, layer)) is not None:
+                    kept = np.tile(positions.numpy(), (heads, 1))
+                    layers[layer] = (kept, np.full(heads, np.nan, np.float32))
+                elif layer not in layers:
                     layers[layer] = (
                         self._held_before(evictions, index, layer),
                         np.full(heads, 1.0 if number == 1 else np.nan, np.float32),
@@ -119,3 +126,4 @@ class TraceWriter:
                     **arrays,
                 )
             partial.rename(self.folder / f"{name}.npz")
+            self.thinned.forget(request_id)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens leave the forward pass (PyramidInfer): against `thinned_paper.py`, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    count_preemptions,
+    greedy,
+    random_prompts,
+)
+from tests.engine.thinned_paper import Settings, ThinnedModel
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 16
+PIECE = 128
+MAX_TOKENS = 10
+# Sharper than the paper's, so that models of a few layers lose most of their context.
+ARGS: dict[str, Any] = {
+    "decay_ratio": 0.5,
+    "interval": 2,
+    "min_context": 24,
+    "recent_ratio": 0.25,
+    "piece_tokens": PIECE,
+}
+ENGINE: dict[str, Any] = {
+    "kv_policy": "pyramidinfer",
+    "dtype": "float32",
+    "max_num_batched_tokens": 160,
+    "max_model_len": 1024,
+}
+# Around pieces (128, 256), blocks and the floor; several pieces, with short last ones.
+LENGTHS = [130, 57, 401, 256, 333, 97, 129, 5]
+
+
+def _settings(args: dict[str, Any], fill_blocks: bool = True) -> Settings:
+    chosen = {key: value for key, value in args.items() if key in Settings.__annotations__}
+    linear = args.get("decay_curve") == "linear"
+    return Settings(**chosen, linear=linear, unit=BLOCK if fill_blocks else 1)
+
+
+def _check(
+    model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path, num_layers: int
+) -> int:
+    """Lengths, kept positions, tokens and their log probabilities; positions decided by ties."""
+    with np.load(folder / f"{outcome.request_id}.npz") as file:
+        kept = [torch.from_numpy(file[f"kept_{layer}"]) for layer in range(num_layers)]
+        held = file["held"].tolist()
+    for heads in kept:
+        assert (heads == heads[0]).all(), "one set for all heads"
+    n = len(outcome.job.prompt)
+    right = [0] * num_layers
+    for start in range(0, n, settings.piece_tokens):
+        of_piece = settings.kept(min(settings.piece_tokens, n - start), num_layers)
+        right = [a + b for a, b in zip(right, of_piece, strict=True)]
+    assert held == right == outcome.report["kept_tokens"]
+    run = model.generate(
+        outcome.job.prompt, len(outcome.token_ids), settings, [heads[0] for heads in kept]
+    )
+    assert [heads[0].tolist() for heads in kept] == run.kept
+    assert outcome.token_ids == run.tokens
+    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
+        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+    return run.ties
+
+
+def _jobs(vocab_size: int, *, staggered: bool) -> list[Job]:
+    """Staggered prompts meet others that decode."""
+    prompts = random_prompts(LENGTHS, seed=11, vocab_size=vocab_size)
+    return [
+        Job(prompt, greedy(MAX_TOKENS, logprobs=1), arrival=2 * i if staggered else 0)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "fill_blocks"),
+    [
+        ("llama-mha", ARGS, True),
+        ("mistral", {**ARGS, "decay_curve": "linear", "interval": 1, "piece_tokens": 100}, False),
+        ("qwen2", {**ARGS, "distance_weight": 3.0}, True),
+        ("qwen3", {**ARGS, "interval": 3, "sinks": 0, "recent_ratio": 0.4}, False),
+    ],
+)
+def test_models(
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    args: dict[str, Any],
+    fill_blocks: bool,
+) -> None:
+    """Mixed batches, prompts of up to five pieces, physical blocks in random order."""
+    path = tiny_model(name)
+    engine = engines.get(
+        path,
+        kv_policy_args={**args, "fill_blocks": fill_blocks},
+        kv_trace=str(tmp_path),
+        **ENGINE,
+    )
+    engine.shuffle_blocks()
+    model = ThinnedModel(str(path))
+    ties = 0
+    for staggered in (False, True):
+        for outcome in engine.run(_jobs(512, staggered=staggered)):
+            assert outcome.report["evicted_tokens"] > 0 or len(outcome.job.prompt) < 90
+            settings = _settings(args, fill_blocks)
+            ties += _check(model, settings, outcome, tmp_path, engine.num_layers)
+    assert ties <= 4
+    engine.check_whole()
+
+
+def test_other_requests_and_preemption(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In a pool that is too small, beside requests that opt out or have a budget of their own.
+
+    A request that comes back takes the same pieces, and then its generated tokens in one chunk.
+    """
+    path = tiny_model("llama-mha")
+    engine = engines.get(
+        path,
+        kv_policy_args=ARGS,
+        kv_trace=str(tmp_path),
+        num_gpu_blocks_override=4 * 44 + 1,
+        **{**ENGINE, "max_model_len": 640},
+    )
+    engine.shuffle_blocks()
+    prompts = random_prompts([300, 64, 401, 128, 390, 200], seed=5)
+    extras: list[dict[str, Any]] = [{}, {}, {}, {"kv_policy": "full"}, {}, {"kv_budget": "70%"}]
+    jobs = [
+        Job(prompt, greedy(90, logprobs=1, **extra), arrival=i)
+        for i, (prompt, extra) in enumerate(zip(prompts, extras, strict=True))
+    ]
+    with count_preemptions(engine) as preemptions:
+        outcomes = engine.run(jobs, lambda engine: engine.coordinator.check_integrity())
+    assert preemptions["evicted"] > 0, preemptions
+    model = ThinnedModel(str(path))
+    for outcome, extra in zip(outcomes, extras, strict=True):
+        if not extra:
+            _check(model, _settings(ARGS), outcome, tmp_path, engine.num_layers)
+        elif "kv_policy" in extra:
+            assert outcome.report["evicted_tokens"] == 0
+            assert outcome.token_ids == model.generate(outcome.job.prompt, 90, None).tokens
+        else:  # lengths of another schedule: never above the budget, but for its blocks
+            kept = outcome.report["kept_tokens"]
+            assert sum(kept) <= 0.7 * 4 * 200 + 4 * 2 * (BLOCK - 1)
+            assert kept == sorted(kept, reverse=True)
+    engine.check_whole()
+
+
+def _inner_model(engine: Engine) -> Any:
+    return engine.core.model_executor.driver_worker.worker.model_runner.get_model().model
+
+
+def test_deeper_layers_compute_less_and_memory_halves(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """32 layers: rows that reach each MLP, and the blocks that are held once a prompt has ended."""
+    settings = {**ENGINE, "max_num_batched_tokens": 2304, "max_model_len": 4096}
+    engine = engines.get(
+        tiny_model("llama-deep"), kv_budget="48%", kv_policy_args={"interval": 1}, **settings
+    )
+    rows = [0] * engine.num_layers
+
+    def count(layer: int) -> Callable[[Any, Any, Any], None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            rows[layer] += inputs[0].shape[0]
+
+        return hook
+
+    model = _inner_model(engine)
+    handles = [
+        layer.mlp.register_forward_hook(count(index)) for index, layer in enumerate(model.layers)
+    ]
+    held: list[list[int]] = []
+
+    def blocks(engine: Engine) -> None:
+        held.extend(
+            engine.coordinator.blocks_held(request.request_id)
+            for request in engine.scheduler.running
+        )
+
+    (outcome,) = engine.run([Job(random_prompts([3000])[0], greedy(4))], blocks)
+    for handle in handles:
+        handle.remove()
+    full_blocks = -(-3000 // BLOCK) * 32
+    # The budget counts tokens; blocks are whole.
+    assert sum(held[-1]) == outcome.report["blocks_after"] <= 0.5 * full_blocks
+    kept = outcome.report["kept_tokens"]
+    # Three decode steps of one row; a layer computes what the one below has kept.
+    assert [count - 3 for count in rows] == [3000, *kept[:-1]]
+    assert kept[-1] < 0.3 * 3000
+    engine.check_whole()
+
+
+def test_where_everything_is_kept_nothing_changes(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Bit for bit `full`: no layer thins, or no context is longer than the floor."""
+    path = tiny_model("llama-mha")
+    of_full = None
+    for args in ({"decay_ratio": 1.0}, {**ARGS, "min_context": 1000}):
+        engine = engines.get(path, kv_policy_args={"piece_tokens": PIECE, **args}, **ENGINE)
+        runs = [
+            [(outcome.token_ids, outcome.logprobs) for outcome in engine.run(jobs)]
+            for jobs in (
+                _jobs(512, staggered=True),
+                [
+                    Job(job.prompt, greedy(MAX_TOKENS, logprobs=1, kv_policy="full"), job.arrival)
+                    for job in _jobs(512, staggered=True)
+                ],
+            )
+        ]
+        of_full = of_full or runs[1]
+        assert runs[0] == runs[1] == of_full
+
+
+def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path: Path) -> None:
+    """Before anything starts, naming the model, flag or budget."""
+    import json
+
+    from tests.engine.test_refusals import _config
+    from vllm_pyramid.policy import load_policy
+    from vllm_pyramid.thinning_config import check_thinning_config
+
+    policy = {"kv_policy": "pyramidinfer"}
+    config = json.loads((random_model / "config.json").read_text())
+    for architecture, model_type in (("GPT2LMHeadModel", "gpt2"), ("PhiForCausalLM", "phi")):
+        folder = tmp_path / model_type
+        folder.mkdir()
+        changed = {**config, "architectures": [architecture], "model_type": model_type}
+        (folder / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"Llama, Mistral, Qwen2, Qwen3.*is {architecture}"):
+            _config(folder, policy)
+    for arguments, said in (
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"max_num_batched_tokens": 511}, "--max-num-batched-tokens 511 .* piece of 512"),
+        ({"long_prefill_token_threshold": 300}, "--long-prefill-token-threshold 300"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            _config(random_model, policy, **arguments)
+    config = _config(random_model, policy, max_num_batched_tokens=1024)
+    served = load_policy("pyramidinfer")
+    assert served.thinner is not None
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM itself refuses its second runner where there is no Triton, as here.
+        patch.setattr(type(config), "use_v2_model_runner", True)
+        with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+            check_thinning_config(config, served, served.thinner)
+    with pytest.raises(ValueError, match=r"budget 30% is out of reach .* over 8 layers"):
+        _config(random_model, {**policy, "kv_budget": "30%"}, max_num_batched_tokens=1024)
+    with pytest.raises(ValueError, match="a percentage such as 50%, not 64 tokens"):
+        _config(random_model, {**policy, "kv_budget": 64})
+
+
+def test_prompt_logprobs_are_refused(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    engine = engines.get(tiny_model("llama-mha"), kv_policy_args=ARGS, **ENGINE)
+    prompt = {"prompt_token_ids": random_prompts([100])[0]}
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs with policy 'pyramidinfer'"):
+        engine.client.add_request("no", prompt, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, extra_args={"kv_policy": "full"})
+    (outcome,) = engine.run([Job(prompt["prompt_token_ids"], params)])
+    assert len(outcome.output.prompt_logprobs) == 100

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lengths of prompts that are thinned between layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.policy import Policy, RetentionPlan, load_policy
+
+pytestmark = pytest.mark.cpu
+
+ARGS = st.fixed_dictionaries(
+    {
+        "decay_curve": st.sampled_from(["cosine", "linear"]),
+        "decay_ratio": st.floats(0.0, 1.0),
+        "interval": st.integers(1, 5),
+        "min_context": st.integers(4, 200),
+        "recent_ratio": st.floats(0.01, 1.0),
+        "piece_tokens": st.integers(2, 4096),
+        "fill_blocks": st.booleans(),
+        "sinks": st.integers(0, 4),
+    }
+)
+
+
+def _plan(policy: Policy, prompt_len: int, layers: int, block_size: int = 16) -> RetentionPlan:
+    plan = policy.plan(prompt_len, layers, block_size)
+    assert isinstance(plan, RetentionPlan)
+    return plan
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ARGS,
+    st.integers(0, 12_000),
+    st.integers(1, 80),
+    st.sampled_from([1, 8, 16, 128]),
+    st.integers(1, 100),
+)
+def test_lengths(args: dict[str, Any], n: int, layers: int, block_size: int, percent: int) -> None:
+    policy = load_policy("pyramidinfer", f"{percent}%", args)
+    plan = _plan(policy, n, layers, block_size)
+    unit = block_size if policy.fill_blocks else 1
+    # A token that left cannot come back, also where lengths are rounded to blocks.
+    assert (np.diff(plan.keep) <= 0).all() and (np.diff(plan.held) <= 0).all()
+    assert (plan.held == n - plan.skip).all() and (plan.skip % unit == 0).all()
+    assert plan.budget_tokens == -(-int(plan.keep.sum()) // layers)
+    assert plan.evicts == bool(plan.pieces)
+    if not plan.pieces:
+        assert (plan.held == n).all()
+        return
+    size = args["piece_tokens"]
+    assert [piece.start for piece in plan.pieces] == list(range(0, n, size))
+    assert [piece.end for piece in plan.pieces] == [*range(size, n, size), n]
+    before = np.zeros(layers, int)
+    for piece in plan.pieces:
+        tokens = piece.tokens
+        recent = max(1, int(tokens * args["recent_ratio"]))
+        assert piece.recent == recent
+        assert (piece.before == before).all()
+        assert piece.enters.tolist() == [tokens, *piece.held[:-1]]
+        # Everything is kept up to the floor: the recent sequence and `min_context` tokens.
+        assert (piece.held >= min(tokens, recent + args["min_context"])).all()
+        assert (piece.held <= piece.enters).all()
+        assert ((tokens - piece.held) % unit == 0).all()
+        assert piece.sinks == (args["sinks"] if piece.start == 0 else 0)
+        # Only every `interval`-th layer thins, the first one never: its share is 1.
+        thins = np.flatnonzero(piece.held < piece.enters)
+        assert (thins % args["interval"] == 0).all()
+        assert 0 not in thins
+        assert plan.piece_at(piece.start) is piece
+        before += piece.held
+    assert (before == plan.held).all()
+    assert plan.piece_at(n) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(ARGS, st.integers(2, 4096), st.integers(1, 80), st.floats(0.0, 1.0))
+def test_a_budget_is_an_upper_limit(
+    args: dict[str, Any], tokens: int, layers: int, share: float
+) -> None:
+    """The most that fits: at once below the schedule's own lengths and as near as tokens allow."""
+    thinner = load_policy("pyramidinfer", None, args).thinner
+    assert thinner is not None
+    free = thinner.lengths(tokens, layers)
+    least = thinner.lengths(tokens, layers, 0.0)
+    kept = thinner.lengths(tokens, layers, share)
+    most = math.floor(share * tokens * layers)
+    assert kept.sum() <= max(most, int(least.sum()))
+    assert (least <= kept).all() and (kept <= free).all()
+    if free.sum() <= most:
+        assert (kept == free).all()
+
+
+def test_the_papers_settings_by_hand() -> None:
+    """8 layers, 1000 tokens, 800 of them context: shares 1, 0.97.., 0.9, 0.82.. in layers 0, 2, ..
+
+    r(2) = 0.8 + 0.1 * (cos(pi / 4) + 1) = 0.97071, r(4) = 0.9, r(6) = 0.82929.
+    """
+    plan = _plan(load_policy("pyramidinfer"), 1000, 8)
+    assert plan.keep.tolist() == [1000, 1000, 976, 976, 898, 898, 778, 778]
+    assert plan.held.tolist() == [1000, 1000, 984, 984, 904, 904, 792, 792]
+    assert plan.pieces[0].recent == 200 and plan.pieces[0].sinks == 4
+    linear = load_policy("pyramidinfer", None, {"decay_curve": "linear", "fill_blocks": False})
+    # 0.95, 0.9, 0.85
+    assert _plan(linear, 1000, 8).held.tolist() == [1000, 1000, 960, 960, 884, 884, 781, 781]
+
+
+@pytest.mark.parametrize(("layers", "percent"), [(32, 74.2), (40, 70.6), (80, 59.8)])
+def test_what_the_papers_settings_come_to(layers: int, percent: float) -> None:
+    """docs/policies.md has these figures."""
+    plan = _plan(load_policy("pyramidinfer", None, {"piece_tokens": 4096}), 4096, layers)
+    assert 100 * plan.keep.mean() / 4096 == pytest.approx(percent, abs=0.1)
+    half = _plan(load_policy("pyramidinfer", "50%", {"interval": 1}), 4096, layers)
+    assert 0.48 < half.keep.mean() / 4096 <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"scorer": "recency"}, "only go together, not with 'recency', 'decay'"),
+        ({"allocator": "uniform"}, "only go together, not with 'recent_ensemble', 'uniform'"),
+        ({"selector": "top_k"}, "only go together"),
+        ({"window": 8}, "`window` must be 0"),
+        ({"sinks": 65}, "`sinks` at most the min_context of 64"),
+        ({"decay_ratio": 1.2}, "decay_ratio"),
+        ({"piece_tokens": 1}, "piece_tokens"),
+    ],
+)
+def test_wrong_parts(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_policy("pyramidinfer", None, args)
+
+
+def test_budgets_are_shares() -> None:
+    with pytest.raises(ValueError, match="a percentage such as 50%, not 512 tokens"):
+        load_policy("pyramidinfer", 512)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between two layers of vLLM's models, rows leave.
+
+Target: the class of a model's inner module (`model.model`), its `layers`, `norm` and
+`embed_input_ids`. Why: the loop over the layers is inside `forward`, which is compiled as a whole
+for every number of tokens that enter it, and has no hook between two layers. In steps in which a
+prompt is thinned the loop below takes its place, uncompiled; all other steps go vLLM's way. Remove
+when models call a hook between layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm_pyramid.worker.retention import Retention
+    from vllm_pyramid.worker.thinning import StepThinning
+
+logger = init_logger(f"vllm.{__name__}")
+
+# The inner modules whose `forward` is: embed, layers(positions, hidden states, residual), norm.
+_INNER = {
+    "vllm.model_executor.models.llama.LlamaModel": "Llama",
+    "vllm.model_executor.models.mistral.MistralModel": "Mistral",
+    "vllm.model_executor.models.qwen2.Qwen2Model": "Qwen2",
+    "vllm.model_executor.models.qwen3.Qwen3Model": "Qwen3",
+}
+# Architectures of checkpoints that vLLM serves with them.
+ARCHITECTURES = (
+    "InternLM3ForCausalLM",
+    "LLaMAForCausalLM",
+    "LlamaForCausalLM",
+    "Ministral3ForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+class _ThinnedLayers:
+    """Goes in front of an inner module's class."""
+
+    kv_retention: Retention
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = self.kv_retention.step.thinning
+        if step is None:
+            return super().__call__(  # type: ignore[misc]
+                input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds, **kwargs
+            )
+        assert intermediate_tensors is None and not kwargs, "refused at start-up"
+        return _forward(self, step, input_ids, positions, inputs_embeds)
+
+
+def _forward(
+    model: Any,
+    step: StepThinning,
+    input_ids: torch.Tensor | None,
+    positions: torch.Tensor,
+    inputs_embeds: torch.Tensor | None,
+) -> torch.Tensor:
+    """Hidden states of the step's tokens, `[T, hidden]`; zeros for those that left on the way.
+
+    Logits are taken of each request's last token alone, which never leaves.
+    """
+    hidden = model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+    residual = None
+    entered = hidden.shape[0]
+    rows = torch.arange(entered, device=hidden.device)
+    for layer in model.layers:
+        hidden, residual = layer(positions, hidden, residual)
+        if (survivors := step.survivors) is not None:
+            step.survivors = None
+            hidden, residual, positions, rows = (
+                of_all.index_select(0, survivors) for of_all in (hidden, residual, positions, rows)
+            )
+    hidden, _ = model.norm(hidden, residual)
+    result = hidden.new_zeros(entered, hidden.shape[1])
+    return result.index_copy_(0, rows, hidden)
+
+
+def thin_between_layers(model: Any, retention: Retention) -> None:
+    """Let rows leave the forward pass of `model` as the step's thinning says. Idempotent.
+
+    Raises:
+        ValueError: vLLM's code for this model has another loop over its layers.
+    """
+    inner: Any = getattr(model, "model", None)
+    if isinstance(inner, _ThinnedLayers):
+        inner.kv_retention = retention
+        return
+    cls = type(inner)
+    if f"{cls.__module__}.{cls.__qualname__}" not in _INNER:
+        raise ValueError(refusal(retention.policy.name, type(model).__name__))
+    inner.__class__ = type(f"Thinned{cls.__name__}", (_ThinnedLayers, cls), {})
+    inner.kv_retention = retention
+    if not getattr(inner, "do_not_compile", True):
+        logger.info(
+            "kv-policy %s: steps that thin a prompt run without torch.compile, all others with it",
+            retention.policy.name,
+        )
+
+
+def refusal(policy: str, model: str) -> str:
+    """Why a model cannot be served with a policy that thins prompts between layers."""
+    return (
+        f"policy {policy!r} lets tokens leave the forward pass between layers, which is built for "
+        f"vLLM's {', '.join(_INNER.values())} models; this one is {model}: choose another policy, "
+        "such as pyramidkv"
+    )
