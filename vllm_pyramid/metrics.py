@@ -105,7 +105,7 @@ class PolicyMetrics:
         self._logged[engine] = stats
         held = stats["blocks_held"]
         logger.info(
-            "Engine %03d: KV policy: %d prompts evicted, %d tokens and %d blocks given back over "
+            "Engine %03d: KV policy: %d evictions, %d tokens and %d blocks given back over "
             "%d layers; blocks held now: %d (first layer %d, last layer %d)",
             engine,
             stats["evictions"],

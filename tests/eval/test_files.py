@@ -59,7 +59,7 @@ TOKENS = Tokens(Letters())
 
 
 def result(text: str) -> Result:
-    return Result(text=text, prompt_tokens=100, kept_tokens=[10], memory=0.1)
+    return Result(text=text, computed_tokens=100, kept_tokens=[10], memory=0.1)
 
 
 def write(path: Path, *entries: dict[str, Any]) -> Path:

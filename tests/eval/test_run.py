@@ -71,7 +71,7 @@ class FakeEngines:
             self.served.append(request["key"])
             result = Result(
                 text=" 1.",
-                prompt_tokens=len(request["prompt_token_ids"]),
+                computed_tokens=len(request["prompt_token_ids"]),
                 kept_tokens=[10, 6],
                 memory=0.125 if request["budget"] else 1.0,
                 nats=math.log(4.0) if request["forced"] else None,

@@ -36,7 +36,7 @@ def tokens() -> Tokens:
 def result(text: str = "", **changes: object) -> Result:
     values: dict[str, object] = {
         "text": text,
-        "prompt_tokens": LENGTH,
+        "computed_tokens": LENGTH,
         "kept_tokens": [1],
         "memory": 1.0,
     }

@@ -438,3 +438,35 @@ def test_preemption_begins_with_the_prompt_again() -> None:
         coordinator.free("r")
         assert not coordinator.skipped_tokens.any() and not coordinator.held_blocks.any()
     assert coordinator.num_evictions == 4
+
+
+@settings(deadline=None)
+@given(
+    prompt_len=st.integers(1, 80),
+    budget=st.integers(1, 90),
+    interval=st.integers(1, 40),
+    allocator=st.sampled_from(["uniform", "arithmetic"]),
+    generated=st.integers(0, 200),
+)
+def test_a_bounded_cache_is_let_in_by_its_bound(
+    prompt_len: int, budget: int, interval: int, allocator: str, generated: int
+) -> None:
+    """What is asked for to let a request (back) in is enough for its way, and no more than that."""
+    plan = later_plan(prompt_len, budget, interval=interval, allocator=allocator)
+    coordinator = make_coordinator()
+    coordinator.set_plan("r", plan)
+    total = prompt_len + generated
+    asked = coordinator.get_num_blocks_to_allocate("r", total, apply_admission_cap=True)
+    largest = budget if allocator == "uniform" else 2 * budget  # of a layer
+    bound = max(prompt_len, largest + interval + 2 * BLOCK_SIZE)
+    assert asked <= NUM_LAYERS * cdiv(min(total, bound), BLOCK_SIZE)
+    told, computed = 0, 0
+    while computed < total:
+        computed = min(total, plan.next_eviction(computed) or total)
+        allocate(coordinator, "r", computed)
+        assert sum(coordinator.blocks_held("r")) <= asked
+        number = plan.evictions_by(computed)
+        if (plan.skip_after(number) != plan.skip_after(told)).any():
+            coordinator.confirm("r", report(plan, number, told))
+            told = number
+        coordinator.remove_skipped_blocks("r", computed, prompt_len)

@@ -154,8 +154,6 @@ class Walk:
                 others.sort(key=lambda place: (-sign * held[place][1], place))
             chosen = sorted(certain | set(others[: keep - len(certain)]))
             held = [held[place] for place in chosen]
-            if self.mass is not None and self.mass.scorer.starts_over:
-                held = [(position, 0.0) for position, _ in held]
             self.held[layer, name, head] = held
 
     def check(self) -> None:
@@ -169,7 +167,7 @@ class Walk:
             for offset, shift in ((0, 0.0), (BLOCK, 0.5)):
                 found = self.cache[blocks, head, rows + offset]
                 assert torch.equal(found, (positions + shift)[:, None].expand(-1, 8))
-            if self.mass is not None and not self.mass.scorer.starts_over:
+            if self.mass is not None:
                 found = self.mass.pages[blocks, head, rows]
                 assert found.tolist() == [mass for _, mass in held]
 
@@ -182,7 +180,9 @@ class Walk:
         ("h2o", {"interval": 3, "fill_blocks": False, "allocator": "arithmetic"}),
         ("h2o", {"interval": 5, "recent": 0.0, "sinks": 3, "window": 2}),
         ("h2o", {"schedule": f"{__name__}:Protecting", "schedule.interval": 6}),
+        ("h2o", {"interval": 8, "allocator": "arithmetic", "beta": 100}),  # the top keeps nothing
         ("streaming-llm", {"schedule": "interval", "interval": 8}),
+        ("streaming-llm", {"schedule": f"{__name__}:Protecting", "schedule.interval": 6}),
         ("streaming-llm", {"schedule": "interval", "interval": 3, "fill_blocks": False}),
     ],
     ids=str,

@@ -143,7 +143,7 @@ def _result(request: Request, output: Any, recall: list[list[float]] | None) -> 
         nats = -float(np.mean(chosen[1:]))
     return Result(
         text=completion.text,
-        prompt_tokens=report["prompt_tokens"],
+        computed_tokens=report.get("computed_tokens", report["prompt_tokens"]),
         kept_tokens=list(report["kept_tokens"]),
         memory=report["blocks_after"] / report["blocks_before"],
         nats=nats,

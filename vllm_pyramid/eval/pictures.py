@@ -115,7 +115,7 @@ def _needle(answers: Sequence[Answer]) -> Any:
 
 
 def _kept_share(answer: Answer) -> list[float]:
-    return [kept / answer.result.prompt_tokens for kept in answer.result.kept_tokens]
+    return [kept / answer.result.computed_tokens for kept in answer.result.kept_tokens]
 
 
 def _by_layer(answers: Sequence[Answer], label: str, values: Any) -> Any:

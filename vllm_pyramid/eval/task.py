@@ -47,9 +47,11 @@ class Result:
     """What the engine made of a sample.
 
     Attributes:
-        text: the generated text. prompt_tokens: length of the prompt.
-        kept_tokens: prompt tokens kept, one number a layer.
-        memory: blocks held after the prompt, as a share of those before the eviction.
+        text: the generated text.
+        computed_tokens: tokens computed when the last eviction happened: those of the prompt, or
+            more where the policy evicts during generation.
+        kept_tokens: how many of these were kept, one number a layer.
+        memory: blocks held after that eviction, as a share of those that all of them take.
         nats: mean negative log probability a token of a forced continuation but its first, else
             None.
         recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
@@ -57,7 +59,7 @@ class Result:
     """
 
     text: str
-    prompt_tokens: int
+    computed_tokens: int
     kept_tokens: list[int]
     memory: float
     nats: float | None = None

@@ -121,6 +121,8 @@ def row_statistics_kernel(
     first_query = visible_keys - num_queries
     if HAS_FIRST:
         ignored = tl.load(first_queries + r) - (skip + first_query)
+        # Clamped before it is multiplied: "no query" is the largest int32.
+        ignored = tl.minimum(tl.maximum(ignored, 0), num_queries)
         if row_start + ROWS <= ignored * GROUP:  # nobody asks for these rows
             return
     rows = row_start + tl.arange(0, ROWS)
@@ -226,7 +228,8 @@ def key_mass_kernel(
     num_rows = num_queries * GROUP
     counted = 0  # the first row that adds
     if HAS_FIRST:
-        counted = tl.maximum(tl.load(first_queries + r) - (skip + first_query), 0) * GROUP
+        counted = tl.load(first_queries + r) - (skip + first_query)
+        counted = tl.minimum(tl.maximum(counted, 0), num_queries) * GROUP
         if counted >= num_rows:
             return
     local = key_start + tl.arange(0, BLOCK_K)

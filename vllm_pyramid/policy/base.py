@@ -290,21 +290,22 @@ class Policy(BaseModel):
         """
         return _plan(self, prompt_len, num_layers, block_size, budget or self.budget)
 
-    def kept_positions(self, prompt_len: int, keep: int) -> IntArray:
+    def kept_positions(self, prompt_len: int, keep: int, front: int | None = None) -> IntArray:
         """The positions a policy without attention scores keeps: `[keep]` int32, ascending.
 
-        They are the same for all heads: the sinks and the most recent tokens, or everything.
+        They are the same for all heads: the first tokens and the most recent ones, or everything.
 
         Args:
-            prompt_len: tokens of the prompt. keep: how many stay, `sinks <= keep <= prompt_len`
+            prompt_len: tokens of the prompt. keep: how many stay, `front <= keep <= prompt_len`
                 unless nothing is evicted; pass `RetentionPlan.held` for what is really kept.
+            front: how many of them are the first tokens (`RetentionPlan.front`); None: the sinks.
         """
         scored = self.needs_scores or self.scorer.accumulates
         assert not scored, f"{self.name}: positions depend on attention scores"
         assert 0 <= keep <= prompt_len, (keep, prompt_len)
-        sinks = min(self.sinks, keep)
-        head = np.arange(sinks, dtype=np.int32)
-        return np.concatenate([head, np.arange(prompt_len - keep + sinks, prompt_len, dtype="i4")])
+        first = min(self.sinks if front is None else front, keep)
+        head = np.arange(first, dtype=np.int32)
+        return np.concatenate([head, np.arange(prompt_len - keep + first, prompt_len, dtype="i4")])
 
 
 @lru_cache(maxsize=8192)

@@ -167,9 +167,21 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     # vLLM's contract --------------------------------------------------------------------------
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        num_tokens: int,
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
     ) -> int:
-        """Blocks that all layers together need for `num_tokens` tokens of the request."""
+        """Blocks that all layers together need for `num_tokens` tokens of the request.
+
+        Args:
+            apply_admission_cap: count only what they hold at any one time on the way there; asked
+                for before a request is let in, or comes back after a preemption.
+        """
+        if apply_admission_cap:
+            num_tokens = min(num_tokens, self._most_held(request_id, num_tokens))
         have, need = self._num_blocks.get(request_id, 0), cdiv(num_tokens, self.block_size)
         if need <= have:
             return 0
@@ -177,6 +189,19 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             layers * (cdiv(need, ratio) - cdiv(have, ratio))
             for ratio, layers in self._layers_of_ratio.items()
         )
+
+    def _most_held(self, request_id: str, num_tokens: int) -> int:
+        """Tokens that a layer holds at most while so many of a request are computed."""
+        plan = self._plans.get(request_id)
+        if not isinstance(plan, RetentionPlan) or not plan.every:
+            return num_tokens
+        number = plan.evictions_by(num_tokens)
+        if number == 0:
+            return num_tokens
+        # What is held grows with the evictions until it is the budget; between two of them, `every`
+        # tokens come, and the first block may be filled in part.
+        held = int(plan.after(number).held.max()) + plan.every + int(self.block_sizes.max())
+        return max(plan.prompt_len, held)
 
     def allocate_new_computed_blocks(
         self,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from vllm_pyramid.ops.recall import WindowStatistics
 from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.policy.plans import RetentionPlan
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
 from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import StepEvictions
@@ -124,7 +126,10 @@ def evict_layer(
             scores, lens, keeps, window=policy.window, sinks=policy.sinks, max_keep=max_keep
         )
     else:
-        kept = upload(_positional(policy, visible, held, dead, key_cache.shape[1]), query.device)
+        plans = [evictions.plans[index] for index in shortened]
+        fronts = [plan.front[layer] for plan in plans if isinstance(plan, RetentionPlan)]
+        positions = _positional(policy, fronts, visible, held, dead, key_cache.shape[1])
+        kept = upload(positions, query.device)
     if trace is not None:
         window = window_mass(
             ops, policy, evictions, shortened, device, query, key_cache, tables,
@@ -176,6 +181,7 @@ def score(
 
 def _positional(
     policy: Policy,
+    fronts: Sequence[int],
     visible: np.ndarray,
     keeps: np.ndarray,
     deads: np.ndarray,
@@ -183,6 +189,7 @@ def _positional(
 ) -> np.ndarray:
     """`select`'s result for a policy that looks at positions alone: `[S, G, max(keeps)]` int32."""
     kept = np.full((len(keeps), num_kv_heads, int(keeps.max())), -1, np.int32)
-    for row, (length, keep, dead) in enumerate(zip(visible, keeps, deads, strict=True)):
-        kept[row, :, :keep] = dead + policy.kept_positions(int(length), int(keep))
+    rows = zip(fronts, visible, keeps, deads, strict=True)
+    for row, (front, length, keep, dead) in enumerate(rows):
+        kept[row, :, :keep] = dead + policy.kept_positions(int(length), int(keep), int(front))
     return kept

@@ -133,12 +133,14 @@ class KeyMass:
         """
         block_size = self.pages.shape[2]
         # Behind `keeps[r]` the last survivor is repeated: written twice, with the same number.
+        # Where nothing survives, a row of block 0 is: it is nobody's.
         index = torch.arange(kept.shape[2], device=kept.device)
         index = index.minimum((keeps - 1)[:, None]).clamp_(min=0)
-        target = (lens - keeps)[:, None] + index
-        source = kept.gather(2, index[:, None].expand_as(kept)).long()
+        target = ((lens - keeps)[:, None] + index).minimum((lens - 1)[:, None])
+        source = kept.gather(2, index[:, None].expand_as(kept)).long().clamp_(min=0)
         heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
-        blocks = tables.gather(1, target // block_size).long()[:, None]
+        survives = (keeps > 0)[:, None, None]
+        blocks = torch.where(survives, tables.gather(1, target // block_size)[:, None], 0).long()
         rows = (target % block_size)[:, None]
         old = tables.gather(1, (source // block_size).flatten(1)).long().view_as(source)
         self.pages[blocks, heads, rows] = self.pages[old, heads, source % block_size]

@@ -121,6 +121,17 @@ def test_first_queries(make_paged, ints, kind):
     assert not added[2].any() and added[0].any() and added[1].any()
 
 
+@pytest.mark.parametrize("group", [4, 8])
+def test_nobody_asks(make_paged, ints, group):
+    """The largest int32 stands for "no query": groups of heads must not multiply it."""
+    lens, queries = [70, 33], [40, 1]
+    paged = make_paged(lens, 1, 32, torch.float32, joint=True)
+    extras = {"first_queries": ints([2**31 - 1, 20])}
+    geometry = (1, group, 32, torch.float32, True)
+    added = run_both(paged, ints, geometry, lens, queries, [0, 0], extras=extras, num_splits=1)
+    assert not added[0].any() and added[1].any()
+
+
 def test_strides(make_paged, ints, device):
     """The mass may be a view."""
     paged = make_paged([70], 2, 64, torch.bfloat16)
