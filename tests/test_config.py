@@ -17,8 +17,10 @@ from vllm_pyramid.config import (
     refuse_internal,
     resolve,
     settle,
+    trace_window,
 )
 from vllm_pyramid.policy import Budget, load_policy
+from vllm_pyramid.policy.registry import policy_names
 
 pytestmark = pytest.mark.cpu
 
@@ -204,3 +206,12 @@ def test_shares_come_from_the_scheduler_alone() -> None:
     refuse_internal({"kv_budget": 32})
     with pytest.raises(ValueError, match="not for requests to set"):
         refuse_internal({SHARES_KEY: [1.0, 3.0]})
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_the_last_chunk_is_long_enough_for_a_trace(name: str) -> None:
+    """Recall is taken from as many queries as the scheduler leaves for the last chunk."""
+    policy = load_policy(name)
+    traced = KVSettings(kv_policy=name, kv_trace="somewhere").min_last_chunk(policy)
+    assert traced >= trace_window(policy) >= 1
+    assert KVSettings(kv_policy=name).min_last_chunk(policy) == policy.min_last_chunk

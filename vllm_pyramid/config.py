@@ -27,12 +27,17 @@ from vllm_pyramid.policy.component import did_you_mean
 NO_POLICY = "none"
 FULL_POLICY = "full"
 MAX_NAME = 256
-# Queries whose attention a trace reports on where the policy itself has no window: PyramidKV's 8.
+# Queries whose attention a trace reports on where the policy scores with none: PyramidKV's 8.
 TRACE_WINDOW = 8
 CONFIG_KEYS = ("kv_policy", "kv_budget", "kv_policy_args", "kv_trace", "kv_swap_space")
 REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application", "kv_top_n")
 # What the scheduler adds to a request for the workers; a client's is refused.
 SHARES_KEY = "vllm_pyramid_shares"
+
+
+def trace_window(policy: Policy) -> int:
+    """How many of a prompt's last queries a trace takes the attention of, for its recall."""
+    return policy.window if policy.needs_scores else TRACE_WINDOW
 
 
 def parse_policy_args(value: object) -> dict[str, Any]:
@@ -201,7 +206,7 @@ class KVSettings:
 
     def min_last_chunk(self, policy: Policy) -> int:
         """Prompt tokens that the prefill's last chunk must have: a trace wants a window of them."""
-        return max(policy.min_last_chunk, TRACE_WINDOW if self.kv_trace is not None else 0)
+        return max(policy.min_last_chunk, trace_window(policy) if self.kv_trace is not None else 0)
 
     def policy(self) -> Policy | None:
         """The policy that is served, loaded once; None if the plugin is to stay inert."""

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from vllm_pyramid.config import TRACE_WINDOW
+from vllm_pyramid.config import trace_window
 from vllm_pyramid.ops.recall import kept_mass
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.worker.retention import StepEvictions
@@ -70,7 +70,7 @@ def window_mass(
 
     Args: see `evict.evict_layer`; `tables` are those of the chosen prompts.
     """
-    window = policy.window or TRACE_WINDOW
+    window = trace_window(policy)
     lens = evictions.prompt_lens[chosen]
     at_prompt_end = np.array(evictions.numbers)[chosen] == 1
     enough = (evictions.query_lens[chosen] >= window) & (lens > window)
