@@ -19,7 +19,10 @@ from tests.e2e.server import VLLM
 
 pytestmark = pytest.mark.engine
 
-POLICIES = "entropykv, full, ginikv, pyramidkv, snapkv, streaming-llm, window, xkv, zigzagkv"
+POLICIES = (
+    "entropykv, full, ginikv, h2o, kcache, pyramidinfer, pyramidkv, scissorhands, snapkv, "
+    "streaming-llm, window, xkv, zigzagkv"
+)
 BAD_PRESET = """\
 name: mine
 scorer: {kind: observation-window}
