@@ -219,7 +219,7 @@ def test_a_closed_stream_gives_its_blocks_back(
 
 def test_the_log_tells(server: Server, client: openai.OpenAI, model: str) -> None:
     """The counters in words, at most every ten seconds."""
-    line = re.compile(r"KV policy: \d+ prompts evicted, (\d+) tokens and (\d+) blocks given back")
+    line = re.compile(r"KV policy: \d+ evictions, (\d+) tokens and (\d+) blocks given back")
     end = time.monotonic() + 40
     while not (found := line.search(server.log.read_text())) and time.monotonic() < end:
         _complete(client, model)
