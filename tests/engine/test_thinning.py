@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,112 @@ def _check(
     for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
         assert ours[token] == pytest.approx(right_one, abs=5e-4)
     return run.ties
+
+
+def _check_generated(
+    model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path, num_layers: int
+) -> dict[int, list[list[int]]]:
+    """All evictions of a request, step by step, and what was generated over what they left."""
+    n, found = len(outcome.job.prompt), {}
+    for path in folder.glob(f"{outcome.request_id}*.npz"):
+        with np.load(path) as file:
+            layers = [file[f"kept_{layer}"] for layer in range(num_layers)]
+            assert [rows.shape[1] for rows in layers] == file["held"].tolist()
+            assert all((rows == rows[0]).all() for rows in layers), "one set for all heads"
+            point = int(file["computed" if "computed" in file else "prompt_len"])
+            found[point] = [rows[0].tolist() for rows in layers]
+    prompt = [torch.tensor(positions) for positions in found.pop(n)]
+    run = model.generate(outcome.job.prompt, len(outcome.token_ids), settings, prompt)
+    # The last token is sampled and not computed.
+    run.thinned.pop(n + len(outcome.token_ids), None)
+    assert run.kept == [positions.tolist() for positions in prompt]
+    assert dict(sorted(found.items())) == run.thinned, f"closest scores {run.closest}"
+    assert outcome.token_ids == run.tokens
+    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
+        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+    return run.thinned
+
+
+def test_what_is_generated_is_thinned(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Every eviction of long answers in mixed batches, with preemptions, beside a full request.
+
+    Blocks go back as the answers grow; requests that are preempted evict at the same points again.
+    """
+    path = tiny_model("llama-mha")
+    generated = {"gen_window": 32, "gen_interval": 16, "gen_compress_ratio": 0.8}
+    engine = engines.get(
+        path,
+        kv_policy_args={**ARGS, "schedule": "thin_generated", **generated},
+        kv_trace=str(tmp_path),
+        num_gpu_blocks_override=4 * 56 + 1,
+        **{**ENGINE, "max_model_len": 640},
+    )
+    engine.shuffle_blocks()
+    prompts = random_prompts([300, 57, 401, 128, 201], seed=5)
+    jobs = [
+        Job(
+            prompt,
+            greedy(170, logprobs=1, **({"kv_policy": "full"} if i == 3 else {})),
+            arrival=4 * i,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    mixed = 0
+
+    def look(engine: Engine) -> None:
+        nonlocal mixed
+        engine.coordinator.check_integrity()
+        states = {request.num_output_tokens > 0 for request in engine.scheduler.running}
+        mixed += len(states) == 2
+
+    with count_preemptions(engine) as preemptions:
+        outcomes = engine.run(jobs, look)
+    engine.check_whole()
+    assert preemptions["evicted"] > 0, preemptions
+    model = ThinnedModel(str(path))
+    settings = replace(_settings(ARGS), **generated)
+    for i, outcome in enumerate(outcomes):
+        n = len(outcome.job.prompt)
+        if i == 3:
+            assert outcome.report["evicted_tokens"] == 0
+            assert outcome.token_ids == model.generate(outcome.job.prompt, 170, None).tokens
+            continue
+        thinned = _check_generated(model, settings, outcome, tmp_path, engine.num_layers)
+        assert list(thinned) == list(range(n + 16, n + 170, 16))
+        last = [len(positions) for positions in thinned[n + 160]]
+        assert outcome.report["computed_tokens"] == n + 160
+        assert outcome.report["kept_tokens"] == last
+        # 128 tokens have left the window; the top layer keeps 0.8 * 0.232 of them.
+        kept = [sum(p >= n for p in positions) for positions in thinned[n + 160]]
+        assert [count - 32 for count in kept] == [112, 96, 64, 32]
+        assert outcome.report["blocks_after"] < sum(-(-count // BLOCK) + 1 for count in last)
+
+
+def test_exact_numbers_of_generated_tokens(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two query heads a KV head, other groups than blocks, not a token more than the formula."""
+    path = tiny_model("mistral")
+    generated = {"gen_window": 12, "gen_interval": 6, "gen_decay_ratio": 0.0}
+    engine = engines.get(
+        path,
+        kv_policy_args={**ARGS, "schedule": "thin_generated", "fill_blocks": False, **generated},
+        kv_trace=str(tmp_path),
+        **ENGINE,
+    )
+    engine.shuffle_blocks()
+    prompts = random_prompts([130, 33], seed=9)
+    model = ThinnedModel(str(path))
+    settings = replace(_settings(ARGS, fill_blocks=False), **generated)
+    for outcome in engine.generate(prompts, greedy(60, logprobs=1)):
+        thinned = _check_generated(model, settings, outcome, tmp_path, engine.num_layers)
+        n = len(outcome.job.prompt)
+        kept = [sum(p >= n for p in positions) for positions in thinned[n + 54]]
+        # Of 42 that left the window 0.9 * (1, 0.854, 0.5, 0.146).
+        assert [count - 12 for count in kept] == [37, 32, 18, 5]
+    engine.check_whole()
 
 
 def _jobs(vocab_size: int, *, staggered: bool) -> list[Job]:

@@ -32,6 +32,16 @@ class Settings:
     sinks: int = 4
     linear: bool = False
     unit: int = 1
+    gen_window: int = 64
+    gen_interval: int = 0  # 0: what is generated stays
+    gen_compress_ratio: float = 0.9
+    gen_decay_ratio: float = 0.1
+
+    def generated_share(self, layer: int, layers: int) -> float:
+        """Of the generated tokens that have left the window, what a layer keeps."""
+        falling = (math.cos(math.pi * layer / layers) + 1) / 2
+        decay = self.gen_decay_ratio + (1 - self.gen_decay_ratio) * falling
+        return self.gen_compress_ratio * decay
 
     def kept(self, tokens: int, layers: int) -> list[int]:
         """Tokens that each layer holds of a piece."""
@@ -56,6 +66,8 @@ class Run:
 
     Attributes:
         kept: a layer, the positions it holds of the prompt. rows: a layer, the tokens it computed.
+        thinned: by tokens computed, the same at evictions during generation.
+        closest: the smallest relative distance of a score that stayed from one that did not there.
         tokens: generated. logprobs: of each generated token. ties: positions decided by near ties.
     """
 
@@ -64,6 +76,54 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ties: int = 0
+    thinned: dict[int, list[list[int]]] = field(default_factory=dict)
+    closest: float = math.inf
+
+
+class Generated:
+    """What a layer holds of the generated tokens, and how its groups are thinned.
+
+    Args:
+        settings: see `Settings`. layer, layers: which of how many.
+    """
+
+    def __init__(self, settings: Settings, layer: int, layers: int) -> None:
+        self.settings, self.share = settings, settings.generated_share(layer, layers)
+        self.count = 0  # generated so far
+        self.held: list[int] = []  # numbers of generated tokens, 0 the first
+        self.given: list[dict[int, float]] = []  # by each query, to each of them
+        self.losers: list[int] = []  # still held
+
+    def add(self, probs: torch.Tensor) -> None:
+        """One more token, whose query has paid `probs`, `[H, C + 1]`, itself included."""
+        self.held.append(self.count)
+        self.count += 1
+        mean = probs[:, probs.shape[1] - len(self.held) :].double().mean(dim=0).tolist()
+        self.given.append(dict(zip(self.held, mean, strict=True)))
+
+    def thin(self, run: Run) -> list[int]:
+        """The places in `held`, as they were, of those that stay."""
+        size, window = self.settings.gen_interval, self.settings.gen_window
+        left = self.count - window
+        stays = list(range(len(self.held)))
+        if self.count % size or left <= 0:
+            return stays
+        score = {
+            token: sum(given[token] for given in self.given[-window:]) / window
+            for token in range(left - size, left)
+        }
+        number = int(left * self.share) - int((left - size) * self.share)
+        ranked = sorted(score, key=lambda token: -score[token])
+        if 0 < number < size:
+            best, next_best = score[ranked[number - 1]], score[ranked[number]]
+            run.closest = min(run.closest, (best - next_best) / best)
+        self.losers += sorted(ranked[number:])
+        # Whole blocks leave, the latest of the losers first.
+        spare = len(self.losers) % self.settings.unit
+        gone, self.losers = set(self.losers[spare:]), self.losers[:spare]
+        stays = [place for place, token in enumerate(self.held) if token not in gone]
+        self.held = [self.held[place] for place in stays]
+        return stays
 
 
 class ThinnedModel:
@@ -98,13 +158,36 @@ class ThinnedModel:
             piece = list(prompt[start : start + step])
             positions = torch.arange(start, start + len(piece))
             hidden = self._forward(piece, positions, caches, run, settings, theirs, near_tie)
+        generated = [Generated(settings, i, count) for i in range(count)] if settings else []
         for position in range(len(prompt), len(prompt) + max_tokens):
             logprobs = self.model.lm_head(self.model.model.norm(hidden[-1])).log_softmax(-1)
             token = int(logprobs.argmax())
             run.tokens.append(token)
             run.logprobs.append(float(logprobs[token]))
-            hidden = self._forward([token], torch.tensor([position]), caches, run, None, None, 0.0)
+            hidden = self._forward(
+                [token], torch.tensor([position]), caches, run, None, None, 0.0, generated
+            )
+            if settings is not None and settings.gen_interval:
+                self._thin_generated(len(prompt), position + 1, generated, caches, run)
         return run
+
+    @staticmethod
+    def _thin_generated(
+        n: int, computed: int, generated: list[Generated], caches: list[Any], run: Run
+    ) -> None:
+        """Drop what leaves the caches once `computed` tokens are in them."""
+        for index, of_layer in enumerate(generated):
+            before = len(of_layer.held)
+            stays = of_layer.thin(run)
+            keys, values = caches[index]
+            front = keys.shape[1] - before
+            places = [*range(front), *(front + place for place in stays)]
+            caches[index] = (keys[:, places], values[:, places])
+        if (computed - n) % generated[0].settings.gen_interval == 0:
+            run.thinned[computed] = [
+                kept + [n + token for token in of_layer.held]
+                for kept, of_layer in zip(run.kept, generated, strict=True)
+            ]
 
     def _forward(
         self,
@@ -115,6 +198,7 @@ class ThinnedModel:
         settings: Settings | None,
         theirs: Sequence[torch.Tensor] | None,
         near_tie: float,
+        generated: Sequence[Generated] = (),
     ) -> torch.Tensor:
         hidden = self.model.model.embed_tokens(torch.tensor(tokens))
         held = settings.kept(len(tokens), len(self.layers)) if settings else None
@@ -123,6 +207,8 @@ class ThinnedModel:
         for index, layer in enumerate(self.layers):
             run.rows[index] += len(hidden)
             out, probs, k, v = self._attend(layer, hidden, positions, caches[index])
+            if generated:
+                generated[index].add(probs[:, 0])
             hidden = hidden + out
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             stay = torch.arange(len(hidden))

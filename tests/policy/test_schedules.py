@@ -117,6 +117,7 @@ def test_a_schedule_may_set_lengths_and_protect_tokens() -> None:
         ("full", {"schedule": "interval"}, "has no scores during generation"),
         ("snapkv", {"recent": 0.5}, "set `window` instead"),
         ("scissorhands", {"queries": 513}, "looks back over 513 queries but evicts every 512"),
+        ("h2o", {"schedule": "thin_generated"}, "its scorer is 'accumulated_attention'"),
         ("h2o", {"interval": 0}, "greater than or equal to 1"),
         ("h2o", {"recent": 1.0}, "less than 1"),
         ("h2o", {"schedule": "hourly"}, "valid kinds: interval, prompt_end"),

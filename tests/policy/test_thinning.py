@@ -121,6 +121,75 @@ def test_what_the_papers_settings_come_to(layers: int, percent: float) -> None:
     assert 0.48 < half.keep.mean() / 4096 <= 0.5
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    ARGS,
+    st.fixed_dictionaries(
+        {
+            "gen_interval": st.integers(1, 40),
+            "gen_compress_ratio": st.floats(0.0, 1.0),
+            "gen_decay_ratio": st.floats(0.0, 1.0),
+        }
+    ),
+    st.integers(1, 5),
+    st.integers(0, 5000),
+    st.integers(1, 40),
+    st.sampled_from([1, 8, 16, 128]),
+)
+def test_lengths_of_what_is_generated(
+    args: dict[str, Any],
+    generated: dict[str, Any],
+    windows: int,
+    n: int,
+    layers: int,
+    block_size: int,
+) -> None:
+    """A share of all that left the window, whole blocks, nothing comes back."""
+    size = generated["gen_interval"]
+    window = windows * size
+    all_args = {**args, "schedule": "thin_generated", **generated, "gen_window": window}
+    policy = load_policy("pyramidinfer", None, all_args)
+    plan = _plan(policy, n, layers, block_size)
+    assert plan.evicts and plan.every == size
+    at_prompt = _plan(load_policy("pyramidinfer", None, args), n, layers, block_size)
+    assert (plan.held == at_prompt.held).all() and len(plan.pieces) == len(at_prompt.pieces)
+    before = plan.skip
+    for number in range(2, 20):
+        now, count = plan.after(number), (number - 1) * size
+        left = max(0, count - window)
+        kept = policy.schedule.kept(left, layers)  # type: ignore[attr-defined]
+        low, high = generated["gen_decay_ratio"], 1.0
+        for layer in range(layers):
+            part = low + (high - low) * (math.cos(math.pi * layer / layers) + 1) / 2
+            assert abs(kept[layer] - left * generated["gen_compress_ratio"] * part) < 1 + 1e-6
+        assert now.prompt_len == n + count and not now.pieces
+        assert (now.keep == plan.held + kept + count - left).all()
+        assert (now.front == plan.held).all() and (now.recent == count - left).all()
+        unit = block_size if args["fill_blocks"] else 1
+        gone = left - kept
+        assert (now.skip == plan.skip + gone // unit * unit).all()
+        # What goes was in the groups that left, also where the next block's worth goes at once.
+        assert (now.skip >= before).all() and (gone >= 0).all()
+        if left:
+            of_group = policy.schedule.kept_of_group(left // size, layers)  # type: ignore[attr-defined]
+            assert ((of_group >= 0) & (of_group <= size)).all()
+        before = now.skip
+
+
+def test_generated_tokens_by_hand() -> None:
+    """40 layers: 0.9 of what left the window at the bottom, 0.495 in the middle; blocks of 16."""
+    policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
+    plan = _plan(policy, 100, 40)
+    # 64 recent ones of 224: 160 left, of which 144 and 79 stay.
+    later = plan.after(15)
+    assert later.prompt_len == 100 + 224
+    assert (later.keep - plan.held)[[0, 20]].tolist() == [208, 143]
+    assert (later.held - plan.held)[[0, 20]].tolist() == [208, 144]
+    assert policy.gatherer is not None and policy.needs_every_step
+    once = load_policy("pyramidinfer")
+    assert once.gatherer is None and not once.needs_every_step
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -131,6 +200,11 @@ def test_what_the_papers_settings_come_to(layers: int, percent: float) -> None:
         ({"sinks": 65}, "`sinks` at most the min_context of 64"),
         ({"decay_ratio": 1.2}, "decay_ratio"),
         ({"piece_tokens": 1}, "piece_tokens"),
+        ({"schedule": "interval"}, "by the schedule thin_generated, not by 'interval'"),
+        (
+            {"schedule": "thin_generated", "gen_window": 40},
+            "gen_window 40 must be a multiple of gen_interval 16",
+        ),
     ],
 )
 def test_wrong_parts(args: dict[str, Any], said: str) -> None:

@@ -17,8 +17,9 @@ from vllm_pyramid.policy.plans import IntArray
 from vllm_pyramid.policy.schedules import IntervalSchedule
 from vllm_pyramid.policy.scorers import AccumulatingScorer
 from vllm_pyramid.worker.evict import EvictionUploads, evict_layer
-from vllm_pyramid.worker.key_mass import KeyMass
+from vllm_pyramid.worker.key_mass import SETTLED, KeyMass
 from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.solve import OneRank
 
 pytestmark = pytest.mark.cpu
 
@@ -229,3 +230,38 @@ def test_smallest_counts_stay_and_older_ones_of_equals() -> None:
         max_keep=4,
     )
     assert kept.tolist() == [[[1, 2, 4, 6]]]
+
+
+def test_a_group_is_settled_once_for_all_heads() -> None:
+    """The best of the leaving group by the sum over the heads, ties to the lower position."""
+    policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
+    assert policy.gatherer is not None
+    mass = KeyMass(policy.gatherer, 12, HEADS, BLOCK, torch.device("cpu"), OneRank())
+    mass.pages.fill_(0.5)
+    # Groups of 3, a window of 6. Request 0 ends at token 11, so its tokens 2, 3 and 4 leave.
+    tables = torch.tensor([[7, 2, 9], [3, 1, 4], [5, 11, 8]], dtype=torch.int32)
+    mass.pages[7, :, 2] = torch.tensor([0.9, 0.0])
+    mass.pages[7, :, 3] = torch.tensor([0.2, 0.8])
+    mass.pages[2, :, 0] = torch.tensor([0.6, 0.4])
+    # Request 2 ends at 9: none of 0, 1 and 2 is better, one stays. Request 1: none leaves yet.
+    before = mass.pages.clone()
+    mass.settle_group(
+        tables,
+        torch.tensor([11, 6, 9], dtype=torch.int32),
+        torch.tensor([2, -1, 1], dtype=torch.int32),
+        tokens=3,
+        window=6,
+    )
+    right = before
+    for block, row, value in (
+        (7, 2, -SETTLED), (7, 3, SETTLED), (2, 0, SETTLED),
+        (5, 0, SETTLED), (5, 1, -SETTLED), (5, 2, -SETTLED),
+        (9, 0, 0.0), (9, 1, 0.0), (9, 2, 0.0),  # the newest of each: tokens 8 to 10,
+        (3, 3, 0.0), (1, 0, 0.0), (1, 1, 0.0),  # 3 to 5,
+        (11, 2, 0.0), (11, 3, 0.0), (8, 0, 0.0),  # and 6 to 8
+    ):  # fmt: skip
+        right[block, :, row] = value
+    assert torch.equal(mass.pages, right)
+    mass.pages += 1e6  # whatever comes later
+    assert (mass.pages[7, :, 2:] == torch.tensor([-SETTLED, SETTLED])).all()
+    assert mass.gather(tables).sum(dim=1).isfinite().all()

@@ -30,7 +30,12 @@ from pydantic import (
 from vllm_pyramid.policy.allocators import Allocator, AnyAllocator, UniformAllocator
 from vllm_pyramid.policy.budget import Budget
 from vllm_pyramid.policy.plans import IntArray, OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule, parse_schedule
+from vllm_pyramid.policy.schedules import (
+    PromptEndSchedule,
+    Schedule,
+    ThinGeneratedSchedule,
+    parse_schedule,
+)
 from vllm_pyramid.policy.scorers import AccumulatingScorer, Scorer, parse_scorer
 from vllm_pyramid.policy.selectors import (
     Selector,
@@ -133,9 +138,21 @@ class Policy(BaseModel):
                 f"at the prompt's end alone so far, by scores made there: its schedule is "
                 f"{self.schedule.kind!r} and its scorer {scorer.kind!r}"
             )
-        if not every:
+        thins_generated = isinstance(self.schedule, ThinGeneratedSchedule)
+        if thins_generated and not scorer.thins:
+            raise ValueError(
+                f"policy {self.name!r} has the schedule {self.schedule.kind!r}, which goes on as "
+                "the scorer recent_ensemble began with the prompt, but its scorer is "
+                f"{scorer.kind!r}: choose the schedule interval"
+            )
+        if not every or thins_generated:
             return
-        if self.needs_scores or self.scorer.thins or not self.evicts:
+        if scorer.thins:
+            raise ValueError(
+                f"policy {self.name!r} thins prompts between layers; what is generated is thinned "
+                f"by the schedule thin_generated, not by {self.schedule.kind!r}"
+            )
+        if self.needs_scores or not self.evicts:
             raise ValueError(
                 f"policy {self.name!r} has the schedule {self.schedule.kind!r}, but its scorer "
                 f"{scorer.kind!r} has no scores during generation: choose one that accumulates "
@@ -226,6 +243,14 @@ class Policy(BaseModel):
         return self.allocator if isinstance(self.allocator, DecayAllocator) else None
 
     @property
+    def gatherer(self) -> AccumulatingScorer | None:
+        """The scorer, if what queries give keys is gathered beside the cache; else None."""
+        scorer = self.scorer
+        if scorer.thins and not self.schedule.every:
+            return None
+        return scorer if isinstance(scorer, AccumulatingScorer) else None
+
+    @property
     def min_last_chunk(self) -> int:
         """Prompt tokens that the prefill's last chunk must have, where prefill is chunked.
 
@@ -240,7 +265,7 @@ class Policy(BaseModel):
     @property
     def needs_every_step(self) -> bool:
         """True if decode steps do more than attention: gather scores, or evict."""
-        return self.scorer.accumulates or self.schedule.every > 0
+        return self.gatherer is not None or self.schedule.every > 0
 
     @property
     def min_budget(self) -> int:
@@ -315,7 +340,7 @@ def _plan(
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
     policy.check_layers(num_layers)
     if policy.thinner is not None:
-        return thinning_plan(
+        plan = thinning_plan(
             policy.thinner,
             prompt_len,
             num_layers,
@@ -324,6 +349,9 @@ def _plan(
             sinks=policy.sinks,
             fill_blocks=policy.fill_blocks,
         )
+        if not policy.schedule.every:
+            return plan
+        return plan.repeated(policy.schedule.every, partial(_later_thinned, policy, plan))
     mean = prompt_len
     if policy.evicts:
         mean = budget.tokens_for(prompt_len, policy.min_budget)
@@ -392,3 +420,21 @@ def _later_plan(policy: Policy, prompt: RetentionPlan, target: int, computed: in
     if keep is thinned.keep and not front.any():
         return thinned
     return _plan_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)
+
+
+@lru_cache(maxsize=8192)
+def _later_thinned(policy: Policy, prompt: RetentionPlan, computed: int) -> RetentionPlan:
+    """What is kept at the eviction after `computed` tokens of a prompt that was thinned.
+
+    The room that was filled at the prompt's end stays filled: the prompt's tokens are not touched.
+    """
+    keep = policy.schedule.keep(prompt, computed, prompt)
+    return RetentionPlan.of(
+        computed,
+        prompt.block_size,
+        -(-int(keep.sum()) // len(keep)),
+        keep,
+        policy.fill_blocks,
+        front=policy.schedule.front(prompt, computed),
+        recent=policy.schedule.recent(prompt, computed),
+    )

@@ -22,7 +22,8 @@ class Scorer(Component):
         evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
         needs_attention: the scores come from queries and keys of the prefill; the last `window`
             queries of a prompt must then be in one chunk, with all keys in the cache.
-        accumulates: the scores are gathered beside the cache in every step (`AccumulatingScorer`).
+        accumulates: the scores are gathered beside the cache in every step, whatever the schedule
+            (`AccumulatingScorer`); `Policy.gatherer` looks at the schedule too.
         thins: the scores are taken in every layer while the prompt is processed, and tokens that
             are not kept leave the forward pass. Goes with the allocator `decay`.
     """
@@ -130,16 +131,21 @@ class PersistenceScorer(AccumulatingScorer):
         return self.queries
 
 
-class RecentEnsembleScorer(Scorer):
+class RecentEnsembleScorer(AccumulatingScorer):
     """Attention that the recent sequence pays to a context token (PyramidInfer, section 4).
 
     The softmax over all keys is averaged over the recent queries, later ones weighing more, and
     over all query heads: one score a token, so that a layer keeps one set for all its heads.
 
+    While a prompt is processed, it is taken from the piece. It is gathered in every step only with
+    the schedule `thin_generated`, of generated tokens, from the queries of the sliding window.
+
     Attributes:
-        distance_weight: weight of the last query; they rise linearly from 1 at the first.
+        distance_weight: weight of the last query of a piece's recent sequence; they rise linearly
+            from 1 at the first. The queries of the sliding window weigh alike.
     """
 
+    accumulates: ClassVar[bool] = False
     thins: ClassVar[bool] = True
     kind: Literal["recent_ensemble"] = "recent_ensemble"
     distance_weight: float = Field(default=1.2, gt=0)

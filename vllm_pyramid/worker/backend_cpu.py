@@ -126,7 +126,7 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
                 query_start_loc=torch.from_numpy(thinning.query_starts[layer]),
                 seq_lens=torch.from_numpy(thinning.seq_lens[layer]),
                 skips=torch.from_numpy(thinning.skips[layer]),
-                first_queries=None,
+                first_queries=_first_queries(self.context.retention.step),
                 step=self.context.retention.step,
                 layer=layer,
             )
@@ -136,8 +136,7 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
             step, layer = self.context.retention.step, self.context.layer
             skips = torch.from_numpy(step.skips[layer])
             assert skips.numel() == num_reqs, (skips.numel(), num_reqs)
-            if step.first_queries is not None:
-                first_queries = torch.from_numpy(step.first_queries)
+            first_queries = _first_queries(step)
         return PyramidCpuMetadata(
             num_tokens=common.num_actual_tokens,
             block_table=common.block_table_tensor,
@@ -148,6 +147,10 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
             step=step,
             layer=layer,
         )
+
+
+def _first_queries(step: StepRetention) -> torch.Tensor | None:
+    return None if step.first_queries is None else torch.from_numpy(step.first_queries)
 
 
 class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
@@ -296,7 +299,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
                 scale=self.scale,
                 soft_cap=self.soft_cap,
             )
-        elif meta.step is not None and meta.step.evictions is not None:
+        if meta.step is not None and meta.step.evictions is not None:
             assert self.context is not None, "the model runner did not bind this layer"
             self.context.evict(
                 self.ops,

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from vllm_pyramid.policy.schedules import ThinGeneratedSchedule
 from vllm_pyramid.worker.evict import EvictionUploads, evict_layer
 from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import Retention, StepEvictions
@@ -17,6 +18,7 @@ from vllm_pyramid.worker.solve import LayerSolver
 from vllm_pyramid.worker.thinner import Thinner
 from vllm_pyramid.worker.thinning import StepThinning
 from vllm_pyramid.worker.trace import TraceWriter
+from vllm_pyramid.worker.upload import upload
 
 
 @dataclass
@@ -67,6 +69,8 @@ class LayerContext:
 
         Prompts whose lengths are solved wait for the last layer, and then give in all of them.
         """
+        if isinstance(self.retention.policy.schedule, ThinGeneratedSchedule):
+            self._settle_groups(self.retention.policy.schedule, evictions, block_table)
         evict_layer(
             ops,
             self.retention.policy,
@@ -102,3 +106,26 @@ class LayerContext:
                 soft_cap=soft_cap,
                 trace=self.trace,
             )
+
+    def _settle_groups(
+        self, schedule: ThinGeneratedSchedule, evictions: StepEvictions, block_table: torch.Tensor
+    ) -> None:
+        """Of every request past its prompt the group of generated tokens that leaves the window."""
+        assert self.mass is not None
+        past = np.array([i for i, number in enumerate(evictions.numbers) if number > 1], np.int64)
+        if not past.size:
+            return
+        groups = np.array(evictions.numbers)[past] - 1 - schedule.gen_window // schedule.every
+        num_layers = self.retention.num_layers
+        winners = [
+            schedule.kept_of_group(group, num_layers)[self.layer] if group > 0 else -1
+            for group in groups.tolist()
+        ]
+        device = self.uploads.get(evictions, past, block_table.device)
+        self.mass.settle_group(
+            device.tables(block_table, self.layer, self.shifted is not None),
+            device.lens[self.layer],
+            upload(np.array(winners, np.int32), block_table.device),
+            tokens=schedule.every,
+            window=schedule.gen_window,
+        )

@@ -3,7 +3,8 @@
 
     every step    tokens written   their slots begin with nothing      `forget`
                   attention        what its queries give is added      `add`
-    an eviction   kept keys        scores from what was gathered       `select`
+    an eviction   a group leaves   who of it stays is settled          `settle_group`
+                  kept keys        scores from what was gathered       `select`
                                    it moves along                      `move`
                   or begins again                     `start_over`
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +27,14 @@ import torch
 from vllm_pyramid.policy.plans import Plan, RetentionPlan
 from vllm_pyramid.policy.scorers import AccumulatingScorer
 from vllm_pyramid.worker.upload import upload
+
+if TYPE_CHECKING:  # it imports what imports this
+    from vllm_pyramid.worker.solve import Ranks
+
+
+# Settled keys have this mass, or minus it: whatever is added later vanishes beside it, and the sum
+# over all heads is still finite.
+SETTLED = 2.0**100
 
 
 class KeyMass:
@@ -37,6 +46,7 @@ class KeyMass:
     Args:
         scorer: says what is gathered. num_blocks: P. num_kv_heads: G, of every layer on this rank.
         block_size: N. device: of the cache.
+        ranks: that share the heads, where one set is chosen for all heads; None: each its own.
     """
 
     def __init__(
@@ -46,8 +56,10 @@ class KeyMass:
         num_kv_heads: int,
         block_size: int,
         device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         self.scorer = scorer
+        self.ranks = ranks
         with torch.inference_mode(False):
             self.pages = torch.zeros(num_blocks, num_kv_heads, block_size, device=device)
 
@@ -89,7 +101,7 @@ class KeyMass:
         Returns:
             `[S, G, max_keep]` int32 as `ops.select`.
         """
-        scores = self.gather(tables) * self.scorer.sign
+        scores = self._shared(self.gather(tables)) * self.scorer.sign
         device, columns = scores.device, torch.arange(scores.shape[2], device=scores.device)
         protected = np.empty((2, len(plans)), np.int32)
         for index, plan in enumerate(plans):
@@ -114,6 +126,56 @@ class KeyMass:
         columns = torch.arange(tables.shape[1], device=tables.device)
         own = columns * self.pages.shape[2] < lens[:, None]
         self.pages[torch.where(own, tables, 0).long()] = 0.0  # block 0 is nobody's
+
+    def settle_group(
+        self,
+        tables: torch.Tensor,
+        ends: torch.Tensor,
+        winners: torch.Tensor,
+        *,
+        tokens: int,
+        window: int,
+    ) -> None:
+        """A group of tokens leaves the recent window: its best are to stay, the others to go.
+
+                    |<- tokens ->|<-        window        ->|
+            ........[  leaving   ]...........[   newest     ]end
+
+        Both are marked once and for all; when the others go is up to `select`, by whole blocks.
+        The newest group begins with nothing here, so that when it leaves it will have been given
+        something by the queries of the window behind it alone, all of them.
+
+        Args:
+            tables: `[S, M]` int32. ends: `[S]` int32, one behind the last token in them.
+            winners: `[S]` int32, how many of the leaving group stay; negative where none leaves.
+            tokens: of a group. window: a multiple of it.
+        """
+        columns = torch.arange(tokens, device=ends.device)
+        heads = torch.arange(self.pages.shape[1], device=ends.device)[:, None]
+
+        def slots(back: int, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            places = (ends[rows] - back)[:, None] + columns
+            blocks = tables[rows].gather(1, places // self.pages.shape[2]).long()
+            return blocks[:, None], heads, (places % self.pages.shape[2])[:, None]
+
+        leaving = torch.nonzero(winners >= 0)[:, 0]
+        if leaving.numel():
+            group = slots(window + tokens, leaving)
+            best_first = self._shared(self.pages[group]).argsort(
+                stable=True, dim=2, descending=True
+            )
+            mark = torch.where(columns < winners[leaving][:, None], SETTLED, -SETTLED)
+            marks = torch.empty(best_first.shape, device=ends.device)
+            marks.scatter_(2, best_first, mark[:, None].expand_as(best_first))
+            self.pages[group] = marks
+        self.pages[slots(tokens, torch.arange(len(ends), device=ends.device))] = 0.0
+
+    def _shared(self, mass: torch.Tensor) -> torch.Tensor:
+        """`[S, G, T]`: the sum over all heads of all ranks, where they keep one set."""
+        if self.ranks is None:
+            return mass
+        total = self.ranks.of_the_first(self.ranks.add_up(mass.sum(dim=1, keepdim=True)))
+        return total.repeat(1, mass.shape[1], 1)
 
     def gather(self, tables: torch.Tensor) -> torch.Tensor:
         """The mass of the tokens behind `tables`, `[S, M]`: `[S, G, M * N]`, a copy."""

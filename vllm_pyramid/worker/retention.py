@@ -26,7 +26,6 @@ import numpy.typing as npt
 from vllm_pyramid.config import settle
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import Eviction, OpenPlan, Piece, Plan, RetentionPlan
-from vllm_pyramid.policy.scorers import AccumulatingScorer
 from vllm_pyramid.worker.choice import StepChoice
 from vllm_pyramid.worker.thinning import StepThinning
 
@@ -76,6 +75,10 @@ class StepEvictions:
     def __post_init__(self) -> None:
         is_open = np.array([isinstance(plan, OpenPlan) for plan in self.plans], bool)
         self.unsolved = np.flatnonzero(is_open)
+        # Prompts that were thinned between layers have given what they give (`thinner.py`).
+        self._thinned = np.array(
+            [isinstance(plan, RetentionPlan) and bool(plan.pieces) for plan in self.plans], bool
+        )
         self.helds = np.stack([_held(plan) for plan in self.plans], axis=1)
         self.numbers = self.numbers or [1] * len(self.plans)
         if not self.befores.size:
@@ -91,7 +94,7 @@ class StepEvictions:
     def chosen(self, layer: int) -> npt.NDArray[np.int64]:
         """Indices of the requests that this layer shortens now, as far as they are settled."""
         visible = self.prompt_lens - self.befores[layer]
-        return np.flatnonzero(self.helds[layer] < visible)
+        return np.flatnonzero((self.helds[layer] < visible) & ~self._thinned)
 
     def settle(self, index: int, keep: npt.NDArray[np.int64]) -> None:
         """The lengths of a request are solved: `keep` is `[L]`, window and sinks included.
@@ -179,8 +182,7 @@ class Retention:
         self._row_number = np.zeros(max_num_reqs, np.int64)  # of the eviction that they are of
         self._row_every = np.zeros(max_num_reqs, np.int64)
         self._row_evicts = np.zeros(max_num_reqs, bool)
-        scorer = policy.scorer
-        self._scorer = scorer if isinstance(scorer, AccumulatingScorer) else None
+        self._scorer = policy.gatherer
         self._top_n: dict[str, int] = {}  # of requests, with a policy that keeps V on the host
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
@@ -320,6 +322,8 @@ class Retention:
         if self._scorer.history is not None:
             first = np.maximum(point - self._scorer.history, 0)
         looks = self._row_evicts[: len(before)] & ((before == 0) | (every > 0))
+        if self.policy.thinner is not None:
+            looks &= before > 0  # prompts are thinned by what their pieces say
         return np.where(looks, first, NO_QUERY).astype(np.int32)
 
     def _evictions(

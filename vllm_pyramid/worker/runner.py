@@ -21,7 +21,6 @@ from vllm_pyramid.compat.runner import (
     report_traffic,
 )
 from vllm_pyramid.compat.thin_forward import thin_between_layers
-from vllm_pyramid.policy.scorers import AccumulatingScorer
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.host_values import HostValuesMixin
@@ -104,14 +103,15 @@ class PyramidRunnerMixin(HostValuesMixin):
         self._mass = None
         self.take_host_pool(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        scorer = self.retention.policy.scorer
-        if isinstance(scorer, AccumulatingScorer):
+        policy = self.retention.policy
+        if policy.gatherer is not None:
             self._mass = KeyMass(
-                scorer,
+                policy.gatherer,
                 kv_cache_config.num_blocks,
                 self._kv_heads(),
                 self.retention.block_size,
                 self.device,
+                ranks=_TensorParallelRanks(get_tp_group()) if policy.thinner else None,
             )
         self._bind_layers()
 
@@ -135,7 +135,7 @@ class PyramidRunnerMixin(HostValuesMixin):
 
         The mass that some policies gather grows with the cache's blocks, so it takes its share.
         """
-        if not self.retention.policy.scorer.accumulates:
+        if self.retention.policy.gatherer is None:
             return available
         page = next(iter(self._specs.values())).page_size_bytes
         own = KeyMass.bytes_per_block(self._kv_heads(), self.retention.block_size)
