@@ -172,6 +172,9 @@ def latency(
     environment = {"VLLM_LOGGING_LEVEL": "WARNING"}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
+        # Otherwise every server's worker is bound to the same cores (but one, which vLLM reserves)
+        # and gets their number of threads instead.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         arguments.setdefault("enforce_eager", True)
     else:
         share = gpu_share(len({variant.policy for variant in variants}))

@@ -30,8 +30,9 @@ class Row:
             once.
         output_tokens_per_s: end to end. decode_tokens_per_s: of steady decode steps, all prompts in
             them prefilled; decode_batch: requests in them. prefill_share: of the time.
-        resident_max: the most requests that decoded at once. before_queueing: the most that can be
-            sent at once without one that waits for room.
+        resident_max: the most requests that decoded at once. to_their_end: so many of them finish
+            for certain with none thrown out (see `holding.to_their_end`). before_queueing: the most
+            that can be sent at once without one that waits for room.
         ttft_p50_ms ...: time to the first token, waiting included; tpot: time a further token.
         peak_blocks: the most blocks of one layer held at once, decode_blocks: without prefills.
         preemptions: requests thrown out to make room. repetitions: of which these are medians.
@@ -56,6 +57,7 @@ class Row:
     decode_batch: float | None = None
     prefill_share: float | None = None
     resident_max: int | None = None
+    to_their_end: int | None = None
     before_queueing: int | None = None
     ttft_p50_ms: float | None = None
     ttft_p90_ms: float | None = None
