@@ -4,16 +4,26 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
-import vllm_pyramid
+from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench import sessions as sessions_module
 from vllm_pyramid.bench.cost import Machine
-from vllm_pyramid.bench.latency import flags_of, latency_row
+from vllm_pyramid.bench.latency import (
+    evictions,
+    flags_of,
+    latency_row,
+    serving,
+    with_slack,
+)
 from vllm_pyramid.bench.measure import Measurement
 from vllm_pyramid.bench.output import processor
 from vllm_pyramid.bench.plan import WARM_UP_SEED, Plan, Variant, variants_of
@@ -171,7 +181,7 @@ def test_what_is_finished_is_measured_afresh(
 ) -> None:
     """No figure of an earlier run stands among new ones, unless the run was interrupted."""
     policy = tmp_path / "mine.yaml"
-    text = (Path(vllm_pyramid.__file__).parent / "policy/presets/pyramidkv.yaml").read_text()
+    text = (Path(__file__).parents[2] / "configs" / "pyramidkv.yaml").read_text()
     policy.write_text(text)
     command = ["bench", "throughput", *JOB, "--out", str(tmp_path / "out"), "--policies"]
     command += [f"full,{policy}"]
@@ -284,7 +294,7 @@ def test_flags_of_a_server() -> None:
 
 
 def test_a_row_of_latencies() -> None:
-    plan = Plan(SHAPES["small"], 256, 8, 4, 4.0)
+    plan = Plan(SHAPES["small"], 256, 8, 20, 4.0)
 
     def result(scale: float) -> dict[str, float]:
         made = {f"p{p}_{m}_ms": scale * p for p in (50, 90, 99) for m in ("ttft", "tpot")}
@@ -295,6 +305,68 @@ def test_a_row_of_latencies() -> None:
     assert (row.ttft_p50_ms, row.ttft_p99_ms, row.request_rate) == (100.0, 198.0, 2.0)
     assert (row.ttft_ratio, row.ttft_ratio_low, row.ttft_ratio_high) == (1.0, 0.5, 1.5)
     assert latency_row(plan, Variant("full", None), float("inf"), mine, base).request_rate is None
+    few = latency_row(replace(plan, num_prompts=19), Variant("snapkv", "12%"), 2.0, mine, base)
+    assert few.ttft_p90_ms == 180.0 and few.ttft_p99_ms is None and few.tpot_p99_ms is None
+
+
+@pytest.mark.parametrize(("pool", "blocks"), [(1.0, 21), (4.0, 4 * 17)])
+def test_a_server_has_room_for_a_text_that_is_a_little_longer(pool: float, blocks: int) -> None:
+    plan = Plan(SHAPES["small"], 256, 8, 1, pool)
+    # vLLM keeps one block of a layer back, and starts if one of the longest fits into the others.
+    expected = (blocks + 1) * 8 * plan.block_bytes
+    assert with_slack(plan) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
+    given = replace(plan, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
+    assert with_slack(given) == {"max_model_len": 328, "kv_cache_memory_bytes": 5}
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """Answers as a server with a policy does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        body = "# TYPE vllm_pyramid:evictions counter\n"
+        body += 'vllm_pyramid:evictions_total{engine="0"} 3.0\n'
+        body += 'vllm_pyramid:evictions_created{engine="0"} 1.7e+09\n'
+        body += 'vllm_pyramid:evictions_total{engine="1"} 4.0\n'
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_evictions_of_a_server_are_read_past_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert evictions(url) == 7
+        server.shutdown()
+    with pytest.raises(ChildError, match="does not say what it has evicted"):
+        evictions(url)
+
+
+def test_the_log_of_a_server_that_ends_under_load_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "server.py"
+    program.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(latency_module, "VLLM", [sys.executable, str(program)])
+
+    def complain(complaint: str, *, wait: bool) -> None:
+        with serving("model", [], {}) as (_, process):
+            if wait:
+                process.wait()
+            if complaint:
+                raise ChildError(complaint)
+
+    with pytest.raises(ChildError, match=r"^the client complains$"):
+        complain("the client complains", wait=False)
+    program.write_text("print('the cause')")
+    with pytest.raises(ChildError, match=r"^the client complains(?s:.*)the cause"):
+        complain("the client complains", wait=True)
+    with pytest.raises(ChildError, match=r"^a server ended by itself(?s:.*)the cause"):
+        complain("", wait=True)
 
 
 def test_cost_on_paper(capsys: pytest.CaptureFixture[str]) -> None:

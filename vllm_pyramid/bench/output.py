@@ -68,7 +68,7 @@ def _when_and_where(about: Mapping[str, Any]) -> str:
 
 
 def processor() -> str:
-    """The names of the processor and of the GPU, if there is one, as far as the system says them."""
+    """The names of the processor and of the GPU, if there is one; the system says them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)

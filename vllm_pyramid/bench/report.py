@@ -45,11 +45,13 @@ def _percent(name: str) -> Cell:
 
 
 def _times(name: str) -> Cell:
-    """Median and 99th percentile."""
+    """Median and 99th percentile, if there were requests enough for it."""
 
     def cell(row: Any) -> str:
         middle, high = getattr(row, f"{name}_p50_ms"), getattr(row, f"{name}_p99_ms")
-        return "" if middle is None else f"{middle:,.1f} ({high:,.1f})"
+        if middle is None:
+            return ""
+        return f"{middle:,.1f}" if high is None else f"{middle:,.1f} ({high:,.1f})"
 
     return cell
 
