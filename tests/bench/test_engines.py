@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,27 +81,27 @@ def test_decode_only_beside_transformers(tmp_path: Path) -> None:
 
 def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP, with the threads that were asked for: the worker has them, and is not bound."""
-    seen: list[dict[str, str]] = []
+    seen: list[tuple[str, set[int]]] = []
     load = latency_module.load
 
     def looking(*args: Any) -> dict[str, Any]:
-        seen.extend(_worker_environments())
-        return load(*args)
+        result = load(*args)
+        seen.extend(_workers())
+        return result
 
     monkeypatch.setattr(latency_module, "load", looking)
+    monkeypatch.setenv("SPT_NOENV", "1")  # a process that names itself leaves its variables alone
     command = ["bench", "latency", "--layers", str(LAYERS), "--policies", "pyramidkv"]
     command += ["--prompt-len", "256", "--output-len", "4", "--num-prompts", "1"]
     command += ["--repetitions", "1", "--threads", "3", "--no-pictures", "--out", str(tmp_path)]
     assert main(command) == 0
     (row,) = json.loads((tmp_path / "latency.json").read_text())["rows"]
     assert row["ttft_p50_ms"] > 0 and row["tpot_p50_ms"] > 0 and row["ttft_p99_ms"] is None
-    assert len(seen) == 2 and all(worker["OMP_NUM_THREADS"] == "3" for worker in seen)
-    bound = {"OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-    assert not any(bound & worker.keys() for worker in seen)
+    assert seen == [("3", os.sched_getaffinity(0))] * 2
 
 
-def _worker_environments() -> list[dict[str, str]]:
-    """Of the processes of ours that vLLM calls workers."""
+def _workers() -> list[tuple[str, set[int]]]:
+    """Threads and cores of the processes that vLLM calls workers and a bench has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -108,6 +109,7 @@ def _worker_environments() -> list[dict[str, str]]:
                 continue
             entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-            if environment.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
-                found.append(environment)
+            if environment.get("SPT_NOENV") == "1":
+                cores = os.sched_getaffinity(int(folder.name))
+                found.append((environment["OMP_NUM_THREADS"], cores))
     return found
