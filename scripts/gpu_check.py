@@ -39,7 +39,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MATRIX = ("check_attention.py", "check_mass.py", "check_moves.py", "check_scores.py")
+MATRIX = (
+    "check_attention.py",
+    "check_mass.py",
+    "check_moves.py",
+    "check_scores.py",
+    "check_topn.py",
+)
 PATIENCE = 90  # seconds in which a stage that is asked to end must have ended
 LOG_TAIL = 4000  # characters of a failed stage's output that go into the JSON
 
