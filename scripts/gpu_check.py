@@ -39,7 +39,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MATRIX = ("check_attention.py", "check_mass.py", "check_moves.py", "check_scores.py")
+MATRIX = (
+    "check_attention.py",
+    "check_mass.py",
+    "check_moves.py",
+    "check_scores.py",
+    "check_topn.py",
+)
+PATIENCE = 90  # seconds in which a stage that is asked to end must have ended
 LOG_TAIL = 4000  # characters of a failed stage's output that go into the JSON
 
 
@@ -197,6 +204,21 @@ def summarise_tests(path: Path) -> dict[str, Any]:
     return {"tests": modules, "against": "the PyTorch reference in float64"}
 
 
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a stage and what it has started, which would keep the device's memory.
+
+    A bench's engines and servers are in sessions of their own: it ends them if it is asked to end,
+    and could not if it were killed.
+    """
+    for sign, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
+        if sign == signal.SIGTERM and process.poll() is not None:
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+
+
 def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     """Run a stage to its end or its limit."""
     output, log = folder / f"{stage.name}.out", folder / f"{stage.name}.log"
@@ -223,10 +245,7 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             problem = f"still running after {stage.limit} s"
         finally:
-            # Also what it has started: an engine's processes would keep the device's memory.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
     result: dict[str, Any] = {"seconds": round(time.monotonic() - begin, 1)}
     try:
         if stage.arguments:

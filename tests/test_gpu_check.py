@@ -115,6 +115,29 @@ def test_a_stage_ends_in_one_of_two_ways(
         assert ("the cause" in entry["log"]) == ("the cause" in code)
 
 
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_stage_is_asked_to_end_before_it_is_killed(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    """So that a bench ends its engines, whose sessions are their own."""
+    note = tmp_path / "ended"
+    code = f"""
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path({str(note)!r}).touch()
+    if {listens}:
+        sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+time.sleep(60)
+time.sleep(60)
+"""
+    monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(script, "PATIENCE", 2)
+    entry = script.run_stage(script.Stage("name", 2, ("anything",)), tmp_path)
+    assert entry["status"] == "failed" and note.exists()
+    assert (entry["seconds"] > 3.5) == (not listens)
+
+
 def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
     def summarise(*cases: str) -> dict[str, object]:
         path = tmp_path / "tests.xml"
@@ -134,7 +157,7 @@ def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
 
 def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_path: Path) -> None:
     """Parsed, planned and checked as the bench does it, up to the engines."""
-    from vllm_pyramid.bench.command import _plan, _variants
+    from vllm_pyramid.bench.asked import plan_of, variants_asked
     from vllm_pyramid.cli import _build_parser
 
     stages = script.bench_stages()
@@ -144,7 +167,7 @@ def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_
         assert line[1:3] == ["-m", "vllm_pyramid.cli"]
         args = _build_parser().parse_args(line[3:])
         assert args.json == tmp_path / "result.out"
-        plan, _, random = _plan(args, tmp_path)
+        plan, _, random = plan_of(args, tmp_path)
         assert random and plan.shape.layers == 32 and plan.pool_bytes < 18e9
-        labels = [variant.label for variant in _variants(args, plan)]
+        labels = [variant.label for variant in variants_asked(args, plan)]
         assert labels == ["none", "full", "pyramidkv 12%"]

@@ -4,17 +4,29 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
+from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench import sessions as sessions_module
 from vllm_pyramid.bench.cost import Machine
-from vllm_pyramid.bench.latency import flags_of, latency_row
+from vllm_pyramid.bench.latency import (
+    evictions,
+    flags_of,
+    latency_row,
+    serving,
+    with_slack,
+)
 from vllm_pyramid.bench.measure import Measurement
-from vllm_pyramid.bench.plan import Plan, Variant, variants_of
+from vllm_pyramid.bench.output import processor
+from vllm_pyramid.bench.plan import WARM_UP_SEED, Plan, Variant, variants_of
 from vllm_pyramid.bench.shapes import SHAPES
 from vllm_pyramid.child import ChildError
 from vllm_pyramid.cli import main
@@ -48,6 +60,10 @@ pytestmark = pytest.mark.cpu
         (["throughput", "--engine-args", "{"], "--engine-args is not valid JSON"),
         (["throughput", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
         (["pressure", "--pools", "4,0.5"], "--pools: a pool must hold at least one"),
+        (["throughput", "--pool-prompts", "inf"], "--pool-prompts inf is no number of requests"),
+        (["throughput", "--pool-prompts", "nan"], "--pool-prompts nan is no number of requests"),
+        (["pressure", "--pools", "inf"], "--pools: a pool must hold at least one"),
+        (["pressure", "--pools", "nan"], "--pools: 'nan' is not a number above 0"),
         (["pressure", "--pools", "much"], "'much' is not a number above 0"),
         (["latency", "--rates", "-1"], "'-1' is not a number above 0"),
         (["scheduler", "--layers", "0"], "--layers: '0' is not a whole number"),
@@ -155,12 +171,81 @@ def test_policies_take_turns_and_an_interrupted_run_goes_on(
     assert row["predicted_decode_tokens_per_s"] > 0
     assert written["baseline"] == "full" and written["machine"]["bandwidth"] == 1e9
 
-    # Everything is known: nothing starts, the same rows come.
-    assert main([*command, "--json", str(tmp_path / "again.json")]) == 0
-    assert fake.started == 2 and len(fake.runs) == 11
-    assert json.loads((tmp_path / "again.json").read_text())["rows"] == written["rows"]
-    assert main([*command, "--fresh"]) == 0
-    assert fake.started == 3
+    assert [place["processor"] for place in written["measured"]] == [processor()] * 3
+    said = capsys.readouterr().out
+    assert "1 of 3 repetitions are there" in said and f"on {processor()}." in said
+
+
+def test_what_is_finished_is_measured_afresh(
+    fake: type[FakeSessions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No figure of an earlier run stands among new ones, unless the run was interrupted."""
+    policy = tmp_path / "mine.yaml"
+    text = (Path(__file__).parents[2] / "configs" / "pyramidkv.yaml").read_text()
+    policy.write_text(text)
+    command = ["bench", "throughput", *JOB, "--out", str(tmp_path / "out"), "--policies"]
+    command += [f"full,{policy}"]
+
+    def run(*more: str) -> dict[str, Any]:
+        assert main([*command, *more]) == 0
+        written: dict[str, Any] = json.loads((tmp_path / "out" / "throughput.json").read_text())
+        return written
+
+    first = run("--repetitions", "2")
+    again = run("--repetitions", "2")
+    assert len(fake.runs) == 8 and again["begun"] > first["begun"]
+    assert again["measured"][0]["date"] > first["measured"][-1]["date"]
+    # More repetitions are another run, with all of its own.
+    assert len(run("--repetitions", "3")["measured"]) == 3 and len(fake.runs) == 14
+
+    def interrupted(*more: str) -> None:
+        fake.runs.clear()
+        fake.fail_after = 3
+        assert main([*command, "--repetitions", "2", *more]) == 2
+        fake.fail_after = None
+
+    def measured_then() -> int:
+        fake.runs.clear()
+        run("--repetitions", "2")
+        return len(fake.runs)
+
+    interrupted()
+    assert measured_then() == 2
+    # Another policy under the same name, another machine: nothing to go on with.
+    interrupted()
+    policy.write_text(text + "\n# changed\n")
+    assert measured_then() == 2
+    interrupted()
+    policy.write_text(text.replace("window: 8", "window: 16"))
+    assert policy.read_text() != text and measured_then() == 4
+    interrupted()
+    fake.runs.clear()
+    run("--repetitions", "2", "--fresh")
+    assert len(fake.runs) == 4
+    assert "Going on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("measure", "said"),
+    [
+        (["throughput"], "goes on with what is finished"),
+        (["capacity"], "nothing of it is kept"),
+        (["throughput", "--decode-only"], "nothing of it is kept"),
+    ],
+)
+def test_interrupted(
+    measure: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sessions_module, "Sessions", interrupted)
+    assert main(["bench", *measure, *JOB, "--out", str(tmp_path)]) == 130
+    assert said in capsys.readouterr().out
 
 
 def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeSessions], tmp_path: Path) -> None:
@@ -195,6 +280,8 @@ def test_pools_and_batches_are_of_equal_bytes() -> None:
     # 4 x 2112 tokens hold 27 requests of 246 + 64.
     assert plan.peer_batch(Variant("kvpress-snapkv", "12%")) == 27
     assert plan.prompts(1) == plan.prompts(1) != plan.prompts(2)
+    warm_up = plan.prompts(WARM_UP_SEED)[0]
+    assert all(warm_up not in plan.prompts(repetition) for repetition in range(5))
     assert {len(prompt) for prompt in plan.prompts(1)} == {2048}
     assert plan.arguments()["max_num_batched_tokens"] == 2048 + 32
 
@@ -207,7 +294,7 @@ def test_flags_of_a_server() -> None:
 
 
 def test_a_row_of_latencies() -> None:
-    plan = Plan(SHAPES["small"], 256, 8, 4, 4.0)
+    plan = Plan(SHAPES["small"], 256, 8, 20, 4.0)
 
     def result(scale: float) -> dict[str, float]:
         made = {f"p{p}_{m}_ms": scale * p for p in (50, 90, 99) for m in ("ttft", "tpot")}
@@ -218,6 +305,68 @@ def test_a_row_of_latencies() -> None:
     assert (row.ttft_p50_ms, row.ttft_p99_ms, row.request_rate) == (100.0, 198.0, 2.0)
     assert (row.ttft_ratio, row.ttft_ratio_low, row.ttft_ratio_high) == (1.0, 0.5, 1.5)
     assert latency_row(plan, Variant("full", None), float("inf"), mine, base).request_rate is None
+    few = latency_row(replace(plan, num_prompts=19), Variant("snapkv", "12%"), 2.0, mine, base)
+    assert few.ttft_p90_ms == 180.0 and few.ttft_p99_ms is None and few.tpot_p99_ms is None
+
+
+@pytest.mark.parametrize(("pool", "blocks"), [(1.0, 21), (4.0, 4 * 17)])
+def test_a_server_has_room_for_a_text_that_is_a_little_longer(pool: float, blocks: int) -> None:
+    plan = Plan(SHAPES["small"], 256, 8, 1, pool)
+    # vLLM keeps one block of a layer back, and starts if one of the longest fits into the others.
+    expected = (blocks + 1) * 8 * plan.block_bytes
+    assert with_slack(plan) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
+    given = replace(plan, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
+    assert with_slack(given) == {"max_model_len": 328, "kv_cache_memory_bytes": 5}
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """Answers as a server with a policy does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        body = "# TYPE vllm_pyramid:evictions counter\n"
+        body += 'vllm_pyramid:evictions_total{engine="0"} 3.0\n'
+        body += 'vllm_pyramid:evictions_created{engine="0"} 1.7e+09\n'
+        body += 'vllm_pyramid:evictions_total{engine="1"} 4.0\n'
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_evictions_of_a_server_are_read_past_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert evictions(url) == 7
+        server.shutdown()
+    with pytest.raises(ChildError, match="does not say what it has evicted"):
+        evictions(url)
+
+
+def test_the_log_of_a_server_that_ends_under_load_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "server.py"
+    program.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(latency_module, "VLLM", [sys.executable, str(program)])
+
+    def complain(complaint: str, *, wait: bool) -> None:
+        with serving("model", [], {}) as (_, process):
+            if wait:
+                process.wait()
+            if complaint:
+                raise ChildError(complaint)
+
+    with pytest.raises(ChildError, match=r"^the client complains$"):
+        complain("the client complains", wait=False)
+    program.write_text("print('the cause')")
+    with pytest.raises(ChildError, match=r"^the client complains(?s:.*)the cause"):
+        complain("the client complains", wait=True)
+    with pytest.raises(ChildError, match=r"^a server ended by itself(?s:.*)the cause"):
+        complain("", wait=True)
 
 
 def test_cost_on_paper(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench.plan import Plan
 from vllm_pyramid.bench.shapes import named_shape
 from vllm_pyramid.cli import main
@@ -36,8 +40,10 @@ def test_throughput(tmp_path: Path) -> None:
         # The same tokens of each, in the same pool; a token that was not generated is an error.
         assert row["output_tokens_per_s"] > 0 and row["decode_tokens_per_s"] > 0
         assert 0 < row["prefill_share"] < 1 and row["preemptions"] == 0
-        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"] and row["tpot_p50_ms"] > 0
-        assert row["resident_max"] == row["predicted_resident"] or row is evicted
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p90_ms"] and row["tpot_p50_ms"] > 0
+        assert row["ttft_p99_ms"] is None  # of ten requests
+        # The model has requests come in one by one and end together; some come in meanwhile.
+        assert row["predicted_resident"] <= row["resident_max"] <= REQUESTS
         assert max(row["peak_blocks"], row["decode_blocks"]) <= pool + LAYERS
     # What decodes fills the pool with whole requests, or with many that gave most of theirs back.
     assert full["resident_max"] == POOL and full["decode_blocks"] == POOL * whole
@@ -50,3 +56,60 @@ def test_throughput(tmp_path: Path) -> None:
     with (tmp_path / "throughput.csv").open() as file:
         assert [row["policy"] for row in csv.DictReader(file)] == ["full", "pyramidkv"]
     assert (tmp_path / "throughput.png").stat().st_size > 1000
+
+
+def test_decode_only_beside_transformers(tmp_path: Path) -> None:
+    """All hold requests at once and decode in turns; nobody of ours is thrown out meanwhile."""
+    command = ["bench", "throughput", "--decode-only", "--layers", str(LAYERS), "--no-pictures"]
+    command += ["--policies", "full,pyramidkv,transformers", "--budget", "12%", "--threads", "1"]
+    command += ["--prompt-len", str(PROMPT), "--output-len", "96", "--num-prompts", "12"]
+    command += ["--pool-prompts", "2", "--repetitions", "2", "--out", str(tmp_path)]
+    assert main(command) == 0
+    written = json.loads((tmp_path / "throughput.json").read_text())
+    full, evicted, peer = written["rows"]
+    pool = Plan(named_shape("small", LAYERS), PROMPT, 96, 12, 2).blocks(2)
+    assert full["decode_batch"] == peer["decode_batch"] == 2 and full["to_their_end"] == 2
+    # More come in than the pool holds at their ends: the windows stay short of that.
+    assert evicted["decode_batch"] > evicted["to_their_end"] > 2
+    assert evicted["to_their_end"] >= evicted["predicted_resident"]
+    assert evicted["decode_blocks"] <= evicted["peak_blocks"] <= pool
+    for row in (full, evicted, peer):
+        assert row["repetitions"] == 2 and row["decode_low"] <= row["decode_tokens_per_s"]
+        assert row["predicted_decode_tokens_per_s"] > 0 and row["decode_ratio"] > 0
+    assert written["machine"]["flops"] > 1e8 and not (tmp_path / "throughput.png").exists()
+
+
+def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP, with the threads that were asked for: the worker has them, and is not bound."""
+    seen: list[tuple[str, set[int]]] = []
+    load = latency_module.load
+
+    def looking(*args: Any) -> dict[str, Any]:
+        result = load(*args)
+        seen.extend(_workers())
+        return result
+
+    monkeypatch.setattr(latency_module, "load", looking)
+    monkeypatch.setenv("SPT_NOENV", "1")  # a process that names itself leaves its variables alone
+    command = ["bench", "latency", "--layers", str(LAYERS), "--policies", "pyramidkv"]
+    command += ["--prompt-len", "256", "--output-len", "4", "--num-prompts", "1"]
+    command += ["--repetitions", "1", "--threads", "3", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (row,) = json.loads((tmp_path / "latency.json").read_text())["rows"]
+    assert row["ttft_p50_ms"] > 0 and row["tpot_p50_ms"] > 0 and row["ttft_p99_ms"] is None
+    assert seen == [("3", os.sched_getaffinity(0))] * 2
+
+
+def _workers() -> list[tuple[str, set[int]]]:
+    """Threads and cores of the processes that vLLM calls workers and a bench has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if "VLLM::Worker" not in (folder / "cmdline").read_text():
+                continue
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if environment.get("SPT_NOENV") == "1":
+                cores = os.sched_getaffinity(int(folder.name))
+                found.append((environment["OMP_NUM_THREADS"], cores))
+    return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from vllm_pyramid.platform import prepack
 from vllm_pyramid.platform.prepack import pack, packed_linear, reason_not_to_pack
 
 needs_bf16 = pytest.mark.skipif(
@@ -28,11 +30,12 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 8, 129, 0])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_values(outputs: int, inputs: int, rows: int, has_bias: bool) -> None:
-    """As close to float64 as PyTorch's plain product, which rounds once to bfloat16."""
+    """The bits of PyTorch's plain product, which rounds once to bfloat16."""
     weight, x = _random(outputs, inputs), _random(rows, inputs)
     bias = _random(outputs) if has_bias else None
     result = packed_linear(x, pack(weight), bias)
     assert result.shape == (rows, outputs) and result.dtype == torch.bfloat16
+    assert torch.equal(result, linear(x, weight, bias))
     exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
     # Half a unit in the last of 8 bits, and what adding up in float32 loses.
     bound = exact.abs() * 2.0**-8 + 1e-5 * inputs
@@ -48,16 +51,58 @@ def test_inputs_as_vllm_passes_them() -> None:
     wide = _random(20, 192)
     part = wide[:, 64:128]
     expected = linear(part, weight)
-    torch.testing.assert_close(packed_linear(part, number, None), expected)
+    assert torch.equal(packed_linear(part, number, None), expected)
     stacked = part.reshape(4, 5, 64)
-    torch.testing.assert_close(packed_linear(stacked, number, None), expected.reshape(4, 5, 96))
+    assert torch.equal(packed_linear(stacked, number, None), expected.reshape(4, 5, 96))
 
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     def compiled(x: torch.Tensor) -> torch.Tensor:
         return packed_linear(x * 1, number, None)
 
     for rows in (20, 3):
-        torch.testing.assert_close(compiled(part[:rows]), expected[:rows])
+        assert torch.equal(compiled(part[:rows]), linear(part[:rows], weight))
+
+
+@pytest.mark.cpu
+@needs_bf16
+def test_weights_that_are_loaded_again_take_the_old_ones_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in a graph that was compiled before; a layer that is gone leaves nothing behind."""
+    from vllm.model_executor.layers import utils
+
+    from vllm_pyramid.compat import linear as module
+
+    # Both are put back in the end; whether another test has installed it already does not matter.
+    monkeypatch.setattr(utils, "_vllm_pyramid", False, raising=False)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    module.install()
+    held = len(prepack._PACKED)
+    layer: Any = torch.nn.Linear(64, 96, bias=False)
+    x = _random(3, 64)
+
+    def load(layer: Any, weight: torch.Tensor) -> None:
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+    first, second = _random(96, 64), _random(96, 64) * 2
+    load(layer, first)
+    multiply = layer.cpu_linear
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return multiply(x * 1, None, None)
+
+    assert torch.equal(compiled(x), linear(x, first))
+    load(layer, second)
+    assert len(prepack._PACKED) == held + 1
+    assert torch.equal(compiled(x), linear(x, second))
+    assert torch.equal(layer.cpu_linear(x, None, None), linear(x, second))
+    del layer
+    gc.collect()
+    assert len(prepack._PACKED) == held
+    with pytest.raises(KeyError):
+        compiled(x)
 
 
 @pytest.mark.cpu
@@ -114,7 +159,7 @@ def test_the_engine_multiplies_with_packed_weights(random_model: Path) -> None:
             weight = checkpoint[f"model.layers.3.{kind}.weight"].bfloat16()
             x = _random(5, weight.shape[1])
             applied = layer.quant_method.apply(layer, x, None)
-            torch.testing.assert_close(applied, linear(x, weight))
+            assert torch.equal(applied, linear(x, weight))
         (outcome,) = engine.generate(random_prompts([64]), greedy(4))
         assert len(outcome.token_ids) == 4
 

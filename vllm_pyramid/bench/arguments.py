@@ -60,7 +60,7 @@ def _parser(measures: Any, name: str, summary: str) -> argparse.ArgumentParser:
         "--out",
         type=Path,
         default=Path("bench-results"),
-        help="folder for all results, kept for the next run too (%(default)s)",
+        help="folder for all results; an interrupted run goes on there (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there too")
@@ -112,7 +112,12 @@ def _engine_parser(
     listed("--threads", type=_positive, help="of each engine on the CPU (all processors)")
     listed("--engine-args", help="JSON, further arguments of vllm_pyramid.LLM")
     listed("--peer-python", metavar="PATH", help="Python of an environment with kvpress")
-    listed("--fresh", action="store_true", help="forget earlier results in the folder")
+    if name in ("throughput", "pressure"):
+        listed(
+            "--fresh",
+            action="store_true",
+            help="begin anew, also where an interrupted run would go on",
+        )
     return parser
 
 

@@ -14,7 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from vllm_pyramid.bench.holding import Holding, steps_left, to_their_end
+from vllm_pyramid.bench.machine import machine
 from vllm_pyramid.bench.measure import Step, Timing, summarise
+from vllm_pyramid.bench.watch import Watch
 from vllm_pyramid.child import read_tasks, say
 
 __all__ = ["Engine"]
@@ -40,34 +43,8 @@ class Engine:
         self.num_layers = sum(groups)
         self._reserved: list[Any] = []
         self._sent: dict[str, float] = {}
-        self._scheduled: list[dict[str, int]] = []
-        self._preemptions = 0
         self._count = 0
-        self._watch()
-
-    def _watch(self) -> None:
-        """Note what the scheduler hands out, and what it takes back."""
-        schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
-
-        def noting_schedule(*args: Any, **kwargs: Any) -> Any:
-            before = {r.request_id: r.num_computed_tokens for r in self.scheduler.running}
-            output = schedule(*args, **kwargs)
-            prompt = decoding = 0
-            for name, tokens in output.num_scheduled_tokens.items():
-                length = self.scheduler.requests[name].num_prompt_tokens
-                if before.get(name, 0) < length:
-                    prompt += tokens
-                else:
-                    decoding += 1
-            self._scheduled.append({"prompt_tokens": prompt, "decoding": decoding})
-            return output
-
-        def counting_preempt(*args: Any, **kwargs: Any) -> Any:
-            self._preemptions += 1
-            return preempt(*args, **kwargs)
-
-        self.scheduler.schedule = noting_schedule
-        self.scheduler._preempt_request = counting_preempt
+        self._watch = Watch(self.scheduler)
 
     @property
     def pool_blocks(self) -> int:
@@ -111,18 +88,22 @@ class Engine:
     def step(
         self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0
     ) -> Step:
-        """One step of the engine."""
-        self._scheduled.clear()
+        """One batch of the engine, from the end of the one before to its own."""
+        ended = self._watch.ended
+        ended.clear()
+        outputs: list[Any] = []
         begin = time.perf_counter()
-        outputs = self.client.step()
+        # With asynchronous scheduling the first call only sends a batch off.
+        while not ended and self.client.has_unfinished_requests():
+            outputs += self.client.step()
         end = time.perf_counter()
         if on_output is not None:
             for output in outputs:
                 on_output(output, end)
         return Step(
             seconds=end - begin,
-            prompt_tokens=sum(entry["prompt_tokens"] for entry in self._scheduled),
-            decoding=max((entry["decoding"] for entry in self._scheduled), default=0),
+            prompt_tokens=sum(batch.prompt_tokens for batch in ended),
+            decoding=max((batch.decoding for batch in ended), default=0),
             waiting=bool(self.scheduler.waiting),
             finished=finished,
             blocks=self._held(),
@@ -140,7 +121,7 @@ class Engine:
         Raises:
             RuntimeError: it did not generate what was asked for, or evicted nothing.
         """
-        self._preemptions = 0
+        self._watch.preemptions = 0
         self.add(prompts, max_tokens, budget)
         first: dict[str, float] = {}
         timings: list[Timing] = []
@@ -173,7 +154,7 @@ class Engine:
                 f"with the budget {budget} only {evicted} of {len(prompts)} requests report that "
                 "they evicted something"
             )
-        return asdict(summarise(steps, timings, self._preemptions))
+        return asdict(summarise(steps, timings, self._watch.preemptions))
 
     def fill(
         self,
@@ -185,35 +166,58 @@ class Engine:
         """Send requests and go on until as many decode as find room.
 
         Returns:
-            resident: requests that decode. before_queueing: requests that had come in when the
-                first had to wait for room; all, if none had to. blocks: held, of one layer.
-            tokens_left: the fewest that one of them still has to generate.
+            resident: requests that decode. to_their_end: so many of them finish for certain with
+                none thrown out, since the pool holds them all as long as they get.
+            before_queueing: requests that had come in when the first had to wait for room; all, if
+                none had to. blocks: held, of one layer. peak_blocks: the most meanwhile.
+            tokens_left: the fewest that one of them still has to generate. steps_left: decode steps
+                until one of them would have to be thrown out.
 
         Raises:
-            RuntimeError: requests ended, or lost their place, before all that fit were in.
+            RuntimeError: requests ended, or lost their place, before all that fit were in, or did
+                not evict.
         """
-        self._preemptions = 0
+        self._watch.preemptions = 0
+        evictions = self._evictions()
         self.add(prompts, max_tokens, budget)
-        resident, before_queueing, idle = 0, None, 0
+        resident, before_queueing, idle, peak = 0, None, 0, 0
         while idle < _SETTLED_STEPS:  # what an eviction frees is free a step later
             step = self.step()
             on_prefill(max(0, step.decoding - resident))
-            resident = max(resident, step.decoding)
+            resident, peak = max(resident, step.decoding), max(peak, step.blocks)
             idle = 0 if step.prompt_tokens else idle + 1
-            if idle and before_queueing is None:
+            if idle and resident and before_queueing is None:
                 before_queueing = step.decoding
-        running = self.scheduler.running
-        if self._preemptions or step.decoding != resident:
+        if self._watch.preemptions or step.decoding != resident:
             raise RuntimeError(
-                f"{self._preemptions} requests were thrown out and {resident - step.decoding} have "
-                "ended before all that fit were in: ask for a longer --output-len"
+                f"{self._watch.preemptions} requests were thrown out and "
+                f"{resident - step.decoding} have ended before all that fit were in: ask for a "
+                "longer --output-len"
             )
+        evicted = self._evictions() - evictions
+        if budget is not None and evicted < resident:
+            raise RuntimeError(
+                f"with the budget {budget} {resident} requests decode, and the scheduler counts "
+                f"{evicted} evictions"
+            )
+        running = [Holding.of(self.scheduler, request) for request in self.scheduler.running]
+        free = self.pool.get_num_free_blocks()
+        usable = self.pool.num_gpu_blocks - 1 - len(self._reserved)
+        tokens_left = min(r.max_tokens - r.num_output_tokens for r in self.scheduler.running)
         return {
             "resident": resident,
+            "to_their_end": to_their_end(running, usable),
             "before_queueing": before_queueing,
             "blocks": step.blocks,
-            "tokens_left": min(r.max_tokens - r.num_output_tokens for r in running),
+            "peak_blocks": peak,
+            "tokens_left": tokens_left,
+            "steps_left": steps_left(running, free, tokens_left),
         }
+
+    def _evictions(self) -> int:
+        """Evictions since the start; 0 without a policy."""
+        coordinator = getattr(self.scheduler, "coordinator", None)
+        return 0 if coordinator is None else int(coordinator.num_evictions)
 
     def steps(self, count: int) -> dict[str, Any]:
         """`count` decode steps of the requests that are in.
@@ -233,7 +237,9 @@ class Engine:
         """End every request."""
         self.client.abort_request(list(self._sent))
         self._sent.clear()
-        while self.scheduler.has_requests():
+        core = self.client.engine_core.engine_core
+        # Asynchronous scheduling may have a batch under way, whose requests are gone.
+        while self.scheduler.has_requests() or core.batch_queue:
             self.client.step()
 
 
@@ -248,45 +254,6 @@ def start(task: dict[str, Any]) -> Engine:
     if current_platform.is_cpu():
         args.setdefault("enforce_eager", True)
     return Engine(LLM(task["model"], kv_policy=task["policy"], **args))
-
-
-def machine() -> dict[str, float]:
-    """Bytes/s of a streaming read and operations/s of a large bfloat16 product, of this device."""
-    import torch
-    from vllm.platforms import current_platform
-
-    device = "cpu" if current_platform.is_cpu() else "cuda"
-
-    def fastest(function: Callable[[], Any], rounds: int) -> float:
-        times = []
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            function()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    size = (256 if device == "cpu" else 4096) << 20
-    read = fastest(_reader(size, device), 20)
-    edge = 1024 if device == "cpu" else 8192
-    left = torch.randn(edge, edge, device=device).bfloat16()
-    right = torch.randn(edge, edge, device=device).bfloat16()
-    product = fastest(lambda: left @ right, 20)
-    return {"bandwidth": size / read, "flops": 2 * edge**3 / product}
-
-
-def _reader(size: int, device: str) -> Callable[[], Any]:
-    """Something that reads `size` bytes once."""
-    import torch
-
-    data = torch.ones(size // 8, dtype=torch.int64, device=device)
-    if device != "cpu":
-        return data.sum
-    from vllm_pyramid.ops.cpu_library import load
-
-    library, threads = load(), torch.get_num_threads()
-    return lambda: library.pyr_read(data.data_ptr(), size, threads)
 
 
 def main() -> None:

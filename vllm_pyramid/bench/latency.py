@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -18,10 +19,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.bench.plan import Plan, Variant
+from vllm_pyramid.bench.measure import PERCENTILES
+from vllm_pyramid.bench.plan import BLOCK_SIZE, Plan, Variant
 from vllm_pyramid.bench.rows import Row, job_row, percentile_fields, with_ratios
 from vllm_pyramid.bench.sessions import gpu_share
 from vllm_pyramid.child import ChildError, end_group
@@ -33,6 +36,9 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 900
 TEXT_SLACK = 64  # tokens by which a text's length may miss the one asked for
 _LOG_TAIL = 4000
+# The servers are on this machine, whatever proxy the environment names for the others.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_EVICTIONS = re.compile(r"^vllm_pyramid:evictions_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
@@ -73,7 +79,14 @@ def serving(
         try:
             yield f"http://127.0.0.1:{port}", process
             if process.poll() is not None:
-                raise ChildError(f"the server ended by itself:\n\n{_tail(log)}")
+                raise ChildError("a server ended by itself")
+        except ChildError as error:
+            if process.poll() is None:
+                raise
+            # The client's complaint alone would not say why.
+            raise ChildError(
+                f"{error}\n\nThe server has ended; its log ends:\n\n{_tail(log)}"
+            ) from None
         except _NotReadyError:
             raise ChildError(f"the server did not come up; its log ends:\n\n{_tail(log)}") from None
         finally:
@@ -95,7 +108,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            _DIRECT.open(f"{url}/health", timeout=5).close()
             return
         time.sleep(0.25)
     raise _NotReadyError
@@ -113,9 +126,10 @@ def load(
     """One run of `vllm bench serve`; its result file.
 
     Raises:
-        ChildError: it failed, or not every request came back.
+        ChildError: it failed, not every request came back, or the server counts fewer evictions.
     """
     extra = {} if variant.budget is None else {"vllm_xargs": {"kv_budget": variant.budget}}
+    before = 0 if variant.budget is None else evictions(url)
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
         command = [
             *(*VLLM, "bench", "serve", "--backend", "openai", "--base-url", url),
@@ -139,11 +153,46 @@ def load(
         raise ChildError(
             f"{result['completed']} of {plan.num_prompts} requests to {variant.label} came back"
         )
+    if variant.budget is not None and evictions(url) - before < plan.num_prompts:
+        raise ChildError(
+            f"{plan.num_prompts} requests to {variant.label} came back, and the server counts "
+            f"{evictions(url) - before} evictions"
+        )
     return result
 
 
 def _quiet_environment() -> dict[str, str]:
-    return {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return {**os.environ, **own, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+def evictions(url: str) -> int:
+    """What a server with a policy counts, since its start.
+
+    Raises:
+        ChildError: it does not answer.
+    """
+    try:
+        with _DIRECT.open(f"{url}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+    except OSError as error:
+        raise ChildError(f"the server does not say what it has evicted: {error}") from error
+    return sum(int(float(found)) for found in _EVICTIONS.findall(text))
+
+
+def with_slack(plan: Plan) -> dict[str, Any]:
+    """Arguments of a server that takes texts a little longer than asked for.
+
+    Its pool has room for one of them at least, which may be some blocks more than `--pool-prompts`
+    says if that is 1; with all policies.
+    """
+    longest = min(plan.prompt_len + plan.output_len + TEXT_SLACK, plan.shape.positions)
+    blocks = (ceil(longest / BLOCK_SIZE) + 1) * plan.shape.layers  # vLLM keeps one of a layer back
+    made = {
+        "max_model_len": longest,
+        "kv_cache_memory_bytes": max(plan.pool_bytes, blocks * plan.block_bytes),
+    }
+    return made | {name: plan.engine_args[name] for name in made if name in plan.engine_args}
 
 
 def latency(
@@ -166,12 +215,15 @@ def latency(
     """
     arguments = plan.arguments()
     del arguments["skip_tokenizer_init"]
-    arguments["max_model_len"] = min(arguments["max_model_len"] + TEXT_SLACK, plan.shape.positions)
+    arguments |= with_slack(plan)
     if random:
         arguments.setdefault("load_format", "dummy")
     environment = {"VLLM_LOGGING_LEVEL": "WARNING"}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
+        # Otherwise every server's worker is bound to the same cores (but one, which vLLM reserves)
+        # and gets their number of threads instead.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         arguments.setdefault("enforce_eager", True)
     else:
         share = gpu_share(len({variant.policy for variant in variants}))
@@ -219,7 +271,7 @@ def latency_row(
     """The medians of the repetitions, and their ratios to the baseline's."""
 
     def medians(metric: str) -> list[float]:
-        names = [f"p{percent}_{metric}_ms" for percent in (50, 90, 99)]
+        names = [f"p{percent}_{metric}_ms" for percent in PERCENTILES]
         return [statistics.median(result[name] for result in results) for name in names]
 
     def values(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
@@ -234,6 +286,6 @@ def latency_row(
         output_low=min(outputs),
         output_high=max(outputs),
         repetitions=len(results),
-        **percentile_fields(medians("ttft"), medians("tpot")),
+        **percentile_fields(medians("ttft"), medians("tpot"), plan.num_prompts),
     )
     return with_ratios(row, values(results), values(baseline))

@@ -7,7 +7,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Measurement", "Step", "Timing", "latencies", "merge", "percentile", "summarise"]
+__all__ = [
+    "PERCENTILES",
+    "Measurement",
+    "Step",
+    "Timing",
+    "latencies",
+    "merge",
+    "percentile",
+    "summarise",
+]
 
 PERCENTILES = (50, 90, 99)
 

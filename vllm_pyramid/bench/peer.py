@@ -99,8 +99,13 @@ class Peer:
     def run(
         self, prompts: list[list[int]], max_tokens: int, keep: int | None, batch: int
     ) -> dict[str, Any]:
-        """A whole job, in batches; the times of requests and of prefill and decode."""
+        """A whole job, in batches; the times of requests and of prefill and decode.
+
+        The decode rate is that of full batches: a last one with fewer requests is what draining is
+        to an engine, whose rate leaves that out too.
+        """
         timings, prefills, decodes, tokens = [], 0.0, 0.0, 0
+        full = min(batch, len(prompts))
         begin = time.perf_counter()
         for first in range(0, len(prompts), batch):
             part = prompts[first : first + batch]
@@ -111,8 +116,9 @@ class Peer:
                 self.step()
             end = time.perf_counter()
             prefills += prefilled - start
-            decodes += end - prefilled
-            tokens += len(part) * (max_tokens - 1)
+            if len(part) == full:
+                decodes += end - prefilled
+                tokens += full * (max_tokens - 1)
             timings += [[prefilled - begin, end - begin, max_tokens]] * len(part)
             say(progress=len(part))
         self.cache = None
@@ -120,7 +126,7 @@ class Peer:
             "seconds": time.perf_counter() - begin,
             "prefill_seconds": prefills,
             "decode_tokens_per_s": tokens / decodes,
-            "batch": min(batch, len(prompts)),
+            "batch": full,
             "timings": timings,
         }
 

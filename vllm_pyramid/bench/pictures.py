@@ -105,8 +105,9 @@ def _latency(rows: Sequence[Any]) -> Any:
             axis.set_title(f"{metric.upper()}, median, ms", fontsize=9)
             axis.tick_params(labelsize=7)
         return figure
-    figure, axes = _figure(4, 3.4)
     fields = [f"{metric}_{p}_ms" for metric in ("ttft", "tpot") for p in ("p50", "p99")]
+    fields = [field for field in fields if any(getattr(row, field) is not None for row in rows)]
+    figure, axes = _figure(len(fields), 3.4)
     for axis, field in zip(axes, fields, strict=True):
         _lines(axis, at_rates, "request_rate", field, "label")
         axis.set_xlabel("requests/s", fontsize=8)

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 from vllm_pyramid.bench.cost import Job
@@ -16,9 +16,19 @@ from vllm_pyramid.config import NO_POLICY
 from vllm_pyramid.policy import OpenPlan, load_policy
 from vllm_pyramid.policy.budget import Budget
 
-__all__ = ["BLOCK_SIZE", "PEERS", "Plan", "Variant", "default_threads", "variants_of"]
+__all__ = [
+    "BLOCK_SIZE",
+    "PEERS",
+    "WARM_UP_SEED",
+    "Plan",
+    "Variant",
+    "default_threads",
+    "variants_of",
+]
 
 BLOCK_SIZE = 16
+# Of the prompts for warming up; no repetition's. (Not -1: `random` takes the absolute value.)
+WARM_UP_SEED = 1 << 40
 TRANSFORMERS = "transformers"
 KVPRESS = "kvpress-"
 # kvpress's classes by the name that follows `kvpress-`.
@@ -124,6 +134,8 @@ class Plan:
                 f"--prompt-len {self.prompt_len} and --output-len {self.output_len} make "
                 f"{self.prompt_len + self.output_len} tokens; the model takes {longest}"
             )
+        if not isfinite(self.pool_prompts):
+            raise ValueError(f"--pool-prompts {self.pool_prompts:g} is no number of requests")
         if self.pool_prompts < 1:
             raise ValueError(
                 f"--pool-prompts {self.pool_prompts:g} is too small: a pool must hold at least one "

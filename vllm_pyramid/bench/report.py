@@ -45,11 +45,13 @@ def _percent(name: str) -> Cell:
 
 
 def _times(name: str) -> Cell:
-    """Median and 99th percentile."""
+    """Median and 99th percentile, if there were requests enough for it."""
 
     def cell(row: Any) -> str:
         middle, high = getattr(row, f"{name}_p50_ms"), getattr(row, f"{name}_p99_ms")
-        return "" if middle is None else f"{middle:,.1f} ({high:,.1f})"
+        if middle is None:
+            return ""
+        return f"{middle:,.1f}" if high is None else f"{middle:,.1f} ({high:,.1f})"
 
     return cell
 
@@ -61,6 +63,7 @@ _DECODE: Columns = [
     ("of baseline", _ratio("decode")),
     ("allowed", _number("predicted_decode_tokens_per_s")),
     ("batch", _number("decode_batch", 1)),
+    ("finish so", _number("to_their_end")),
     ("blocks", _number("decode_blocks")),
 ]
 _LATENCIES: Columns = [
@@ -74,9 +77,12 @@ _END_TO_END: Columns = [
     ("of baseline", _ratio("output")),
     ("prefill", _percent("prefill_share")),
     ("resident", _number("resident_max")),
+    ("thrown out", _number("preemptions")),
     ("peak blocks", _number("peak_blocks")),
 ]
 _POOL: Columns = [("pool", _number("pool_prompts", 1))]
+# A table with nothing but these is left out.
+_NOT_ALONE = ("pool", "rate/s", "resident", "peak blocks")
 _RATE: Columns = [
     ("rate/s", lambda row: "at once" if row.request_rate is None else f"{row.request_rate:g}")
 ]
@@ -92,9 +98,11 @@ _TABLES: dict[str, list[tuple[str, Columns]]] = {
             "requests that fit",
             [
                 ("decode at once", _number("resident_max")),
+                ("finish so", _number("to_their_end")),
                 ("by the cost model", _number("predicted_resident")),
                 ("before one waits", _number("before_queueing")),
                 ("blocks", _number("decode_blocks")),
+                ("peak blocks", _number("peak_blocks")),
             ],
         )
     ],
@@ -135,7 +143,7 @@ def tables(measure: str, rows: Sequence[Any]) -> list[Table]:
     for title, columns in _TABLES[measure]:
         filled = [(name, [cell(row) for row in rows]) for name, cell in columns]
         filled = [(name, cells) for name, cells in filled if any(cells)]
-        if not any(name not in ("pool", "rate/s", "resident") for name, _ in filled):
+        if not any(name not in _NOT_ALONE for name, _ in filled):
             continue
         medians = "" if measure == "capacity" else f"medians of {repetitions}"
         table = Table(title=": ".join((title, "; ".join(filter(None, (job, medians))))))

@@ -13,10 +13,12 @@ from typing import Any
 
 from vllm_pyramid.bench import cost
 from vllm_pyramid.bench.cost import Machine
-from vllm_pyramid.bench.measure import Measurement, merge
+from vllm_pyramid.bench.measure import PERCENTILES, Measurement, merge
 from vllm_pyramid.bench.plan import Plan, Variant
 
 __all__ = ["Row", "as_csv", "as_json", "row_of", "with_ratios"]
+
+FEWEST_FOR_P99 = 20
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,11 @@ class Row:
             once.
         output_tokens_per_s: end to end. decode_tokens_per_s: of steady decode steps, all prompts in
             them prefilled; decode_batch: requests in them. prefill_share: of the time.
-        resident_max: the most requests that decoded at once. before_queueing: the most that can be
-            sent at once without one that waits for room.
-        ttft_p50_ms ...: time to the first token, waiting included; tpot: time a further token.
+        resident_max: the most requests that decoded at once. to_their_end: so many of them finish
+            for certain with none thrown out (see `holding.to_their_end`). before_queueing: the most
+            that can be sent at once without one that waits for room.
+        ttft_p50_ms ...: time to the first token, waiting included; tpot: time a further token. The
+            99th percentile is None of fewer than 20 requests.
         peak_blocks: the most blocks of one layer held at once, decode_blocks: without prefills.
         preemptions: requests thrown out to make room. repetitions: of which these are medians.
         output_low ... decode_high: the smallest and largest repetition.
@@ -56,6 +60,7 @@ class Row:
     decode_batch: float | None = None
     prefill_share: float | None = None
     resident_max: int | None = None
+    to_their_end: int | None = None
     before_queueing: int | None = None
     ttft_p50_ms: float | None = None
     ttft_p90_ms: float | None = None
@@ -139,7 +144,7 @@ def row_of(
         decode_batch=merged.decode_batch,
         prefill_share=merged.prefill_share,
         resident_max=merged.resident_max,
-        **percentile_fields(merged.ttft_ms, merged.tpot_ms),
+        **percentile_fields(merged.ttft_ms, merged.tpot_ms, plan.num_prompts),
         peak_blocks=merged.peak_blocks,
         decode_blocks=merged.decode_blocks,
         preemptions=merged.preemptions,
@@ -152,11 +157,21 @@ def row_of(
     )
 
 
-def percentile_fields(ttft_ms: Sequence[float], tpot_ms: Sequence[float]) -> dict[str, Any]:
-    """Fields of a row from lists in the order of `measure.PERCENTILES`."""
-    names = ("p50", "p90", "p99")
-    found = dict(zip((f"ttft_{name}_ms" for name in names), ttft_ms, strict=False))
-    return found | dict(zip((f"tpot_{name}_ms" for name in names), tpot_ms, strict=False))
+def percentile_fields(
+    ttft_ms: Sequence[float], tpot_ms: Sequence[float], requests: int
+) -> dict[str, Any]:
+    """Fields of a row from lists in the order of `measure.PERCENTILES`.
+
+    Args:
+        requests: of which each list is. Of few the 99th percentile says no more than the slowest,
+            and is left out.
+    """
+    found: dict[str, Any] = {}
+    for metric, values in (("ttft", ttft_ms), ("tpot", tpot_ms)):
+        for percent, value in zip(PERCENTILES, values, strict=False):
+            if percent < 99 or requests >= FEWEST_FOR_P99:
+                found[f"{metric}_p{percent}_ms"] = value
+    return found
 
 
 Rates = Sequence[float | None]

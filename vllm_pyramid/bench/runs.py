@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from vllm_pyramid.bench.cost import Machine
+from vllm_pyramid.bench.history import History
 from vllm_pyramid.bench.measure import Measurement
-from vllm_pyramid.bench.plan import Plan, Variant
+from vllm_pyramid.bench.plan import WARM_UP_SEED, Plan, Variant
 from vllm_pyramid.bench.rows import Row, job_row, predicted_rate, row_of, with_ratios
 from vllm_pyramid.bench.sessions import Sessions
-from vllm_pyramid.store import Store, key_of
 
 __all__ = ["Bench"]
 
@@ -24,91 +25,72 @@ class Bench:
 
     Attributes:
         variants: the first is the baseline that the others are compared with.
-        repetitions: of each measurement. store: of earlier ones.
-        identity: what a stored result depends on beside the job.
+        sessions: what measures. repetitions: of each measurement.
         on_stage: told what is being done. on_progress: told of requests that are through.
     """
 
     plan: Plan
     variants: Sequence[Variant]
+    sessions: Sessions
     repetitions: int
-    store: Store
-    identity: Any
     on_stage: Callable[[str], None]
     on_progress: Callable[[int], None]
-    _sessions: Sessions | None = None
 
-    @property
-    def sessions(self) -> Sessions:
-        """What measures."""
-        assert self._sessions is not None, "nothing was started: everything should be known"
-        return self._sessions
-
-    @property
+    @cached_property
     def machine(self) -> Machine:
-        """Its rates, as they were measured with the results."""
-        known = self.store.get(key_of(self.identity, "machine"))
-        return Machine(**known) if known else Machine(0.0, 0.0)
+        """Its rates, measured when they are first asked for."""
+        self.on_stage("measuring the machine")
+        return self.sessions.machine()
 
-    def use(self, sessions: Sessions) -> None:
-        """Measure with these; the machine's rates come first."""
-        self._sessions = sessions
-        machine = asdict(sessions.machine())
-        self.store.put(key_of(self.identity, "machine"), machine)
+    def jobs(self, measure: str, pools: Sequence[float], history: History) -> list[Row]:
+        """The whole job with each pool in turn, A B A B."""
+        made = [self._repetitions(pool, history) for pool in pools]
+        return [
+            row
+            for pool, runs in zip(pools, made, strict=True)
+            for row in self._rows(measure, pool, history.machine, runs)
+        ]
 
-    def is_known(self, pools: Sequence[float]) -> bool:
-        """Whether earlier runs have measured all jobs with these pools."""
-        keys = [self._key(pool, i) for pool in pools for i in range(self.repetitions)]
-        return all(self.store.get(key) is not None for key in keys)
-
-    def _key(self, pool_prompts: float, repetition: int) -> str:
-        variants = [asdict(variant) for variant in self.variants]
-        return key_of(self.identity, variants, asdict(self.plan), pool_prompts, repetition)
-
-    def throughput(self) -> list[Row]:
-        """The whole job, A B A B."""
-        return self._jobs("throughput", self.plan.pool_prompts)
-
-    def pressure(self, pools: Sequence[float]) -> list[Row]:
-        """The whole job with smaller and smaller pools."""
-        return [row for pool in pools for row in self._jobs("pressure", pool)]
-
-    def _jobs(self, measure: str, pool_prompts: float) -> list[Row]:
+    def _repetitions(self, pool_prompts: float, history: History) -> list[list[Measurement]]:
+        """The runs of every variant."""
         runs: list[list[Measurement]] = [[] for _ in self.variants]
         ready = False
         for repetition in range(self.repetitions):
-            key = self._key(pool_prompts, repetition)
             # All variants of a repetition or none: they are compared with each other.
-            if (known := self.store.get(key)) is not None:
-                for made, run in zip(runs, known["runs"], strict=True):
-                    made.append(Measurement(**run))
+            measured = history.take(pool_prompts, repetition)
+            if measured is not None:
                 self.on_progress(self.plan.num_prompts * len(self.variants))
-                continue
-            if not ready:
-                self._prepare(pool_prompts)
-                ready = True
-            prompts = self.plan.prompts(repetition)
-            measured = []
-            for variant in self.variants:
-                self.on_stage(f"{variant.label}, {repetition + 1} of {self.repetitions}")
-                run = self.sessions.run(variant, prompts, self.plan.output_len, self.on_progress)
-                measured.append(run)
-            self.store.put(key, {"runs": [asdict(run) for run in measured]})
+            else:
+                machine = self.machine
+                if not ready:
+                    self._prepare(pool_prompts)
+                    ready = True
+                prompts = self.plan.prompts(repetition)
+                measured = []
+                for variant in self.variants:
+                    self.on_stage(f"{variant.label}, {repetition + 1} of {self.repetitions}")
+                    measured.append(
+                        self.sessions.run(variant, prompts, self.plan.output_len, self.on_progress)
+                    )
+                history.put(pool_prompts, repetition, measured, machine)
             for made, run in zip(runs, measured, strict=True):
                 made.append(run)
-        base = runs[0]
+        return runs
+
+    def _rows(
+        self, measure: str, pool: float, machine: Machine, runs: Sequence[Sequence[Measurement]]
+    ) -> list[Row]:
+        base = _rates(runs[0])
         return [
             with_ratios(
-                row_of(measure, self.plan, variant, pool_prompts, self.machine, made),
-                _rates(made),
-                _rates(base),
+                row_of(measure, self.plan, variant, pool, machine, made), _rates(made), base
             )
             for variant, made in zip(self.variants, runs, strict=True)
         ]
 
     def _prepare(self, pool_prompts: float) -> None:
         """Set the pools, and let every process do everything once."""
-        prompts = self.plan.prompts(-1)[:1]
+        prompts = self.plan.prompts(WARM_UP_SEED)[:1]
         for variant in self.variants:
             self.on_stage(f"{variant.label}, warm-up")
             self.sessions.limit_pool(variant, pool_prompts)
@@ -120,17 +102,26 @@ class Bench:
         Raises:
             ValueError: the requests have too few tokens left for the windows.
         """
+        machine = self.machine
         filled = self._fill()
+        windows = self.repetitions + 1  # the first warms up
         left = min(answer.get("tokens_left", self.plan.output_len) for answer in filled) - 1
-        steps = left // (self.repetitions + 1)
-        if steps < 1:
+        room = min(answer.get("steps_left", left) for answer in filled)
+        if left < windows:
             raise ValueError(
                 f"--output-len {self.plan.output_len} is too short: behind the prefill of all "
-                f"prompts {max(left, 0)} decode steps are left for {self.repetitions + 1} windows; "
-                f"ask for at least {self.plan.output_len + self.repetitions + 1 - left}"
+                f"prompts {max(left, 0)} decode steps are left for {windows} windows; ask for at "
+                f"least {self.plan.output_len + windows - left}"
             )
+        if room < windows:
+            raise ValueError(
+                f"the requests that came in have room for {room} further steps of the {windows} "
+                f"windows before one is thrown out: give another --pool-prompts than "
+                f"{self.plan.pool_prompts:g}, or fewer --num-prompts"
+            )
+        steps = min(left, room) // windows
         rates: list[list[float]] = [[] for _ in self.variants]
-        for window in range(self.repetitions + 1):  # the first warms up
+        for window in range(windows):
             for variant, made in zip(self.variants, rates, strict=True):
                 self.on_stage(f"{variant.label}, window {window} of {self.repetitions}")
                 answer = self.sessions.steps(variant, steps)
@@ -148,9 +139,7 @@ class Bench:
                 repetitions=len(made),
                 decode_low=min(made),
                 decode_high=max(made),
-                predicted_decode_tokens_per_s=predicted_rate(
-                    self.plan, variant, self.machine, batch
-                ),
+                predicted_decode_tokens_per_s=predicted_rate(self.plan, variant, machine, batch),
             )
             rows.append(with_ratios(row, {"decode": made}, {"decode": base}))
         return rows
@@ -178,8 +167,10 @@ class Bench:
         return replace(
             job_row(measure, self.plan, variant, self.plan.pool_prompts),
             resident_max=answer["resident"],
+            to_their_end=answer.get("to_their_end"),
             before_queueing=answer.get("before_queueing"),
             decode_blocks=answer.get("blocks"),
+            peak_blocks=answer.get("peak_blocks"),
         )
 
 

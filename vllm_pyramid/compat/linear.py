@@ -10,6 +10,7 @@ linear kernel.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_pyramid.platform.prepack import pack, packed_linear, reason_not_to_pack
+from vllm_pyramid.platform.prepack import pack, packed_linear, reason_not_to_pack, release
 
 logger = init_logger(f"vllm.{__name__}")
+
+_NUMBER = "_vllm_pyramid_packed"  # attribute of a layer: of its packed weight
 
 
 def install() -> None:
@@ -32,11 +35,18 @@ def install() -> None:
     stock = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch_packed(layer: Any, remove_weight: bool) -> None:
+        known: int | None = getattr(layer, _NUMBER, None)
         if reason := _reason_not_to_pack(layer):
             logger.debug_once("some linear layers are not packed: %s", reason)
+            if known is not None:
+                release(known)  # a graph that still multiplies with it must fail, not go on
             stock(layer, remove_weight)
             return
-        number = pack(layer.weight)
+        # A layer's weights may be loaded again (`reload_weights`): its number stays.
+        number = pack(layer.weight, known)
+        if known is None:
+            setattr(layer, _NUMBER, number)
+            weakref.finalize(layer, release, number)
         layer.cpu_linear = lambda x, weight, bias: packed_linear(x, number, bias)
         if remove_weight:
             layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)

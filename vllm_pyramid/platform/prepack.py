@@ -12,11 +12,14 @@ opaque layout cannot be an input of a graph that torch.compile makes, a number c
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-__all__ = ["pack", "packed_linear", "reason_not_to_pack"]
+__all__ = ["pack", "packed_linear", "reason_not_to_pack", "release"]
 
-_PACKED: list[torch.Tensor] = []
+_PACKED: dict[int, torch.Tensor] = {}
+_NUMBERS = itertools.count()
 _LIBRARIES: list[torch.library.Library] = []
 
 
@@ -39,15 +42,26 @@ def reason_not_to_pack(weight: torch.Tensor) -> str:
     return ""
 
 
-def pack(weight: torch.Tensor) -> int:
+def pack(weight: torch.Tensor, number: int | None = None) -> int:
     """Keep a rearranged copy of `weight` `[outputs, inputs]`; returns its number.
 
-    It stays for the life of the process, as the model does.
+    Args:
+        number: of an earlier copy, which this one takes the place of: a compiled graph has the
+            number as a constant and multiplies with whatever stands under it.
+
+    It stays until `release`.
     """
     _define()
+    if number is None:
+        number = next(_NUMBERS)
     # What the layout is chosen for: the rows of a decode step. Larger inputs work with it too.
-    _PACKED.append(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 16))
-    return len(_PACKED) - 1
+    _PACKED[number] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 16)
+    return number
+
+
+def release(number: int) -> None:
+    """Give the memory of a copy back; multiplying with it is a KeyError from then on."""
+    _PACKED.pop(number, None)
 
 
 def packed_linear(x: torch.Tensor, number: int, bias: torch.Tensor | None) -> torch.Tensor:
