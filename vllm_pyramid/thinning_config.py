@@ -17,9 +17,16 @@ from vllm_pyramid.policy.thinning import DecayAllocator
 
 logger = init_logger(f"vllm.{__name__}")
 
+# vLLM's defaults on the CPU: of LLM(...), and of --max-num-seqs for `vllm serve`.
+USUAL_BATCHED_TOKENS = 4096
+USUAL_SEQS = 256
+
 
 def check_thinning_args(args: EngineArgs, policy: Policy) -> None:
     """What the user asked for and does not go together with tokens that leave the forward pass.
+
+    A step gets room for a piece beside a full batch that decodes, unless its size was set: vLLM's
+    own default for servers is one piece, which would wait until nothing decodes.
 
     Raises:
         ValueError: naming the flag to change.
@@ -34,6 +41,16 @@ def check_thinning_args(args: EngineArgs, policy: Policy) -> None:
         raise ValueError(
             f"policy {policy.name!r} does not work with --enable-lora: adapters are chosen by the "
             "place of a token in the step, and tokens leave it between layers; leave the flag out"
+        )
+    if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
+        assert policy.thinner is not None
+        room = policy.thinner.piece_tokens + (args.max_num_seqs or USUAL_SEQS)
+        args.max_num_batched_tokens = max(room, USUAL_BATCHED_TOKENS)
+        logger.info(
+            "kv-policy %s: --max-num-batched-tokens %d, so that a piece of a prompt finds room "
+            "beside requests that decode",
+            policy.name,
+            args.max_num_batched_tokens,
         )
 
 

@@ -27,6 +27,8 @@ worker.runner*  V1: _update_states, _build_attention_metadata, input_batch, the 
 linear          model_executor.layers.utils.dispatch_cpu_unquantized_gemm, layer.cpu_linear (CPU)
                 Why: the wheel's linear layers rearrange their weight in every call. Remove when
                 vLLM packs with PyTorch's operators.
+host_memory     vllm.utils.cpu_resource_utils.get_cgroup_memory_limit, get_cgroup_memory_usage
+                Why: V's share of a container's memory. Remove when vLLM tells what is free.
 thin_forward    class of a model's inner module (LlamaModel, MistralModel, Qwen2Model, Qwen3Model),
                 its layers, norm and embed_input_ids
                 Why: rows leave between two layers. Remove when models call a hook there.

@@ -81,7 +81,7 @@ class Policy(BaseModel):
     sinks: int = Field(default=0, ge=0)
     fill_blocks: bool = True
     swap_v: bool = False
-    top_n: int = Field(default=128, ge=1)
+    top_n: int = Field(default=128, ge=1, lt=2**31)
     device_layers: int = Field(default=1, ge=0)
     renormalize: bool = False
     scorer: Annotated[SerializeAsAny[Scorer], BeforeValidator(parse_scorer)]

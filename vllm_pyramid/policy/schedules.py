@@ -13,7 +13,7 @@ preempted evicts at the same points when it is computed again.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -130,8 +130,7 @@ class ThinGeneratedSchedule(Schedule):
 
     def kept_of_group(self, group: int, num_layers: int) -> IntArray:
         """Of group number `group`, 1 the first that leaves the window: `[num_layers]`."""
-        left = group * self.gen_interval
-        return self.kept(left, num_layers) - self.kept(left - self.gen_interval, num_layers)
+        return _kept_of_group(self, group, num_layers)
 
     def keep(self, prompt: RetentionPlan, computed: int, thinned: RetentionPlan) -> IntArray:
         """All that is held of the prompt, what is kept of the groups, the window."""
@@ -144,6 +143,13 @@ class ThinGeneratedSchedule(Schedule):
 
     def recent(self, prompt: RetentionPlan, computed: int) -> int:
         return min(self.gen_window, computed - prompt.prompt_len)
+
+
+@lru_cache(maxsize=4096)  # every layer asks for its number of the same groups
+def _kept_of_group(schedule: ThinGeneratedSchedule, group: int, num_layers: int) -> IntArray:
+    left = group * schedule.gen_interval
+    before = left - schedule.gen_interval
+    return schedule.kept(left, num_layers) - schedule.kept(before, num_layers)
 
 
 SCHEDULES: dict[str, type[Schedule]] = {

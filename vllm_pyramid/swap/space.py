@@ -59,5 +59,6 @@ def check_host_memory(
         raise ValueError(
             f"V takes {gib(pool_bytes)} of host memory a worker, as much as the device's KV cache, "
             f"{gib(pool_bytes * workers)} for {workers}; this host has {gib(free_bytes)} free: set "
-            "a smaller --kv-swap-space (the device's KV cache then shrinks with it), or free memory"
+            "a smaller --kv-swap-space (the device's KV cache then shrinks with it) without "
+            "--num-gpu-blocks-override, or free memory"
         )

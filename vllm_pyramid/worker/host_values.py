@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from vllm_pyramid.compat.host_memory import available_host_memory
 from vllm_pyramid.compat.runner import attention_layer
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
@@ -39,6 +39,9 @@ class HostValuesMixin:
     def limit_cache_memory(self, num_bytes: int) -> int:
         """The bytes that vLLM may plan the device's KV cache with, where V needs host memory too.
 
+        Without `--kv-swap-space` V gets as much as the device's cache. On the CPU, where both are
+        the same memory, the two share what vLLM would have given one, unless its size was set.
+
         Args:
             num_bytes: what the device has room for.
 
@@ -49,8 +52,14 @@ class HostValuesMixin:
             return num_bytes
         config, specs = self.vllm_config, self._specs.values()
         longest = config.model_config.max_model_len
+        if config.model_config.original_max_model_len == -1:
+            longest = 1  # vLLM fits the length to the memory after this
         page_bytes = next(iter(specs)).page_size_bytes
+        cache, on_cpu = config.cache_config, self.device.type == "cpu"
         swap_bytes = self._settings().swap_space_bytes
+        sized = cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override
+        if on_cpu and swap_bytes is None and not sized:
+            swap_bytes = num_bytes // 2
         capped = capped_cache_bytes(
             num_bytes,
             swap_bytes,
@@ -59,12 +68,12 @@ class HostValuesMixin:
             longest=longest,
         )
         pool_bytes = capped
-        if (override := config.cache_config.num_gpu_blocks_override) is not None:
+        if (override := cache.num_gpu_blocks_override) is not None:
             pool_bytes = override * page_bytes
         # Now, while no worker has allocated anything: on the CPU the "device's" half comes first.
         workers = config.parallel_config.tensor_parallel_size
-        taken = pool_bytes * workers if self.device.type == "cpu" else 0
-        free_bytes = psutil.virtual_memory().available - taken
+        taken = pool_bytes * workers if on_cpu else 0
+        free_bytes = max(0, available_host_memory() - taken)
         check_host_memory(pool_bytes, swap_bytes, free_bytes=free_bytes, workers=workers)
         if capped < num_bytes:
             logger.info(

@@ -377,6 +377,7 @@ class Retention:
                 if evictions.request_ids[index] in self._open:
                     self._plans[evictions.request_ids[index]] = evictions.plans[index]
         self.step.evictions = None
+        self.step.thinning = None
         return report
 
     def idle_step(self, num_reqs: int) -> StepRetention:
