@@ -61,7 +61,8 @@ sanitize: $(STAMP)  ## Tests of the C++ kernels under AddressSanitizer and UBSan
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  VLLM_PYRAMID_CPU_LIBRARY="$$library" $(TEST_ENV) $(PY) -m pytest -p no:cacheprovider \
 	  tests/ops/test_cpu_attention.py tests/ops/test_cpu_eviction.py \
-	  tests/ops/test_topn.py tests/ops/test_recent_mass.py $(PYTEST_ARGS)
+	  tests/ops/test_topn.py tests/ops/test_recent_mass.py tests/ops/test_key_mass.py \
+	  tests/ops/test_recall.py $(PYTEST_ARGS)
 
 clean:  ## Remove .venv and everything that was built.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

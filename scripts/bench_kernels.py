@@ -2,7 +2,8 @@
 """Times the C++ kernels against what the same machine can do in the same run.
 
 - decode: bytes of K and V per second against a plain read of as many bytes by the same threads,
-  and its time against scaled_dot_product_attention on the same tokens gathered beforehand (the
+  against a read of the very same pages in the order of decoding, fetched ahead (a core reads
+  scattered pages more slowly), and its time against scaled_dot_product_attention on the same tokens gathered beforehand (the
   gathering is not timed);
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
 - evict: score + select + compact as a share of that prefill.
@@ -55,6 +56,7 @@ class Row:
     gflop: float = 0.0  # multiplications and additions of one call, in 1e9
     milliseconds: float = 0.0
     sdpa_milliseconds: float | None = None
+    pages: float | None = None  # GB/s of a read of the same pages
 
 
 def integers(*values: int) -> torch.Tensor:
@@ -110,7 +112,10 @@ def bench_decode(
     out = torch.empty_like(query)
     starts, seq_lens = torch.arange(requests + 1).int(), integers(*lens)
     skips = torch.zeros(requests, dtype=torch.int32)
-    read = cpu_library.load().pyr_read
+    heads = torch.arange(args.kv_heads)[:, None]
+    pages = torch.cat([(row * args.kv_heads + heads).flatten() for row in order]).int()
+    page_bytes = used // len(pages)
+    read, read_pages = cpu_library.load().pyr_read, cpu_library.load().pyr_read_pages
     threads = torch.get_num_threads()
     if args.refcheck:
         small = (query, *split(first), table, starts, seq_lens, skips)
@@ -124,13 +129,15 @@ def bench_decode(
         key, value = cache.view(2, requests, args.kv_heads, context, head_size)
         F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=group > 1)
 
-    ours, plain, theirs_sdpa = [], [], []
+    ours, plain, paged, theirs_sdpa = [], [], [], []
     deadline = time.perf_counter() + args.case_seconds
     for turn in range(max(args.rounds * copies, 8)):
         if turn >= 5 and time.perf_counter() > deadline:
             break
         other = caches[(turn + copies // 2) % copies]
         plain.append(timed(lambda: read(other.data_ptr(), used, threads)))  # noqa: B023
+        there = (caches[(turn + 1 + copies // 3) % copies].data_ptr(), pages.data_ptr())
+        paged.append(timed(lambda: read_pages(*there, len(pages), page_bytes, threads)))  # noqa: B023
         key, value = split(caches[turn % copies])
         inputs = (out, query, key, value, table, starts, seq_lens, skips)
         ours.append(timed(lambda: cpu.paged_attention(*inputs, scale=0.1)))  # noqa: B023
@@ -143,6 +150,7 @@ def bench_decode(
         *(used / mine / 1e9, used / theirs / 1e9, 100 * theirs / mine),
         *(4 * sum(lens) * args.kv_heads * group * head_size / 1e9, mine * 1e3),
         statistics.median(theirs_sdpa) * 1e3 if theirs_sdpa else None,
+        used / statistics.median(paged) / 1e9,
     )
 
 
@@ -261,6 +269,7 @@ def show(rows: list[Row], console: Console) -> None:
         "other",
         "",
         "ratio",
+        "pages",
         "/ SDPA",
     ):
         table.add_column(name, justify="left" if name in ("kernel", "") else "right", no_wrap=True)
@@ -269,6 +278,7 @@ def show(rows: list[Row], console: Console) -> None:
             *(row.kernel, str(row.threads), f"{row.head_size} x {row.group}"),
             *(f"{row.requests} x {row.context}", f"{row.megabytes:.1f}"),
             *(f"{row.ours:.2f}", f"{row.reference:.2f}", row.unit, f"{row.percent:.1f} %"),
+            f"{100 * row.ours / row.pages:.1f} %" if row.pages else "",
             f"{row.sdpa_milliseconds / row.milliseconds:.1f} x" if row.sdpa_milliseconds else "",
         )
     console.print(table)

@@ -11,7 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 5
+#define PYR_ABI_VERSION 6
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
@@ -138,3 +138,7 @@ PYR_EXPORT int pyr_compact(const PyrCompact* p);
 PYR_EXPORT int pyr_reshape_and_cache(const PyrCacheWrite* p);
 // Reads `bytes` bytes with all threads, for benchmarks; returns a sum that keeps the reads.
 PYR_EXPORT double pyr_read(const char* memory, int64_t bytes, int64_t threads);
+// The same for pages of `page_bytes`, a multiple of 512, in the order in which they are named, each
+// fetched ahead as decoding does: what a cache of scattered pages allows.
+PYR_EXPORT double pyr_read_pages(const char* memory, const int32_t* pages, int64_t count,
+                                 int64_t page_bytes, int64_t threads);

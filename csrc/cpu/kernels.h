@@ -63,7 +63,7 @@ struct Kernels {
   void (*score_logits)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
   void (*score_mass)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
   // Reads memory at full width, for benchmarks to compare with.
-  float (*read)(const char* memory, size_t bytes);
+  float (*read)(const char* memory, size_t bytes, const char* next);
   size_t (*key_mass_scratch)(const PyrAttention&);
   void (*key_mass)(const PyrKeyMass&, int32_t request, int32_t kv_head, void* scratch);
   size_t (*topn_scratch)(const PyrAttention&);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -139,8 +140,26 @@ double pyr_read(const char* memory, int64_t bytes, int64_t threads) {
   std::atomic<int64_t> sum{0};
   const auto task = [&](int64_t i) {
     const int64_t left = bytes - i * kPiece;
-    sum += int64_t(kernels.read(memory + i * kPiece, size_t(left < kPiece ? left : kPiece)) != 0);
+    sum += int64_t(kernels.read(memory + i * kPiece, size_t(left < kPiece ? left : kPiece),
+                                nullptr) != 0);
   };
   pyr::for_each_item(threads, (bytes + kPiece - 1) / kPiece, task);
+  return double(sum);
+}
+
+double pyr_read_pages(const char* memory, const int32_t* pages, int64_t count, int64_t page_bytes,
+                      int64_t threads) {
+  constexpr int64_t kPiece = 64, kAhead = 8;  // pages
+  const pyr::Kernels& kernels = pyr::kernels_for(PYR_F32, PYR_F32);
+  std::atomic<int64_t> sum{0};
+  const auto task = [&](int64_t i) {
+    const int64_t end = std::min(count, (i + 1) * kPiece);
+    for (int64_t k = i * kPiece; k < end; ++k) {
+      const int64_t next = std::min(k + kAhead, count - 1);
+      sum += int64_t(kernels.read(memory + pages[k] * page_bytes, size_t(page_bytes),
+                                  memory + pages[next] * page_bytes) != 0);
+    }
+  };
+  pyr::for_each_item(threads, (count + kPiece - 1) / kPiece, task);
   return double(sum);
 }

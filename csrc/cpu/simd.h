@@ -343,14 +343,21 @@ PYR_INLINE V v_soft_cap(V x, float cap) {
   return v_mul(v_set(cap), v_sub(one, v_div(v_set(2.0f), v_add(v_exp2(y), one))));
 }
 
-// The sum of whatever floats lie there, in whole groups of eight vectors.
-inline float read_memory(const char* memory, size_t bytes) {
+// The sum of whatever floats lie there, in whole groups of eight vectors; `next`, if any, is
+// fetched into the second-level cache at the same time.
+inline float read_memory(const char* memory, size_t bytes, const char* next) {
   V sum[8];
   for (int i = 0; i < 8; ++i) sum[i] = v_zero();
   const float* p = (const float*)memory;
-  for (size_t n = bytes / sizeof(V) / 8; n; --n, p += 8 * W)
+  for (size_t n = bytes / sizeof(V) / 8; n; --n, p += 8 * W) {
+    if (next) {
+#pragma GCC unroll 8
+      for (size_t i = 0; i < 8 * sizeof(V); i += 64) __builtin_prefetch(next + i, 0, 2);
+      next += 8 * sizeof(V);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) sum[i] = v_add(sum[i], v_load(p + i * W));
+  }
   for (int i = 1; i < 8; ++i) sum[0] = v_add(sum[0], sum[i]);
   return v_hsum(sum[0]);
 }

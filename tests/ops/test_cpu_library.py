@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,21 @@ def test_a_small_call_is_cheap() -> None:
             cpu.reshape_and_cache(key, key, cache[:, :, :16], cache[:, :, 16:], slots)
         best = min(best, (time.perf_counter() - begin) / 50)
     assert best < 1e-4, f"{best * 1e6:.1f} microseconds a call"
+
+
+def test_reading_pages_reads_those_that_are_named(
+    each_isa: Callable[[], Iterator[str]],
+) -> None:
+    """The ceiling that decode is measured against: all of each page, none that was not named."""
+    page_floats, count = 256, 200
+    memory = torch.zeros(count, page_floats)
+    memory[torch.randperm(count)[:77], -1] = 1.0
+    read = cpu_library.load().pyr_read_pages
+    pages = torch.randperm(count).int()
+    some = pages[:70].contiguous()
+    for _ in each_isa():
+        for named, threads in ((pages, 1), (pages, 2), (some, 1)):
+            seen = read(
+                memory.data_ptr(), named.data_ptr(), len(named), page_floats * 4, threads
+            )
+            assert seen == memory[named.long()].count_nonzero()

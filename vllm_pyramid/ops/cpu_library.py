@@ -19,7 +19,7 @@ import torch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
@@ -110,6 +110,8 @@ def load() -> ctypes.CDLL:
     library.pyr_set_parallel.restype = None
     library.pyr_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     library.pyr_read.restype = ctypes.c_double
+    library.pyr_read_pages.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
+    library.pyr_read_pages.restype = ctypes.c_double
     for name in KERNELS:
         getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
     for name in ("key_mass", "topn_attention"):
