@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -219,6 +219,7 @@ class OpenPlan:
     floor: int
     exact: bool
     fill_blocks: bool
+    every: ClassVar[int] = 0
 
     @property
     def evicts(self) -> bool:

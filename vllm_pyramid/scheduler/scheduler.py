@@ -164,6 +164,8 @@ class PyramidSchedulerMixin(Scheduler):
             request, num_computed_tokens, num_new_tokens
         )
         plan = self._plans[request.request_id][1]
+        if num_computed_tokens >= plan.prompt_len and not plan.every:
+            return num_new_tokens  # all has been evicted: nearly every request, every step
         stop = plan.next_eviction(num_computed_tokens) if plan.evicts else None
         if stop is None and self.kv_policy.swap_v and num_computed_tokens < plan.prompt_len:
             # Behind the prompt keys are chosen: no chunk may have queries of both kinds.
