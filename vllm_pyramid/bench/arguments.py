@@ -56,11 +56,14 @@ def add_arguments(measures: Any) -> None:
 
 def _parser(measures: Any, name: str, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = measures.add_parser(name, help=summary, description=summary)
+    goes_on = {"throughput": " without --decode-only", "pressure": ""}.get(name)
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("bench-results"),
-        help="folder for all results; an interrupted run goes on there (%(default)s)",
+        help="folder for all results"
+        + ("" if goes_on is None else f"; an interrupted run{goes_on} goes on there")
+        + " (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there too")
