@@ -112,7 +112,7 @@ def _engine_parser(
             f"({'as many as requests' if pool is None else '%(default)g'})",
         )
     listed("--repetitions", type=int, default=3, help="of each measurement (%(default)s)")
-    listed("--threads", type=_positive, help="of each engine on the CPU (all processors)")
+    listed("--threads", type=_positive, help="of each engine on the CPU (OMP_NUM_THREADS, or all)")
     listed("--engine-args", help="JSON, further arguments of vllm_pyramid.LLM")
     listed("--peer-python", metavar="PATH", help="Python of an environment with kvpress")
     if name in ("throughput", "pressure"):
