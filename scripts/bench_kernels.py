@@ -3,8 +3,8 @@
 
 - decode: bytes of K and V per second against a plain read of as many bytes by the same threads,
   against a read of the very same pages in the order of decoding, fetched ahead (a core reads
-  scattered pages more slowly), and its time against scaled_dot_product_attention on the same tokens gathered beforehand (the
-  gathering is not timed);
+  scattered pages more slowly), and its time against scaled_dot_product_attention on the same tokens
+  gathered beforehand (the gathering is not timed);
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
 - evict: score + select + compact as a share of that prefill.
 

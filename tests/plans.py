@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.config import RequestOverride, resolve
 from vllm_pyramid.policy import Plan, Policy, RetentionPlan
+from vllm_pyramid.request_config import RequestOverride, resolve
 
 
 def plan_for(

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 
 from tests.plans import plan_for
-from vllm_pyramid.config import (
+from vllm_pyramid.config import KVSettings, parse_policy_args, trace_window
+from vllm_pyramid.policy import Budget, load_policy
+from vllm_pyramid.policy.registry import policy_names
+from vllm_pyramid.request_config import (
     SHARES_KEY,
-    KVSettings,
     RequestOverride,
-    parse_policy_args,
     refuse_internal,
     resolve,
     settle,
-    trace_window,
 )
-from vllm_pyramid.policy import Budget, load_policy
-from vllm_pyramid.policy.registry import policy_names
 
 pytestmark = pytest.mark.cpu
 

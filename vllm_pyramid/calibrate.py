@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--engine-args",
         metavar="JSON",
-        help="further arguments of vllm.LLM, for example '{\"max_model_len\": 8192}'",
+        help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
     )
     parser.set_defaults(run=run)
 

@@ -33,7 +33,7 @@ def _positive(text: str) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-pyramid",
-        description="KV budgets per layer for vLLM: look at policies and what they keep.",
+        description="KV budgets per layer for vLLM: what policies keep, what that costs and gives.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C ABI between the shared library and vllm_pyramid/ops/cpu.py.
+// The C ABI between the shared library and vllm_pyramid/ops/cpu_records.py.
 //
 // Every function takes one packed record of 8-byte fields, so that a call costs one pointer
-// instead of thirty converted arguments. The field order here and the `struct` formats in cpu.py
+// instead of thirty converted arguments. The field order here and the `struct` formats over there
 // must agree; `pyr_abi_version` is checked at load. Strides are in elements. Functions return 0,
 // or nonzero with the reason in `pyr_last_error()`.
 //

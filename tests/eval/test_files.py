@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from vllm_pyramid.eval import files, metrics
+from vllm_pyramid.eval import metrics
 from vllm_pyramid.eval import run as run_module
-from vllm_pyramid.eval.files import LONGBENCH, add_arguments, load_file_tasks, words_of
+from vllm_pyramid.eval.files import add_arguments, load_file_tasks, words_of
 from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.longbench import CHINESE, LONGBENCH
 from vllm_pyramid.eval.report import tables
 from vllm_pyramid.eval.results import rows_of
 from vllm_pyramid.eval.run import Answer, Run, Settings
@@ -295,14 +296,14 @@ def test_files_of_something_else(tmp_path: Path, text: bytes, message: str) -> N
 def test_chinese_data_sets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(tmp_path)
     write(tmp_path / "qasper.jsonl", entry("qasper"))
-    for dataset in files.CHINESE:
+    for dataset in CHINESE:
         path = write(tmp_path / f"{dataset}.jsonl", entry(dataset, language="zh"))
         with pytest.raises(ValueError, match=rf"{dataset}.jsonl: .* need a word segmenter"):
             load("--longbench", path)
     # A folder can hold all of LongBench: the others run, and what does not is said.
     assert [task.name for task in load("--longbench", tmp_path)] == ["longbench/qasper"]
     said = capsys.readouterr().err
-    assert said.startswith("Left out") and all(name in said for name in files.CHINESE)
+    assert said.startswith("Left out") and all(name in said for name in CHINESE)
 
 
 def test_unknown_files_are_refused(tmp_path: Path) -> None:

@@ -235,6 +235,14 @@ def test_a_length_beyond_the_model_is_refused(
         Run(settings(), tokens)
 
 
+def test_recall_of_prompts_that_are_thinned_is_refused(tokens: Tokens) -> None:
+    """Their full attention is never computed: said now, not when the engine has answered."""
+    asked = {"policies": ("full", "pyramidinfer"), "tasks": (load_task("attention-recall"),)}
+    with pytest.raises(ValueError, match=r"'pyramidinfer' thins .* attention-recall measures"):
+        Run(settings(**asked), tokens)
+    assert Run(settings(**{**asked, "tasks": (load_task("needle"),)}), tokens).jobs
+
+
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--list"]) == 0
     assert "two-questions" in capsys.readouterr().out

@@ -152,7 +152,5 @@ def test_reading_pages_reads_those_that_are_named(
     some = pages[:70].contiguous()
     for _ in each_isa():
         for named, threads in ((pages, 1), (pages, 2), (some, 1)):
-            seen = read(
-                memory.data_ptr(), named.data_ptr(), len(named), page_floats * 4, threads
-            )
+            seen = read(memory.data_ptr(), named.data_ptr(), len(named), page_floats * 4, threads)
             assert seen == memory[named.long()].count_nonzero()

@@ -11,8 +11,8 @@ from vllm.v1.engine import FinishReason
 
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_evictions
-from vllm_pyramid.config import SHARES_KEY
 from vllm_pyramid.policy import OpenPlan, RetentionPlan, load_policy
+from vllm_pyramid.request_config import SHARES_KEY
 from vllm_pyramid.scheduler import sampling
 from vllm_pyramid.scheduler.sampling import SampledShares
 

@@ -26,8 +26,8 @@ from vllm.v1.request import Request, RequestStatus
 from tests.plans import plan_for
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_evictions
-from vllm_pyramid.config import RequestOverride
 from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.request_config import RequestOverride
 
 pytestmark = pytest.mark.cpu
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.config import KVSettings, RequestOverride, resolve
+from vllm_pyramid.config import KVSettings
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.request_config import RequestOverride, resolve
 from vllm_pyramid.swap.pool import HostPool
 from vllm_pyramid.swap.space import capped_cache_bytes, check_host_memory
 from vllm_pyramid.swap.traffic import StepTraffic, SwapTraffic

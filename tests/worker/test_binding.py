@@ -18,8 +18,9 @@ from tests.plans import plans_of
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.worker.backend_cuda import PyramidBuilderMixin
 from vllm_pyramid.worker.evict import EvictionUploads
-from vllm_pyramid.worker.retention import Retention, StepEvictions
+from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
+from vllm_pyramid.worker.step import StepEvictions
 
 pytestmark = pytest.mark.cpu
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plans import plan_for
-from vllm_pyramid.config import SHARES_KEY, RequestOverride
 from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan, load_policy
 from vllm_pyramid.policy.plans import Eviction
-from vllm_pyramid.worker.retention import Retention, StepRetention
+from vllm_pyramid.request_config import SHARES_KEY, RequestOverride
+from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.step import StepRetention
 
 pytestmark = pytest.mark.cpu
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_pyramid.config import SHARES_KEY
 from vllm_pyramid.ops import cpu, reference
 from vllm_pyramid.ops.recall import window_statistics
 from vllm_pyramid.ops.solve import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan, load_policy
+from vllm_pyramid.request_config import SHARES_KEY
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
-from vllm_pyramid.worker.retention import Retention, StepEvictions
+from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.solve import LayerSolver
+from vllm_pyramid.worker.step import StepEvictions
 
 pytestmark = pytest.mark.cpu
 

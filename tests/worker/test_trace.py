@@ -11,7 +11,8 @@ import torch
 
 from tests.plans import plans_of
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.worker.retention import Retention, StepEvictions
+from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.step import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 
 pytestmark = pytest.mark.cpu

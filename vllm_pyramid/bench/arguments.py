@@ -56,11 +56,14 @@ def add_arguments(measures: Any) -> None:
 
 def _parser(measures: Any, name: str, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = measures.add_parser(name, help=summary, description=summary)
+    goes_on = {"throughput": " without --decode-only", "pressure": ""}.get(name)
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("bench-results"),
-        help="folder for all results; an interrupted run goes on there (%(default)s)",
+        help="folder for all results"
+        + ("" if goes_on is None else f"; an interrupted run{goes_on} goes on there")
+        + " (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there too")
@@ -109,7 +112,7 @@ def _engine_parser(
             f"({'as many as requests' if pool is None else '%(default)g'})",
         )
     listed("--repetitions", type=int, default=3, help="of each measurement (%(default)s)")
-    listed("--threads", type=_positive, help="of each engine on the CPU (all processors)")
+    listed("--threads", type=_positive, help="of each engine on the CPU (OMP_NUM_THREADS, or all)")
     listed("--engine-args", help="JSON, further arguments of vllm_pyramid.LLM")
     listed("--peer-python", metavar="PATH", help="Python of an environment with kvpress")
     if name in ("throughput", "pressure"):

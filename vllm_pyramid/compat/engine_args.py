@@ -51,7 +51,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     if "--kv-policy" in parser._option_string_actions:
         return
     group = parser.add_argument_group(
-        "KV policy (vllm-pyramid)", "Per-layer KV cache budgets and eviction at the end of prefill."
+        "KV policy (vllm-pyramid)",
+        "A KV cache budget for every layer, and eviction: at the end of a prompt, or later too.",
     )
     for key, options in _FLAGS.items():
         group.add_argument("--" + key.replace("_", "-"), dest=key, default=None, **options)

@@ -14,14 +14,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_pyramid.config import (
-    KVSettings,
+from vllm_pyramid.config import KVSettings
+from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.request_config import (
     RequestOverride,
     refuse_internal,
     refuse_prompt_logprobs,
     resolve,
 )
-from vllm_pyramid.policy.base import Policy
 
 
 def _served_policy(processor: InputProcessor) -> Policy | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo` runs: one prompt of real text through the engine with three policies.
+"""`vllm-pyramid demo`, or `make demo`: one prompt of real text with three policies.
 
 A fact is hidden in the text and asked for at its end. For each policy: the answer, how many tokens
 every layer keeps, how many blocks the request holds before and after the eviction, and the speed.
@@ -119,7 +119,7 @@ def _progress(console: Console, total: int) -> Iterator[tuple[Progress, Callable
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="vllm-pyramid demo", description=__doc__)
     parser.add_argument("--model", type=Path, help="a folder with a model (default: the built-in)")
     parser.add_argument("--kv-budget", default="12%", help="tokens or per cent (default: 12%%)")
     parser.add_argument("--prompt-tokens", type=int, default=3000)

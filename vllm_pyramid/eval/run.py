@@ -128,6 +128,7 @@ class Run:
                     f"{length - (needed - longest)}"
                 )
         for name, policy in policies.items():
+            _check_recall(policy, settings.tasks)
             for budget in budgets_of(policy, settings.budgets):
                 if budget is not None:
                     load_policy(name, budget)  # raises where they do not suit each other
@@ -201,6 +202,17 @@ class Run:
 def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:
     """The budgets to measure a policy at: one of None for a policy that evicts nothing."""
     return list(dict.fromkeys(budgets)) if policy.evicts else [None]
+
+
+def _check_recall(policy: Policy, tasks: Sequence[Task]) -> None:
+    """Raise ValueError if a task needs what nobody computes with this policy."""
+    needing = [task.name for task in tasks if task.needs_recall]
+    if policy.thinner is not None and needing:
+        raise ValueError(
+            f"policy {policy.name!r} thins prompts between layers, so no layer computes the full "
+            f"attention that {', '.join(needing)} measures: name other tasks (--tasks), or leave "
+            "the policy out"
+        )
 
 
 def _encode(tokens: Tokens, sample: Sample) -> tuple[list[int], list[int]]:

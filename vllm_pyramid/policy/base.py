@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -27,26 +26,16 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.policy.allocators import Allocator, AnyAllocator, UniformAllocator
+from vllm_pyramid.policy.allocators import AnyAllocator, UniformAllocator
 from vllm_pyramid.policy.budget import Budget
-from vllm_pyramid.policy.plans import IntArray, OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.schedules import (
-    PromptEndSchedule,
-    Schedule,
-    ThinGeneratedSchedule,
-    parse_schedule,
-)
+from vllm_pyramid.policy.combination import check_combination
+from vllm_pyramid.policy.planning import plan_for
+from vllm_pyramid.policy.plans import IntArray, Plan
+from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule, parse_schedule
 from vllm_pyramid.policy.scorers import AccumulatingScorer, Scorer, parse_scorer
-from vllm_pyramid.policy.selectors import (
-    Selector,
-    TopKSelector,
-    TopKSharedSelector,
-    parse_selector,
-)
+from vllm_pyramid.policy.selectors import Selector, TopKSelector, parse_selector
 from vllm_pyramid.policy.solved import SolvingAllocator, parse_allocator
-from vllm_pyramid.policy.thinning import DecayAllocator, thinning_plan
-
-__all__ = ["IntArray", "OpenPlan", "Plan", "Policy", "RetentionPlan"]
+from vllm_pyramid.policy.thinning import DecayAllocator
 
 
 class Policy(BaseModel):
@@ -97,94 +86,9 @@ class Policy(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
-        if self.name == "none" or (self.name == "full" and (self.evicts or self.swap_v)):
-            raise ValueError(
-                f"the name {self.name!r} is reserved (none: plugin off, full: everything kept on "
-                "the device): give this policy another one"
-                + (", or choose kcache" if self.swap_v else "")
-            )
-        for name in ("top_n", "device_layers", "renormalize"):
-            if not self.swap_v and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"`{name}` of policy {self.name!r} would have no effect: it is for policies "
-                    "that keep V in host memory (`swap_v: true`)"
-                )
-        if self.needs_scores and self.window < 1:
-            raise ValueError(
-                f"policy {self.name!r} scores with the queries of the observation window, so "
-                f"`window` must be at least 1, not {self.window}"
-            )
-        if self.solver is not None and not self.needs_scores:
-            raise ValueError(
-                f"policy {self.name!r} has the allocator {self.allocator.kind!r}, which takes the "
-                f"lengths from attention scores, but its scorer {self.scorer.kind!r} has none: "
-                "choose the scorer observation_window"
-            )
-        self._check_schedule()
-        self._check_thinning()
+        check_combination(self)
         self.check_budget(self.budget)
         return self
-
-    def _check_schedule(self) -> None:
-        scorer, every = self.scorer, self.schedule.every
-        if self.selector.recent_share and not scorer.accumulates:
-            raise ValueError(
-                f"policy {self.name!r} sets selector.recent, which its scorer {scorer.kind!r} does "
-                "not use: set `window` instead"
-            )
-        if self.swap_v and (every or scorer.accumulates or scorer.thins):
-            raise ValueError(
-                f"policy {self.name!r} keeps V in host memory (swap_v), which goes with evictions "
-                f"at the prompt's end alone so far, by scores made there: its schedule is "
-                f"{self.schedule.kind!r} and its scorer {scorer.kind!r}"
-            )
-        thins_generated = isinstance(self.schedule, ThinGeneratedSchedule)
-        if thins_generated and not scorer.thins:
-            raise ValueError(
-                f"policy {self.name!r} has the schedule {self.schedule.kind!r}, which goes on as "
-                "the scorer recent_ensemble began with the prompt, but its scorer is "
-                f"{scorer.kind!r}: choose the schedule interval"
-            )
-        if not every or thins_generated:
-            return
-        if scorer.thins:
-            raise ValueError(
-                f"policy {self.name!r} thins prompts between layers; what is generated is thinned "
-                f"by the schedule thin_generated, not by {self.schedule.kind!r}"
-            )
-        if self.needs_scores or not self.evicts:
-            raise ValueError(
-                f"policy {self.name!r} has the schedule {self.schedule.kind!r}, but its scorer "
-                f"{scorer.kind!r} has no scores during generation: choose one that accumulates "
-                "(accumulated_attention, persistence) or recency"
-            )
-        history = scorer.history if isinstance(scorer, AccumulatingScorer) else None
-        if history is not None and history > every:
-            raise ValueError(
-                f"policy {self.name!r} looks back over {history} queries but evicts every {every} "
-                "tokens: a history window must not reach beyond the eviction before"
-            )
-
-    def _check_thinning(self) -> None:
-        parts = (
-            self.scorer.thins,
-            isinstance(self.allocator, DecayAllocator),
-            isinstance(self.selector, TopKSharedSelector),
-        )
-        if len(set(parts)) > 1:
-            raise ValueError(
-                f"policy {self.name!r}: the scorer recent_ensemble, the allocator decay and the "
-                "selector top_k_shared thin prompts between layers and only go together, not with "
-                f"{self.scorer.kind!r}, {self.allocator.kind!r} and {self.selector.kind!r}"
-            )
-        if (thinner := self.thinner) is not None and (
-            self.window or self.sinks > thinner.min_context
-        ):
-            raise ValueError(
-                f"policy {self.name!r} thins prompts between layers: `window` must be 0 (recent "
-                f"tokens are the recent_ratio), not {self.window}, and `sinks` at most the "
-                f"min_context of {thinner.min_context}, not {self.sinks}"
-            )
 
     @cached_property
     def stable_hash(self) -> int:
@@ -313,7 +217,7 @@ class Policy(BaseModel):
         Raises:
             ValueError: the allocator is made for another number of layers.
         """
-        return _plan(self, prompt_len, num_layers, block_size, budget or self.budget)
+        return plan_for(self, prompt_len, num_layers, block_size, budget or self.budget)
 
     def kept_positions(self, prompt_len: int, keep: int, front: int | None = None) -> IntArray:
         """The positions a policy without attention scores keeps: `[keep]` int32, ascending.
@@ -331,110 +235,3 @@ class Policy(BaseModel):
         first = min(self.sinks if front is None else front, keep)
         head = np.arange(first, dtype=np.int32)
         return np.concatenate([head, np.arange(prompt_len - keep + first, prompt_len, dtype="i4")])
-
-
-@lru_cache(maxsize=8192)
-def _plan(
-    policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
-) -> Plan:
-    assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
-    policy.check_layers(num_layers)
-    if policy.thinner is not None:
-        plan = thinning_plan(
-            policy.thinner,
-            prompt_len,
-            num_layers,
-            block_size,
-            budget=budget,
-            sinks=policy.sinks,
-            fill_blocks=policy.fill_blocks,
-        )
-        if not policy.schedule.every:
-            return plan
-        return plan.repeated(policy.schedule.every, partial(_later_thinned, policy, plan))
-    mean = prompt_len
-    if policy.evicts:
-        mean = budget.tokens_for(prompt_len, policy.min_budget)
-    fixed = policy.window + policy.sinks
-    solver = policy.solver
-    if solver is not None and (fixed < prompt_len if solver.sets_total else mean < prompt_len):
-        assert fixed < mean, (fixed, mean, "the budget was not checked")
-        return OpenPlan(
-            prompt_len,
-            block_size,
-            num_layers,
-            mean,
-            floor=fixed,
-            exact=not solver.sets_total,
-            fill_blocks=policy.fill_blocks,
-        )
-    plan = _settled(policy, prompt_len, num_layers, block_size, mean)
-    if not policy.schedule.every:
-        return plan
-    # A share is one of the prompt, also when more has been generated.
-    target = budget.tokens or max(mean, policy.min_budget)
-    return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan, target))
-
-
-@lru_cache(maxsize=8192)
-def _settled(
-    policy: Policy, tokens: int, num_layers: int, block_size: int, mean: int
-) -> RetentionPlan:
-    """What the allocator keeps of `tokens` tokens, on average `mean` a layer."""
-    fixed = policy.window + policy.sinks
-    if mean == tokens:
-        keep = np.full(num_layers, tokens)
-    else:
-        assert fixed < mean, (fixed, mean, "the budget was not checked")
-        assert isinstance(policy.allocator, Allocator)
-        keep = fixed + policy.allocator.allocate(mean - fixed, num_layers, tokens - fixed)
-    return _plan_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
-
-
-def _plan_of(
-    policy: Policy,
-    tokens: int,
-    block_size: int,
-    mean: int,
-    keep: npt.NDArray[Any],
-    front: npt.NDArray[Any],
-) -> RetentionPlan:
-    recent = np.floor(keep * policy.selector.recent_share)
-    return RetentionPlan.of(
-        tokens,
-        block_size,
-        mean,
-        keep,
-        policy.fill_blocks,
-        front=np.maximum(policy.sinks, front),
-        recent=np.maximum(policy.window, recent),
-    )
-
-
-def _later_plan(policy: Policy, prompt: RetentionPlan, target: int, computed: int) -> RetentionPlan:
-    """What is kept at the eviction after `computed` tokens; `target` is the prompt's budget."""
-    layers, block_size, mean = len(prompt.keep), prompt.block_size, min(target, computed)
-    thinned = _settled(policy, computed, layers, block_size, mean)
-    keep = policy.schedule.keep(prompt, computed, thinned)
-    front = policy.schedule.front(prompt, computed)
-    if keep is thinned.keep and not front.any():
-        return thinned
-    return _plan_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)
-
-
-@lru_cache(maxsize=8192)
-def _later_thinned(policy: Policy, prompt: RetentionPlan, computed: int) -> RetentionPlan:
-    """What is kept at the eviction after `computed` tokens of a prompt that was thinned.
-
-    The room that was filled at the prompt's end stays filled: the prompt's tokens are not touched.
-    """
-    keep = policy.schedule.keep(prompt, computed, prompt)
-    return RetentionPlan.of(
-        computed,
-        prompt.block_size,
-        -(-int(keep.sum()) // len(keep)),
-        keep,
-        policy.fill_blocks,
-        front=policy.schedule.front(prompt, computed),
-        recent=policy.schedule.recent(prompt, computed),
-    )

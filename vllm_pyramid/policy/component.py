@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts a policy is composed of (scorer, allocator, selector) and how a preset names them.
+"""The parts of a policy (scorer, allocator, selector, schedule) and how a preset names them.
 
 A section of a preset is a mapping with a `kind` and the fields of that kind, or the kind alone:
 

@@ -16,18 +16,18 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions, read_traffic
-from vllm_pyramid.config import (
+from vllm_pyramid.config import KVSettings
+from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.policy.budget import Budget
+from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.request_config import (
     SHARES_KEY,
-    KVSettings,
     RequestOverride,
     refuse_internal,
     refuse_prompt_logprobs,
     settle,
     with_shares,
 )
-from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.budget import Budget
-from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 from vllm_pyramid.scheduler.sampling import SampledShares
 from vllm_pyramid.swap.traffic import SwapTraffic

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_pyramid.ops import get_ops
 from vllm_pyramid.worker.context import LayerContext
-from vllm_pyramid.worker.retention import StepRetention
+from vllm_pyramid.worker.step import StepRetention
 
 
 class PyramidCpuBackend(AttentionBackend):

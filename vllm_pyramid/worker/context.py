@@ -12,9 +12,10 @@ import torch
 from vllm_pyramid.policy.schedules import ThinGeneratedSchedule
 from vllm_pyramid.worker.evict import EvictionUploads, evict_layer
 from vllm_pyramid.worker.key_mass import KeyMass
-from vllm_pyramid.worker.retention import Retention, StepEvictions
+from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.solve import LayerSolver
+from vllm_pyramid.worker.step import StepEvictions
 from vllm_pyramid.worker.thinner import Thinner
 from vllm_pyramid.worker.thinning import StepThinning
 from vllm_pyramid.worker.trace import TraceWriter

@@ -14,7 +14,7 @@ from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import RetentionPlan
 from vllm_pyramid.policy.scorers import ObservationWindowScorer
 from vllm_pyramid.worker.key_mass import KeyMass
-from vllm_pyramid.worker.retention import StepEvictions
+from vllm_pyramid.worker.step import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 from vllm_pyramid.worker.upload import DeviceEvictions, upload
 from vllm_pyramid.worker.window_mass import window_mass

@@ -25,9 +25,10 @@ from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.host_values import HostValuesMixin
 from vllm_pyramid.worker.key_mass import KeyMass
-from vllm_pyramid.worker.retention import Retention, StepRetention
+from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.shifted import ShiftedTables
 from vllm_pyramid.worker.solve import LayerSolver
+from vllm_pyramid.worker.step import StepRetention
 from vllm_pyramid.worker.thinner import Thinner
 from vllm_pyramid.worker.trace import TraceWriter
 

@@ -25,7 +25,7 @@ from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import OpenPlan
 from vllm_pyramid.policy.solved import SolvingAllocator
 from vllm_pyramid.worker.evict import EvictionUploads, score
-from vllm_pyramid.worker.retention import StepEvictions
+from vllm_pyramid.worker.step import StepEvictions
 from vllm_pyramid.worker.trace import TraceWriter
 from vllm_pyramid.worker.upload import upload
 from vllm_pyramid.worker.window_mass import WindowMass, window_mass

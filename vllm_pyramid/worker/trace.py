@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_pyramid.policy.plans import RetentionPlan
-from vllm_pyramid.worker.retention import StepEvictions
+from vllm_pyramid.worker.step import StepEvictions
 from vllm_pyramid.worker.thinning import ThinnedPositions
 
 

@@ -13,7 +13,7 @@ import torch
 from vllm_pyramid.config import trace_window
 from vllm_pyramid.ops.recall import kept_mass
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.worker.retention import StepEvictions
+from vllm_pyramid.worker.step import StepEvictions
 from vllm_pyramid.worker.upload import DeviceEvictions, upload
 
 

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and the cache write on the C++ kernels: checks and records (see `cpu.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_pyramid.ops.cpu_checks import (
+    check_caches,
+    check_head_size,
+    check_heads,
+    dtype_code,
+    table_stride,
+    vector_address,
+)
+from vllm_pyramid.ops.cpu_records import ATTENTION, CACHE_WRITE, KEY_MASS, TOPN, run
+from vllm_pyramid.ops.reference_mass import MASS_KINDS, check_mass
+from vllm_pyramid.ops.topn import check_value_rows
+
+INT32_MAX = 2**31 - 1
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `reference.reshape_and_cache`."""
+    strides = check_caches(key_cache, value_cache)
+    blocks, heads, block_size, head_size = key_cache.shape
+    if key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
+        key, value = key.to(key_cache.dtype), value.to(key_cache.dtype)
+    key_strides = check_heads("key", key, heads, head_size)
+    value_strides = check_heads("value", value, heads, head_size)
+    tokens = slot_mapping.shape[0]
+    if key.shape[1] != heads or value.shape[1] != heads:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must have the cache's "
+            f"{heads} KV heads"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(
+            f"slot_mapping must be int64 [T], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+        )
+    if min(key.shape[0], value.shape[0]) < tokens or (tokens > 1 and slot_mapping.stride(0) != 1):
+        raise ValueError(
+            f"slot_mapping must be contiguous and no longer than key and value, got {tokens} slots "
+            f"of stride {slot_mapping.stride(0)} for {key.shape[0]} and {value.shape[0]} tokens"
+        )
+    record = CACHE_WRITE.pack(
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        *(key_cache.element_size(), tokens, heads, head_size, block_size, blocks),
+        *key_strides,
+        *value_strides,
+        *strides,
+        torch.get_num_threads(),
+    )
+    run("reshape_and_cache", record)
+
+
+def paged_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See `reference.paged_attention`. Queries that see nothing get zeros.
+
+    A request's result does not depend on the rest of the batch, on the number of threads, or on
+    where in its table the visible positions lie: the same tokens give the same bits.
+    """
+    inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
+    options = (scale, sliding_window, soft_cap, sinks)
+    run("paged_attention", _attention_record(out, *inputs, *options))
+
+
+def add_key_mass(
+    mass: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kind: str = "sum",
+    first_queries: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+) -> None:
+    """See `reference_mass.add_key_mass`. Two passes over K, one thread a request and KV head.
+
+    Queries are added one after the other: how a prompt is cut into chunks does not change the bits.
+    The maxima are not needed here.
+    """
+    del max_query_len, max_seq_len
+    check_mass(mass, key_cache, kind)
+    first = 0
+    if first_queries is not None:
+        first = vector_address("first_queries", first_queries, seq_lens.shape[0])
+    inputs = (query, key_cache, key_cache, block_table, query_start_loc, seq_lens, skips)
+    options = (scale, sliding_window, soft_cap, sinks)
+    record = _attention_record(query, *inputs, *options)
+    own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
+    run("key_mass", record + KEY_MASS.pack(*own))
+
+
+def topn_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    top_ns: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    renormalize: bool = False,
+    value_rows: torch.Tensor | None = None,
+) -> None:
+    """See `topn.topn_attention`.
+
+    Requests that use all their keys get the bits of `paged_attention`.
+    """
+    inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
+    options = (scale, sliding_window, soft_cap, sinks)
+    record = _attention_record(out, *inputs, *options)
+    requests = seq_lens.shape[0]
+    rows_address = 0
+    if value_rows is not None:
+        check_value_rows(value_rows, requests)
+        rows_address = value_rows.data_ptr()
+    top_n_address = vector_address("top_ns", top_ns, requests)
+    run("topn_attention", record + TOPN.pack(top_n_address, rows_address, renormalize))
+
+
+def _attention_record(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skips: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> bytes:
+    """The checked arguments of attention as csrc/cpu/abi.h wants them."""
+    strides = check_caches(key_cache, value_cache)
+    blocks, kv_heads, block_size, head_size = key_cache.shape
+    check_head_size(head_size)
+    query_strides = check_heads("query", query, kv_heads, head_size)
+    out_strides = check_heads("out", out, kv_heads, head_size)
+    tokens, heads = query.shape[:2]
+    if out.shape != query.shape:
+        raise ValueError(f"out {tuple(out.shape)} and query {tuple(query.shape)} must be alike")
+    requests = seq_lens.shape[0]
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if sliding_window < 0 or soft_cap < 0:
+        raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must be >= 0")
+    sinks_address = sinks_code = 0
+    if sinks is not None:
+        sinks_address, sinks_code = sinks.data_ptr(), dtype_code("sinks", sinks)
+        if sinks.shape != (heads,) or (heads > 1 and sinks.stride(0) != 1):
+            raise ValueError(f"sinks must be contiguous [{heads}], got {tuple(sinks.shape)}")
+    return ATTENTION.pack(
+        out.data_ptr(),
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_table.data_ptr(),
+        vector_address("query_start_loc", query_start_loc, requests + 1),
+        vector_address("seq_lens", seq_lens, requests),
+        vector_address("skips", skips, requests),
+        sinks_address,
+        *(dtype_code("out", out), dtype_code("query", query)),
+        *(dtype_code("key_cache", key_cache), sinks_code),
+        *(tokens, heads, kv_heads, head_size, block_size, blocks, requests, block_table.shape[1]),
+        *out_strides,
+        *query_strides,
+        *strides,
+        table_stride(block_table, requests),
+        *(min(sliding_window, INT32_MAX), torch.get_num_threads()),
+        *(scale, soft_cap),
+    )
