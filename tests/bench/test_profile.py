@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ def test_replaced_attributes_are_as_they_were(work: Work) -> None:
     timers.plan(module, "forward", lambda x: x)
     timers.plan(spy, "value", 6)
     for _ in range(2):
-        with pytest.raises(KeyError), timers:
+        with suppress(KeyError), timers:
             assert (work.outer(), spy.value) == (2, 6)
             assert module(torch.ones(3)).shape == (3,)
             raise KeyError

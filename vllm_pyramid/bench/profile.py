@@ -58,7 +58,7 @@ def has_timers(index: int) -> bool:
 
 
 def refusal(client: Any) -> str:
-    """Why the steps of vLLM's engine `client` cannot be profiled, in words; empty where they can."""
+    """Why steps of vLLM's engine `client` cannot be profiled, in words; empty where they can."""
     from vllm_pyramid.compat.step_parts import step_parts
 
     try:
