@@ -65,6 +65,7 @@ pytestmark = pytest.mark.cpu
         (["pressure", "--pools", "inf"], "--pools: a pool must hold at least one"),
         (["pressure", "--pools", "nan"], "--pools: 'nan' is not a number above 0"),
         (["pressure", "--pools", "much"], "'much' is not a number above 0"),
+        (["throughput", "--profile"], "give --decode-only too"),
         (["latency", "--rates", "-1"], "'-1' is not a number above 0"),
         (["scheduler", "--layers", "0"], "--layers: '0' is not a whole number"),
         (["cost", "--model", "llama-3-70b"], "give more --devices"),

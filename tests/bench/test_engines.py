@@ -7,6 +7,7 @@ import contextlib
 import csv
 import json
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench.plan import Plan
+from vllm_pyramid.bench.profile import PARTS
 from vllm_pyramid.bench.shapes import named_shape
 from vllm_pyramid.cli import main
 from vllm_pyramid.policy import load_policy
@@ -58,13 +60,18 @@ def test_throughput(tmp_path: Path) -> None:
     assert (tmp_path / "throughput.png").stat().st_size > 1000
 
 
-def test_decode_only_beside_transformers(tmp_path: Path) -> None:
-    """All hold requests at once and decode in turns; nobody of ours is thrown out meanwhile."""
+def test_decode_only_beside_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All hold requests at once and decode in turns; nobody of ours is thrown out meanwhile.
+
+    The profile of a step is whole: its parts add up to it, and those of ours have one each.
+    """
     command = ["bench", "throughput", "--decode-only", "--layers", str(LAYERS), "--no-pictures"]
     command += ["--policies", "full,pyramidkv,transformers", "--budget", "12%", "--threads", "1"]
     command += ["--prompt-len", str(PROMPT), "--output-len", "96", "--num-prompts", "12"]
     command += ["--pool-prompts", "2", "--repetitions", "2", "--out", str(tmp_path)]
-    assert main(command) == 0
+    assert main([*command, "--profile"]) == 0
     written = json.loads((tmp_path / "throughput.json").read_text())
     full, evicted, peer = written["rows"]
     pool = Plan(named_shape("small", LAYERS), PROMPT, 96, 12, 2).blocks(2)
@@ -77,6 +84,21 @@ def test_decode_only_beside_transformers(tmp_path: Path) -> None:
         assert row["repetitions"] == 2 and row["decode_low"] <= row["decode_tokens_per_s"]
         assert row["predicted_decode_tokens_per_s"] > 0 and row["decode_ratio"] > 0
     assert written["machine"]["flops"] > 1e8 and not (tmp_path / "throughput.png").exists()
+    assert [(one["policy"], one["budget"]) for one in written["profile"]] == [
+        *(("full", "100%"), ("pyramidkv", "12%"))
+    ]
+    for one, row in zip(written["profile"], (full, evicted), strict=False):
+        assert one["batch"] == row["decode_batch"]
+        # 96 tokens are 94 further steps; of five windows the last two are the profile's.
+        assert len(one["with_timers_ms"]) + len(one["without_ms"]) == 2 * (94 // 5)
+        assert set(one["parts_ms"]) == set(PARTS)
+        assert sum(one["parts_ms"].values()) == pytest.approx(one["step_ms"])
+        assert sum(one["shares"].values()) == pytest.approx(1)
+        assert one["step_ms"] == pytest.approx(statistics.fmean(one["with_timers_ms"]))
+        assert min(spent for part, spent in one["parts_ms"].items() if part != "eviction") > 0
+        assert one["parts_ms"]["eviction"] == 0  # prompts have ended
+    said = capsys.readouterr().out
+    assert "where a decode step's time goes" in said and "linear layers" in said
 
 
 def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +32,38 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_offered_on_a_bare_machine(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv(platform.HUGE_PAGES, "0")  # what a user sets stays
     assert platform.cpu_platform_plugin() == OURS
+    assert os.environ[platform.HUGE_PAGES] == "0"
+
+
+# As an engine in a user's own process comes to its memory: `hg` is the advice to use huge pages.
+HUGE = """
+from vllm_pyramid import LLM
+from vllm.platforms import current_platform
+assert current_platform.device_type == "cpu"
+import torch
+address = torch.zeros(64 << 20, dtype=torch.int8).data_ptr()
+inside = False
+for line in open("/proc/self/smaps"):
+    name = line.split()[0]
+    if "-" in name and ":" not in name:
+        begin, end = (int(text, 16) for text in name.split("-"))
+        inside = begin <= address < end
+    elif inside and name == "VmFlags:":
+        print("advised" if "hg" in line.split() else "small pages")
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no huge pages"
+)
+def test_memory_of_an_engine_in_this_process_is_in_huge_pages() -> None:
+    environment = {name: os.environ[name] for name in os.environ if name != platform.HUGE_PAGES}
+    made = subprocess.run(
+        [sys.executable, "-c", HUGE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert made.stdout.split("\n")[-2:] == ["advised", ""], made.stderr
 
 
 @pytest.mark.parametrize("name", ["cuda", "rocm", "tpu", "xpu", "cpu"])

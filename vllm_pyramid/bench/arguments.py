@@ -26,6 +26,11 @@ def add_arguments(measures: Any) -> None:
         action="store_true",
         help="only steady decoding: prefill what finds room, then take turns in windows of steps",
     )
+    throughput.add_argument(
+        "--profile",
+        action="store_true",
+        help="with --decode-only, on the CPU: also where the time of a step goes, part by part",
+    )
     _engine_parser(
         measures, "capacity", "requests that decode at once, and before one has to wait", pool=4.0
     )
@@ -70,7 +75,7 @@ def _parser(measures: Any, name: str, summary: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-pictures", action="store_true", help="draw nothing (needs no matplotlib)"
     )
-    parser.set_defaults(decode_only=False, pool_prompts=None, pools=None)
+    parser.set_defaults(decode_only=False, profile=False, pool_prompts=None, pools=None)
     return parser
 
 

@@ -49,10 +49,13 @@ def _run_engines(args: argparse.Namespace, console: Any) -> int:
     from vllm_pyramid.bench import conduct
     from vllm_pyramid.bench.asked import plan_of, variants_asked
     from vllm_pyramid.bench.output import write
+    from vllm_pyramid.bench.profile import table
     from vllm_pyramid.child import ChildError, orderly_termination
 
     if args.repetitions < 1:
         raise ValueError(f"--repetitions must be at least 1, not {args.repetitions}")
+    if args.profile and not args.decode_only:
+        raise ValueError("--profile looks into decode steps: give --decode-only too")
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
         try:
             with orderly_termination():
@@ -69,7 +72,12 @@ def _run_engines(args: argparse.Namespace, console: Any) -> int:
             )
             return 130
     base = rows[0]
+    profiles = about.pop("profile", [])
+    if profiles:
+        about["profile"] = [one.as_dict() for one in profiles]
     write(args, console, rows, {**about, "baseline": base.label})
+    if profiles:
+        console.print(table(profiles))
     if machine := about.get("machine"):
         console.print(
             f"allowed: by a streaming read of {machine['bandwidth'] / 1e9:.1f} GB/s and products "

@@ -41,8 +41,18 @@ def engines(
     """`throughput`, `capacity` and `pressure`: engines in processes of their own."""
     threads = threads_of(args)
     if not is_kept(args):
-        rows, machine = _with_sessions(args, console, plan, variants, model, random, None)
-        return rows, {"threads": threads, "machine": _rates(machine)}
+        if args.profile and threads is None:
+            raise ValueError(
+                "--profile times operators as they return, which means nothing on a GPU: use "
+                "vLLM's own profiler there (--profiler-config)"
+            )
+        rows, bench = _with_sessions(args, console, plan, variants, model, random, None)
+        # `capacity` times nothing, and needs no rates.
+        machine = bench.machine if args.decode_only else None
+        about: dict[str, Any] = {"threads": threads, "machine": _rates(machine)}
+        if args.profile:
+            about["profile"] = bench.profiles
+        return rows, about
     pools = pools_of(args) if args.measure == "pressure" else (plan.pool_prompts,)
     identity = identity_of(args, plan, variants, args.model if random else model)
     with closing(Store(args.out / "samples.jsonl")) as store:
@@ -77,8 +87,8 @@ def _with_sessions(
     model: str,
     random: bool,
     kept: tuple[History, Sequence[float]] | None,
-) -> tuple[list[Row], Machine | None]:
-    """Start everything and measure; the machine's rates come with what is not kept."""
+) -> tuple[list[Row], Bench]:
+    """Start everything and measure."""
     rounds = args.repetitions * len(kept[1]) if kept else 1
     with progress_bar(console) as progress:
         bar = progress.add_task("starting", total=len(variants) * plan.num_prompts * rounds)
@@ -104,13 +114,12 @@ def _with_sessions(
                 args.repetitions,
                 on_stage,
                 lambda count: progress.advance(bar, count),
+                with_profiles=args.profile,
             )
             if kept:
                 history, pools = kept
-                return bench.jobs(args.measure, pools, history), None
-            if args.measure == "capacity":
-                return bench.capacity(), None
-            return bench.decode(), bench.machine
+                return bench.jobs(args.measure, pools, history), bench
+            return bench.capacity() if args.measure == "capacity" else bench.decode(), bench
 
 
 def servers(

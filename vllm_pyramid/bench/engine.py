@@ -17,6 +17,7 @@ from typing import Any
 from vllm_pyramid.bench.holding import Holding, steps_left, to_their_end
 from vllm_pyramid.bench.machine import machine
 from vllm_pyramid.bench.measure import Step, Timing, summarise
+from vllm_pyramid.bench.profile import profile, refusal
 from vllm_pyramid.bench.watch import Watch
 from vllm_pyramid.child import read_tasks, say
 
@@ -233,6 +234,10 @@ class Engine:
             )
         return {"seconds": [step.seconds for step in steps], "batch": batches.pop()}
 
+    def profile(self, count: int) -> dict[str, Any]:
+        """As many decode steps, every other one with timers (see `profile.profile`)."""
+        return profile(self.client, lambda: self.steps(1)["seconds"][0], count)
+
     def clear(self) -> None:
         """End every request."""
         self.client.abort_request(list(self._sent))
@@ -281,6 +286,10 @@ def _serve(engine: Engine, do: str, task: dict[str, Any]) -> Any:
         return engine.fill(**task, on_prefill=lambda new: say(progress=new))
     if do == "steps":
         return engine.steps(**task)
+    if do == "profile":
+        return engine.profile(**task)
+    if do == "profile_refusal":
+        return refusal(engine.client)
     if do == "clear":
         return engine.clear()
     raise ValueError(f"unknown task {do!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.history import History
 from vllm_pyramid.bench.measure import Measurement
 from vllm_pyramid.bench.plan import WARM_UP_SEED, Plan, Variant
+from vllm_pyramid.bench.profile import WINDOWS, StepProfile
 from vllm_pyramid.bench.rows import Row, job_row, predicted_rate, row_of, with_ratios
 from vllm_pyramid.bench.sessions import Sessions
 
@@ -27,6 +28,8 @@ class Bench:
         variants: the first is the baseline that the others are compared with.
         sessions: what measures. repetitions: of each measurement.
         on_stage: told what is being done. on_progress: told of requests that are through.
+        with_profiles: whether `decode` also finds out where a step's time goes.
+        profiles: what it found; of engines, not of peers.
     """
 
     plan: Plan
@@ -35,6 +38,8 @@ class Bench:
     repetitions: int
     on_stage: Callable[[str], None]
     on_progress: Callable[[int], None]
+    with_profiles: bool = False
+    profiles: list[StepProfile] = field(default_factory=list)
 
     @cached_property
     def machine(self) -> Machine:
@@ -100,11 +105,15 @@ class Bench:
         """Windows of decode steps, A B A B, of as many requests as each has room for.
 
         Raises:
-            ValueError: the requests have too few tokens left for the windows.
+            ValueError: the requests have too few tokens left for the windows, or their steps
+                cannot be profiled.
         """
+        if self.with_profiles:
+            self._check_profiles()
         machine = self.machine
         filled = self._fill()
-        windows = self.repetitions + 1  # the first warms up
+        timed = self.repetitions + 1  # the first warms up
+        windows = timed + (WINDOWS if self.with_profiles else 0)
         left = min(answer.get("tokens_left", self.plan.output_len) for answer in filled) - 1
         room = min(answer.get("steps_left", left) for answer in filled)
         if left < windows:
@@ -121,12 +130,14 @@ class Bench:
             )
         steps = min(left, room) // windows
         rates: list[list[float]] = [[] for _ in self.variants]
-        for window in range(windows):
+        for window in range(timed):
             for variant, made in zip(self.variants, rates, strict=True):
                 self.on_stage(f"{variant.label}, window {window} of {self.repetitions}")
                 answer = self.sessions.steps(variant, steps)
                 if window:
                     made.append(answer["batch"] * steps / sum(answer["seconds"]))
+        if self.with_profiles:
+            self._profile(filled, WINDOWS * steps)
         base = rates[0]
         rows = []
         for variant, answer, made in zip(self.variants, filled, rates, strict=True):
@@ -143,6 +154,29 @@ class Bench:
             )
             rows.append(with_ratios(row, {"decode": made}, {"decode": base}))
         return rows
+
+    def _check_profiles(self) -> None:
+        """Now, and not behind the windows.
+
+        Raises:
+            ValueError: there is nothing to profile, or it cannot be.
+        """
+        engines = [variant for variant in self.variants if not variant.is_peer]
+        if not engines:
+            raise ValueError("--profile is for engines of vLLM: name a policy in --policies")
+        for variant in engines:
+            if reason := self.sessions.profile_refusal(variant):
+                raise ValueError(reason)
+
+    def _profile(self, filled: Sequence[dict[str, Any]], steps: int) -> None:
+        """Where the time of the engines' steps goes."""
+        for variant, answer in zip(self.variants, filled, strict=True):
+            if variant.is_peer:
+                continue
+            self.on_stage(f"{variant.label}, profile")
+            made = self.sessions.profile(variant, steps)
+            budget = variant.budget or "100%"
+            self.profiles.append(StepProfile.of(variant.policy, budget, answer["resident"], made))
 
     def capacity(self) -> list[Row]:
         """How many requests decode at once; nothing is timed."""

@@ -195,6 +195,16 @@ class Sessions:
         answer: dict[str, Any] = self._ask(variant, do="steps", count=count)
         return answer
 
+    def profile(self, variant: Variant, count: int) -> dict[str, Any]:
+        """As many steps, every other one with timers (see `profile.profile`)."""
+        answer: dict[str, Any] = self._ask(variant, do="profile", count=count)
+        return answer
+
+    def profile_refusal(self, variant: Variant) -> str:
+        """Why that cannot be; empty where it can."""
+        reason: str = self._ask(variant, do="profile_refusal")
+        return reason
+
     def clear(self, variant: Variant) -> None:
         """End those requests."""
         if not variant.is_peer:

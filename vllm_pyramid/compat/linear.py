@@ -55,6 +55,11 @@ def install() -> None:
     utils._vllm_pyramid = True
 
 
+def is_packed(layer: Any) -> bool:
+    """Whether a layer multiplies with a packed weight."""
+    return hasattr(layer, _NUMBER)
+
+
 def _reason_not_to_pack(layer: Any) -> str:
     """Why a layer stays as vLLM made it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import entry_points
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _GROUP = "vllm.platform_plugins"
 _OUR_PLATFORM = "vllm_pyramid.platform.cpu.PyramidCpuPlatform"
 
@@ -20,6 +21,10 @@ def cpu_platform_plugin() -> str | None:
     A plugin wins over everything that is built into vLLM, so ours is offered only where vLLM would
     find nothing at all: none of its own detections answers (asked with its own functions; a GPU
     that is merely hidden from this process still counts) and no other package brings a platform.
+
+    Where it is, PyTorch is asked for huge pages: blocks lie at random in the cache, so small pages
+    cost an address translation every few rows. It looks at the variable once, when it allocates
+    for the first time, and an engine may run in this very process: later would be too late.
     """
     from vllm.platforms import builtin_platform_plugins
 
@@ -28,4 +33,5 @@ def cpu_platform_plugin() -> str | None:
     others = [plugin for plugin in entry_points(group=_GROUP) if plugin.module != __name__]
     if others or any(detect() is not None for detect in builtin_platform_plugins.values()):
         return None
+    os.environ.setdefault(HUGE_PAGES, "1")
     return _OUR_PLATFORM

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
@@ -33,7 +32,7 @@ class PyramidCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Take vLLM's CPU settings, then ours: small blocks, huge pages, PyTorch's rotary."""
+        """Take vLLM's CPU settings, then ours: small blocks, PyTorch's rotary."""
         cache_config = vllm_config.cache_config
         user_block_size = cache_config.user_specified_block_size
         super().check_and_update_config(vllm_config)
@@ -42,9 +41,6 @@ class PyramidCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if "+rotary_embedding" not in custom_ops and "-rotary_embedding" not in custom_ops:
             custom_ops.append("-rotary_embedding")
-        # Blocks lie at random in the cache, so small pages cost an address translation every few
-        # rows: PyTorch then asks for huge pages. Workers are separate processes and inherit it.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
     @classmethod
     def import_kernels(cls) -> None:

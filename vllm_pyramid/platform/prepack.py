@@ -16,7 +16,7 @@ import itertools
 
 import torch
 
-__all__ = ["pack", "packed_linear", "reason_not_to_pack", "release"]
+__all__ = ["multiply_packed", "pack", "packed_linear", "reason_not_to_pack", "release"]
 
 _PACKED: dict[int, torch.Tensor] = {}
 _NUMBERS = itertools.count()
@@ -73,10 +73,11 @@ def packed_linear(x: torch.Tensor, number: int, bias: torch.Tensor | None) -> to
     if torch.compiler.is_compiling():
         result: torch.Tensor = torch.ops.vllm_pyramid.packed_linear(x, number, bias)
         return result
-    return _packed_linear(x, number, bias)
+    return multiply_packed(x, number, bias)
 
 
-def _packed_linear(x: torch.Tensor, number: int, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply_packed(x: torch.Tensor, number: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """`packed_linear` outside of graphs, and what the operator in them calls."""
     weight = _PACKED[number]
     if not x.numel():  # oneDNN takes no empty operand
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -89,7 +90,8 @@ def _define() -> None:
         return
     library = torch.library.Library("vllm_pyramid", "FRAGMENT")
     library.define("packed_linear(Tensor x, int number, Tensor? bias) -> Tensor")
-    library.impl("packed_linear", _packed_linear, "CPU")
+    # By its name in this module, under which profiles put another function for a while.
+    library.impl("packed_linear", lambda x, number, bias: multiply_packed(x, number, bias), "CPU")
 
     @torch.library.register_fake("vllm_pyramid::packed_linear", lib=library)
     def _fake(x: torch.Tensor, number: int, bias: torch.Tensor | None) -> torch.Tensor:

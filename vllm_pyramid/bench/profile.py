@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a decode step goes: `vllm-pyramid bench throughput --decode-only --profile`.
+
+    in the engine's process   `profile`       steps with and without timers, one by one
+    in the bench's            `StepProfile`   what it says, and the table
+
+Timers are put around the functions of a step (`compat/step_parts.py`) and taken away again behind
+it, so that every other step runs as it does without a profile. Both kinds of steps are reported:
+what the timers cost is the difference. Nothing is scaled.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_pyramid.bench.clock import PartClock, Replacements
+
+__all__ = ["PARTS", "WINDOWS", "StepProfile", "profile", "refusal", "table"]
+
+# The parts of a step, by what the table calls the group of them.
+GROUPS: dict[str, dict[str, str]] = {
+    "attention": {"attention": ""},
+    "writing keys and values": {"cache_write": ""},
+    "eviction, gathering mass": {"eviction": ""},
+    "linear layers": {"linear": ""},
+    "other operators": {
+        "norm": "norms",
+        "rotary": "rotary embedding",
+        "activation": "activation",
+        "embedding": "embedding",
+        "sampling": "sampling",
+        "between": "rest of the forward pass",
+    },
+    "engine": {
+        "policy": "policy and metadata",
+        "inputs": "preparing inputs",
+        "scheduling": "scheduling",
+        "outputs": "processing outputs",
+        "rest": "rest",
+    },
+}
+PARTS = tuple(part for group in GROUPS.values() for part in group)
+WINDOWS = 2  # of the length of the timed ones: half of their steps have timers
+_BLOCK = 16
+
+
+def has_timers(index: int) -> bool:
+    """Whether the step `index` of a profile is one with timers: every other one.
+
+    Requests of equal length begin a block in the same step, every 16th: the turns change as often,
+    or all those steps would be of one kind.
+    """
+    return (index + index // _BLOCK) % 2 == 0
+
+
+def refusal(client: Any) -> str:
+    """Why steps of vLLM's engine `client` cannot be profiled, in words; empty where they can."""
+    from vllm_pyramid.compat.step_parts import step_parts
+
+    try:
+        step_parts(client)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def profile(client: Any, step: Callable[[], float], count: int) -> dict[str, Any]:
+    """Do `count` steps, every other one with timers.
+
+    Args:
+        client: vLLM's engine. step: does one with it, and returns its seconds. count: at least 2.
+
+    Returns:
+        `with_timers` and `without`: seconds of every step. `parts`: seconds by part, over all steps
+        with timers; their sum is that of `with_timers`.
+    """
+    from vllm_pyramid.compat.step_parts import step_parts
+
+    clock, timers = PartClock(PARTS), Replacements()
+    for part, owner, name in step_parts(client):
+        timers.plan(owner, name, clock.timed(part, getattr(owner, name)))
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for index in range(count):
+        with_timers = has_timers(index)
+        context: AbstractContextManager[None] = timers if with_timers else nullcontext()
+        with context:
+            seconds[with_timers].append(step())
+    parts = {part: spent / 1e9 for part, spent in clock.spent.items()}
+    # What is outside of all timed functions: the bench's own loop around the engine's step.
+    parts["rest"] += sum(seconds[True]) - sum(parts.values())
+    return {"with_timers": seconds[True], "without": seconds[False], "parts": parts}
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """What became of the time of a policy's decode steps.
+
+    Attributes:
+        batch: requests of a step. with_timers_ms, without_ms: of every step.
+        parts_ms: mean time by part of the steps with timers; the parts add up to a step.
+    """
+
+    policy: str
+    budget: str
+    batch: int
+    with_timers_ms: list[float]
+    without_ms: list[float]
+    parts_ms: dict[str, float]
+
+    @classmethod
+    def of(cls, policy: str, budget: str, batch: int, answer: dict[str, Any]) -> StepProfile:
+        """From the answer of `profile`."""
+        steps = len(answer["with_timers"])
+        return cls(
+            policy,
+            budget,
+            batch,
+            [1e3 * seconds for seconds in answer["with_timers"]],
+            [1e3 * seconds for seconds in answer["without"]],
+            {part: 1e3 * seconds / steps for part, seconds in answer["parts"].items()},
+        )
+
+    @property
+    def step_ms(self) -> float:
+        """Of a step with timers, on average."""
+        return statistics.fmean(self.with_timers_ms)
+
+    @property
+    def step_without_timers_ms(self) -> float:
+        """On average; the timers cost what the other is more."""
+        return statistics.fmean(self.without_ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        shares = {part: spent / self.step_ms for part, spent in self.parts_ms.items()}
+        return {
+            **asdict(self),
+            "step_ms": self.step_ms,
+            "step_without_timers_ms": self.step_without_timers_ms,
+            "shares": shares,
+        }
+
+
+def table(profiles: Sequence[StepProfile]) -> Any:
+    """Parts in rows, policies in columns: milliseconds a step, and their share of it."""
+    from rich.table import Table
+
+    steps = min(len(profile.with_timers_ms) for profile in profiles)
+    made = Table(title=f"where a decode step's time goes: means of {steps} steps with timers")
+    made.add_column("ms a step (share)", no_wrap=True)
+    for one in profiles:
+        label = one.policy if one.budget == "100%" else f"{one.policy} {one.budget}"
+        made.add_column(f"{label}, batch {one.batch}", justify="right")
+    for group, parts in GROUPS.items():
+        made.add_row(group, *(_cell(one, tuple(parts)) for one in profiles))
+        for part, name in parts.items():
+            if name:
+                made.add_row(f"  {name}", *(_cell(one, (part,)) for one in profiles), style="dim")
+    made.add_section()
+    made.add_row("the step", *(f"{one.step_ms:.2f}" for one in profiles))
+    without = (f"{one.step_without_timers_ms:.2f}" for one in profiles)
+    made.add_row("a step without timers", *without)
+    return made
+
+
+def _cell(profile: StepProfile, parts: Sequence[str]) -> str:
+    spent = sum(profile.parts_ms[part] for part in parts)
+    return f"{spent:.2f} ({100 * spent / profile.step_ms:.0f} %)"
