@@ -9,6 +9,9 @@ STAMP := $(VENV)/.stamp
 # thread pools would wait for one another. Set it to use more.
 OMP_NUM_THREADS ?= 1
 TEST_ENV := OMP_NUM_THREADS=$(OMP_NUM_THREADS) TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# Test files that run side by side, each in a process of its own; 0: one after the other, in one.
+# An engine takes 2 GiB and the tests measure nothing, so more cores may take more of them.
+TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -27,7 +30,8 @@ demo: $(STAMP)  ## Run one real-text prompt through full, streaming-llm and pyra
 	@$(PY) -m vllm_pyramid.demo
 
 test: lint  ## Lint, then all tests that need no GPU.
-	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
+	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)

@@ -4,11 +4,12 @@
     python tests/e2e/child.py REQUEST.json RESULT.json
 
 Nothing of vllm_pyramid is imported here: vLLM finds it by itself, as in a stock program. `REQUEST`
-holds `llm` (arguments of `vllm.LLM`), `waves` (lists of `[token ids, sampling parameters]`; a wave
-begins two steps after the one before it, so that later prompts meet requests that decode) and
-`triton`: null, "interpreter" (Triton's interpreter takes the place of a device, as vLLM's second
-model runner needs it), or "attention" (the same, and the attention is that of CUDA devices: vLLM's
-Triton kernels on tables that are shifted for each layer).
+holds `engines`, which are started one after the other, and `triton`. An engine has `llm` (arguments
+of `vllm.LLM`) and `waves` (lists of `[token ids, sampling parameters]`; a wave begins two steps
+after the one before it, so that later prompts meet requests that decode). `triton` is null,
+"interpreter" (Triton's interpreter takes the place of a device, as vLLM's second model runner needs
+it), or "attention" (the same, and the attention is that of CUDA devices: vLLM's Triton kernels on
+tables that are shifted for each layer).
 """
 
 from __future__ import annotations
@@ -49,13 +50,21 @@ def use_attention_of_cuda() -> None:
     torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
 
 
-def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine, run the waves, and tell what came of them."""
-    from vllm import LLM, SamplingParams
+def run(arguments: dict[str, Any], waves: list[Any]) -> dict[str, Any]:
+    """Start an engine, run the waves, end it, and tell what came of them."""
+    from vllm import LLM
 
-    llm = LLM(**request["llm"])
-    engine = llm.llm_engine
-    waves = list(request["waves"])
+    llm = LLM(**arguments)
+    try:
+        return _run(llm.llm_engine, waves)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    waves = list(waves)
     outputs: dict[str, Any] = {}
     names: list[str] = []
     while waves or engine.has_unfinished_requests():
@@ -90,6 +99,8 @@ def _inside(engine: Any) -> dict[str, Any]:
     core = getattr(engine.engine_core, "engine_core", None)
     if core is None:
         return {}
+    if not hasattr(core.model_executor, "driver_worker"):
+        return {}  # the workers are processes of their own
     runner = core.model_executor.driver_worker.worker.model_runner
     if hasattr(runner, "block_tables"):
         tables = runner.block_tables.input_block_tables
@@ -108,7 +119,8 @@ def main() -> None:
         pretend_triton_device()
     if request.get("triton") == "attention":
         use_attention_of_cuda()
-    Path(sys.argv[2]).write_text(json.dumps(run(request)))
+    results = [run(engine["llm"], engine["waves"]) for engine in request["engines"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

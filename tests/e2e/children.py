@@ -17,18 +17,17 @@ CHILD = Path(__file__).with_name("child.py")
 
 
 class Child:
-    """An engine that was started in a process of its own.
+    """Engines that were started, one after the other, in a process of their own.
 
     Args:
-        folder: for its files. llm: arguments of `vllm.LLM`. waves: see `child.py`. triton: same.
-        environment: variables beyond this process's own.
+        folder: for its files. engines: of each the arguments of `vllm.LLM` and the waves, see
+            `child.py`. triton: same. environment: variables beyond this process's own.
     """
 
     def __init__(
         self,
         folder: Path,
-        llm: dict[str, Any],
-        waves: Sequence[Any],
+        *engines: tuple[dict[str, Any], Sequence[Any]],
         triton: str | None = None,
         **environment: str,
     ) -> None:
@@ -36,9 +35,8 @@ class Child:
         request, self._result = folder / "request.json", folder / "result.json"
         self._log = folder / "log.txt"
         defaults = {"enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
-        request.write_text(
-            json.dumps({"llm": {**defaults, **llm}, "waves": waves, "triton": triton})
-        )
+        described = [{"llm": {**defaults, **llm}, "waves": waves} for llm, waves in engines]
+        request.write_text(json.dumps({"engines": described, "triton": triton}))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(CHILD), str(request), str(self._result)],
@@ -48,12 +46,12 @@ class Child:
                 start_new_session=True,
             )
 
-    def result(self, seconds: float = 400) -> dict[str, Any]:
-        """Wait for its end; what `child.run` returned."""
+    def results(self, seconds: float = 400) -> list[dict[str, Any]]:
+        """Wait for its end; what `child.run` returned of each engine."""
         status = self._process.wait(seconds)
         assert status == 0, self._log.read_text()[-6000:]
-        result: dict[str, Any] = json.loads(self._result.read_text())
-        return result
+        results: list[dict[str, Any]] = json.loads(self._result.read_text())
+        return results
 
     def kill(self) -> None:
         """End it and what it started, if that still runs."""

@@ -38,16 +38,20 @@ def results(
     llm = {"model": str(random_model), **SETTINGS}
     policy = {"kv_policy": "pyramidkv", "kv_budget": "12%"}
     children = {
-        "none": Child(folder / "none", llm, [plain], VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+        "none": Child(folder / "none", (llm, [plain]), VLLM_ENABLE_V1_MULTIPROCESSING="0"),
         "pyramidkv": Child(
             folder / "pyramidkv",
-            {**llm, "additional_config": policy, "max_num_seqs": len(LENGTHS)},
-            [[*whole, *plain]],
+            (
+                {**llm, "additional_config": policy, "max_num_seqs": len(LENGTHS)},
+                [[*whole, *plain]],
+            ),
         ),
     }
-    yield {name: child.result() for name, child in children.items()}
-    for child in children.values():
-        child.kill()
+    try:
+        yield {name: child.results()[0] for name, child in children.items()}
+    finally:
+        for child in children.values():
+            child.kill()
 
 
 def test_without_a_policy(results: dict[str, dict[str, Any]]) -> None:

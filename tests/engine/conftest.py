@@ -12,9 +12,12 @@ from tests.engine.models import write_model
 from tests.engine.support import EnginePool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engines() -> Iterator[EnginePool]:
-    """One engine at a time; tests that ask for the same settings in a row share it."""
+    """One engine at a time; tests of a file that ask for the same settings in a row share it.
+
+    It ends with the file: any other may be the next in this process (`make test`).
+    """
     pool = EnginePool()
     yield pool
     pool.close()

@@ -42,15 +42,25 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 4 << 20,
     "block_size": 16,
 }
-POLICY = {"kv_policy": "pyramidkv", "kv_budget": 24}
-SOLVING = {"kv_policy": "xkv", "kv_budget": 24}
-LATER = {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}}
-# Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend.
-ENGINES = {
-    "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu"),
-    "second-attention": ("2", "attention", "vllm_pyramid.worker.backend_triton"),
-    "first-attention": ("1", "attention", "vllm_pyramid.worker.backend_triton"),
+# Policies of the engines that run in turn in a process: of the attention of CUDA devices also one
+# whose lengths the worker solves, and one that evicts during generation.
+POLICIES: dict[str, dict[str, Any]] = {
+    "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": 24},
+    "xkv": {"kv_policy": "xkv", "kv_budget": 24},
+    "h2o": {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}},
+    # Pages of two sizes, which vLLM's two runners lay out each in its own way.
+    "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
 }
+# Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend, policies.
+ENGINES = {
+    "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu", ("pyramidkv", "kcache")),
+    "second-attention": (
+        *("2", "attention", "vllm_pyramid.worker.backend_triton"),
+        ("pyramidkv", "xkv", "h2o"),
+    ),
+    "first-attention": ("1", "attention", "vllm_pyramid.worker.backend_triton", ("pyramidkv",)),
+}
+RUNS = [(name, policy) for name, (*_, policies) in ENGINES.items() for policy in policies]
 # Prompt length, generated tokens, step of arrival (even: see `child.py`), the request's own
 # settings. The later prompts meet requests that decode.
 REQUESTS: list[tuple[int, int, int, dict[str, Any]]] = [
@@ -68,16 +78,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return models.write_model("llama-tiny", tmp_path_factory.mktemp("llama-tiny"))
 
 
-def _start(folder: Path, model: Path, name: str, policy: dict[str, Any]) -> Child:
-    runner, triton, _ = ENGINES[name]
+def _start(folder: Path, model: Path, name: str) -> Child:
+    runner, triton, _, policies = ENGINES[name]
     waves: list[list[Any]] = [[], [], []]
     for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
         waves[arrival // 2].append([prompt, greedy(tokens, **own)])
+    common = {"model": str(model), **SETTINGS}
     return Child(
         folder / name,
-        {"model": str(model), **SETTINGS, "additional_config": policy},
-        waves,
-        triton,
+        *(({**common, "additional_config": POLICIES[policy]}, waves) for policy in policies),
+        triton=triton,
         TRITON_INTERPRET="1",
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -86,9 +96,9 @@ def _start(folder: Path, model: Path, name: str, policy: dict[str, Any]) -> Chil
 
 @pytest.fixture(scope="module")
 def children(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
-    """The engines, side by side."""
+    """The processes, side by side."""
     folder = tmp_path_factory.mktemp("runner-v2")
-    running = {name: _start(folder, model, name, POLICY) for name in ENGINES}
+    running = {name: _start(folder, model, name) for name in ENGINES}
     yield running
     for child in running.values():
         child.kill()
@@ -97,32 +107,32 @@ def children(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def expected(
     children: dict[str, Child], engines: EnginePool, model: Path
-) -> list[tuple[list[int], dict[str, Any]]]:
-    """Tokens and reports of the first runner, while the others start."""
-    return _of_the_first_runner(engines, model, POLICY)
-
-
-def _of_the_first_runner(
-    engines: EnginePool, model: Path, policy: dict[str, Any]
-) -> list[tuple[list[int], dict[str, Any]]]:
-    engine = engines.get(model, **SETTINGS, **policy)
-    jobs = [
-        Job(prompt, greedy_params(tokens, **own), arrival)
-        for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True)
-    ]
-    return [(outcome.token_ids, outcome.report) for outcome in engine.run(jobs)]
+) -> dict[str, list[tuple[list[int], dict[str, Any]]]]:
+    """Tokens and reports of the first runner by policy, made while the others start."""
+    found = {}
+    for name, policy in POLICIES.items():
+        engine = engines.get(model, **SETTINGS, **policy)
+        jobs = [
+            Job(prompt, greedy_params(tokens, **own), arrival)
+            for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True)
+        ]
+        found[name] = [(outcome.token_ids, outcome.report) for outcome in engine.run(jobs)]
+    return found
 
 
 def _prompts() -> list[list[int]]:
     return random_prompts([length for length, *_ in REQUESTS])
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("name", "policy"), RUNS)
 def test_runner(
-    children: dict[str, Child], expected: list[tuple[list[int], dict[str, Any]]], name: str
+    children: dict[str, Child],
+    expected: dict[str, list[tuple[list[int], dict[str, Any]]]],
+    name: str,
+    policy: str,
 ) -> None:
-    runner, triton, backend = ENGINES[name]
-    result = children[name].result()
+    runner, triton, backend, policies = ENGINES[name]
+    result = children[name].results()[policies.index(policy)]
     stock = {
         "1": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         "2": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
@@ -134,43 +144,22 @@ def test_runner(
     # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it.
     assert result["one_tensor_of_tables"] == (triton == "attention")
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
-    assert outputs == expected
-    evicted = [report["evicted_tokens"] > 0 for _, report in outputs]
-    assert evicted == [True, False, False, True]
+    assert outputs == expected[policy]
+    _check_reports(policy, [report for _, report in outputs])
 
 
-def test_lengths_solved_on_the_attention_of_cuda(
-    engines: EnginePool, model: Path, tmp_path: Path
-) -> None:
-    """The second runner, shifted tables and Triton kernels, with lengths that the worker solves."""
-    child = _start(tmp_path, model, "second-attention", SOLVING)
-    try:
-        expected = _of_the_first_runner(engines, model, SOLVING)
-        result = child.result()
-    finally:
-        child.kill()
-    outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
-    assert outputs == expected
-    assert result["one_tensor_of_tables"]
-    solved = ["solved_tokens" in report for _, report in outputs]
-    assert solved == [True, False, False, True]
-    assert any(len(set(report.get("solved_tokens", []))) > 1 for _, report in outputs)
-
-
-def test_evictions_during_generation_on_the_attention_of_cuda(
-    engines: EnginePool, model: Path, tmp_path: Path
-) -> None:
-    """Attention is gathered, and evictions during generation done, on shifted tables."""
-    child = _start(tmp_path, model, "second-attention", LATER)
-    try:
-        expected = _of_the_first_runner(engines, model, LATER)
-        result = child.result()
-    finally:
-        child.kill()
-    outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
-    assert outputs == expected
-    assert result["one_tensor_of_tables"]
-    reports = [report for _, report in outputs]
-    # 70 tokens keep 38 and give back 32; at 74 tokens 16 more go.
-    assert reports[0]["computed_tokens"] == 74 and reports[0]["kept_tokens"] == [26, 26]
-    assert reports[3]["computed_tokens"] == 100 and reports[3]["kept_tokens"] == [36, 36]
+def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:
+    """The policy did what it is there for."""
+    evicted = [report["evicted_tokens"] > 0 for report in reports]
+    assert evicted == ([False] * 4 if policy == "kcache" else [True, False, False, True])
+    if policy == "xkv":
+        assert ["solved_tokens" in report for report in reports] == [True, False, False, True]
+        assert any(len(set(report.get("solved_tokens", []))) > 1 for report in reports)
+    if policy == "h2o":
+        # 70 tokens keep 38 and give back 32; at 74 tokens 16 more go.
+        assert reports[0]["computed_tokens"] == 74 and reports[0]["kept_tokens"] == [26, 26]
+        assert reports[3]["computed_tokens"] == 100 and reports[3]["kept_tokens"] == [36, 36]
+    if policy == "kcache":
+        read = [report["v_bytes_read_per_token"] for report in reports]
+        assert read[0] == read[1] == read[3] == 8 * 4 * 16 * 4  # keys, heads, float32 elements
+        assert read[2] > 45 * 2 * 16 * 4  # everything, of each KV head

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many short requests in a pool that is too small: nothing leaks, nothing changes.
 
-`PYRAMID_SOAK=3000` runs that many requests instead of the few hundred of the normal test run.
+`PYRAMID_SOAK=3000` runs that many requests instead of the hundred of the normal test run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.engine.support import Engine, EnginePool, Job, count_preemptions, gre
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-NUM_REQUESTS = int(os.environ.get("PYRAMID_SOAK", "200"))
+NUM_REQUESTS = int(os.environ.get("PYRAMID_SOAK", "100"))
 LAYERS = 4
 MAX_LEN = 384
 BLOCKS_OF_ONE = MAX_LEN // 16 * LAYERS

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,62 +26,97 @@ SETTINGS: dict[str, Any] = {
 }
 LENGTHS = (300, 40, 181, 212)
 ARRIVALS = (0, 0, 2, 2)
-TOKENS = 16
-
-
-def _traces(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
-    """The trace files by prompt length and rank (empty for a single one)."""
-    traces = {}
-    for path in folder.glob("*.npz"):
-        name, dash, rank = path.stem.partition("-rank")
-        with np.load(path) as arrays:
-            assert str(arrays["request_id"]) == name
-            traces[int(arrays["prompt_len"]), dash + rank] = dict(arrays)
-    return traces
-
-
+TOKENS = 40
 POLICIES: dict[str, dict[str, Any]] = {
     "pyramidkv": {"kv_budget": 64},
     "xkv": {"kv_budget": 64},
     "kcache": {"kv_policy_args": {"top_n": 16}},
+    "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 16}},
+    # Both stages: what is generated is thinned too.
     "pyramidinfer": {
         "kv_policy_args": {
             "piece_tokens": 100,
             "interval": 1,
             "decay_ratio": 0.5,
             "min_context": 16,
+            "schedule": "thin_generated",
+            "gen_window": 16,
+            "gen_interval": 8,
+            "fill_blocks": False,
         }
     },
 }
+# Tokens between two evictions, of policies that evict during generation.
+INTERVALS = {"h2o": 16, "pyramidinfer": 8}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_ranks(engines: EnginePool, tiny_model: Any, tmp_path: Path, policy: str) -> None:
-    settings = {"kv_policy": policy, **POLICIES[policy]}
-    model = tiny_model("llama-mha")
-    prompts = random_prompts(LENGTHS)
+def _settings(policy: str, folder: Path) -> dict[str, Any]:
+    return {"kv_policy": policy, **POLICIES[policy], "kv_trace": str(folder / policy)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor-parallel")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, tiny_model: Any) -> Iterator[Child]:
+    """All policies in turn, in one process and two workers each, beside what one rank does here."""
     waves: list[list[Any]] = [[], []]
-    for prompt, arrival in zip(prompts, ARRIVALS, strict=True):
+    for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True):
         waves[arrival // 2].append([prompt, greedy(TOKENS)])
-    llm = {
-        "model": str(model),
+    common = {
+        "model": str(tiny_model("llama-mha")),
         **SETTINGS,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
-        "additional_config": {**settings, "kv_trace": str(tmp_path / "two")},
     }
-    child = Child(tmp_path / "child", llm, waves, VLLM_CPU_OMP_THREADS_BIND="nobind")
-    try:
-        engine = engines.get(model, **SETTINGS, **settings, kv_trace=str(tmp_path / "one"))
-        jobs = [
-            Job(prompt, greedy_params(TOKENS), arrival)
-            for prompt, arrival in zip(prompts, ARRIVALS, strict=True)
-        ]
-        outcomes = engine.run(jobs)
-        result = child.result()
-    finally:
-        child.kill()
+    child = Child(
+        folder / "child",
+        *(
+            ({**common, "additional_config": _settings(policy, folder / "two")}, waves)
+            for policy in POLICIES
+        ),
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    yield child
+    child.kill()
 
+
+def _traces(folder: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
+    """The trace files by prompt length, computed tokens and rank (empty for a single one)."""
+    files = {}
+    for path in folder.glob("*.npz"):
+        with np.load(path) as arrays:
+            files[path.stem] = dict(arrays)
+    lengths = {
+        str(arrays["request_id"]): int(arrays["prompt_len"])
+        for arrays in files.values()
+        if "prompt_len" in arrays
+    }
+    traces = {}
+    for stem, arrays in files.items():
+        name, dash, rank = stem.partition("-rank")
+        request_id, _, computed = name.partition("@")
+        assert str(arrays["request_id"]) == request_id
+        length = lengths[request_id]
+        traces[length, int(computed or length), dash + rank] = arrays
+    return traces
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_ranks(
+    engines: EnginePool, tiny_model: Any, two_ranks: Child, folder: Path, policy: str
+) -> None:
+    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **_settings(policy, folder / "one"))
+    jobs = [
+        Job(prompt, greedy_params(TOKENS), arrival)
+        for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
+    ]
+    outcomes = engine.run(jobs)
+    engine.check_whole()
+    result = two_ranks.results(500)[list(POLICIES).index(policy)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids
         # Every chunk of a prompt reads V of those before it, and the chunks need not be the same.
@@ -89,14 +125,23 @@ def test_two_ranks(engines: EnginePool, tiny_model: Any, tmp_path: Path, policy:
             report.pop("v_bytes_read", None)
         assert reports[0] == reports[1]
 
-    one, two = _traces(tmp_path / "one"), _traces(tmp_path / "two")
-    assert sorted(one) == sorted((length, "") for length in LENGTHS)
-    assert sorted(two) == sorted((n, f"-rank{rank}") for n in LENGTHS for rank in (0, 1))
-    for length in LENGTHS:
-        whole, ranks = one[length, ""], [two[length, f"-rank{rank}"] for rank in (0, 1)]
+    one, two = _traces(folder / "one" / policy), _traces(folder / "two" / policy)
+    # The last token is sampled and not computed.
+    points = [
+        (n, at) for n in LENGTHS for at in range(n, n + TOKENS, INTERVALS.get(policy, TOKENS))
+    ]
+    assert sorted(one) == sorted((*point, "") for point in points)
+    assert sorted(two) == sorted((*point, f"-rank{rank}") for point in points for rank in (0, 1))
+    for point in points:
+        whole, ranks = one[*point, ""], [two[*point, f"-rank{rank}"] for rank in (0, 1)]
         for rank in ranks:
             assert (rank["held"] == whole["held"]).all()
         for layer, held in enumerate(whole["held"]):
             heads = [rank[f"kept_{layer}"] for rank in ranks]
             assert [part.shape for part in heads] == [(KV_HEADS // 2, held)] * 2
-            assert (np.concatenate(heads) == whole[f"kept_{layer}"]).all(), (length, layer)
+            assert (np.concatenate(heads) == whole[f"kept_{layer}"]).all(), (point, layer)
+    if policy in INTERVALS:
+        for n in LENGTHS:
+            last = max(at for length, at in points if length == n)
+            prompt, top = (one[n, at, ""]["held"][-1] for at in (n, last))
+            assert top < prompt + last - n, "nothing was evicted during generation"

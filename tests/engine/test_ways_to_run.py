@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, greedy, random_prompts
+from tests.engine.support import EnginePool, Job, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -77,17 +78,22 @@ def test_stock_llm_with_the_engine_in_its_own_process(
         llm.llm_engine.engine_core.shutdown()
 
 
-def test_compiled(
-    engines: EnginePool,
-    random_model: Path,
-    eager_tokens: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch.compile, from an empty cache: the same tokens, and the evictions happen."""
+@pytest.fixture
+def compiler_cache(engines: EnginePool, tmp_path: Path) -> Iterator[None]:
+    """Compiled engines in the test begin with an empty cache."""
     engines.close()
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+        yield
+        engines.close()
+
+
+@pytest.mark.usefixtures("compiler_cache")
+def test_compiled(
+    engines: EnginePool, random_model: Path, eager_tokens: list[list[int]]
+) -> None:
+    """torch.compile: the same tokens, and the evictions happen."""
     begin = time.perf_counter()
     engine = engines.get(
         random_model, kv_policy="pyramidkv", kv_budget=48, enforce_eager=False, **SETTINGS
@@ -98,4 +104,61 @@ def test_compiled(
     assert [run.token_ids for run in runs] == eager_tokens
     assert [run.report["evicted_tokens"] > 0 for run in runs] == [True, False, True]
     engine.check_whole()
-    engines.close()
+
+
+THINNED: dict[str, Any] = {
+    **SETTINGS,
+    "kv_policy": "pyramidinfer",
+    "kv_policy_args": {"decay_ratio": 0.5, "interval": 1, "min_context": 24, "piece_tokens": 128},
+}
+
+
+@pytest.mark.usefixtures("compiler_cache")
+def test_compiled_where_prompts_are_thinned(
+    engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that thin a prompt run without torch.compile, all others with it, and the log says so.
+
+    Prompts that arrive later meet requests that decode, in a step that is not compiled for them.
+    """
+    from vllm_pyramid.compat import thin_forward
+
+    def jobs() -> list[Job]:
+        prompts = random_prompts([300, 57, 130], seed=9)
+        return [Job(prompt, greedy(16, logprobs=1), 8 * i) for i, prompt in enumerate(prompts)]
+
+    path = tiny_model("llama-mha")
+    eager = engines.get(path, **THINNED).run(jobs())
+
+    said: list[str] = []
+    monkeypatch.setattr(thin_forward.logger, "info", lambda text, *args: said.append(text % args))
+    engine = engines.get(path, enforce_eager=False, **THINNED)
+    assert engine.core.vllm_config.compilation_config.mode.name != "NONE"
+    assert said == [
+        "kv-policy pyramidinfer: steps that thin a prompt run without torch.compile, all others "
+        "with it"
+    ]
+    inner = engine.core.model_executor.driver_worker.worker.model_runner.get_model().model
+    ways: list[str] = []
+
+    def note(way: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ways.append(way)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(thin_forward, "_forward", note("thinned", thin_forward._forward))
+    monkeypatch.setattr(inner, "aot_compiled_fn", note("compiled", inner.aot_compiled_fn))
+    steps: list[int] = []
+    runs = engine.run(jobs(), lambda engine: steps.append(len(engine.scheduler.running)))
+    engine.check_whole()
+    # Pieces of 128, 128, 44, 57, 128 and 2 tokens; the other steps decode.
+    assert ways.count("thinned") == 6 and ways.count("compiled") == len(steps) - 6 > 16
+    for ours, theirs in zip(runs, eager, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.report == theirs.report and ours.report["evicted_tokens"] > 0
+        # The prompt was not compiled in either engine.
+        assert ours.logprobs[0] == theirs.logprobs[0]
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)

@@ -31,6 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("eval")
 
 
+@pytest.fixture
+def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in the command's own child, not in two more below it, each with vLLM's imports.
+
+    `rows` has engines as users get them.
+    """
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
 @pytest.fixture(scope="module")
 def rows(folder: Path, random_model: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     """The command itself, as a user would run it; by task, policy and budget."""
@@ -90,6 +99,7 @@ def test_perplexity_is_that_of_the_model(
     assert rows["perplexity", "full", "100%"]["score"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.usefixtures("fewer_processes")
 def test_recall_is_that_of_the_kept_tokens(folder: Path, random_model: Path) -> None:
     """The engine's recall against attention computed by Transformers over the traced positions."""
     from transformers import AutoModelForCausalLM
@@ -140,6 +150,7 @@ def test_recall_is_that_of_the_kept_tokens(folder: Path, random_model: Path) -> 
                     assert 0.5 * bound < measured <= bound + 1e-4
 
 
+@pytest.mark.usefixtures("fewer_processes")
 def test_the_built_in_model_finds_what_is_kept(tmp_path: Path) -> None:
     """The shipped weights recall; eviction by attention keeps the fact, by recency it does not.
 

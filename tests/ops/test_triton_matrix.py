@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 MATRIX = Path(__file__).parent / "triton_matrix"
 MODULES = (

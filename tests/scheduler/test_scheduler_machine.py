@@ -29,7 +29,7 @@ from vllm_pyramid.compat.side_channel import read_evictions
 from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.request_config import RequestOverride
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
 # Seeded below, so that a red run means that the code changed.
 LIMITS = settings(
