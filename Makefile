@@ -9,8 +9,8 @@ STAMP := $(VENV)/.stamp
 # thread pools would wait for one another. Set it to use more.
 OMP_NUM_THREADS ?= 1
 TEST_ENV := OMP_NUM_THREADS=$(OMP_NUM_THREADS) TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-# Test files that run side by side, each in a process of its own; 0: one after the other, in one.
-# An engine takes 2 GiB and the tests measure nothing, so more cores may take more of them.
+# Test files that run side by side, each in a process of its own; 0: all in one, in turn. A core and
+# 6 GiB each are enough.
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 

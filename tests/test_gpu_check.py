@@ -135,9 +135,9 @@ time.sleep(60)
 """
     monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr(script, "PATIENCE", 2)
-    entry = script.run_stage(script.Stage("name", 2, ("anything",)), tmp_path)
+    entry = script.run_stage(script.Stage("name", 3, ("anything",)), tmp_path)
     assert entry["status"] == "failed" and note.exists()
-    assert (entry["seconds"] > 3.5) == (not listens)
+    assert (entry["seconds"] > 4.5) == (not listens)
 
 
 def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
