@@ -16,6 +16,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# vLLM imports a package of CUDA kernels that compiles C++ in the background of every process in
+# which it has not succeeded yet: without CUDA in each, for half a minute of a core.
+os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

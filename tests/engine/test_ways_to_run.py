@@ -90,9 +90,7 @@ def compiler_cache(engines: EnginePool, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("compiler_cache")
-def test_compiled(
-    engines: EnginePool, random_model: Path, eager_tokens: list[list[int]]
-) -> None:
+def test_compiled(engines: EnginePool, random_model: Path, eager_tokens: list[list[int]]) -> None:
     """torch.compile: the same tokens, and the evictions happen."""
     begin = time.perf_counter()
     engine = engines.get(
