@@ -44,6 +44,14 @@ def _percent(name: str) -> Cell:
     return cell
 
 
+def _megabytes(name: str) -> Cell:
+    def cell(row: Any) -> str:
+        value = getattr(row, name)
+        return "" if value is None else f"{value / 1e6:,.0f}"
+
+    return cell
+
+
 def _times(name: str) -> Cell:
     """Median and 99th percentile, if there were requests enough for it."""
 
@@ -65,6 +73,7 @@ _DECODE: Columns = [
     ("batch", _number("decode_batch", 1)),
     ("finish so", _number("to_their_end")),
     ("blocks", _number("decode_blocks")),
+    ("V on host, MB", _megabytes("host_bytes")),
 ]
 _LATENCIES: Columns = [
     ("TTFT ms (p99)", _times("ttft")),
@@ -76,15 +85,21 @@ _END_TO_END: Columns = [
     ("output tok/s", _number("output_tokens_per_s")),
     ("of baseline", _ratio("output")),
     ("prefill", _percent("prefill_share")),
+    ("by the model", _percent("predicted_prefill_share")),
     ("resident", _number("resident_max")),
     ("thrown out", _number("preemptions")),
     ("peak blocks", _number("peak_blocks")),
 ]
 _POOL: Columns = [("pool", _number("pool_prompts", 1))]
 # A table with nothing but these is left out.
-_NOT_ALONE = ("pool", "rate/s", "resident", "peak blocks")
+_NOT_ALONE = ("pool", "rate/s", "resident", "peak blocks", "V on host, MB")
 _RATE: Columns = [
     ("rate/s", lambda row: "at once" if row.request_rate is None else f"{row.request_rate:g}")
+]
+# Looked at twice a second: perhaps there were more in between.
+_SAMPLED: Columns = [
+    ("resident ≥", _number("resident_max")),
+    ("peak blocks ≥", _number("peak_blocks")),
 ]
 # The tables of a measure: a title and columns each, narrow enough for a terminal.
 _TABLES: dict[str, list[tuple[str, Columns]]] = {
@@ -103,10 +118,11 @@ _TABLES: dict[str, list[tuple[str, Columns]]] = {
                 ("before one waits", _number("before_queueing")),
                 ("blocks", _number("decode_blocks")),
                 ("peak blocks", _number("peak_blocks")),
+                ("V on host, MB", _megabytes("host_bytes")),
             ],
         )
     ],
-    "latency": [("over HTTP", [*_RATE, *_LATENCIES])],
+    "latency": [("over HTTP", [*_RATE, *_LATENCIES, *_SAMPLED])],
     "pressure": [
         ("end to end", [*_POOL, *_END_TO_END]),
         ("steady decode", [*_POOL, *_DECODE]),
