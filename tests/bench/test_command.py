@@ -313,7 +313,9 @@ def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
     # 16 x 4 numbers of 4 bytes beside 16 KiB.
     assert plan.pool_blocks(h2o, 4.0) == blocks * 64 // 65 and plan.host_bytes(h2o, 4.0) is None
     small = replace(plan, kv_swap_space=2000 * 16384 / 2**30)
-    assert small.pool_blocks(kcache, 4.0) == 1999 and small.pool_blocks(h2o, 4.0) == 64 * blocks // 65
+    assert (
+        small.pool_blocks(kcache, 4.0) == 1999 and small.pool_blocks(h2o, 4.0) == 64 * blocks // 65
+    )
     assert small.pool_blocks(kcache, 1.0) == plan.blocks(1.0)
     assert small.policy_arguments(kcache) == {"kv_swap_space": small.kv_swap_space}
     assert small.policy_arguments(h2o) == {}

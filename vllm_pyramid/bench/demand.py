@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request asks of a machine under a policy, from the policy's own plan: for `cost.py`.
 
-Where V lies in host memory, only K of a token has a place in the pool. Where a policy evicts during
-generation, what is held goes up and down. Where tokens leave the forward pass, deeper layers compute
-fewer. Where attention is gathered, keys are read again. All of it follows from lengths alone.
+Where V lies in host memory, only K of a token has a place in the pool. Where a policy evicts
+during generation, what is held goes up and down. Where tokens leave the forward pass, deeper layers
+compute fewer. Where attention is gathered, keys are read again. All of it follows from lengths.
 
 Shape legend: L layers, J decode steps of a request.
 """
@@ -18,13 +18,13 @@ from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.policy.plans import OpenPlan, RetentionPlan
 
-__all__ = ["plan_of", "policy_demand"]
+__all__ = ["policy_demand", "retention_of"]
 
 Integers = npt.NDArray[np.int64]
 _MASS_BYTES = 8  # a number in float32 beside each key and KV head, read and written
 
 
-def plan_of(policy: Policy, prompt_len: int, layers: int, block_size: int) -> RetentionPlan:
+def retention_of(policy: Policy, prompt_len: int, layers: int, block_size: int) -> RetentionPlan:
     """What is kept of a prompt; where only its scores say, the budget in every layer.
 
     Args:
@@ -45,7 +45,7 @@ def policy_demand(
             block that holds K and V.
     """
     assert output_len >= 2, output_len
-    plan = plan_of(policy, prompt_len, shape.layers, block_size)
+    plan = retention_of(policy, prompt_len, shape.layers, block_size)
     sizes = policy.block_sizes(shape.layers, block_size)
     block_bytes = block_size * shape.token_bytes
     step_bytes, step_ops = _attention(shape, policy, plan, output_len)

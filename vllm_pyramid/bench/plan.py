@@ -11,7 +11,7 @@ from math import ceil, isfinite
 from typing import Any
 
 from vllm_pyramid.bench.cost import Demand
-from vllm_pyramid.bench.demand import plan_of, policy_demand
+from vllm_pyramid.bench.demand import policy_demand, retention_of
 from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.config import NO_POLICY
 from vllm_pyramid.policy import Policy, load_policy
@@ -119,7 +119,7 @@ def _check_budget(variant: Variant, budget: str, prompt_len: int, layers: int) -
             )
         return
     # An upper limit here, also 100%: what is kept follows from the schedule.
-    plan = plan_of(policy, prompt_len, layers, BLOCK_SIZE)
+    plan = retention_of(policy, prompt_len, layers, BLOCK_SIZE)
     kept = int(plan.keep.sum()) / (prompt_len * layers)
     assert policy.budget.percent is not None
     if not plan.evicts:

@@ -36,12 +36,13 @@ def _ratio(name: str) -> Cell:
     return cell
 
 
-def _percent(name: str) -> Cell:
-    def cell(row: Any) -> str:
-        value = getattr(row, name)
-        return "" if value is None else f"{100 * value:.0f} %"
-
-    return cell
+def _shares(row: Any) -> str:
+    """Of prefill in the time, and in brackets what the cost model says of it."""
+    measured, predicted = row.prefill_share, row.predicted_prefill_share
+    if measured is None:
+        return ""
+    made = f"{100 * measured:.0f} %"
+    return made if predicted is None else f"{made} ({100 * predicted:.0f} %)"
 
 
 def _megabytes(name: str) -> Cell:
@@ -84,8 +85,7 @@ _LATENCIES: Columns = [
 _END_TO_END: Columns = [
     ("output tok/s", _number("output_tokens_per_s")),
     ("of baseline", _ratio("output")),
-    ("prefill", _percent("prefill_share")),
-    ("by the model", _percent("predicted_prefill_share")),
+    ("prefill (model)", _shares),
     ("resident", _number("resident_max")),
     ("thrown out", _number("preemptions")),
     ("peak blocks", _number("peak_blocks")),

@@ -126,8 +126,8 @@ class Sessions:
             blocks = self._pool_blocks[self._key(variant)]
             if abs(blocks - wanted) > self.plan.shape.layers:
                 raise ValueError(
-                    f"the engine with {self._key(variant)!r} has {blocks} blocks of a layer instead of "
-                    f"{wanted}: leave num_gpu_blocks_override, block_size and the like out of "
+                    f"the engine with {self._key(variant)!r} has {blocks} blocks of a layer "
+                    f"instead of {wanted}: leave num_gpu_blocks_override, block_size and the like out of "
                     "--engine-args"
                 )
 
