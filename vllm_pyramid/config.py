@@ -126,8 +126,8 @@ class KVSettings:
         kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
         kv_policy_args: changes to the preset (see `load_policy`).
         kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
-        kv_swap_space: GiB of host memory that each worker takes for V, for policies with `swap_v`;
-            None for as much as the device's KV cache.
+        kv_swap_space: GiB of host memory that each worker takes at most for V, for policies with
+            `swap_v`; None for as much as the device's KV cache, which is the most it ever takes.
     """
 
     kv_policy: str = NO_POLICY

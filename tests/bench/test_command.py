@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,16 +19,12 @@ import pytest
 from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench import sessions as sessions_module
 from vllm_pyramid.bench.cost import Machine
-from vllm_pyramid.bench.latency import (
-    evictions,
-    flags_of,
-    latency_row,
-    serving,
-    with_slack,
-)
+from vllm_pyramid.bench.latency import flags_of, latency_row, serving, with_slack
 from vllm_pyramid.bench.measure import Measurement
 from vllm_pyramid.bench.output import processor
 from vllm_pyramid.bench.plan import WARM_UP_SEED, Plan, Variant, variants_of
+from vllm_pyramid.bench.rows import job_row
+from vllm_pyramid.bench.server_metrics import Sampler, evictions
 from vllm_pyramid.bench.shapes import SHAPES
 from vllm_pyramid.child import ChildError
 from vllm_pyramid.cli import main
@@ -67,6 +65,28 @@ pytestmark = pytest.mark.cpu
         (["pressure", "--pools", "much"], "'much' is not a number above 0"),
         (["throughput", "--profile"], "give --decode-only too"),
         (["latency", "--rates", "-1"], "'-1' is not a number above 0"),
+        (["throughput", "--policies", "pyramidinfer"], "12% is out of reach of policy 'pyramidinf"),
+        (
+            ["throughput", "--policies", "pyramidinfer", "--budget", "100%", "--prompt-len", "64"],
+            "'pyramidinfer' keeps all of a prompt of 64 tokens",
+        ),
+        (["throughput", "--kv-swap-space", "1"], "none of the policies keeps there: leave it out"),
+        (
+            ["throughput", "--policies", "kcache", "--kv-swap-space", "0"],
+            "--kv-swap-space 0 is no number of GiB above 0",
+        ),
+        (
+            # 65 pages of 16 KiB. A request takes 132 in the first layer and 66 in seven.
+            ["throughput", "--policies", "kcache", "--kv-swap-space", "0.001"],
+            "kcache has 64 blocks of a layer for requests, of a cache for 4 whole ones without "
+            "eviction, and one needs 594: give --kv-swap-space more",
+        ),
+        (
+            # Of each 16 KiB block 256 bytes more go to what is gathered.
+            ["pressure", "--policies", "full,h2o", "--pools", "4,1"],
+            "h2o 12% has 1039 blocks of a layer for requests, of a cache for 1 whole ones without "
+            "eviction, and one needs 1056: give the pool more",
+        ),
         (["scheduler", "--layers", "0"], "--layers: '0' is not a whole number"),
         (["cost", "--model", "llama-3-70b"], "give more --devices"),
     ],
@@ -169,7 +189,7 @@ def test_policies_take_turns_and_an_interrupted_run_goes_on(
     row = written["rows"][1]
     assert row["repetitions"] == 3 and row["output_tokens_per_s"] == 32.0
     assert row["output_ratio"] == 2.0 and row["decode_ratio"] == 4.0
-    assert row["predicted_decode_tokens_per_s"] > 0
+    assert row["predicted_decode_tokens_per_s"] > 0 and 0 < row["predicted_prefill_share"] < 1
     assert written["baseline"] == "full" and written["machine"]["bandwidth"] == 1e9
 
     assert [place["processor"] for place in written["measured"]] == [processor()] * 3
@@ -262,15 +282,47 @@ def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeSessions], tmp_path:
 
 def test_variants_and_what_they_keep() -> None:
     variants = variants_of(
-        ["none", "full", "snapkv", "kvpress-snapkv", "transformers"], ["12%", "256"], 2048
+        ["none", "full", "snapkv", "kvpress-snapkv", "transformers"], ["12%", "256"], 2048, 8
     )
     assert [variant.label for variant in variants] == [
         *("none", "full", "snapkv 12%", "snapkv 256"),
         *("kvpress-snapkv 12%", "kvpress-snapkv 256", "transformers"),
     ]
-    kept = [variant.kept(2048, 8) for variant in variants]
+    plan = Plan(SHAPES["small"], 2048, 2, 32, 4.0)
+    layers, token = plan.shape.layers, plan.shape.token_bytes
+    # In the only decode step, the token that goes in is there too.
+    kept = [plan.demand(variant).step_bytes / (layers * token) - 1 for variant in variants]
     assert kept[:2] == [2048.0, 2048.0] and kept[3:] == [256.0, 246.0, 256.0, 2048.0]
     assert 246 <= kept[2] < 246 + 16  # whole blocks
+    assert [variant.swaps_v for variant in variants] == [False] * 7
+    # A limit that nothing has to be lowered for.
+    (thinned,) = variants_of(["pyramidinfer"], ["100%"], 2048, 8)
+    assert thinned == Variant("pyramidinfer", "100%")
+    (kcache,) = variants_of(["kcache"], ["12%"], 2048, 8)
+    assert kcache == Variant("kcache", None) and kcache.swaps_v
+
+
+def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
+    plan = Plan(SHAPES["small"], 2048, 64, 32, 4.0)
+    kcache, h2o = Variant("kcache", None), Variant("h2o", "12%")
+    blocks = plan.blocks(4.0)
+    assert plan.pool_blocks(Variant("full", None), 4.0) == blocks
+    # As much host memory again, a page for a page.
+    assert plan.pool_blocks(kcache, 4.0) == blocks and plan.policy_arguments(kcache) == {}
+    assert plan.host_bytes(kcache, 4.0) == blocks * 16384
+    # 16 x 4 numbers of 4 bytes beside 16 KiB.
+    assert plan.pool_blocks(h2o, 4.0) == blocks * 64 // 65 and plan.host_bytes(h2o, 4.0) is None
+    small = replace(plan, kv_swap_space=2000 * 16384 / 2**30)
+    assert (
+        small.pool_blocks(kcache, 4.0) == 1999 and small.pool_blocks(h2o, 4.0) == 64 * blocks // 65
+    )
+    assert small.pool_blocks(kcache, 1.0) == plan.blocks(1.0)
+    assert small.policy_arguments(kcache) == {"kv_swap_space": small.kv_swap_space}
+    assert small.policy_arguments(h2o) == {}
+    row = job_row("capacity", small, kcache, 4.0)
+    assert row.host_bytes == 1999 * 16384
+    # A prompt takes 128 + 7 x 64 blocks, a request at its end 132 + 7 x 66.
+    assert row.predicted_resident == 1 + (1999 - 576) // 594 == 3
 
 
 def test_pools_and_batches_are_of_equal_bytes() -> None:
@@ -297,13 +349,14 @@ def test_flags_of_a_server() -> None:
 def test_a_row_of_latencies() -> None:
     plan = Plan(SHAPES["small"], 256, 8, 20, 4.0)
 
-    def result(scale: float) -> dict[str, float]:
+    def result(scale: float, running: int | None = None) -> dict[str, Any]:
         made = {f"p{p}_{m}_ms": scale * p for p in (50, 90, 99) for m in ("ttft", "tpot")}
-        return {**made, "output_throughput": 10.0}
+        return {**made, "output_throughput": 10.0, "resident_max": running, "peak_blocks": None}
 
-    mine, base = [result(1.0), result(3.0), result(2.0)], [result(2.0)] * 3
+    mine, base = [result(1.0, 2), result(3.0, 5), result(2.0)], [result(2.0)] * 3
     row = latency_row(plan, Variant("snapkv", "12%"), 2.0, mine, base)
     assert (row.ttft_p50_ms, row.ttft_p99_ms, row.request_rate) == (100.0, 198.0, 2.0)
+    assert row.resident_max == 5 and row.peak_blocks is None
     assert (row.ttft_ratio, row.ttft_ratio_low, row.ttft_ratio_high) == (1.0, 0.5, 1.5)
     assert latency_row(plan, Variant("full", None), float("inf"), mine, base).request_rate is None
     few = latency_row(replace(plan, num_prompts=19), Variant("snapkv", "12%"), 2.0, mine, base)
@@ -315,36 +368,90 @@ def test_a_server_has_room_for_a_text_that_is_a_little_longer(pool: float, block
     plan = Plan(SHAPES["small"], 256, 8, 1, pool)
     # vLLM keeps one block of a layer back, and starts if one of the longest fits into the others.
     expected = (blocks + 1) * 8 * plan.block_bytes
-    assert with_slack(plan) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
+    full, h2o = Variant("full", None), Variant("h2o", "12%")
+    assert with_slack(plan, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
+    # All servers have the memory that the one with the most beside its blocks needs.
+    most = max(expected, (21 + 1) * 8 * (plan.block_bytes + 256))
+    assert with_slack(plan, [full, h2o])["kv_cache_memory_bytes"] == most
     given = replace(plan, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
-    assert with_slack(given) == {"max_model_len": 328, "kv_cache_memory_bytes": 5}
+    assert with_slack(given, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": 5}
 
 
 class Metrics(BaseHTTPRequestHandler):
-    """Answers as a server with a policy does."""
+    """Answers as a server does; `lines` are those that it says next, the last of them for ever."""
+
+    lines: list[str]
 
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
         body = "# TYPE vllm_pyramid:evictions counter\n"
-        body += 'vllm_pyramid:evictions_total{engine="0"} 3.0\n'
-        body += 'vllm_pyramid:evictions_created{engine="0"} 1.7e+09\n'
-        body += 'vllm_pyramid:evictions_total{engine="1"} 4.0\n'
+        body += self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
         self.wfile.write(body.encode())
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
+@contextlib.contextmanager
+def metrics(*lines: str) -> Iterator[str]:
+    """The address of a server that says these lines, one set after the other."""
+    handler = type("Handler", (Metrics,), {"lines": list(lines)})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def test_evictions_of_a_server_are_read_past_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    counted = 'vllm_pyramid:evictions_total{engine="0"} 3.0\n'
+    counted += 'vllm_pyramid:evictions_created{engine="0"} 1.7e+09\n'
+    counted += 'vllm_pyramid:evictions_total{engine="1"} 4.0\n'
+    with metrics(counted) as url:
         assert evictions(url) == 7
-        server.shutdown()
     with pytest.raises(ChildError, match="does not say what it has evicted"):
         evictions(url)
+
+
+def _gauges(running: tuple[int, int], blocks: Sequence[int] = ()) -> str:
+    lines = [
+        f'vllm:num_requests_running{{engine="{engine}",model_name="m"}} {count}.0'
+        for engine, count in enumerate(running)
+    ]
+    lines += [
+        f'vllm_pyramid:blocks_held{{engine="0",layer="{layer}"}} {count}.0'
+        for layer, count in enumerate(blocks)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _seen(*lines: str) -> Sampler:
+    """What is seen of a server that has said all of its lines."""
+    with metrics(*lines) as url, Sampler(url, interval_s=0.01) as seen:
+        end = time.monotonic() + 10
+        while seen.looks < len(lines) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert seen.looks >= len(lines)
+    return seen
+
+
+def test_the_most_that_a_server_was_seen_to_hold() -> None:
+    """Sums over engines and layers, each at its greatest; what a server does not say is None."""
+    seen = _seen(_gauges((0, 1), [7, 5]), _gauges((2, 3), [4, 4]), _gauges((0, 0), [0, 0]))
+    assert (seen.running, seen.blocks) == (5, 12)
+    stock = _seen(_gauges((0, 3)))
+    assert (stock.running, stock.blocks) == (3, None)
+    idle = _seen(_gauges((0, 0), [0, 0]))
+    assert (idle.running, idle.blocks) == (None, None)
+
+
+def test_a_server_that_does_not_answer_is_not_seen() -> None:
+    with metrics(_gauges((1, 1), [3])) as url:
+        pass
+    with Sampler(url, interval_s=0.01) as seen:
+        time.sleep(0.1)
+    assert (seen.running, seen.blocks, seen.looks) == (None, None, 0)
 
 
 def test_the_log_of_a_server_that_ends_under_load_is_shown(

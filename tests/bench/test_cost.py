@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_pyramid.bench import cost
-from vllm_pyramid.bench.cost import Job, Machine
+from vllm_pyramid.bench.cost import Demand, Machine
 from vllm_pyramid.bench.paper import as_markdown, paper_rows
 from vllm_pyramid.bench.shapes import SHAPES, Shape, shape_of_config, write_model
 
@@ -38,23 +38,26 @@ def test_named_shapes_have_the_parameters_of_their_models() -> None:
 
 def test_decode_step_by_hand() -> None:
     weights, tokens = 2 * TINY.step_parameters, 3 * 2 * 50
+    fifty = Demand.plain(TINY, 64, 4, kept=48)  # and half of the 4 that are generated
     slow_memory = Machine(bandwidth=1000.0, flops=1e12)
-    assert cost.decode_step(TINY, slow_memory, 3, 50) == pytest.approx(
+    assert cost.decode_step(TINY, slow_memory, 3, fifty) == pytest.approx(
         (weights + tokens * TINY.token_bytes) / 1000
     )
     slow_arithmetic = Machine(bandwidth=1e12, flops=1000.0)
-    assert cost.decode_step(TINY, slow_arithmetic, 3, 50) == pytest.approx(
+    assert cost.decode_step(TINY, slow_arithmetic, 3, fifty) == pytest.approx(
         (2 * TINY.step_parameters * 3 + 4 * tokens * 4 * 2) / 1000
     )
     two = replace(slow_memory, devices=2)
-    assert cost.decode_step(TINY, two, 3, 50) == cost.decode_step(TINY, slow_memory, 3, 50) / 2
+    halved = cost.decode_step(TINY, slow_memory, 3, fifty) / 2
+    assert cost.decode_step(TINY, two, 3, fifty) == halved
 
 
 def test_prefill_by_hand() -> None:
     machine = Machine(bandwidth=1.0, flops=1000.0)
     linear = 2 * 2 * TINY.layer_parameters * 10
     attention = 4 * 4 * 2 * 2 * 10 * 10 / 2
-    assert cost.prefill(TINY, machine, 10) == pytest.approx((linear + attention) / 1000)
+    demand = Demand.plain(TINY, 10, 4, kept=10)
+    assert cost.prefill(machine, demand) == pytest.approx((linear + attention) / 1000)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +70,19 @@ def test_prefill_by_hand() -> None:
     ],
 )
 def test_resident(requests: float, kept: float, fit: int) -> None:
-    job = Job(prompt_len=160, output_len=16, kept=kept)
+    demand = Demand.plain(TINY, prompt_len=160, output_len=16, kept=kept)
     pool = requests * 11 * 16 * TINY.layers * TINY.token_bytes
-    assert cost.resident(TINY, pool, job) == fit
+    assert cost.resident(pool, demand) == fit
 
 
 def test_end_to_end_adds_prefills_and_decode_steps() -> None:
     machine = Machine(bandwidth=1e3, flops=1e3)
-    job = Job(prompt_len=64, output_len=9, kept=64)
-    step = cost.decode_step(TINY, machine, 4, 64 + 4.5)
-    seconds = 8 * cost.prefill(TINY, machine, 64) + 2 * 8 * step
-    assert cost.end_to_end(TINY, machine, job, 8, 4) == pytest.approx(8 * 9 / seconds)
+    demand = Demand.plain(TINY, prompt_len=64, output_len=9, kept=64)
+    step, prefills = cost.decode_step(TINY, machine, 4, demand), 8 * cost.prefill(machine, demand)
+    seconds = prefills + 2 * 8 * step
+    assert cost.end_to_end(TINY, machine, demand, 8, 4) == pytest.approx(8 * 9 / seconds)
+    share = cost.prefill_share(TINY, machine, demand, 8, 4)
+    assert share == pytest.approx(prefills / seconds) and 0 < share < 1
 
 
 def test_eviction_pays_as_the_cache_outweighs_the_weights() -> None:

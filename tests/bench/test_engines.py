@@ -8,6 +8,7 @@ import csv
 import json
 import os
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,34 @@ def test_decode_only_beside_transformers(
     assert "where a decode step's time goes" in said and "linear layers" in said
 
 
+def test_capacity_where_memory_is_shared_out_otherwise(tmp_path: Path) -> None:
+    """V of three of four layers in host memory; a cache that gives room up to gathered numbers."""
+    layers, prompt, output = 4, 500, 64
+    command = ["bench", "capacity", "--layers", str(layers), "--policies", "kcache,h2o"]
+    command += ["--budget", "64", "--prompt-len", str(prompt), "--output-len", str(output)]
+    command += ["--num-prompts", "24", "--pool-prompts", "4", "--threads", "1"]
+    command += ["--repetitions", "1", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    kcache, h2o = json.loads((tmp_path / "capacity.json").read_text())["rows"]
+    pool = 4 * 36 * layers  # blocks: a request of 564 tokens takes 36 of a layer
+    assert kcache["host_bytes"] == pool * 16384 and h2o["host_bytes"] is None
+    # In five of eight halves of the memory of `full`: six requests in the place of four.
+    begin, end = 32 + 3 * 16, 36 + 3 * 18
+    assert kcache["predicted_resident"] == kcache["to_their_end"] == 6
+    assert 6 <= kcache["resident_max"] <= (pool + layers) // begin
+    assert begin <= kcache["decode_blocks"] / kcache["resident_max"] <= end
+    # Evicted, each has 5 to 9 blocks of a layer; the last one's prompt has to find room.
+    pool = pool * 64 // 65
+    assert h2o["predicted_resident"] == 1 + (pool - 32 * layers) // (9 * layers)
+    assert h2o["predicted_resident"] <= h2o["to_their_end"] <= h2o["resident_max"]
+    assert 5 <= h2o["decode_blocks"] / (layers * h2o["resident_max"]) <= 9
+    assert 32 * layers <= h2o["peak_blocks"] <= pool + layers
+
+
 def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over HTTP, with the threads that were asked for: the worker has them, and is not bound."""
+    """Over HTTP, with the threads that were asked for: the worker has them, and is not bound. What
+    the server holds meanwhile is seen.
+    """
     seen: list[tuple[str, set[int]]] = []
     load = latency_module.load
 
@@ -112,13 +139,18 @@ def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return result
 
     monkeypatch.setattr(latency_module, "load", looking)
+    often = partial(latency_module.Sampler, interval_s=0.02)  # a short job
+    monkeypatch.setattr(latency_module, "Sampler", often)
     monkeypatch.setenv("SPT_NOENV", "1")  # a process that names itself leaves its variables alone
     command = ["bench", "latency", "--layers", str(LAYERS), "--policies", "pyramidkv"]
-    command += ["--prompt-len", "256", "--output-len", "4", "--num-prompts", "1"]
+    command += ["--prompt-len", "256", "--output-len", "64", "--num-prompts", "1"]
     command += ["--repetitions", "1", "--threads", "3", "--no-pictures", "--out", str(tmp_path)]
     assert main(command) == 0
     (row,) = json.loads((tmp_path / "latency.json").read_text())["rows"]
     assert row["ttft_p50_ms"] > 0 and row["tpot_p50_ms"] > 0 and row["ttft_p99_ms"] is None
+    assert row["resident_max"] == 1
+    # At least what it keeps, at most all of a text that may be some tokens longer than asked for.
+    assert 2 * LAYERS <= row["peak_blocks"] <= -(-(256 + 64 + 64) // 16) * LAYERS
     assert seen == [("3", os.sched_getaffinity(0))] * 2
 
 

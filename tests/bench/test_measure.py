@@ -105,8 +105,10 @@ def test_ratios_are_of_pairs_not_of_medians() -> None:
 
 def test_rows_are_written_and_shown() -> None:
     full = Row("throughput", "full", "100%", 64, 8, 2, 4.0, output_tokens_per_s=10.0)
+    full = replace(full, prefill_share=0.5)
     other = replace(full, policy="snapkv", budget="12%", output_ratio=2.0)
     other = replace(other, output_ratio_low=1.5, output_ratio_high=2.25)
+    other = replace(other, predicted_prefill_share=0.754)
     written = json.loads(as_json([full, other], {"machine": None}))
     assert written["rows"][1] == asdict(other) and "machine" in written
     read = list(csv.DictReader(io.StringIO(as_csv([full, other]))))
@@ -116,6 +118,8 @@ def test_rows_are_written_and_shown() -> None:
         "policy",
         "output tok/s",
         "of baseline",
+        "prefill (model)",
     ]
     assert list(shown.columns[0].cells) == ["full", "snapkv 12%"]
     assert list(shown.columns[2].cells) == ["", "2.00 (1.50–2.25)"]
+    assert list(shown.columns[3].cells) == ["50 %", "50 % (75 %)"]

@@ -116,6 +116,12 @@ def _engine_parser(
             help="whole requests, prompt and output, that the cache has room for without eviction "
             f"({'as many as requests' if pool is None else '%(default)g'})",
         )
+    listed(
+        "--kv-swap-space",
+        type=float,
+        metavar="GiB",
+        help="host memory for V, of policies that keep it there (as much as the cache)",
+    )
     listed("--repetitions", type=int, default=3, help="of each measurement (%(default)s)")
     listed("--threads", type=_positive, help="of each engine on the CPU (OMP_NUM_THREADS, or all)")
     listed("--engine-args", help="JSON, further arguments of vllm_pyramid.LLM")

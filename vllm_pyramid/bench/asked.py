@@ -56,6 +56,7 @@ def plan_of(args: argparse.Namespace, folder: Path) -> tuple[Plan, str, bool]:
         num_prompts=args.num_prompts,
         pool_prompts=args.num_prompts if pool is None else pool,
         engine_args=parse_engine_args(args.engine_args),
+        kv_swap_space=args.kv_swap_space,
     )
     return plan, model, random
 
@@ -97,7 +98,18 @@ def variants_asked(args: argparse.Namespace, plan: Plan) -> list[Variant]:
         ValueError: what was asked for cannot take part, or needs another argument.
     """
     policies = names(args.policies, "--policies")
-    variants = variants_of(policies, names(args.budgets, "--budgets"), plan.prompt_len)
+    budgets = names(args.budgets, "--budgets")
+    variants = variants_of(policies, budgets, plan.prompt_len, plan.shape.layers)
+    if plan.kv_swap_space is not None and not any(variant.swaps_v for variant in variants):
+        raise ValueError(
+            "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "
+            "out, or add kcache or a .yaml file with `swap_v: true`"
+        )
+    if args.measure != "latency":  # servers get room for texts that are a little longer
+        pools = pools_of(args) if args.measure == "pressure" else (plan.pool_prompts,)
+        for variant in variants:
+            for pool in pools:
+                plan.check_room(variant, pool)
     peers = [variant for variant in variants if variant.is_peer]
     if peers and args.measure != "throughput":
         raise ValueError(

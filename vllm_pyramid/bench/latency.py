@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
@@ -26,6 +24,7 @@ from typing import Any
 from vllm_pyramid.bench.measure import PERCENTILES
 from vllm_pyramid.bench.plan import BLOCK_SIZE, Plan, Variant
 from vllm_pyramid.bench.rows import Row, job_row, percentile_fields, with_ratios
+from vllm_pyramid.bench.server_metrics import DIRECT, Sampler, evictions
 from vllm_pyramid.bench.sessions import gpu_share
 from vllm_pyramid.child import ChildError, end_group
 from vllm_pyramid.config import NO_POLICY
@@ -36,9 +35,6 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 900
 TEXT_SLACK = 64  # tokens by which a text's length may miss the one asked for
 _LOG_TAIL = 4000
-# The servers are on this machine, whatever proxy the environment names for the others.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_EVICTIONS = re.compile(r"^vllm_pyramid:evictions_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
@@ -108,7 +104,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError):
-            _DIRECT.open(f"{url}/health", timeout=5).close()
+            DIRECT.open(f"{url}/health", timeout=5).close()
             return
         time.sleep(0.25)
     raise _NotReadyError
@@ -123,7 +119,8 @@ def load(
     concurrency: int | None,
     seed: int,
 ) -> dict[str, Any]:
-    """One run of `vllm bench serve`; its result file.
+    """One run of `vllm bench serve`; its result file, and what the server was seen to hold: the
+    samples of its gauges under `resident_max` and `peak_blocks` (see `Sampler`).
 
     Raises:
         ChildError: it failed, not every request came back, or the server counts fewer evictions.
@@ -143,7 +140,8 @@ def load(
             *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
             *(() if concurrency is None else ("--max-concurrency", str(concurrency))),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, env=_quiet_environment())
+        with Sampler(url) as seen:
+            done = subprocess.run(command, capture_output=True, text=True, env=_quiet_environment())
         path = Path(folder, "result.json")
         if done.returncode or not path.is_file():
             log = (done.stdout + done.stderr)[-_LOG_TAIL:]
@@ -158,7 +156,7 @@ def load(
             f"{plan.num_prompts} requests to {variant.label} came back, and the server counts "
             f"{evictions(url) - before} evictions"
         )
-    return result
+    return result | {"resident_max": seen.running, "peak_blocks": seen.blocks}
 
 
 def _quiet_environment() -> dict[str, str]:
@@ -166,31 +164,18 @@ def _quiet_environment() -> dict[str, str]:
     return {**os.environ, **own, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
-def evictions(url: str) -> int:
-    """What a server with a policy counts, since its start.
-
-    Raises:
-        ChildError: it does not answer.
-    """
-    try:
-        with _DIRECT.open(f"{url}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-    except OSError as error:
-        raise ChildError(f"the server does not say what it has evicted: {error}") from error
-    return sum(int(float(found)) for found in _EVICTIONS.findall(text))
-
-
-def with_slack(plan: Plan) -> dict[str, Any]:
+def with_slack(plan: Plan, variants: Sequence[Variant]) -> dict[str, Any]:
     """Arguments of a server that takes texts a little longer than asked for.
 
-    Its pool has room for one of them at least, which may be some blocks more than `--pool-prompts`
-    says if that is 1; with all policies.
+    Its pool has room for one of them at least, and for what a policy gathers beside it, which may
+    be some blocks more than `--pool-prompts` says if that is 1; with all policies.
     """
     longest = min(plan.prompt_len + plan.output_len + TEXT_SLACK, plan.shape.positions)
     blocks = (ceil(longest / BLOCK_SIZE) + 1) * plan.shape.layers  # vLLM keeps one of a layer back
+    beside = max(plan.beside_block(variant) for variant in variants)
     made = {
         "max_model_len": longest,
-        "kv_cache_memory_bytes": max(plan.pool_bytes, blocks * plan.block_bytes),
+        "kv_cache_memory_bytes": max(plan.pool_bytes, blocks * (plan.block_bytes + beside)),
     }
     return made | {name: plan.engine_args[name] for name in made if name in plan.engine_args}
 
@@ -215,7 +200,7 @@ def latency(
     """
     arguments = plan.arguments()
     del arguments["skip_tokenizer_init"]
-    arguments |= with_slack(plan)
+    arguments |= with_slack(plan, variants)
     if random:
         arguments.setdefault("load_format", "dummy")
     environment = {"VLLM_LOGGING_LEVEL": "WARNING"}
@@ -237,7 +222,7 @@ def latency(
                 continue
             on_stage(f"starting a server with {variant.policy}")
             policy = [] if variant.policy == NO_POLICY else ["--kv-policy", variant.policy]
-            flags = [*flags_of(arguments), *policy]
+            flags = [*flags_of(arguments | plan.policy_arguments(variant)), *policy]
             url, process = stack.enter_context(serving(model, flags, environment))
             wait_until_ready(url, process)
             urls[variant.policy] = url
@@ -278,6 +263,9 @@ def latency_row(
         names = {"output": "output_throughput", "ttft": "p50_ttft_ms", "tpot": "p50_tpot_ms"}
         return {key: [result[name] for result in results] for key, name in names.items()}
 
+    def most(name: str) -> int | None:
+        return max((result[name] for result in results if result[name] is not None), default=None)
+
     outputs = [result["output_throughput"] for result in results]
     row = replace(
         job_row("latency", plan, variant, plan.pool_prompts),
@@ -286,6 +274,8 @@ def latency_row(
         output_low=min(outputs),
         output_high=max(outputs),
         repetitions=len(results),
+        resident_max=most("resident_max"),
+        peak_blocks=most("peak_blocks"),
         **percentile_fields(medians("ttft"), medians("tpot"), plan.num_prompts),
     )
     return with_ratios(row, values(results), values(baseline))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from vllm_pyramid.bench import cost
-from vllm_pyramid.bench.cost import Job, Machine
+from vllm_pyramid.bench.cost import Demand, Machine
 from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.policy.budget import Budget
 
@@ -78,15 +78,15 @@ def paper_rows(
         base = 0.0
         for budget in (None, *budgets):
             kept = prompt_len if budget is None else Budget.parse(budget).tokens_for(prompt_len, 1)
-            job = Job(prompt_len, output_len, kept)
-            batch = cost.resident(shape, pool, job)
+            demand = Demand.plain(shape, prompt_len, output_len, kept)
+            batch = cost.resident(pool, demand)
             if not batch:
                 raise ValueError(f"a prompt of {prompt_len} tokens does not fit beside the weights")
-            step = cost.decode_step(shape, machine, batch, job.mean_cache)
+            step = cost.decode_step(shape, machine, batch, demand)
             rate = batch / step
             base = base or rate
             many = 1000 * batch
-            requests = cost.end_to_end(shape, machine, job, many, batch) / output_len
+            requests = cost.end_to_end(shape, machine, demand, many, batch) / output_len
             rows.append(
                 PaperRow(
                     prompt_len=prompt_len,
@@ -96,7 +96,7 @@ def paper_rows(
                     step_ms=1e3 * step,
                     decode_tokens_per_s=rate,
                     decode_ratio=rate / base,
-                    prefill_s=cost.prefill(shape, machine, prompt_len),
+                    prefill_s=cost.prefill(machine, demand),
                     requests_per_s=requests,
                     engines=ceil(request_rate / requests),
                 )

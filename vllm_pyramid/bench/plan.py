@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from math import ceil, isfinite
 from typing import Any
 
-from vllm_pyramid.bench.cost import Job
+from vllm_pyramid.bench.cost import Demand
+from vllm_pyramid.bench.demand import policy_demand, retention_of
 from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.config import NO_POLICY
-from vllm_pyramid.policy import OpenPlan, load_policy
+from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.budget import Budget
 
 __all__ = [
@@ -61,19 +62,28 @@ class Variant:
         """Whether it runs outside of vLLM."""
         return self.policy in PEERS
 
-    def kept(self, prompt_len: int, layers: int) -> float:
-        """Tokens of a prompt that a layer holds, on average over the layers."""
+    @property
+    def kv_policy(self) -> Policy | None:
+        """The policy with this budget; None where none of ours is at work."""
+        if self.is_peer or self.policy == NO_POLICY:
+            return None
+        return load_policy(self.policy, self.budget)
+
+    @property
+    def swaps_v(self) -> bool:
+        """Whether V of some layers lies in host memory, beside the pool."""
+        return self.kv_policy is not None and self.kv_policy.swap_v
+
+    def peer_keeps(self, prompt_len: int) -> int:
+        """Tokens of a prompt that each layer of a peer holds (or of `none`: all)."""
         if self.budget is None:
-            return float(prompt_len)
-        if self.is_peer:
-            return float(Budget.parse(self.budget).tokens_for(prompt_len, 1))
-        plan = load_policy(self.policy, self.budget).plan(prompt_len, layers, BLOCK_SIZE)
-        if isinstance(plan, OpenPlan):
-            return float(plan.budget_tokens)
-        return float(plan.held.mean())
+            return prompt_len
+        return Budget.parse(self.budget).tokens_for(prompt_len, 1)
 
 
-def variants_of(policies: Sequence[str], budgets: Sequence[str], prompt_len: int) -> list[Variant]:
+def variants_of(
+    policies: Sequence[str], budgets: Sequence[str], prompt_len: int, layers: int
+) -> list[Variant]:
     """Every policy with every budget; once where it evicts nothing.
 
     Raises:
@@ -91,16 +101,38 @@ def variants_of(policies: Sequence[str], budgets: Sequence[str], prompt_len: int
             variants.append(Variant(policy, None))
             continue
         for budget in budgets:
-            tokens = Budget.parse(budget).tokens_for(prompt_len, 1)
-            if tokens >= prompt_len:
-                raise ValueError(
-                    f"--budgets: {budget} keeps all of a prompt of {prompt_len} tokens: give a "
-                    "smaller one, or the policy 'full'"
-                )
-            if policy not in PEERS:
-                load_policy(policy, budget)
-            variants.append(Variant(policy, budget))
+            variant = Variant(policy, budget)
+            _check_budget(variant, budget, prompt_len, layers)
+            variants.append(variant)
     return variants
+
+
+def _check_budget(variant: Variant, budget: str, prompt_len: int, layers: int) -> None:
+    """Raise ValueError unless something is evicted, and no more kept than the budget says."""
+    tokens = Budget.parse(budget).tokens_for(prompt_len, 1)
+    policy = variant.kv_policy
+    if policy is None or policy.thinner is None:
+        if tokens >= prompt_len:
+            raise ValueError(
+                f"--budgets: {budget} keeps all of a prompt of {prompt_len} tokens: give a "
+                "smaller one, or the policy 'full'"
+            )
+        return
+    # An upper limit here, also 100%: what is kept follows from the schedule.
+    plan = retention_of(policy, prompt_len, layers, BLOCK_SIZE)
+    kept = int(plan.keep.sum()) / (prompt_len * layers)
+    assert policy.budget.percent is not None
+    if not plan.evicts:
+        raise ValueError(
+            f"policy {variant.policy!r} keeps all of a prompt of {prompt_len} tokens: give a "
+            "longer --prompt-len"
+        )
+    if 100 * kept > policy.budget.percent:
+        raise ValueError(
+            f"--budgets: {budget} is out of reach of policy {variant.policy!r}, which keeps at "
+            f"least {kept:.1%} of a prompt of {prompt_len} tokens in {layers} layers: give more, "
+            "or 100% for its own lengths"
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +142,8 @@ class Plan:
     Attributes:
         shape: of the model. prompt_len, output_len: tokens of a request. num_prompts: requests.
         pool_prompts: whole requests (prompt and output) that the cache holds without eviction.
+        kv_swap_space: GiB of host memory for V, where a policy keeps it there; None for as much as
+            the cache.
 
     Raises:
         ValueError: it cannot work; the message names the flag to change.
@@ -121,6 +155,7 @@ class Plan:
     num_prompts: int
     pool_prompts: float
     engine_args: dict[str, Any] = field(default_factory=dict)
+    kv_swap_space: float | None = None
 
     def __post_init__(self) -> None:
         for flag in ("prompt_len", "output_len", "num_prompts"):
@@ -134,6 +169,8 @@ class Plan:
                 f"--prompt-len {self.prompt_len} and --output-len {self.output_len} make "
                 f"{self.prompt_len + self.output_len} tokens; the model takes {longest}"
             )
+        if self.kv_swap_space is not None and not 0 < self.kv_swap_space < 2**20:
+            raise ValueError(f"--kv-swap-space {self.kv_swap_space:g} is no number of GiB above 0")
         if not isfinite(self.pool_prompts):
             raise ValueError(f"--pool-prompts {self.pool_prompts:g} is no number of requests")
         if self.pool_prompts < 1:
@@ -161,10 +198,59 @@ class Plan:
         """Bytes of a block of one layer."""
         return BLOCK_SIZE * self.shape.token_bytes
 
-    def job(self, variant: Variant) -> Job:
-        """For the cost model."""
-        kept = variant.kept(self.prompt_len, self.shape.layers)
-        return Job(self.prompt_len, self.output_len, kept)
+    def demand(self, variant: Variant) -> Demand:
+        """Of one request, for the cost model."""
+        if (policy := variant.kv_policy) is None:
+            kept = variant.peer_keeps(self.prompt_len)
+            return Demand.plain(self.shape, self.prompt_len, self.output_len, kept)
+        return policy_demand(self.shape, policy, self.prompt_len, self.output_len, BLOCK_SIZE)
+
+    def policy_arguments(self, variant: Variant) -> dict[str, Any]:
+        """Arguments of an engine with the policy, beside `arguments` and its name."""
+        if self.kv_swap_space is None or not variant.swaps_v:
+            return {}
+        return {"kv_swap_space": self.kv_swap_space}
+
+    def beside_block(self, variant: Variant) -> int:
+        """Bytes beside each block of a layer: numbers that a policy gathers of its tokens."""
+        policy = variant.kv_policy
+        if policy is None or policy.gatherer is None:
+            return 0
+        return 4 * BLOCK_SIZE * self.shape.kv_heads
+
+    def check_room(self, variant: Variant, pool_prompts: float) -> None:
+        """Raise ValueError unless one request finds room, before anything is given back."""
+        if (policy := variant.kv_policy) is None:
+            return
+        sizes = policy.block_sizes(self.shape.layers, BLOCK_SIZE)
+        needed = int((-(-(self.prompt_len + self.output_len) // sizes)).sum())
+        if (blocks := self.pool_blocks(variant, pool_prompts)) < needed:
+            raise ValueError(
+                f"{variant.label} has {max(blocks, 0)} blocks of a layer for requests, of a cache "
+                f"for {pool_prompts:g} whole ones without eviction, and one needs {needed}: give "
+                f"{'--kv-swap-space' if policy.swap_v else 'the pool'} more"
+            )
+
+    def pool_blocks(self, variant: Variant, pool_prompts: float) -> int:
+        """`blocks` that an engine with the policy has: fewer where something else takes memory too.
+
+        Numbers that are gathered beside the cache are within its bytes. Every page needs one for V
+        in host memory where the policy keeps V there, so too little of that makes the pool smaller.
+        """
+        blocks, policy = self.blocks(pool_prompts), variant.kv_policy
+        if policy is None:
+            return blocks
+        blocks = blocks * self.block_bytes // (self.block_bytes + self.beside_block(variant))
+        if policy.swap_v and self.kv_swap_space is not None:
+            pages = int(self.kv_swap_space * 2**30) // self.block_bytes
+            blocks = min(blocks, pages - 1)  # vLLM keeps one back
+        return blocks
+
+    def host_bytes(self, variant: Variant, pool_prompts: float) -> int | None:
+        """Bytes of host memory for V of the pool, a page for each of its own; None without."""
+        if not variant.swaps_v:
+            return None
+        return self.pool_blocks(variant, pool_prompts) * self.block_bytes
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Random token ids, above the special ones; the same for every variant."""
@@ -202,9 +288,9 @@ class Plan:
 
         Nothing is set aside for the prompts that come later, as a server must: in their favour.
         """
-        job = self.job(variant)
+        kept = variant.peer_keeps(self.prompt_len)
         whole = self.pool_prompts * (self.prompt_len + self.output_len)
-        return max(1, min(self.num_prompts, int(whole / (job.kept + self.output_len))))
+        return max(1, min(self.num_prompts, int(whole / (kept + self.output_len))))
 
 
 def default_threads() -> int:

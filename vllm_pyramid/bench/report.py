@@ -36,10 +36,19 @@ def _ratio(name: str) -> Cell:
     return cell
 
 
-def _percent(name: str) -> Cell:
+def _shares(row: Any) -> str:
+    """Of prefill in the time, and in brackets what the cost model says of it."""
+    measured, predicted = row.prefill_share, row.predicted_prefill_share
+    if measured is None:
+        return ""
+    made = f"{100 * measured:.0f} %"
+    return made if predicted is None else f"{made} ({100 * predicted:.0f} %)"
+
+
+def _megabytes(name: str) -> Cell:
     def cell(row: Any) -> str:
         value = getattr(row, name)
-        return "" if value is None else f"{100 * value:.0f} %"
+        return "" if value is None else f"{value / 1e6:,.0f}"
 
     return cell
 
@@ -65,6 +74,7 @@ _DECODE: Columns = [
     ("batch", _number("decode_batch", 1)),
     ("finish so", _number("to_their_end")),
     ("blocks", _number("decode_blocks")),
+    ("V on host, MB", _megabytes("host_bytes")),
 ]
 _LATENCIES: Columns = [
     ("TTFT ms (p99)", _times("ttft")),
@@ -75,16 +85,21 @@ _LATENCIES: Columns = [
 _END_TO_END: Columns = [
     ("output tok/s", _number("output_tokens_per_s")),
     ("of baseline", _ratio("output")),
-    ("prefill", _percent("prefill_share")),
+    ("prefill (model)", _shares),
     ("resident", _number("resident_max")),
     ("thrown out", _number("preemptions")),
     ("peak blocks", _number("peak_blocks")),
 ]
 _POOL: Columns = [("pool", _number("pool_prompts", 1))]
 # A table with nothing but these is left out.
-_NOT_ALONE = ("pool", "rate/s", "resident", "peak blocks")
+_NOT_ALONE = ("pool", "rate/s", "resident", "peak blocks", "V on host, MB")
 _RATE: Columns = [
     ("rate/s", lambda row: "at once" if row.request_rate is None else f"{row.request_rate:g}")
+]
+# Looked at twice a second: perhaps there were more in between.
+_SAMPLED: Columns = [
+    ("resident ≥", _number("resident_max")),
+    ("peak blocks ≥", _number("peak_blocks")),
 ]
 # The tables of a measure: a title and columns each, narrow enough for a terminal.
 _TABLES: dict[str, list[tuple[str, Columns]]] = {
@@ -103,10 +118,11 @@ _TABLES: dict[str, list[tuple[str, Columns]]] = {
                 ("before one waits", _number("before_queueing")),
                 ("blocks", _number("decode_blocks")),
                 ("peak blocks", _number("peak_blocks")),
+                ("V on host, MB", _megabytes("host_bytes")),
             ],
         )
     ],
-    "latency": [("over HTTP", [*_RATE, *_LATENCIES])],
+    "latency": [("over HTTP", [*_RATE, *_LATENCIES, *_SAMPLED])],
     "pressure": [
         ("end to end", [*_POOL, *_END_TO_END]),
         ("steady decode", [*_POOL, *_DECODE]),

@@ -32,12 +32,15 @@ class Row:
             once.
         output_tokens_per_s: end to end. decode_tokens_per_s: of steady decode steps, all prompts in
             them prefilled; decode_batch: requests in them. prefill_share: of the time.
-        resident_max: the most requests that decoded at once. to_their_end: so many of them finish
-            for certain with none thrown out (see `holding.to_their_end`). before_queueing: the most
-            that can be sent at once without one that waits for room.
+        resident_max: the most requests that decoded at once; over HTTP the most that ran at once
+            (whose prompt was being processed, too) in samples, so a lower bound. to_their_end: so
+            many of them finish for certain with none thrown out (see `holding.to_their_end`).
+            before_queueing: the most that can be sent at once without one that waits for room.
         ttft_p50_ms ...: time to the first token, waiting included; tpot: time a further token. The
             99th percentile is None of fewer than 20 requests.
-        peak_blocks: the most blocks of one layer held at once, decode_blocks: without prefills.
+        peak_blocks: the most blocks of one layer held at once, all layers added up, and
+            decode_blocks: without prefills. Over HTTP the former is of samples, a lower bound; None
+            of `none`, which does not say it.
         preemptions: requests thrown out to make room. repetitions: of which these are medians.
         output_low ... decode_high: the smallest and largest repetition.
         output_ratio, decode_ratio, ttft_ratio, tpot_ratio: to the baseline, of rates or (the
@@ -45,6 +48,9 @@ class Row:
             and the largest beside it.
         predicted_decode_tokens_per_s: what the cost model allows this batch.
         predicted_resident: requests that the pool has room for, by the cost model.
+        predicted_prefill_share: of the time, by the cost model, with so many decoding at once.
+        host_bytes: of host memory for V of the pool, which comes on top of it, where a policy keeps
+            V there.
     """
 
     measure: str
@@ -90,6 +96,8 @@ class Row:
     tpot_ratio_high: float | None = None
     predicted_decode_tokens_per_s: float | None = None
     predicted_resident: int | None = None
+    predicted_prefill_share: float | None = None
+    host_bytes: int | None = None
 
     @property
     def label(self) -> str:
@@ -99,10 +107,11 @@ class Row:
 
 def job_row(measure: str, plan: Plan, variant: Variant, pool_prompts: float | None) -> Row:
     """What is known before anything is measured."""
-    predicted = None
+    predicted = host_bytes = None
     if pool_prompts is not None and not variant.is_peer:
-        pool = plan.blocks(pool_prompts) * plan.block_bytes
-        predicted = min(plan.num_prompts, cost.resident(plan.shape, pool, plan.job(variant)))
+        host_bytes = plan.host_bytes(variant, pool_prompts)
+        pool = plan.pool_blocks(variant, pool_prompts) * plan.block_bytes
+        predicted = min(plan.num_prompts, cost.resident(pool, plan.demand(variant)))
     return Row(
         measure=measure,
         policy=variant.policy,
@@ -111,6 +120,7 @@ def job_row(measure: str, plan: Plan, variant: Variant, pool_prompts: float | No
         output_len=plan.output_len,
         num_prompts=plan.num_prompts,
         pool_prompts=pool_prompts,
+        host_bytes=host_bytes,
         predicted_resident=predicted,
     )
 
@@ -119,7 +129,18 @@ def predicted_rate(plan: Plan, variant: Variant, machine: Machine, batch: float)
     """Decode tokens/s that the cost model allows; None without a machine."""
     if not machine.bandwidth:
         return None
-    return batch / cost.decode_step(plan.shape, machine, batch, plan.job(variant).mean_cache)
+    return batch / cost.decode_step(plan.shape, machine, batch, plan.demand(variant))
+
+
+def predicted_prefill_share(
+    plan: Plan, variant: Variant, machine: Machine, batch: int | None
+) -> float | None:
+    """Of the time of the whole job, with so many requests decoding at once; None without a machine
+    or room.
+    """
+    if not machine.flops or not batch:
+        return None
+    return cost.prefill_share(plan.shape, machine, plan.demand(variant), plan.num_prompts, batch)
 
 
 def row_of(
@@ -137,8 +158,9 @@ def row_of(
     predicted = None
     if merged.decode_batch is not None:
         predicted = predicted_rate(plan, variant, machine, merged.decode_batch)
+    row = job_row(measure, plan, variant, pool_prompts)
     return replace(
-        job_row(measure, plan, variant, pool_prompts),
+        row,
         output_tokens_per_s=statistics.median(outputs),
         decode_tokens_per_s=merged.decode_tokens_per_s,
         decode_batch=merged.decode_batch,
@@ -154,6 +176,9 @@ def row_of(
         decode_low=min(decodes, default=None),
         decode_high=max(decodes, default=None),
         predicted_decode_tokens_per_s=predicted,
+        predicted_prefill_share=predicted_prefill_share(
+            plan, variant, machine, row.predicted_resident
+        ),
     )
 
 

@@ -78,7 +78,7 @@ class Sessions:
                 )
                 self._children[self._key(variant)] = self._stack.enter_context(child)
                 self._start(variant, model, random, engines if threads is None else 0)
-            self._check_pools()
+            self._check_pools(variants)
         except BaseException:
             self._stack.close()
             raise
@@ -103,7 +103,7 @@ class Sessions:
             }
             self._ask(variant, do="start", **task)
             return
-        arguments = self.plan.arguments()
+        arguments = self.plan.arguments() | self.plan.policy_arguments(variant)
         if sharing:
             arguments.setdefault("gpu_memory_utilization", gpu_share(sharing))
         if random:
@@ -113,18 +113,21 @@ class Sessions:
         )
         self._pool_blocks[self._key(variant)] = answer["pool_blocks"]
 
-    def _check_pools(self) -> None:
+    def _check_pools(self, variants: Sequence[Variant]) -> None:
         """Equal memory is what is compared: refuse to go on without.
 
         Raises:
             ValueError: an engine has more than a block a layer more or less than was asked for.
         """
-        wanted = self.plan.blocks(self.plan.pool_prompts)
-        for key, blocks in self._pool_blocks.items():
+        for variant in variants:
+            if variant.is_peer:
+                continue
+            wanted = self.plan.pool_blocks(variant, self.plan.pool_prompts)
+            blocks = self._pool_blocks[self._key(variant)]
             if abs(blocks - wanted) > self.plan.shape.layers:
                 raise ValueError(
-                    f"the engine with {key!r} has {blocks} blocks of a layer instead of "
-                    f"{wanted}: leave num_gpu_blocks_override, block_size and the like out of "
+                    f"the engine with {self._key(variant)!r} has {blocks} blocks of a layer "
+                    f"instead of {wanted}: leave num_gpu_blocks_override, block_size and the like out of "
                     "--engine-args"
                 )
 
@@ -146,7 +149,8 @@ class Sessions:
     def limit_pool(self, variant: Variant, pool_prompts: float) -> None:
         """Let a pool hold so many whole requests only. Peers have no pool."""
         if not variant.is_peer:
-            blocks = min(self.plan.blocks(pool_prompts), self._pool_blocks[self._key(variant)])
+            wanted = self.plan.pool_blocks(variant, pool_prompts)
+            blocks = min(wanted, self._pool_blocks[self._key(variant)])
             self._ask(variant, do="reserve", blocks=blocks)
 
     def _arguments(self, variant: Variant) -> dict[str, Any]:
@@ -154,7 +158,7 @@ class Sessions:
             return {"budget": variant.budget}
         kept = None
         if variant.budget is not None:
-            kept = int(variant.kept(self.plan.prompt_len, self.plan.shape.layers))
+            kept = variant.peer_keeps(self.plan.prompt_len)
         return {"keep": kept, "batch": self.plan.peer_batch(variant)}
 
     def run(
