@@ -43,7 +43,8 @@ from vllm_pyramid import LLM
 from vllm.platforms import current_platform
 assert current_platform.device_type == "cpu"
 import torch
-address = torch.zeros(64 << 20, dtype=torch.int8).data_ptr()
+memory = torch.zeros(64 << 20, dtype=torch.int8)
+address = memory.data_ptr()
 inside = False
 for line in open("/proc/self/smaps"):
     name = line.split()[0]
