@@ -127,8 +127,8 @@ class Sessions:
             if abs(blocks - wanted) > self.plan.shape.layers:
                 raise ValueError(
                     f"the engine with {self._key(variant)!r} has {blocks} blocks of a layer "
-                    f"instead of {wanted}: leave num_gpu_blocks_override, block_size and the like out of "
-                    "--engine-args"
+                    f"instead of {wanted}: leave num_gpu_blocks_override, block_size and the like "
+                    "out of --engine-args"
                 )
 
     def _ask(self, variant: Variant, on_progress: Progress | None = None, **task: Any) -> Any:
