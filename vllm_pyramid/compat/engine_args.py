@@ -44,6 +44,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "there (kcache, or swap_v). Less than the device's KV cache makes that as small. Default: "
         "as much as the device's KV cache.",
     },
+    "kv_admission": {
+        "metavar": "forecast|prompt",
+        "help": "When a waiting prompt starts: 'forecast', if those that run can then reach the "
+        "ends that are expected of them (the default where the policy evicts), or 'prompt', as "
+        "soon as it fits, which is vLLM's own rule.",
+    },
 }
 
 
