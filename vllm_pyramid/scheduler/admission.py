@@ -60,7 +60,9 @@ class AnswerLengths:
 
     @property
     def mean(self) -> float:
-        return self._tokens / self._ends if self._tokens < UNBOUNDED * self._ends else UNBOUNDED
+        if self._tokens >= UNBOUNDED * self._ends:  # none ends by itself
+            return float(UNBOUNDED)
+        return self._tokens / self._ends
 
     def add(self, tokens: int, cut_off: bool) -> None:
         """An answer has ended."""
