@@ -140,8 +140,8 @@ class Job:
         return sum(request.num_preemptions for request in self.requests)
 
 
-# In blocks of a layer: 16 of a whole prompt, 3 behind its end, 11 at its own end. A pool of four whole
-# requests has 96, so eight can finish side by side.
+# In blocks of a layer: 16 of a whole prompt, 3 behind its end, 11 at its own end. A pool of four
+# whole requests has 96, so eight can finish side by side.
 SMALL = Setup(
     budget=10,
     policy_args=(("window", 6), ("allocator", "uniform")),
@@ -175,8 +175,7 @@ def test_nobody_is_thrown_out_and_the_pool_is_used(asynchronous: bool) -> None:
     assert stock.preemptions >= 8 and ours.preemptions == 0
     once = 40 * (64 + 32 - 1)
     assert ours.tokens == once < stock.tokens
-    assert ours.most_running >= 8
-    assert ours.steps <= 1.1 * stock.steps
+    assert ours.most_running >= 8 and ours.steps <= 1.2 * (40 / 8) * 32  # eight at any time
     assert ours.refusals > 0
     assert ours.started == [f"r{index}" for index in range(40)]
 
