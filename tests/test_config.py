@@ -214,7 +214,7 @@ def test_shares_come_from_the_scheduler_alone() -> None:
 
 @pytest.mark.parametrize("name", policy_names())
 def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
-    assert KVSettings(kv_policy=name).looks_ahead == (name != "full")
+    assert KVSettings(kv_policy=name).looks_ahead == (name not in ("full", "kcache"))
     for admission, looks_ahead in (("forecast", True), ("prompt", False)):
         settings = KVSettings(kv_policy=name, kv_admission=admission)
         assert settings.looks_ahead == looks_ahead

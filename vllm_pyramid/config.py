@@ -37,8 +37,8 @@ CONFIG_KEYS = (
     "kv_swap_space",
     "kv_admission",
 )
-# When a waiting prompt starts: if all that run can then reach the ends that are expected of them,
-# or, as vLLM does, as soon as all of it fits.
+# When a waiting prompt starts: if by what all requests will hold it will not be thrown out before
+# it was worth its prefill, or, as vLLM does, as soon as all of it fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
 REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application", "kv_top_n")
@@ -228,7 +228,7 @@ class KVSettings:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether prompts start by what is expected of those that run."""
+        """Whether prompts start by what all requests will hold, not by what they hold now."""
         if self.kv_admission is not None:
             return self.kv_admission == FORECAST
         policy = self.policy()

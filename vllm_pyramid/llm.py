@@ -25,8 +25,8 @@ class LLM(vllm.LLM):
         kv_policy_args: changes to the policy's parameters, such as `{"beta": 14}`.
         kv_trace: folder for the kept positions of every request.
         kv_swap_space: GiB of host memory for V, for policies that keep it there (`kcache`).
-        kv_admission: when a waiting prompt starts: `"forecast"` (those that run can then reach the
-            ends expected of them; the default if the policy evicts) or `"prompt"` (it fits).
+        kv_admission: when a waiting prompt starts: `"forecast"` (it will not be preempted before it
+            was worth its prefill; the default if the policy evicts) or `"prompt"` (it fits).
         **kwargs: as for `vllm.LLM`.
 
     Raises:

@@ -104,7 +104,8 @@ def resident(shape: Shape, pool_bytes: float, job: Job) -> int:
 
     Whoever comes last needs its whole prompt for a moment, so with b bytes for a whole request and
     e for an evicted one at its end: 1 + (pool - b) / e, and at most pool / e. The scheduler's
-    forecast lets in so many at least, and more where they do not all end together.
+    forecast lets in so many at least (answers no longer than prompts), and more where they do not
+    all end together.
     """
     whole = kept_blocks_bytes(shape, job.prompt_len)
     ending = kept_blocks_bytes(shape, job.kept + job.output_len)

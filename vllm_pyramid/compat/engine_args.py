@@ -46,9 +46,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "kv_admission": {
         "metavar": "forecast|prompt",
-        "help": "When a waiting prompt starts: 'forecast', if those that run can then reach the "
-        "ends that are expected of them (the default where the policy evicts), or 'prompt', as "
-        "soon as it fits, which is vLLM's own rule.",
+        "help": "When a waiting prompt starts: 'forecast', if by what all requests are expected to "
+        "hold it will not be preempted before it was worth its prefill (the default where the "
+        "policy evicts), or 'prompt', as soon as it fits, which is vLLM's own rule.",
     },
 }
 

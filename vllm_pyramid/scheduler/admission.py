@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: a prompt starts if all that run can then reach the ends that are expected of them.
+"""Admission: a prompt starts if it will not be thrown out before it was worth its prefill.
 
     blocks of one request
       |        __ whole prompt
@@ -13,6 +13,13 @@ vLLM starts a prompt as soon as all of it fits. With eviction nearly every promp
 that run hold little yet. Later they grow, the pool runs out, and vLLM throws out the newest, whose
 prompt then has to be processed again. So we add up what all of them will hold at each moment that
 matters, right before one of them gives blocks back, and compare the greatest sum with the pool.
+
+How far ahead? Whoever is thrown out loses what was processed for it, its prompt and its answer so
+far, and keeps the answer's tokens. So we look as many steps ahead as the candidate has tokens to
+process: an answer that is no longer than its prompt then reaches its end, and a longer one has got
+a token for each token processed, if its place is ever needed for older ones. To look to the end of
+long answers would waste the pool: those that start together also end together, and until then
+half of it would lie idle.
 
 Looking at the memory of all future moments instead of at the sum of all ends, and taking the
 lengths of answers from those that have ended, is the idea of the Past-Future scheduler (Gong et
@@ -110,7 +117,7 @@ class Admission:
         self._max_model_len = max_model_len
         self._step_tokens, self._longest_chunk = step_tokens, longest_chunk
         self._lag = lag
-        # A row a request, in the columns of `_peak`.
+        # A row a request, in the columns of `_fits`.
         self._table = np.zeros((16, 7), np.int64)
         self._rows: dict[str, int] = {}
         self._unused = list(range(len(self._table)))
@@ -132,8 +139,7 @@ class Admission:
         rows = [self._rows[other.request_id] for other in running]
         computed = [other.num_computed_tokens for other in running]
         in_flight = [other.num_in_flight_tokens for other in running]
-        peak = self._peak([*rows, self._rows[name]], [*computed, 0], [*in_flight, 0])
-        if peak <= self._coordinator.usable_blocks:
+        if self._fits([*rows, self._rows[name]], [*computed, 0], [*in_flight, 0]):
             return True
         self._refused = now
         return False
@@ -189,37 +195,45 @@ class Admission:
         most = np.maximum(held, plan.held) + plan.every + self._lag
         return int((-(-most // self._coordinator.block_sizes) + 1).sum())
 
-    def _peak(self, rows: list[int], computed_tokens: list[int], in_flight: list[int]) -> int:
-        """The most blocks that these requests hold together at any time from this step on.
+    def _fits(self, rows: list[int], computed_tokens: list[int], in_flight: list[int]) -> bool:
+        """Whether the pool holds these requests, the candidate last, as far ahead as we look.
 
         Step 0 is the one that is being scheduled. All arrays are `[requests]`, `held` is
         `[moments, requests]`. Of what is not known, the worse is taken: a prompt that takes several
         steps is held whole until the latest step in which it may be done, and grows from the first.
         """
+        pool, blocks_of = self._coordinator.usable_blocks, self._coordinator.whole_blocks
         prompt, least, most, target, chunk, given_back, bound = self._table[rows].T
         computed = np.array(computed_tokens)
         in_prompt = computed < target
         done = np.where(in_prompt, target, computed + 1)  # tokens with a place after step 0
         end = prompt + self._expected(np.maximum(done - prompt, 0), least, most) - 1
+        end = np.maximum(end, done)
+
+        is_whole = in_prompt | (computed - np.array(in_flight) < prompt)
+        whole = blocks_of(np.minimum(target + 1 + self._lag, end))
+        at_end = np.minimum(blocks_of(end) - given_back, bound)
+        if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
+            return True  # whatever comes when
 
         left = np.where(in_prompt, target - computed, 0)
         step_tokens = max(self._step_tokens - int((~in_prompt).sum()), 1)
         # One more: a chunk may be cut so that the last one carries the observation window.
         steps = np.maximum(-(-left.cumsum() // step_tokens), -(-left // chunk)) + 1
         steps = np.where(in_prompt, steps, 0)
-        is_whole = in_prompt | (computed - np.array(in_flight) < prompt)
-        whole_until = np.where(is_whole, steps + self._lag, -1)
-        last = np.maximum(end - done, 0) + steps + self._lag
-        whole_tokens = np.minimum(target + 1 + self._lag, np.maximum(end, target))
-        whole = self._coordinator.whole_blocks(whole_tokens)
+        last = end - done + steps + self._lag
+        prompts = np.flatnonzero(is_whole)
+        whole, whole_until = whole[prompts], steps[prompts] + self._lag
 
-        moments = np.unique(np.concatenate([last, whole_until[is_whole]]))
+        horizon = steps[-1] + target[-1] + self._lag
+        moments = np.unique(np.minimum(np.concatenate([last, whole_until]), horizon))
         moments = moments[:: len(moments) // -MOMENTS][::-1]  # the last one among them
         before = np.concatenate([[-1], moments[:-1]])[:, None]
-        tokens = np.minimum(done + moments[:, None], np.maximum(end, done))
-        held = np.minimum(self._coordinator.whole_blocks(tokens) - given_back, bound)
-        held = np.where(whole_until > before, np.maximum(held, whole), held)
-        return int((held * (last > before)).sum(axis=1).max())
+        held = blocks_of(np.minimum(done + moments[:, None], end)) - given_back
+        held = np.minimum(held, bound)
+        part = held[:, prompts]
+        held[:, prompts] = np.where(whole_until > before, np.maximum(part, whole), part)
+        return bool(held.sum(axis=1, where=last > before).max() <= pool)
 
     def _expected(self, generated: Numbers, least: Numbers, most: Numbers) -> Numbers:
         """Tokens of answers that have `generated` by now, `[requests]`.

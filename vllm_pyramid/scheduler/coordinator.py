@@ -333,10 +333,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     def whole_blocks(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Blocks of all layers together for so many tokens with nothing given back, any shape."""
         blocks = -(-tokens // self.block_size)
-        return sum(
-            (layers * -(-blocks // ratio) for ratio, layers in self._layers_of_ratio.items()),
-            np.zeros_like(blocks),
-        )
+        total = self._layers_of_ratio[1] * blocks
+        for ratio, layers in self._layers_of_ratio.items():
+            if ratio > 1:
+                total += layers * -(-blocks // ratio)
+        return total
 
     @property
     def usable_blocks(self) -> int:

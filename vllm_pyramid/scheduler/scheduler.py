@@ -45,7 +45,7 @@ class PyramidSchedulerMixin(Scheduler):
       comes back with generated tokens evicts where it did the first time, and never leaves a last
       prompt chunk shorter than the observation window;
     - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
-    - a prompt starts only if those that run can then grow to their ends (`Admission`);
+    - a prompt starts only if it will not be thrown out before that was worth it (`Admission`);
     - what happened is reported with the request and with the statistics.
     """
 
