@@ -71,6 +71,10 @@ def test_none_keeps_the_plugin_inert() -> None:
         ({"kv_policy": "snapkv", "kv_policy_args": {"x": 1}}, "unknown argument 'x'"),
         ({"kv_policy": "snapkv", "kv_policy_args": "{"}, "not valid JSON.*line 1, column 2"),
         ({"kv_policy": "snapkv", "kv_trace": True}, "kv_trace must be"),
+        ({"kv_policy": "snapkv", "kv_admission": "later"}, "forecast or prompt, not 'later'"),
+        ({"kv_policy": "snapkv", "kv_admission": True}, "forecast or prompt, not True"),
+        ({"kv_admission": "forecast"}, "kv_admission without a kv_policy"),
+        ({"kv_policy": "snapkv", "kv_admision": "prompt"}, "did you mean 'kv_admission'"),
     ],
 )
 def test_wrong_settings(config: dict[str, Any], message: str) -> None:
@@ -204,6 +208,15 @@ def test_shares_come_from_the_scheduler_alone() -> None:
     refuse_internal({"kv_budget": 32})
     with pytest.raises(ValueError, match="not for requests to set"):
         refuse_internal({SHARES_KEY: [1.0, 3.0]})
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
+    assert KVSettings(kv_policy=name).looks_ahead == (name not in ("full", "kcache"))
+    for admission, looks_ahead in (("forecast", True), ("prompt", False)):
+        settings = KVSettings(kv_policy=name, kv_admission=admission)
+        assert settings.looks_ahead == looks_ahead
+        assert settings.to_additional_config()["kv_admission"] == admission
 
 
 @pytest.mark.parametrize("name", policy_names())

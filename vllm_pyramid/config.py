@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: what the flags and `additional_config` may say (single requests: `request_config.py`).
 
-Everything travels in vLLM's `additional_config` under five keys, so that the engine core and the
+Everything travels in vLLM's `additional_config` under six keys, so that the engine core and the
 workers read the same values in their own processes:
 
     {"kv_policy": "pyramidkv", "kv_budget": 512, "kv_policy_args": {"beta": 14}, "kv_trace": "DIR",
-     "kv_swap_space": 4}
+     "kv_swap_space": 4, "kv_admission": "forecast"}
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ from vllm_pyramid.policy.component import did_you_mean
 NO_POLICY = "none"
 # Queries whose attention a trace reports on where the policy scores with none: PyramidKV's 8.
 TRACE_WINDOW = 8
-CONFIG_KEYS = ("kv_policy", "kv_budget", "kv_policy_args", "kv_trace", "kv_swap_space")
+CONFIG_KEYS = (
+    "kv_policy",
+    "kv_budget",
+    "kv_policy_args",
+    "kv_trace",
+    "kv_swap_space",
+    "kv_admission",
+)
+# When a waiting prompt starts: if by what all requests will hold it will not be thrown out before
+# it was worth its prefill, or, as vLLM does, as soon as all of it fits.
+FORECAST, PROMPT = "forecast", "prompt"
+ADMISSIONS = (FORECAST, PROMPT)
 
 
 def trace_window(policy: Policy) -> int:
@@ -70,7 +81,7 @@ def parse_engine_args(text: str | None) -> dict[str, Any]:
         raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
     if not isinstance(values, dict):
         raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
-    if taken := values.keys() & {"model", *CONFIG_KEYS}:
+    if taken := values.keys() & ({"model", *CONFIG_KEYS} - {"kv_admission"}):
         raise ValueError(
             f"--engine-args: leave {', '.join(sorted(taken))} out, it has its own flag"
         )
@@ -128,6 +139,8 @@ class KVSettings:
         kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
         kv_swap_space: GiB of host memory that each worker takes at most for V, for policies with
             `swap_v`; None for as much as the device's KV cache, which is the most it ever takes.
+        kv_admission: when a waiting prompt starts, one of `ADMISSIONS`; None for `forecast` where
+            the policy evicts, and vLLM's own rule, `prompt`, where it does not.
     """
 
     kv_policy: str = NO_POLICY
@@ -135,6 +148,7 @@ class KVSettings:
     kv_policy_args: dict[str, Any] = field(default_factory=dict)
     kv_trace: str | None = None
     kv_swap_space: float | str | None = None
+    kv_admission: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -143,6 +157,10 @@ class KVSettings:
             )
         if self.kv_trace is not None and not (isinstance(self.kv_trace, str) and self.kv_trace):
             raise ValueError(f"kv_trace must be the path of a folder, not {self.kv_trace!r}")
+        if self.kv_admission is not None and self.kv_admission not in ADMISSIONS:
+            raise ValueError(
+                f"kv_admission must be {' or '.join(ADMISSIONS)}, not {self.kv_admission!r}"
+            )
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
         object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space))
         if self.kv_policy == NO_POLICY:
@@ -199,6 +217,14 @@ class KVSettings:
     def min_last_chunk(self, policy: Policy) -> int:
         """Prompt tokens that the prefill's last chunk must have: a trace wants a window of them."""
         return max(policy.min_last_chunk, trace_window(policy) if self.kv_trace is not None else 0)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether prompts start by what all requests will hold, not by what they hold now."""
+        if self.kv_admission is not None:
+            return self.kv_admission == FORECAST
+        policy = self.policy()
+        return policy is not None and policy.evicts
 
     def policy(self) -> Policy | None:
         """The policy that is served, loaded once; None if the plugin is to stay inert."""

@@ -25,6 +25,8 @@ class LLM(vllm.LLM):
         kv_policy_args: changes to the policy's parameters, such as `{"beta": 14}`.
         kv_trace: folder for the kept positions of every request.
         kv_swap_space: GiB of host memory for V, for policies that keep it there (`kcache`).
+        kv_admission: when a waiting prompt starts: `"forecast"` (it will not be preempted before it
+            was worth its prefill; the default if the policy evicts) or `"prompt"` (it fits).
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -40,11 +42,12 @@ class LLM(vllm.LLM):
         kv_policy_args: dict[str, Any] | None = None,
         kv_trace: str | None = None,
         kv_swap_space: float | None = None,
+        kv_admission: str | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
         register()
-        values = (kv_policy, kv_budget, kv_policy_args, kv_trace, kv_swap_space)
+        values = (kv_policy, kv_budget, kv_policy_args, kv_trace, kv_swap_space, kv_admission)
         given = {k: v for k, v in zip(CONFIG_KEYS, values, strict=True) if v is not None}
         base = (
             json.loads(additional_config)

@@ -72,6 +72,7 @@ def test_decode_only_beside_transformers(
     command += ["--policies", "full,pyramidkv,transformers", "--budget", "12%", "--threads", "1"]
     command += ["--prompt-len", str(PROMPT), "--output-len", "96", "--num-prompts", "12"]
     command += ["--pool-prompts", "2", "--repetitions", "2", "--out", str(tmp_path)]
+    command += ["--engine-args", '{"kv_admission": "prompt"}']
     assert main([*command, "--profile"]) == 0
     written = json.loads((tmp_path / "throughput.json").read_text())
     full, evicted, peer = written["rows"]

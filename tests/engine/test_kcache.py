@@ -380,6 +380,7 @@ def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: st
             tiny_model("llama-mha"),
             kv_policy=policy,
             kv_policy_args={"swap_v": True, "top_n": 12},
+            kv_admission="prompt",
             dtype="float32",
             max_model_len=384,
             max_num_batched_tokens=128,

@@ -66,6 +66,7 @@ def _run(
     """Tokens of the requests that ended by themselves, and how often requests were preempted."""
     settings: dict[str, Any] = {
         "kv_policy": policy,
+        "kv_admission": "prompt",  # start whatever fits, so that many have to go again
         **SETTINGS.get(policy, {}),
         "dtype": "float32",
         "max_model_len": MAX_LEN,

@@ -114,6 +114,7 @@ def test_what_is_generated_is_thinned(
         path,
         kv_policy_args={**ARGS, "schedule": "thin_generated", **generated},
         kv_trace=str(tmp_path),
+        kv_admission="prompt",
         num_gpu_blocks_override=4 * 56 + 1,
         **{**ENGINE, "max_model_len": 640},
     )
@@ -241,6 +242,7 @@ def test_other_requests_and_preemption(
         path,
         kv_policy_args=ARGS,
         kv_trace=str(tmp_path),
+        kv_admission="prompt",
         num_gpu_blocks_override=4 * 44 + 1,
         **{**ENGINE, "max_model_len": 640},
     )

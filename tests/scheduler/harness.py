@@ -74,6 +74,7 @@ class Setup:
     asynchronous: bool = False
     runner_v2: bool = False
     reserve_full_prompt: bool = True  # vLLM's: admit a prompt only if all of it fits
+    admission: str = "prompt"  # so that pools run out, and requests are preempted
     max_num_batched_tokens: int = 64
     long_prefill_token_threshold: int = 0
     max_num_seqs: int = 5
@@ -122,6 +123,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
             "kv_policy": setup.policy,
             "kv_budget": setup.budget,
             "kv_policy_args": dict(setup.policy_args),
+            "kv_admission": setup.admission,
         },
     ).create_engine_config()
     assert config.scheduler_config.get_scheduler_cls() is PyramidScheduler

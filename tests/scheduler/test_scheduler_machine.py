@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request
 from vllm_pyramid.compat.side_channel import read_evictions
 from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.request_config import RequestOverride
+from vllm_pyramid.scheduler.admission import Admission
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
@@ -69,6 +71,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(self.setup, num_blocks)
         self.coordinator = self.scheduler.coordinator
         self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
+        if self.scheduler._admission is not None:
+            self.watch(self.scheduler._admission)
+
+    def watch(self, admission: Admission) -> None:
+        """Requests are made to wait only while others run."""
+        admits = admission.admits
+
+        def watched(request: Request, plan: Plan, running: Sequence[Request]) -> bool:
+            answer = admits(request, plan, running)
+            assert answer or running
+            self.seen["made to wait"] += not answer
+            return answer
+
+        admission.admits = watched  # type: ignore[method-assign]
 
     # Rules ------------------------------------------------------------------------------------
 
@@ -269,6 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
         assert not scheduler._plans and not scheduler.running and not scheduler.waiting
+        assert scheduler._admission is None or not scheduler._admission._rows
         assert not self.worker.rows and not self.worker.retention._plans
         assert not self.worker.retention._open
 
@@ -337,6 +354,23 @@ VARIANTS: dict[str, Setup] = {
     "async-streaming-llm": Setup(
         policy="streaming-llm", policy_args=(("sinks", 2),), asynchronous=True
     ),
+    "sync-forecast": Setup(admission="forecast", **SMALL, reserve_full_prompt=False),
+    "async-v2-forecast-solved": Setup(
+        policy="xkv", admission="forecast", asynchronous=True, runner_v2=True
+    ),
+    "async-forecast-swapped": Setup(
+        policy_args=(("window", 6), ("swap_v", True)),
+        admission="forecast",
+        asynchronous=True,
+        **SMALL,
+    ),
+    "async-forecast-later": Setup(
+        policy="h2o",
+        budget=9,
+        policy_args=(("interval", 3), ("fill_blocks", False), ("allocator", "arithmetic")),
+        admission="forecast",
+        asynchronous=True,
+    ),
 }
 
 
@@ -349,7 +383,8 @@ def test_machine(variant: str) -> None:
 
     numbered = seed(list(VARIANTS).index(variant))(Machine)  # every variant lives other lives
     run_state_machine_as_test(numbered, settings=LIMITS)
-    happenings = ["evicted", "preempted", "evicted again", "mixed steps"]
+    happenings = ["evicted", "evicted again", "mixed steps"]
+    happenings.append("made to wait" if "forecast" in variant else "preempted")
     if "solved" in variant:
         happenings.append("solved")
     if "later" in variant:

@@ -131,7 +131,9 @@ def resident(pool_bytes: float, demand: Demand) -> int:
     """Requests that decode at once in a pool.
 
     Whoever comes last needs its whole prompt for a moment, so with b bytes for a whole prompt and
-    e for the most that a request holds behind it: 1 + (pool - b) / e, and at most pool / e.
+    e for the most that a request holds behind it: 1 + (pool - b) / e, and at most pool / e. The
+    scheduler's forecast lets in so many at least (answers no longer than prompts), and more where
+    they do not all end together.
     """
     whole, most = demand.prompt_cache, demand.decode_cache
     if pool_bytes < max(whole, most):

@@ -10,8 +10,9 @@ coordinator     kv_cache_manager.get_kv_cache_coordinator, while the scheduler i
                 KVCacheManager.empty_kv_cache_blocks (`scheduler/coordinator.py: NoBlocks`)
                 Why: vLLM's walks every layer to find nothing. Remove when it is a constant.
 scheduler       Scheduler.grammar_compile_error_reqs, ._reserve_prefill_lookahead, ._free_request
-                Why: ending one request with an error; the last word on a chunk; the report of a
-                request. Remove when schedulers have hooks for these.
+                Why: ending one request with an error; the last word on a chunk, and whether a
+                request starts at all; the report of a request. Remove when schedulers have hooks
+                for these.
 side_channel    an attribute of ModelRunnerOutput, a key of SchedulerStats.kv_connector_stats
                 Why: worker -> scheduler -> front end. Remove when messages have a plugin field.
 stats           StatLoggerManager.record

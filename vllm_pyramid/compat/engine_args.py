@@ -44,6 +44,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "keeps V there (kcache, or swap_v). Less than the device's KV cache makes that as small. "
         "Default: as much as the device's KV cache.",
     },
+    "kv_admission": {
+        "metavar": "forecast|prompt",
+        "help": "When a waiting prompt starts: 'forecast', if by what all requests are expected to "
+        "hold it will not be preempted before it was worth its prefill (the default where the "
+        "policy evicts), or 'prompt', as soon as it fits, which is vLLM's own rule.",
+    },
 }
 
 

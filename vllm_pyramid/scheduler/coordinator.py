@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -53,6 +54,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         tokens_evicted: `[layers]` int64, tokens evicted since the start; counted when the worker
             confirms, since a request that ends there gives all its blocks back at once.
         num_evictions: evictions since the start: of prompts, and later ones.
+        num_releases: how often blocks have gone back to the pool: by an eviction, an end or a
+            preemption.
     """
 
     single_type_managers: tuple[LayerKVCacheManager, ...]  # type: ignore[assignment]
@@ -85,6 +88,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.blocks_freed = np.zeros(self.num_layers, np.int64)
         self.tokens_evicted = np.zeros(self.num_layers, np.int64)
         self.num_evictions = 0
+        self.num_releases = 0
 
     # Plans ------------------------------------------------------------------------------------
 
@@ -269,6 +273,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         ):
             freed[layer] = manager.release_head(request_id, head)
         self._evicted[request_id] = number
+        self.num_releases += 1
         self.held_blocks -= freed
         self.blocks_freed += freed
         self.skipped_tokens += skip - settled.skip_after(given)
@@ -306,6 +311,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return super().pop_blocks_for_free(request_id)
 
     def _forget_blocks(self, request_id: str) -> None:
+        self.num_releases += 1
         self.held_blocks -= -(-self._num_blocks.pop(request_id, 0) // self._ratios)
         settled, _ = self._confirmed.pop(request_id, (self._plans.get(request_id), 0))
         if (number := self._evicted.pop(request_id, 0)) and isinstance(settled, RetentionPlan):
@@ -323,6 +329,20 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     def blocks_of(self, plan: RetentionPlan) -> IntArray:
         """Blocks each layer holds of a prompt that was shortened by the plan, `[layers]`."""
         return plan.blocks_in(self.block_sizes)
+
+    def whole_blocks(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Blocks of all layers together for so many tokens with nothing given back, any shape."""
+        blocks = -(-tokens // self.block_size)
+        total = self._layers_of_ratio[1] * blocks
+        for ratio, layers in self._layers_of_ratio.items():
+            if ratio > 1:
+                total += layers * -(-blocks // ratio)
+        return total
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks of the pool that are free or a request's: all but what somebody keeps back."""
+        return self.block_pool.get_num_free_blocks() + int(self.held_blocks.sum())
 
     def full_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens take where nothing is evicted and V is on the device."""

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions, read_traffic
@@ -28,6 +28,7 @@ from vllm_pyramid.request_config import (
     settle,
     with_shares,
 )
+from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 from vllm_pyramid.scheduler.sampling import SampledShares
 from vllm_pyramid.swap.traffic import SwapTraffic
@@ -44,6 +45,7 @@ class PyramidSchedulerMixin(Scheduler):
       comes back with generated tokens evicts where it did the first time, and never leaves a last
       prompt chunk shorter than the observation window;
     - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
+    - a prompt starts only if it will not be thrown out before that was worth it (`Admission`);
     - what happened is reported with the request and with the statistics.
     """
 
@@ -66,6 +68,16 @@ class PyramidSchedulerMixin(Scheduler):
         self._sampled = None
         if solver is not None and solver.samples:
             self._sampled = SampledShares(solver, self.coordinator.num_layers)
+        self._admission = None
+        if settings.looks_ahead:
+            self._admission = Admission(
+                coordinator,
+                max_model_len=self.max_model_len,
+                step_tokens=self.max_num_scheduled_tokens,
+                longest_chunk=self.scheduler_config.long_prefill_token_threshold
+                or self.max_num_scheduled_tokens,
+                lag=self.vllm_config.max_concurrent_batches - 1,
+            )
         self._averaged: dict[str, int] = {}  # requests with averaged shares: prompts they are of
         self._traffic = SwapTraffic() if policy.swap_v else None
         self._sent_stats: dict[str, Any] | None = None
@@ -158,12 +170,20 @@ class PyramidSchedulerMixin(Scheduler):
         |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
         0                                              prompt_len   prompt_len + every   ...
 
-        A plan with pieces has each of them in one step: the request waits until one has room.
+        A plan with pieces has each of them in one step: the request waits until one has room. A
+        request that does not run yet is asked for here too, and with no tokens it stays first in
+        the queue.
         """
+        plan = self._plans[request.request_id][1]
+        if (
+            self._admission is not None
+            and request.status != RequestStatus.RUNNING
+            and not self._admission.admits(request, plan, self.running)
+        ):
+            return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        plan = self._plans[request.request_id][1]
         if num_computed_tokens >= plan.prompt_len and not plan.every:
             return num_new_tokens  # all has been evicted: nearly every request, every step
         stop = plan.next_eviction(num_computed_tokens) if plan.evicts else None
@@ -192,8 +212,13 @@ class PyramidSchedulerMixin(Scheduler):
                 continue  # finished, or the step ran before it was preempted: it evicts again
             self.coordinator.confirm(request_id, eviction)
             plan, settled = self._plans[request_id][1], self.coordinator.confirmed_plan(request_id)
-            if self._sampled is not None and isinstance(plan, OpenPlan) and settled is not None:
+            if settled is None:
+                continue
+            if self._sampled is not None and isinstance(plan, OpenPlan):
                 self._sampled.add(request_id, plan, settled)
+            if self._admission is not None:
+                number = self.coordinator.confirmed_number(request_id)
+                self._admission.evicted(request_id, settled, number)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request(
@@ -204,6 +229,8 @@ class PyramidSchedulerMixin(Scheduler):
         self.coordinator.forget_plan(request.request_id)
         if self._sampled is not None:
             self._sampled.forget(request.request_id)
+        if self._admission is not None:
+            self._admission.ended(request)
         return kv_transfer_params or report, ec_transfer_params
 
     def _report(self, request: Request) -> dict[str, Any]:

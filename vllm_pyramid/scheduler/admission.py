@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: a prompt starts if it will not be thrown out before it was worth its prefill.
+
+    blocks of one request
+      |        __ whole prompt
+      |       |  |           ____/ its end
+      |       |  |      ____/
+      |    ___|  |_____/
+      +------------------------------> steps
+         start   evicted
+
+vLLM starts a prompt as soon as all of it fits. With eviction nearly every prompt fits, once: those
+that run hold little yet. Later they grow, the pool runs out, and vLLM throws out the newest, whose
+prompt then has to be processed again. So we add up what all of them will hold at each moment that
+matters, right before one of them gives blocks back, and compare the greatest sum with the pool.
+
+How far ahead? Whoever is thrown out loses what was processed for it, its prompt and its answer so
+far, and keeps the answer's tokens. So we look as many steps ahead as the candidate has tokens to
+process: an answer that is no longer than its prompt then reaches its end, and a longer one has got
+a token for each token processed, if its place is ever needed for older ones. To look to the end of
+long answers would waste the pool: those that start together also end together, and until then
+half of it would lie idle.
+
+Looking at the memory of all future moments instead of at the sum of all ends, and taking the
+lengths of answers from those that have ended, is the idea of the Past-Future scheduler (Gong et
+al., ASPLOS 2025, arXiv:2507.10150, which samples each length from their distribution; we take the
+mean, and know more: what eviction gives back).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+
+Numbers = npt.NDArray[np.int64]
+
+# Tokens of an answer before one has ended: the order of a chat's answer. A wrong guess costs what
+# vLLM's own rule costs (too short), or a batch that fills up later (too long), until some have
+# ended.
+FIRST_GUESS = 128
+# Answers over which their mean is taken, about: what was asked hours ago says little.
+MEMORY = 64
+# Moments that are looked at, at most; more are taken together, and then count as one in which
+# nothing has been given back since the one before.
+MOMENTS = 32
+UNBOUNDED = 1 << 40
+
+
+class AnswerLengths:
+    """Tokens of an answer, on average over those that have ended; recent ones weigh more.
+
+    An answer that was cut off at `max_tokens` would have gone on: its tokens count, its end does
+    not. That is the maximum-likelihood mean of lifetimes some of which are cut off, where an end is
+    equally likely at every token. If all are cut off, the mean grows until `max_tokens` bounds it.
+    """
+
+    def __init__(self) -> None:
+        self._tokens, self._ends = float(FIRST_GUESS), 1.0
+
+    @property
+    def mean(self) -> float:
+        if self._tokens >= UNBOUNDED * self._ends:  # none ends by itself
+            return float(UNBOUNDED)
+        return self._tokens / self._ends
+
+    def add(self, tokens: int, cut_off: bool) -> None:
+        """An answer has ended."""
+        keep = 1 - 1 / MEMORY
+        self._tokens = keep * self._tokens + tokens
+        self._ends = keep * self._ends + (not cut_off)
+
+
+def answer_bounds(request: Request, max_model_len: int) -> tuple[int, int]:
+    """The fewest and the most tokens of a request's answer; equal where nothing can end it early.
+
+    `max_tokens` alone says little: clients ask for thousands and get hundreds.
+    """
+    most = max(min(request.max_tokens, max_model_len - request.num_prompt_tokens), 1)
+    params = request.sampling_params
+    if params is None:
+        return 1, most
+    if params.ignore_eos and not params.stop and not params.stop_token_ids:
+        return most, most
+    return min(max(params.min_tokens, 1), most), most
+
+
+class Admission:
+    """The rule, and what it knows of every request that has stood at the head of the queue.
+
+    It says no only while others run, so something always ends, and never lets one request overtake
+    another. What it refused it looks at again when blocks have been given back: until then those
+    that run only grow.
+
+    Args:
+        step_tokens: of a step, at most. longest_chunk: of one request in a step. lag: steps that
+            are under way when the next is scheduled: so much later do blocks come back.
+    """
+
+    def __init__(
+        self,
+        coordinator: LockstepCoordinator,
+        *,
+        max_model_len: int,
+        step_tokens: int,
+        longest_chunk: int,
+        lag: int,
+    ) -> None:
+        self.lengths = AnswerLengths()
+        self._coordinator = coordinator
+        self._max_model_len = max_model_len
+        self._step_tokens, self._longest_chunk = step_tokens, longest_chunk
+        self._lag = lag
+        # A row a request, in the columns of `_fits`.
+        self._table = np.zeros((16, 7), np.int64)
+        self._rows: dict[str, int] = {}
+        self._unused = list(range(len(self._table)))
+        self._refused: tuple[str, int] | None = None
+
+    def admits(self, request: Request, plan: Plan, running: Sequence[Request]) -> bool:
+        """Whether the first of the waiting requests may start, or start again.
+
+        Args:
+            plan: of the request. running: all that run, in the order in which they get tokens.
+        """
+        name = request.request_id
+        now = name, self._coordinator.num_releases
+        if running and self._refused == now:
+            return False
+        self._enter(request, plan)
+        if not running:
+            return True
+        rows = [self._rows[other.request_id] for other in running]
+        computed = [other.num_computed_tokens for other in running]
+        in_flight = [other.num_in_flight_tokens for other in running]
+        if self._fits([*rows, self._rows[name]], [*computed, 0], [*in_flight, 0]):
+            return True
+        self._refused = now
+        return False
+
+    def evicted(self, request_id: str, settled: RetentionPlan, number: int) -> None:
+        """The worker has evicted: from now on it is known exactly what the request gives back."""
+        self._table[self._rows[request_id], 5] = self._given_back(settled, number)
+
+    def ended(self, request: Request) -> None:
+        """A request has ended, whether it ever ran or not."""
+        row = self._rows.pop(request.request_id, None)
+        if row is not None:
+            self._unused.append(row)
+        least, most = answer_bounds(request, self._max_model_len)
+        failed = request.status in (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
+        # One that could have no other length says nothing about the others.
+        if least < most and request.num_output_tokens and not failed:
+            cut_off = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+            self.lengths.add(request.num_output_tokens, cut_off)
+
+    def _enter(self, request: Request, plan: Plan) -> None:
+        row = self._rows.get(request.request_id)
+        if row is None:
+            if not self._unused:
+                self._unused.extend(range(len(self._table), 2 * len(self._table)))
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            row = self._rows[request.request_id] = self._unused.pop()
+        least, most = answer_bounds(request, self._max_model_len)
+        plan = plan.even() if isinstance(plan, OpenPlan) else plan
+        chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces)])
+        self._table[row] = (
+            request.num_prompt_tokens,
+            least,
+            most,
+            request.num_tokens,
+            chunk,
+            self._given_back(plan, 1),
+            self._bound(plan, request.num_prompt_tokens + most - 1),
+        )
+
+    def _given_back(self, plan: RetentionPlan, number: int) -> int:
+        return int((plan.skip_after(number) // self._coordinator.block_sizes).sum())
+
+    def _bound(self, plan: RetentionPlan, end: int) -> int:
+        """Blocks that a request holds behind its prompt at most, if it evicts again and again.
+
+        What is held after an eviction grows until it is the budget; up to the next one `every`
+        tokens come, and the first block may be filled in part.
+        """
+        if not plan.every:
+            return UNBOUNDED
+        held = plan.after(plan.evictions_by(end)).held
+        most = np.maximum(held, plan.held) + plan.every + self._lag
+        return int((-(-most // self._coordinator.block_sizes) + 1).sum())
+
+    def _fits(self, rows: list[int], computed_tokens: list[int], in_flight: list[int]) -> bool:
+        """Whether the pool holds these requests, the candidate last, as far ahead as we look.
+
+        Step 0 is the one that is being scheduled. All arrays are `[requests]`, `held` is
+        `[moments, requests]`. Of what is not known, the worse is taken: a prompt that takes several
+        steps is held whole until the latest step in which it may be done, and grows from the first.
+        """
+        pool, blocks_of = self._coordinator.usable_blocks, self._coordinator.whole_blocks
+        prompt, least, most, target, chunk, given_back, bound = self._table[rows].T
+        computed = np.array(computed_tokens)
+        in_prompt = computed < target
+        done = np.where(in_prompt, target, computed + 1)  # tokens with a place after step 0
+        end = prompt + self._expected(np.maximum(done - prompt, 0), least, most) - 1
+        end = np.maximum(end, done)
+
+        is_whole = in_prompt | (computed - np.array(in_flight) < prompt)
+        whole = blocks_of(np.minimum(target + 1 + self._lag, end))
+        at_end = np.minimum(blocks_of(end) - given_back, bound)
+        if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
+            return True  # whatever comes when
+
+        left = np.where(in_prompt, target - computed, 0)
+        step_tokens = max(self._step_tokens - int((~in_prompt).sum()), 1)
+        # One more: a chunk may be cut so that the last one carries the observation window.
+        steps = np.maximum(-(-left.cumsum() // step_tokens), -(-left // chunk)) + 1
+        steps = np.where(in_prompt, steps, 0)
+        last = end - done + steps + self._lag
+        prompts = np.flatnonzero(is_whole)
+        whole, whole_until = whole[prompts], steps[prompts] + self._lag
+
+        horizon = steps[-1] + target[-1] + self._lag
+        moments = np.unique(np.minimum(np.concatenate([last, whole_until]), horizon))
+        moments = moments[:: len(moments) // -MOMENTS][::-1]  # the last one among them
+        before = np.concatenate([[-1], moments[:-1]])[:, None]
+        held = blocks_of(np.minimum(done + moments[:, None], end)) - given_back
+        held = np.minimum(held, bound)
+        part = held[:, prompts]
+        held[:, prompts] = np.where(whole_until > before, np.maximum(part, whole), part)
+        return bool(held.sum(axis=1, where=last > before).max() <= pool)
+
+    def _expected(self, generated: Numbers, least: Numbers, most: Numbers) -> Numbers:
+        """Tokens of answers that have `generated` by now, `[requests]`.
+
+        One that has outlived the mean is taken to last half as long again: between an answer whose
+        length is nearly fixed (it ends now) and one that may end at any token (a mean more).
+        """
+        expected = np.clip(math.ceil(self.lengths.mean), least, most)
+        longer = np.minimum(generated + generated // 2 + 1, most)
+        return np.where(generated < expected, expected, longer)
