@@ -2,7 +2,8 @@
 """K on the device, V in host memory: the same numbers where all keys count, the paper's where not.
 
 The independent implementation is Transformers with its attention function replaced: rows behind
-the prompt keep, in every query head, the N largest weights of their softmax.
+the prompt keep, in every query head, the N largest weights of their softmax, which then sum to 1
+or, in the paper's notation, stay as they are.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class TopNModel(HuggingFaceModel):
 
     top_n = 0
     device_layers = 0
-    renormalize = False
+    renormalize = True
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -124,12 +125,12 @@ def test_few_keys_give_the_tokens_of_an_independent_implementation(
     _assert_tokens_of(model, engine.run(jobs))
 
 
-def test_no_layer_on_the_device_and_weights_that_sum_to_one(
+def test_no_layer_on_the_device_and_the_papers_weights(
     engines: EnginePool, random_model: Path
 ) -> None:
     model = TopNModel(str(random_model))
-    model.top_n, model.device_layers, model.renormalize = 9, 0, True
-    args = {"top_n": 9, "device_layers": 0, "renormalize": True}
+    model.top_n, model.device_layers, model.renormalize = 9, 0, False
+    args = {"top_n": 9, "device_layers": 0, "renormalize": False}
     engine = engines.get(random_model, kv_policy="kcache", kv_policy_args=args, **SETTINGS)
     assert engine.coordinator.block_sizes.tolist() == [32] * LAYERS
     jobs = [job for job in _jobs(12) if len(job.prompt) in (16, 64, 257)]

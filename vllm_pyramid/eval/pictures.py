@@ -52,30 +52,34 @@ def _subplots(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
 
 
 def _quality(rows: Sequence[Row]) -> Any:
-    groups = list(dict.fromkeys((row.task, row.length) for row in rows))
+    groups = [
+        (row.task, row.length, index)
+        for row in {(row.task, row.length): row for row in rows}.values()
+        for index in range(len(row.scores))
+    ]
     figure, axes = _subplots(len(groups), 3.4, 2.8)
     policies = list(dict.fromkeys(row.policy for row in rows))
-    for axis, (task, length) in zip(axes, groups, strict=True):
+    for axis, (task, length, index) in zip(axes, groups, strict=True):
         group = [row for row in rows if (row.task, row.length) == (task, length)]
-        for index, policy in enumerate(policies):
+        for place, policy in enumerate(policies):
             line = sorted((row for row in group if row.policy == policy), key=lambda r: r.memory)
             memory = [100 * row.memory for row in line]
-            scores = [row.score for row in line]
+            scores = [row.scores[index].mean for row in line]
             if len(line) == 1 and line[0].budget == "100%":
                 axis.axhline(scores[0], color="black", linewidth=0.8, linestyle=":", label=policy)
                 continue
             axis.errorbar(
                 memory,
                 scores,
-                [row.spread or 0.0 for row in line],
-                marker=_MARKERS[index % len(_MARKERS)],
+                [row.scores[index].spread or 0.0 for row in line],
+                marker=_MARKERS[place % len(_MARKERS)],
                 markersize=4,
                 linewidth=1,
                 label=policy,
             )
         axis.set_title(f"{task}, {group[0].prompts}", fontsize=9)
         axis.set_xlabel("cache blocks held, %", fontsize=8)
-        axis.set_ylabel(group[0].metric, fontsize=8)
+        axis.set_ylabel(group[0].scores[index].metric, fontsize=8)
         axis.set_xscale("log")
         axis.tick_params(labelsize=7)
         axis.minorticks_off()
