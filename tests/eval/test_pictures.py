@@ -13,7 +13,7 @@ import pytest
 from tests.eval.test_tasks import WordTokenizer
 from vllm_pyramid.eval import run as run_module
 from vllm_pyramid.eval.haystack import Tokens
-from vllm_pyramid.eval.pictures import draw
+from vllm_pyramid.eval.pictures import _style, draw
 from vllm_pyramid.eval.results import Row, rows_of
 from vllm_pyramid.eval.run import Answer, Run, Settings
 from vllm_pyramid.eval.task import Result
@@ -93,6 +93,7 @@ def test_quality_against_memory(drawn: SimpleNamespace) -> None:
     ]
     labels = axes[0].get_legend_handles_labels()[1]
     assert labels == ["full", "snapkv", WIDE]
+    assert len({tuple(_style(place).values()) for place in range(40)}) == 40
     # Depths above 0.5 are half of the ten; two digits of five are left of these.
     lines = [[list(lines[0].get_ydata()) for lines in axis.containers] for axis in axes[:2]]
     assert lines[0] == [[0.5, 0.5], [1.0, 1.0]]

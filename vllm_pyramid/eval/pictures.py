@@ -15,6 +15,7 @@ from vllm_pyramid.eval.run import Answer
 __all__ = ["draw"]
 
 _MARKERS = "os^Dv*XP<>"
+_LINES = ("-", "--", "-.", ":")
 
 
 def draw(answers: Sequence[Answer], rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -51,6 +52,15 @@ def _subplots(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
     return figure, axes[:count]
 
 
+def _style(place: int) -> dict[str, str]:
+    """Colour, marker and line of a plot's policy; ten look different by colour, forty by line."""
+    return {
+        "color": f"C{place % 10}",
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "linestyle": _LINES[place // 10 % len(_LINES)],
+    }
+
+
 def _quality(rows: Sequence[Row]) -> Any:
     groups = [
         (row.task, row.length, index)
@@ -72,7 +82,7 @@ def _quality(rows: Sequence[Row]) -> Any:
                 memory,
                 scores,
                 [row.scores[index].spread or 0.0 for row in line],
-                marker=_MARKERS[place % len(_MARKERS)],
+                **_style(place),
                 markersize=4,
                 linewidth=1,
                 label=policy,
@@ -131,9 +141,11 @@ def _by_layer(answers: Sequence[Answer], label: str, values: Any) -> Any:
         for index, policy in enumerate(dict.fromkeys(answer.policy for answer in group)):
             lines = np.array([values(answer) for answer in group if answer.policy == policy])
             layers = np.arange(lines.shape[1])
-            marker = _MARKERS[index % len(_MARKERS)]
-            axis.plot(layers, lines.mean(axis=0), marker=marker, markersize=3, label=policy)
-            axis.fill_between(layers, lines.min(axis=0), lines.max(axis=0), alpha=0.15)
+            style = _style(index)
+            axis.plot(layers, lines.mean(axis=0), **style, markersize=3, label=policy)
+            axis.fill_between(
+                layers, lines.min(axis=0), lines.max(axis=0), color=style["color"], alpha=0.15
+            )
         axis.set_title(f"budget {budget}", fontsize=9)
         axis.set_xlabel("layer, from the input", fontsize=8)
         axis.set_ylim(bottom=0)
