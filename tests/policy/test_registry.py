@@ -35,6 +35,7 @@ def preset(tmp_path: Path) -> Any:
 
 def test_the_presets() -> None:
     names = policy_names()
+    assert names == sorted(names)
     assert {"full", "window", "streaming-llm", "snapkv", "pyramidkv"} <= set(names)
     for name, policy in zip(names, load_presets(), strict=True):
         assert policy.name == name
