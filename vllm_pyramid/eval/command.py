@@ -29,6 +29,12 @@ DEFAULT_BUDGETS = "3%,12%,25%"
 DEFAULT_LENGTHS = "1024"
 DEFAULT_SAMPLES = 10
 
+_ABOUT_DIGITS = (
+    "Exact match counts whole numbers, the other tables their digits one by one. Where every digit "
+    "is a token, a policy that pools scores over few positions finds a number and loses its end; "
+    "pyramidkv-wide pools over more."
+)
+
 
 def add_command(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
@@ -173,6 +179,8 @@ def run(args: argparse.Namespace) -> int:
         args.markdown.write_text(as_markdown(rows), encoding="utf-8")
     for table in tables(rows):
         console.print(table)
+    if any(row.digits is not None for row in rows):
+        console.print(_ABOUT_DIGITS, highlight=False)
     drawn = pictures.draw(answers, rows, args.out) if draws else []
     written = ["results.json", "results.csv", *(path.name for path in drawn)]
     console.print(f"In {args.out}: {', '.join(written)}.", highlight=False, soft_wrap=True)
