@@ -20,8 +20,8 @@ from tests.e2e.server import VLLM
 pytestmark = pytest.mark.engine
 
 POLICIES = (
-    "entropykv, full, ginikv, h2o, kcache, pyramidinfer, pyramidkv, scissorhands, snapkv, "
-    "streaming-llm, window, xkv, zigzagkv"
+    "entropykv, full, ginikv, h2o, kcache, pyramidinfer, pyramidkv, pyramidkv-wide, scissorhands, "
+    "snapkv, streaming-llm, window, xkv, zigzagkv"
 )
 BAD_PRESET = """\
 name: mine

@@ -18,8 +18,9 @@ from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.longbench import CHINESE, LONGBENCH
 from vllm_pyramid.eval.report import tables
 from vllm_pyramid.eval.results import rows_of
-from vllm_pyramid.eval.run import Answer, Run, Settings
+from vllm_pyramid.eval.run import Run, Settings
 from vllm_pyramid.eval.task import Result, Task
+from vllm_pyramid.eval.variants import Variant
 
 pytestmark = pytest.mark.cpu
 
@@ -481,15 +482,15 @@ def test_files_run_in_the_bench_once_for_all_seeds(
     write(tmp_path / "qasper.jsonl", entry("qasper"), entry("qasper", context="Bob came."))
     write(tmp_path / "ruler" / "4096" / "vt.jsonl", {"input": "x", "outputs": ["A"]})
     tasks = load("--longbench", tmp_path, "--ruler", tmp_path / "ruler")
-    settings = Settings("none", ("full", "snapkv"), ("50%",), tasks, (1024,), 10, (0, 1, 2))
-    jobs = Run(settings, TOKENS).jobs
+    policies = (Variant("full"), Variant("snapkv"))
+    settings = Settings("none", policies, ("50%",), tasks, (1024,), 10, (0, 1, 2))
+    evaluation = Run(settings, TOKENS)
+    jobs = evaluation.jobs
     assert len(jobs) == 2 * (2 + 1)
     assert all(job.request.prompt_token_ids == TOKENS.encode(job.sample.prompt) for job in jobs)
-    rows = rows_of(
-        Answer(job.task, job.policy, job.budget, job.length, job.seed, job.sample, result("Ada"), s)
-        for job in jobs
-        for s in [job.task.score(job.sample, result("Ada"))]
-    )
+    results = {job.request.key: result("Ada") for job in jobs}
+    rows = rows_of(evaluation.answers(results))  # type: ignore[arg-type]
+    assert {row.digits for row in rows} == {None}
     assert [(row.task, row.policy, row.n, row.seeds) for row in rows] == [
         ("longbench/qasper", "full", 2, 1),
         ("ruler/vt", "full", 1, 1),

@@ -22,10 +22,11 @@ from vllm_pyramid.eval import command
 from vllm_pyramid.eval import run as run_module
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.report import as_markdown, tables
-from vllm_pyramid.eval.results import as_csv, as_json, rows_of
+from vllm_pyramid.eval.results import Row, as_csv, as_json, merged_json, rows_of
 from vllm_pyramid.eval.run import Run, Settings, Store
 from vllm_pyramid.eval.task import Result
 from vllm_pyramid.eval.tasks import load_task
+from vllm_pyramid.eval.variants import Variant, parse_variants
 
 pytestmark = pytest.mark.cpu
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.cpu
 def settings(**changes: Any) -> Settings:
     values: dict[str, Any] = {
         "model": "some/model",
-        "policies": ("full", "snapkv"),
+        "policies": (Variant("full"), Variant("snapkv")),
         "budgets": ("10%", "50%"),
         "tasks": (load_task("needle"), load_task("perplexity")),
         "lengths": (256,),
@@ -83,7 +84,7 @@ def test_every_policy_and_budget_gets_the_same_prompts(tokens: Tokens) -> None:
     evaluation = Run(settings(), tokens)
     groups: dict[tuple[str, str], list[str]] = {}
     for job in evaluation.jobs:
-        groups.setdefault((job.policy, job.budget), []).append(job.sample.prompt)
+        groups.setdefault((job.variant.label, job.budget), []).append(job.sample.prompt)
     assert list(groups) == [("full", "100%"), ("snapkv", "10%"), ("snapkv", "50%")]
     assert len({tuple(prompts) for prompts in groups.values()}) == 1
     assert len(evaluation.jobs) == 3 * 2 * 2 * 3
@@ -140,19 +141,33 @@ def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -
     ]
     needle, perplexity = rows[:2]
     assert (needle.score, needle.n, needle.seeds, needle.spread) == (0.0, 6, 2, 0.0)
+    # The answer is "1": one digit of five where the number begins with it.
+    ones = [job.sample.answers[0].startswith("1") for job in evaluation.jobs[:6]]
+    assert needle.digits == pytest.approx(sum(ones) / 30) and needle.digits_spread is not None
+    assert (perplexity.digits, perplexity.digits_spread) == (None, None)
     assert perplexity.score == pytest.approx(4.0) and perplexity.metric == "perplexity"
     assert perplexity.lower_is_better and not needle.lower_is_better
     assert (rows[0].memory, rows[2].memory) == (1.0, 0.125)
 
     written = json.loads(as_json(rows, {"model": "m"}))
-    assert written["model"] == "m" and written["rows"][0] == asdict(needle)
+    assert written["runs"] == [{"model": "m"}]
+    assert written["rows"][0] == {**asdict(needle), "run": 0}
     read = list(csv.DictReader(io.StringIO(as_csv(rows))))
     assert len(read) == 6 and read[1]["policy"] == "full" and float(read[1]["score"]) > 3.9
 
     shown = tables(rows)
-    assert len(shown) == 2
-    assert [column.header for column in shown[0].columns] == ["policy", "10%", "50%", "100%"]
+    assert [str(table.title).split(" (")[0] for table in shown] == [
+        "needle, 256 tokens: exact match",
+        "needle, 256 tokens: digits right at their place",
+        "perplexity, 256 tokens: perplexity",
+    ]
+    for table in shown[:2]:
+        assert [column.header for column in table.columns] == ["policy", "10%", "50%", "100%"]
     assert list(shown[0].columns[1].cells) == ["", "0.00 ± 0.00"]
+    assert list(shown[1].columns[1].cells) == [
+        "",
+        f"{needle.digits:.2f} ± {needle.digits_spread:.2f}",
+    ]
     markdown = as_markdown(rows).splitlines()
     assert markdown[2:5] == [
         "| policy | 10% | 50% | 100% |",
@@ -161,10 +176,63 @@ def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+def row(policy: str, score: float, budget: str = "12%") -> Row:
+    return Row(
+        task="needle",
+        metric="exact match",
+        policy=policy,
+        budget=budget,
+        length=1024,
+        score=score,
+        spread=None,
+        n=10,
+        seeds=1,
+        memory=0.1,
+        lower_is_better=False,
+        digits=None,
+        digits_spread=None,
+    )
+
+
+def test_rows_of_several_runs_keep_their_commands() -> None:
+    def merge(known: str, rows: list[Row], command: str, model: str = "m") -> str:
+        return merged_json(known, rows, {"model": model, "command": command}, "rows.json")
+
+    def read(text: str) -> dict[tuple[str, str], tuple[float, str]]:
+        held = json.loads(text)
+        return {
+            (held["runs"][row["run"]]["model"], row["policy"]): (
+                row["score"],
+                held["runs"][row["run"]]["command"],
+            )
+            for row in held["rows"]
+        }
+
+    first = merge("", [row("full", 1.0), row("snapkv", 0.1)], "one")
+    assert first == as_json(
+        [row("full", 1.0), row("snapkv", 0.1)], {"model": "m", "command": "one"}
+    )
+    both = merge(first, [row("snapkv", 0.2), row("xkv", 0.3)], "two")
+    assert read(both) == {
+        ("m", "full"): (1.0, "one"),
+        ("m", "snapkv"): (0.2, "two"),
+        ("m", "xkv"): (0.3, "two"),
+    }
+    assert [row["policy"] for row in json.loads(both)["rows"]] == ["full", "snapkv", "xkv"]
+    # Another model's rows stand beside them; a run that nothing is left of goes.
+    other = merge(both, [row("full", 0.5)], "three", model="n")
+    assert len(read(other)) == 4 and len(json.loads(other)["runs"]) == 3
+    last = merge(other, [row("full", 0.9)], "four")
+    assert [run["command"] for run in json.loads(last)["runs"]] == ["two", "three", "four"]
+    assert read(last)["m", "full"] == (0.9, "four")
+    assert read(last)["n", "full"] == (0.5, "three")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"policies": ("snapvk",)}, "snapvk"),
+        ({"policies": (Variant("snapvk"),)}, "snapvk"),
+        ({"policies": (Variant("snapkv", {"window": 60}),), "budgets": ("32",)}, "at least 61"),
         ({"budgets": ("5",)}, "budget 5 is too small"),
         ({"budgets": ("0%",)}, "0%"),
         ({"lengths": (40,)}, "40 tokens"),
@@ -192,6 +260,8 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(
             "cannot write /nowhere/rows.json: No such file",
         ),
         (["--csv", "/"], "cannot write /: Is a directory"),
+        (["--policies", 'kcache:{"top_m":1}'], "--policies: policy 'kcache': unknown argument"),
+        (["--merge-into", __file__], "does not hold the `runs` and `rows`"),
         (["--model", "/nowhere"], "cannot read the tokenizer of '/nowhere'"),
     ],
 )
@@ -209,7 +279,7 @@ def test_the_defaults_work(tokens: Tokens) -> None:
     args = parser.parse_args(["eval"])
     settings = Settings(
         model="some/model",
-        policies=tuple(args.policies.split(",")),
+        policies=parse_variants(args.policies, "--policies"),
         budgets=tuple(args.budgets.split(",")),
         tasks=(load_task("needle"),),
         lengths=(int(args.lengths),),
@@ -237,7 +307,10 @@ def test_a_length_beyond_the_model_is_refused(
 
 def test_recall_of_prompts_that_are_thinned_is_refused(tokens: Tokens) -> None:
     """Their full attention is never computed: said now, not when the engine has answered."""
-    asked = {"policies": ("full", "pyramidinfer"), "tasks": (load_task("attention-recall"),)}
+    asked = {
+        "policies": (Variant("full"), Variant("pyramidinfer")),
+        "tasks": (load_task("attention-recall"),),
+    }
     with pytest.raises(ValueError, match=r"'pyramidinfer' thins .* attention-recall measures"):
         Run(settings(**asked), tokens)
     assert Run(settings(**{**asked, "tasks": (load_task("needle"),)}), tokens).jobs

@@ -94,6 +94,33 @@ def test_a_wrong_number_that_begins_alike_is_wrong(tokens: Tokens) -> None:
     assert task.score(sample, result(f"{sample.answers[0]}")) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        (" 12345.", 1.0),
+        ("12", 0.4),
+        (" 12945. The", 0.8),
+        (" 51234.", 0.0),
+        (" 123456.", 5 / 6),
+        ("It is 12345", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_digits_count_at_their_place(text: str, share: float) -> None:
+    sample = Sample("", ("12345",), 9)
+    for name in ("needle", "multi-key", "key-value"):
+        assert load_task(name).digits(sample, result(text)) == pytest.approx(share)
+    second = result(f" 12345. And{text}") if share else result(" 12345.")
+    assert load_task("two-questions").digits(sample, second) == pytest.approx(share)
+
+
+def test_other_answers_have_no_digits() -> None:
+    sample = Sample("", ("12345", "67890"), 9)
+    names = {"needle", "multi-key", "key-value", "two-questions"}
+    for name in GENERATED.keys() - names:
+        assert load_task(name).digits(sample, result(" 12345.")) is None
+
+
 def test_the_needle_stands_at_its_depth(tokens: Tokens) -> None:
     samples = load_task("needle").samples(tokens, LENGTH, 10, seed=0)
     places = []

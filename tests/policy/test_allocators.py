@@ -186,6 +186,12 @@ WEIGHTS = st.lists(
 )
 
 
+def test_the_tiniest_weight_takes_all_that_is_left() -> None:
+    """Beside a full layer the smallest number there is counts as a whole one."""
+    for weight in (5e-324, 1e-300, 1.0):
+        assert share_out(np.array([1.0, weight]), 3, 3, 0.75).tolist() == [3.0, 3.0]
+
+
 @settings(max_examples=400, deadline=None)
 @given(WEIGHTS, st.data())
 def test_what_is_shared_out(weights: list[float], data: st.DataObject) -> None:

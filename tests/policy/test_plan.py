@@ -198,7 +198,7 @@ def test_which_policies_evict_and_need_scores() -> None:
     needs = {name for name, policy in PRESETS.items() if policy.needs_scores}
     solved = {name for name, policy in PRESETS.items() if policy.solver is not None}
     assert solved == {"xkv", "zigzagkv", "entropykv", "ginikv"}
-    assert needs == {"snapkv", "pyramidkv", *solved}
+    assert needs == {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
     assert sorted(THINNED) == ["pyramidinfer"]
 
 
@@ -206,6 +206,13 @@ def test_snapkv_and_pyramidkv_differ_in_the_allocator_alone() -> None:
     ignored = {"name", "description", "paper", "allocator"}
     one, other = (PRESETS[name].model_dump(exclude=ignored) for name in ("snapkv", "pyramidkv"))
     assert one == other
+
+
+def test_the_wide_preset_differs_in_the_pooling_alone() -> None:
+    plain, wide = (PRESETS[name].model_dump() for name in ("pyramidkv", "pyramidkv-wide"))
+    changed = {key for key in plain if plain[key] != wide[key]}
+    assert changed == {"name", "description", "scorer"}
+    assert wide["scorer"] == {**plain["scorer"], "kernel_size": 11}
 
 
 @pytest.mark.parametrize(

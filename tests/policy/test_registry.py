@@ -35,6 +35,7 @@ def preset(tmp_path: Path) -> Any:
 
 def test_the_presets() -> None:
     names = policy_names()
+    assert names == sorted(names)
     assert {"full", "window", "streaming-llm", "snapkv", "pyramidkv"} <= set(names)
     for name, policy in zip(names, load_presets(), strict=True):
         assert policy.name == name
@@ -217,7 +218,7 @@ def test_a_budget_is_checked_against_the_arguments() -> None:
 
 def test_any_policy_keeps_v_in_host_memory() -> None:
     policy = load_policy("pyramidkv", "12%", {"swap_v": True, "top_n": 64, "device_layers": 2})
-    assert (policy.top_n, policy.device_layers, policy.renormalize) == (64, 2, False)
+    assert (policy.top_n, policy.device_layers, policy.renormalize) == (64, 2, True)
     assert [policy.swaps_layer(layer) for layer in range(4)] == [False, False, True, True]
     assert policy.block_sizes(4, 16).tolist() == [16, 16, 32, 32]
     plain = load_policy("pyramidkv", "12%")
@@ -236,7 +237,7 @@ def test_any_policy_keeps_v_in_host_memory() -> None:
     ("name", "args", "message"),
     [
         ("pyramidkv", {"top_n": 64}, "`top_n` of policy 'pyramidkv' would have no effect"),
-        ("window", {"renormalize": True}, "`renormalize` of policy 'window' would have no"),
+        ("window", {"renormalize": False}, "`renormalize` of policy 'window' would have no"),
         ("kcache", {"swap_v": False, "device_layers": 0}, "`device_layers` .* no effect"),
         ("kcache", {"top_n": 0}, "top_n: .*greater than or equal to 1"),
         ("kcache", {"device_layers": -1}, "device_layers: .*greater than or equal to 0"),

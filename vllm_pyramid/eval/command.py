@@ -29,6 +29,12 @@ DEFAULT_BUDGETS = "3%,12%,25%"
 DEFAULT_LENGTHS = "1024"
 DEFAULT_SAMPLES = 10
 
+_ABOUT_DIGITS = (
+    "Exact match counts whole numbers, the other tables their digits one by one. Where every digit "
+    "is a token, a policy that pools scores over few positions finds a number and loses its end; "
+    "pyramidkv-wide pools over more."
+)
+
 
 def add_command(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
@@ -41,7 +47,12 @@ def add_command(commands: Any) -> None:
     )
     listed = parser.add_argument
     listed("--model", help="folder or Hugging Face name (default: the built-in model)")
-    listed("--policies", default=DEFAULT_POLICIES, help="names or .yaml files (%(default)s)")
+    listed(
+        "--policies",
+        default=DEFAULT_POLICIES,
+        help="names or .yaml files, each with arguments if need be, as in "
+        "'full,snapkv:{\"kernel_size\":11}' (%(default)s)",
+    )
     listed(
         "--budgets",
         default=DEFAULT_BUDGETS,
@@ -63,6 +74,12 @@ def add_command(commands: Any) -> None:
         help="folder for all results, kept for the next run too (%(default)s)",
     )
     listed("--json", type=Path, metavar="FILE", help="write the rows there too")
+    listed(
+        "--merge-into",
+        type=Path,
+        metavar="FILE",
+        help="put the rows into this JSON file beside those of other runs, in place of equal ones",
+    )
     listed("--csv", type=Path, metavar="FILE", help="write the rows there too")
     listed("--markdown", type=Path, metavar="FILE", help="write the tables there")
     listed("--no-pictures", action="store_true", help="draw nothing (needs no matplotlib)")
@@ -92,22 +109,27 @@ def run(args: argparse.Namespace) -> int:
     from vllm_pyramid.eval import pictures
     from vllm_pyramid.eval.haystack import load_tokens
     from vllm_pyramid.eval.report import as_markdown, tables
-    from vllm_pyramid.eval.results import as_csv, as_json, rows_of
+    from vllm_pyramid.eval.results import as_csv, as_json, check_mergeable, merged_json, rows_of
     from vllm_pyramid.eval.run import Run, Settings, Store
+    from vllm_pyramid.eval.variants import parse_variants
 
     draws = not args.no_pictures
     if draws and not has_matplotlib():
         console.print("No pictures: they need matplotlib (pip install 'vllm-pyramid\\[eval]').")
         draws = False
-    files_to_write = (args.out / "samples.jsonl", args.json, args.csv, args.markdown)
-    check_writable(args.out, files_to_write)
+    shared: Path | None = args.merge_into
+    check_writable(
+        args.out, (args.out / "samples.jsonl", args.json, shared, args.csv, args.markdown)
+    )
+    if shared is not None:
+        check_mergeable(shared.read_text(encoding="utf-8"), str(shared))
     model = args.model or str(model_path())
     files = load_file_tasks(args, model)
     asked = args.tasks or ("" if files else "all")
     wanted = tuple(GENERATED) if asked == "all" else names(asked, "--tasks") if asked else ()
     settings = Settings(
         model=model,
-        policies=names(args.policies, "--policies"),
+        policies=parse_variants(args.policies, "--policies"),
         budgets=names(args.budgets, "--budgets"),
         tasks=(*map(load_task, wanted), *files),
         lengths=numbers(args.lengths, "--lengths", 64),
@@ -147,6 +169,9 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.out / "results.json", args.json):
         if path is not None:
             path.write_text(as_json(rows, about), encoding="utf-8")
+    if shared is not None:
+        known = shared.read_text(encoding="utf-8")
+        shared.write_text(merged_json(known, rows, about, str(shared)), encoding="utf-8")
     for path in (args.out / "results.csv", args.csv):
         if path is not None:
             path.write_text(as_csv(rows), encoding="utf-8")
@@ -154,6 +179,8 @@ def run(args: argparse.Namespace) -> int:
         args.markdown.write_text(as_markdown(rows), encoding="utf-8")
     for table in tables(rows):
         console.print(table)
+    if any(row.digits is not None for row in rows):
+        console.print(_ABOUT_DIGITS, highlight=False)
     drawn = pictures.draw(answers, rows, args.out) if draws else []
     written = ["results.json", "results.csv", *(path.name for path in drawn)]
     console.print(f"In {args.out}: {', '.join(written)}.", highlight=False, soft_wrap=True)

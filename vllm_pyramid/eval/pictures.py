@@ -15,6 +15,7 @@ from vllm_pyramid.eval.run import Answer
 __all__ = ["draw"]
 
 _MARKERS = "os^Dv*XP<>"
+_LINES = ("-", "--", "-.", ":")
 
 
 def draw(answers: Sequence[Answer], rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -51,31 +52,44 @@ def _subplots(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
     return figure, axes[:count]
 
 
+def _style(place: int) -> dict[str, str]:
+    """Colour, marker and line of a plot's policy; ten look different by colour, forty by line."""
+    return {
+        "color": f"C{place % 10}",
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "linestyle": _LINES[place // 10 % len(_LINES)],
+    }
+
+
 def _quality(rows: Sequence[Row]) -> Any:
-    groups = list(dict.fromkeys((row.task, row.length) for row in rows))
+    groups = [
+        (row.task, row.length, index)
+        for row in {(row.task, row.length): row for row in rows}.values()
+        for index in range(len(row.scores))
+    ]
     figure, axes = _subplots(len(groups), 3.4, 2.8)
     policies = list(dict.fromkeys(row.policy for row in rows))
-    for axis, (task, length) in zip(axes, groups, strict=True):
+    for axis, (task, length, index) in zip(axes, groups, strict=True):
         group = [row for row in rows if (row.task, row.length) == (task, length)]
-        for index, policy in enumerate(policies):
+        for place, policy in enumerate(policies):
             line = sorted((row for row in group if row.policy == policy), key=lambda r: r.memory)
             memory = [100 * row.memory for row in line]
-            scores = [row.score for row in line]
+            scores = [row.scores[index].mean for row in line]
             if len(line) == 1 and line[0].budget == "100%":
                 axis.axhline(scores[0], color="black", linewidth=0.8, linestyle=":", label=policy)
                 continue
             axis.errorbar(
                 memory,
                 scores,
-                [row.spread or 0.0 for row in line],
-                marker=_MARKERS[index % len(_MARKERS)],
+                [row.scores[index].spread or 0.0 for row in line],
+                **_style(place),
                 markersize=4,
                 linewidth=1,
                 label=policy,
             )
         axis.set_title(f"{task}, {group[0].prompts}", fontsize=9)
         axis.set_xlabel("cache blocks held, %", fontsize=8)
-        axis.set_ylabel(group[0].metric, fontsize=8)
+        axis.set_ylabel(group[0].scores[index].metric, fontsize=8)
         axis.set_xscale("log")
         axis.tick_params(labelsize=7)
         axis.minorticks_off()
@@ -127,9 +141,11 @@ def _by_layer(answers: Sequence[Answer], label: str, values: Any) -> Any:
         for index, policy in enumerate(dict.fromkeys(answer.policy for answer in group)):
             lines = np.array([values(answer) for answer in group if answer.policy == policy])
             layers = np.arange(lines.shape[1])
-            marker = _MARKERS[index % len(_MARKERS)]
-            axis.plot(layers, lines.mean(axis=0), marker=marker, markersize=3, label=policy)
-            axis.fill_between(layers, lines.min(axis=0), lines.max(axis=0), alpha=0.15)
+            style = _style(index)
+            axis.plot(layers, lines.mean(axis=0), **style, markersize=3, label=policy)
+            axis.fill_between(
+                layers, lines.min(axis=0), lines.max(axis=0), color=style["color"], alpha=0.15
+            )
         axis.set_title(f"budget {budget}", fontsize=9)
         axis.set_xlabel("layer, from the input", fontsize=8)
         axis.set_ylim(bottom=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a run, for the terminal and as Markdown: one a task, policies by budgets."""
+"""The tables of a run, for the terminal and as Markdown: one a score, policies by budgets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
-from vllm_pyramid.eval.results import Row
+from vllm_pyramid.eval.results import Row, Score
 
 __all__ = ["as_markdown", "tables"]
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """One task's table. A policy that evicts nothing has its figure in the last column."""
+    """One table of a task. A policy that evicts nothing has its figure in the last column."""
 
     title: str
     budgets: list[str]
@@ -32,21 +33,26 @@ def _grids(rows: Sequence[Row]) -> Iterator[_Grid]:
     for group in groups.values():
         first = group[0]
         better = "lower" if first.lower_is_better else "higher"
-        title = f"{first.task}, {first.prompts}: {first.metric} ({better} is better, n = {first.n})"
-        lines = []
-        for policy in dict.fromkeys(row.policy for row in group):
-            by_budget = {row.budget: row for row in group if row.policy == policy}
-            lines.append((policy, [_cell(by_budget[b]) if b in by_budget else "" for b in budgets]))
-        yield _Grid(title, budgets, lines)
+        for index, score in enumerate(first.scores):
+            title = (
+                f"{first.task}, {first.prompts}: {score.metric} ({better} is better, n = {first.n})"
+            )
+            lines = []
+            for policy in dict.fromkeys(row.policy for row in group):
+                cells = {
+                    row.budget: _cell(row.scores[index]) for row in group if row.policy == policy
+                }
+                lines.append((policy, [cells.get(budget, "") for budget in budgets]))
+            yield _Grid(title, budgets, lines)
 
 
-def _cell(row: Row) -> str:
-    text = f"{row.score:.2f}"
-    return text if row.spread is None else f"{text} ± {row.spread:.2f}"
+def _cell(score: Score) -> str:
+    text = f"{score.mean:.2f}"
+    return text if score.spread is None else f"{text} ± {score.spread:.2f}"
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """A table for each task and length."""
+    """A table for each task and length, and one for the digits of an answer that is a number."""
     made = []
     for grid in _grids(rows):
         table = Table(title=grid.title)
@@ -54,7 +60,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for budget in grid.budgets:
             table.add_column(budget, justify="right")
         for policy, cells in grid.lines:
-            table.add_row(policy, *cells)
+            table.add_row(Text(policy), *cells)  # arguments may look like markup
         made.append(table)
     return made
 

@@ -18,8 +18,9 @@ from vllm_pyramid.child import run_child
 from vllm_pyramid.eval.engine import Request, Work
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.task import Result, Sample, Task
+from vllm_pyramid.eval.variants import Variant
 from vllm_pyramid.model_shape import longest_of_model
-from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy import Policy
 from vllm_pyramid.store import Store as ResultsFile
 from vllm_pyramid.store import identity_of_model, key_of
 
@@ -33,14 +34,14 @@ class Settings:
     """What is to be measured.
 
     Attributes:
-        model: folder or Hugging Face name. policies: presets' names or `.yaml` files.
+        model: folder or Hugging Face name. policies: each with arguments of its own.
         budgets: for each policy that evicts. tasks: in the order of the tables.
         lengths: of the prompts, in tokens. samples: of each task, length and seed.
         seeds: every one makes samples of its own. engine_args: further arguments of `LLM`.
     """
 
     model: str
-    policies: tuple[str, ...]
+    policies: tuple[Variant, ...]
     budgets: tuple[str, ...]
     tasks: tuple[Task, ...]
     lengths: tuple[int, ...]
@@ -54,7 +55,8 @@ class Answer:
     """One scored result.
 
     Attributes:
-        budget: as asked for, "100%" where nothing is evicted. score: by the task's metric.
+        policy: the variant's label. budget: as asked for, "100%" where nothing is evicted.
+        score: by the task's metric. digits: `Task.digits`.
     """
 
     task: Task
@@ -65,6 +67,7 @@ class Answer:
     sample: Sample
     result: Result
     score: float
+    digits: float | None
 
 
 class Store:
@@ -90,7 +93,7 @@ class Store:
 @dataclass(frozen=True)
 class _Job:
     task: Task
-    policy: str
+    variant: Variant
     budget: str
     length: int
     seed: int
@@ -108,7 +111,6 @@ class Run:
     def __init__(self, settings: Settings, tokens: Tokens) -> None:
         self.settings = settings
         self.jobs: list[_Job] = []
-        policies = {name: load_policy(name) for name in settings.policies}
         identity = identity_of_model(settings.model)
         made = [
             (task, length, seed, sample)
@@ -127,11 +129,12 @@ class Run:
                     f"answer, and the model takes {longest}: ask for at most "
                     f"{length - (needed - longest)}"
                 )
-        for name, policy in policies.items():
+        for variant in settings.policies:
+            policy = variant.load()
             _check_recall(policy, settings.tasks)
             for budget in budgets_of(policy, settings.budgets):
                 if budget is not None:
-                    load_policy(name, budget)  # raises where they do not suit each other
+                    variant.load(budget)  # raises where they do not suit each other
                 policy_text = policy.model_dump_json(exclude={"budget"})
                 where = [identity, settings.engine_args, policy_text, budget]
                 for (task, length, seed, sample), (prompt, forced) in zip(
@@ -141,15 +144,15 @@ class Run:
                     key = key_of(where, what)
                     request = Request(key, prompt, budget, sample.max_tokens, forced)
                     shown = budget or "100%"
-                    self.jobs.append(_Job(task, name, shown, length, seed, sample, request))
+                    self.jobs.append(_Job(task, variant, shown, length, seed, sample, request))
 
     def missing(self, store: Store) -> dict[str, list[Request]]:
-        """The requests that the store has no result of, by policy; each once."""
+        """The requests that the store has no result of, by the policy's label; each once."""
         wanted: dict[str, dict[str, Request]] = {}
         for job in self.jobs:
             if store.get(job.request.key) is None:
-                wanted.setdefault(job.policy, {})[job.request.key] = job.request
-        return {policy: list(requests.values()) for policy, requests in wanted.items()}
+                wanted.setdefault(job.variant.label, {})[job.request.key] = job.request
+        return {label: list(requests.values()) for label, requests in wanted.items()}
 
     def execute(self, store: Store, on_stage: Stage, on_result: Callable[[], None]) -> None:
         """Fill the store, one engine after the other.
@@ -158,27 +161,27 @@ class Run:
             ChildError: an engine failed.
         """
         recall = any(task.needs_recall for task in self.settings.tasks)
-        for policy, requests in self.missing(store).items():
+        variants = {variant.label: variant for variant in self.settings.policies}
+        for label, requests in self.missing(store).items():
             longest = max(
                 len(r.prompt_token_ids) + max(r.max_tokens, len(r.forced)) for r in requests
             )
             work = Work(
                 model=self.settings.model,
-                kv_policy=policy,
-                kv_policy_args={},
+                kv_policy=variants[label].policy,
+                kv_policy_args=dict(variants[label].args),
                 recall=recall,
                 engine_args={"max_model_len": longest + 1, **self.settings.engine_args},
                 batch=16,
-                # The shortest first: the time left is then soon known, and never too small.
-                requests=sorted(requests, key=lambda r: len(r.prompt_token_ids)),
+                requests=sorted(requests, key=_order),
             )
             module = "vllm_pyramid.eval.engine"
-            what = f"the engine with {policy!r}"
+            what = f"the engine with {label!r}"
             offline = Path(work.model).is_dir()
             with closing(run_child(module, asdict(work), what, offline=offline)) as said:
                 for message in said:
                     if "stage" in message:
-                        on_stage(f"{policy}: {message['stage']}")
+                        on_stage(f"{label}: {message['stage']}")
                     else:
                         store.put(message["key"], Result(**message["result"]))
                         on_result()
@@ -192,11 +195,30 @@ class Run:
         for job in self.jobs:
             result = store.get(job.request.key)
             if result is None:
-                raise RuntimeError(f"no result of {job.task.name} with {job.policy}, {job.budget}")
-            score = job.task.score(job.sample, result)
+                raise RuntimeError(
+                    f"no result of {job.task.name} with {job.variant.label}, {job.budget}"
+                )
             yield Answer(
-                job.task, job.policy, job.budget, job.length, job.seed, job.sample, result, score
+                task=job.task,
+                policy=job.variant.label,
+                budget=job.budget,
+                length=job.length,
+                seed=job.seed,
+                sample=job.sample,
+                result=result,
+                score=job.task.score(job.sample, result),
+                digits=job.task.digits(job.sample, result),
             )
+
+
+def _order(request: Request) -> tuple[int, int, int]:
+    """The shortest first: the time left is then soon known, and never too small.
+
+    Of prompts of about one length (within a factor of two) those with the shortest answers: a batch
+    takes as many steps as its longest answer has tokens.
+    """
+    prompt, answer = len(request.prompt_token_ids), max(request.max_tokens, len(request.forced))
+    return (prompt - 1).bit_length(), answer, prompt
 
 
 def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:

@@ -8,6 +8,7 @@ same for every policy, and scores the text that came back.
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +17,15 @@ from typing import Any
 
 from vllm_pyramid.eval.haystack import Tokens
 
-__all__ = ["GeneratedTask", "Result", "Sample", "Task", "begins_with"]
+__all__ = [
+    "GeneratedTask",
+    "NumberTask",
+    "Result",
+    "Sample",
+    "Task",
+    "begins_with",
+    "right_digits",
+]
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,14 @@ class Task(ABC):
         """What the result is worth. By default 1 if the text begins with the answer, else 0."""
         return float(begins_with(result.text, sample.answers[0]))
 
+    def digits(self, sample: Sample, result: Result) -> float | None:
+        """Where the answer is one number: the share of its digits that are right at their place.
+
+        Exact match does not tell a lost number from one whose last digit is lost, as happens where
+        every digit is a token of its own. None for other answers.
+        """
+        return None
+
 
 class GeneratedTask(Task):
     """A task whose samples are made one by one, each from a seed of its own."""
@@ -125,11 +142,30 @@ class GeneratedTask(Task):
         """
 
 
+class NumberTask(GeneratedTask):
+    """A task whose answer is one number: its digits count one by one too."""
+
+    def given(self, text: str) -> str:
+        """The number that a text gives as its answer, empty if none: that at its beginning."""
+        match = re.match(r"\s*(\d*)", text)
+        assert match is not None
+        return match[1]
+
+    def digits(self, sample: Sample, result: Result) -> float | None:
+        return right_digits(self.given(result.text), sample.answers[0])
+
+
 def begins_with(text: str, answer: str) -> bool:
     """Whether the answer stands at the beginning, as a word of its own."""
     text = text.lstrip()
     behind = text[len(answer) : len(answer) + 1]
     return text.startswith(answer) and not behind.isalnum()
+
+
+def right_digits(given: str, number: str) -> float:
+    """The share of the digits that agree place by place, of the longer of the two; 1 if equal."""
+    same = sum(a == b for a, b in zip(given, number, strict=False))
+    return same / max(len(given), len(number))
 
 
 def seed_of(*parts: object) -> int:

@@ -141,16 +141,15 @@ def share_out(weights: Reals, mean: int, capacity: int, floor: float = 0.0) -> R
         floor: tokens that each layer keeps whatever its weight, at most B; the rest is shared.
     """
     assert 0 <= floor <= mean <= capacity, (floor, mean, capacity)
-    largest = weights.max()
-    # Divided by the largest first: products with the tiniest numbers would be rounded to nothing.
-    weights = weights / largest if largest > 0 else np.ones_like(weights)
     curve = np.full(len(weights), float(floor))
     rest = mean * len(weights) - float(curve.sum())
     open_layers = np.ones(len(weights), bool)
     while rest > 0 and open_layers.any():
         share = np.where(open_layers, weights, 0.0)
-        if share.sum() <= 0:  # the layers with weights are full
-            share = open_layers.astype(float)
+        largest = share.max()
+        # Divided by the largest first: products with the tiniest numbers would be rounded. Without
+        # one, no layer has a weight or those that do are full.
+        share = share / largest if largest > 0 else open_layers.astype(float)
         wanted = np.where(open_layers, floor + rest * share / share.sum(), curve)
         full = open_layers & (wanted >= capacity)
         if not full.any():

@@ -55,7 +55,8 @@ class Policy(BaseModel):
         top_n: with `swap_v`, keys a query head of a generated token takes V of: those with the
             largest attention. Prompts attend to everything, and so does who sees no more keys.
         device_layers: with `swap_v`, the lowest layers, which keep V beside K: the paper's L.
-        renormalize: with `swap_v`, make the weights of these keys sum to 1; the paper does not.
+        renormalize: with `swap_v`, make the weights of these keys sum to 1. The paper does not
+            (section 3.1): there they are those of the softmax over all keys.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -72,7 +73,7 @@ class Policy(BaseModel):
     swap_v: bool = False
     top_n: int = Field(default=128, ge=1, lt=2**31)
     device_layers: int = Field(default=1, ge=0)
-    renormalize: bool = False
+    renormalize: bool = True
     scorer: Annotated[SerializeAsAny[Scorer], BeforeValidator(parse_scorer)]
     allocator: Annotated[SerializeAsAny[AnyAllocator], BeforeValidator(parse_allocator)] = Field(
         default_factory=UniformAllocator

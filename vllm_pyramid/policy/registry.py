@@ -43,7 +43,8 @@ def _configs_dir() -> Path:
 
 @lru_cache(maxsize=1)
 def _preset_files() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(_configs_dir().glob("*.yaml"))}
+    paths = sorted(_configs_dir().glob("*.yaml"), key=lambda path: path.stem)
+    return {path.stem: path for path in paths}
 
 
 def policy_names() -> list[str]:

@@ -26,3 +26,6 @@ class AttentionRecall(MultiKey):
     def score(self, sample: Sample, result: Result) -> float:
         assert result.recall is not None
         return float(np.mean([np.mean(heads) for heads in result.recall]))
+
+    def digits(self, sample: Sample, result: Result) -> float | None:
+        return None

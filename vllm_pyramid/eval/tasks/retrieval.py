@@ -11,7 +11,7 @@ import re
 
 from vllm_pyramid.eval import phrases
 from vllm_pyramid.eval.haystack import Tokens
-from vllm_pyramid.eval.task import GeneratedTask, Result, Sample
+from vllm_pyramid.eval.task import GeneratedTask, NumberTask, Result, Sample
 from vllm_pyramid.eval.words import DIGITS, make_names, make_numbers
 
 _CODE = phrases.FACTS["code"]
@@ -21,7 +21,7 @@ _NUMBER_TOKENS = DIGITS + 4
 _DEPTHS = (0, 9, 4, 7, 2, 5, 1, 8, 3, 6)
 
 
-class Needle(GeneratedTask):
+class Needle(NumberTask):
     """One fact in a text, at depths from the first sentence to the last."""
 
     name = "needle"
@@ -38,7 +38,7 @@ class Needle(GeneratedTask):
         return Sample(prompt, (value,), _NUMBER_TOKENS, {"depth": round(depth, 2)})
 
 
-class MultiKey(GeneratedTask):
+class MultiKey(NumberTask):
     """Eight facts of eight names, of which one is asked for."""
 
     name = "multi-key"
@@ -91,7 +91,7 @@ class MultiValue(GeneratedTask):
         return len(found & set(sample.answers)) / len(sample.answers)
 
 
-class TwoQuestions(GeneratedTask):
+class TwoQuestions(NumberTask):
     """Eight facts and two questions, of which the eviction sees only the first being answered.
 
     The prompt ends with the beginning of the first answer, so the observation window holds the
@@ -117,6 +117,10 @@ class TwoQuestions(GeneratedTask):
         statement = _CODE.state(keys[second], values[second])
         return Sample(prompt, (values[second],), 2 * _NUMBER_TOKENS + 4 * len(statement) // 10)
 
+    def given(self, text: str) -> str:
+        """The second number."""
+        numbers: list[str] = re.findall(r"\d+", text)
+        return numbers[1] if len(numbers) > 1 else ""
+
     def score(self, sample: Sample, result: Result) -> float:
-        numbers = re.findall(r"\d+", result.text)
-        return float(len(numbers) > 1 and numbers[1] == sample.answers[0])
+        return float(self.given(result.text) == sample.answers[0])

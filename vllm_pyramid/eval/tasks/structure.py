@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from vllm_pyramid.eval import phrases
 from vllm_pyramid.eval.haystack import Tokens
-from vllm_pyramid.eval.task import GeneratedTask, Result, Sample
+from vllm_pyramid.eval.task import GeneratedTask, NumberTask, Result, Sample
 from vllm_pyramid.eval.words import DIGITS, make_names, make_numbers
 
 _MOST_NAMES = 3000  # of the about 5,000 that are held out: more would be slow to find
@@ -55,7 +55,7 @@ class VariableTracing(GeneratedTask):
         return right / len(sample.answers)
 
 
-class KeyValue(GeneratedTask):
+class KeyValue(NumberTask):
     """A store of names and numbers that fills the prompt; one name is looked up."""
 
     name = "key-value"

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of policies of a run: names, files, arguments, and what is wrong with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_pyramid.eval.variants import Variant, parse_variants
+
+pytestmark = pytest.mark.cpu
+
+
+def parse(text: str) -> list[Variant]:
+    return list(parse_variants(text, "--policies"))
+
+
+def test_names_files_and_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("budget: 12%\nwindow: 4\nscorer: {kind: observation_window, kernel_size: 3}\n")
+    text = f'full, {path}:{{"window": 9}},snapkv:{{"kernel_size":11,"pooling":"max"}} ,kcache,'
+    full, mine, snapkv, kcache = parse(text)
+    assert (full, kcache) == (Variant("full"), Variant("kcache"))
+    assert mine == Variant(str(path), {"window": 9})
+    assert snapkv.args == {"kernel_size": 11, "pooling": "max"}
+    assert (mine.load().window, mine.load().scorer.kernel_size) == (9, 3)
+    scorer = snapkv.load("25%").scorer
+    assert (scorer.kernel_size, scorer.pooling) == (11, "max")
+    assert str(snapkv.load("25%").budget) == "25%"
+
+
+def test_labels_tell_variants_apart() -> None:
+    labels = [v.label for v in parse('xkv,xkv:{},xkv:{"window":4},xkv:{"fill_blocks":false}')]
+    assert labels == ["xkv", "xkv(window=4)", "xkv(fill_blocks=false)"]
+    # One policy however it is written, once.
+    (nested,) = parse(
+        'snapkv:{"allocator":{"kind":"geometric","beta":9},"window":4},'
+        'snapkv:{"window":4,"allocator.beta":9,"allocator.kind":"geometric"}'
+    )
+    assert nested.label == "snapkv(allocator.beta=9, allocator.kind=geometric, window=4)"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        (" , ", "is empty"),
+        ("snapvk", "unknown policy 'snapvk' .did you mean 'snapkv'"),
+        ('{"window":4}', "arguments follow a policy's name and a colon"),
+        ('snapkv{"window":4}', "arguments follow a policy's name and a colon, .* not 'snapkv'"),
+        ("snapkv:{window:4}", "arguments of 'snapkv' are not valid JSON.*quote the list"),
+        ('snapkv:{"window":4', "arguments of 'snapkv' are not valid JSON"),
+        ('snapkv:{"window":4,"window":5}', "arguments of 'snapkv': .* 'window' twice"),
+        ('xkv:{"retention":NaN}', "arguments of 'xkv': .* NaN"),
+        ('snapkv:{"window":4}full', "end before 'full': a comma"),
+        ('full,snapkv:{"windw":4}', "policy 'snapkv': unknown argument 'windw'"),
+        ('snapkv:{"beta":4}', "unknown argument 'beta' .it belongs to"),
+        ('snapkv:{"kernel_size":4}', "kernel_size"),
+        ('full:{"budget":4}', "set the budget with --kv-budget"),
+    ],
+)
+def test_wrong_lists_name_the_flag(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^--policies.*{said}"):
+        parse(text)
