@@ -20,11 +20,12 @@ stats           StatLoggerManager.record
 runner          class of worker.model_runner (V1 and V2), static_forward_context, attn_groups
                 Why: specs and step state. Remove when vLLM has a runner_cls.
 worker.runner*  V1: _update_states, _build_attention_metadata, input_batch, the device tensors of
-                input_batch.block_table. V2: add_requests, finish_requests, prepare_attn,
-                prepare_dummy_attn, capture_model, req_states, block_tables.input_block_tables and
-                init_block_table_layout_tensors. Both: AttentionGroup.kernel_block_size,
-                gpu.attn_utils.get_shared_kv_cache_layers
-                Why: what a step holds, and tables of our own. Remove with `runner`.
+                input_batch.block_table and its compute_slot_mapping (CPU). V2: add_requests,
+                finish_requests, prepare_attn, prepare_dummy_attn, capture_model, req_states,
+                block_tables.input_block_tables and init_block_table_layout_tensors. Both:
+                AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers
+                Why: what a step holds, tables of our own, and slots of all layers at once. Remove
+                with `runner`.
 linear          model_executor.layers.utils.dispatch_cpu_unquantized_gemm, layer.cpu_linear (CPU)
                 Why: the wheel's linear layers rearrange their weight in every call. Remove when
                 vLLM packs with PyTorch's operators.

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
+from vllm_pyramid.worker.slots import HostSlots
 
 
 class PyramidRunnerV1(PyramidRunnerMixin):
@@ -18,6 +19,14 @@ class PyramidRunnerV1(PyramidRunnerMixin):
 
     input_batch: Any
     seq_lens: torch.Tensor
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """See the base; then the slots of all layers are worked out at once, on the host."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        tables = self.input_batch.block_table
+        whole = all(table.dcp_world_size == 1 for table in tables.block_tables)
+        if self.device.type == "cpu" and whole:
+            tables.compute_slot_mapping = HostSlots(tables.block_tables)
 
     def table_shape(self) -> tuple[int, int]:
         """See the base."""
