@@ -38,6 +38,8 @@ def test_full_is_what_nothing_kept_back_needs() -> None:
     # Tokens 161 .. 168 are seen; the last one that is generated never has a place.
     assert made.step_bytes == 2 * 164.5 * 16 and made.step_ops == 2 * 2 * WIDTH * 164.5
     assert made.prompt_cache == 20 * BLOCK and made.decode_cache == 22 * BLOCK
+    assert demand(TINY, "full", 160, 17).decode_cache == 22 * BLOCK
+    assert demand(TINY, "full", 160, 18).decode_cache == 24 * BLOCK
 
 
 def test_v_in_host_memory() -> None:

@@ -98,8 +98,8 @@ _RATE: Columns = [
 ]
 # Looked at twice a second: perhaps there were more in between.
 _SAMPLED: Columns = [
-    ("resident ≥", _number("resident_max")),
-    ("peak blocks ≥", _number("peak_blocks")),
+    ("running ≥", _number("resident_max")),
+    ("blocks ≥", _number("peak_blocks")),
 ]
 # The tables of a measure: a title and columns each, narrow enough for a terminal.
 _TABLES: dict[str, list[tuple[str, Columns]]] = {
