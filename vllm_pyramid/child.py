@@ -76,8 +76,8 @@ class Child:
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 "TOKENIZERS_PARALLELISM": "false",
                 "VLLM_NO_USAGE_STATS": "1",
-                # The CPU platform asks for it on behalf of its workers, which is too late where
-                # the engine's process is the worker: PyTorch reads it once, before.
+                # Huge pages. PyTorch reads it once, at its first allocation: the CPU platform asks
+                # for it when it is chosen, which may be too late, and peers have no such platform.
                 "THP_MEM_ALLOC_ENABLE": "1",
                 **({"HF_HUB_OFFLINE": "1"} if offline else {}),
                 **os.environ,

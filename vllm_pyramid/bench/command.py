@@ -76,8 +76,6 @@ def _run_engines(args: argparse.Namespace, console: Any) -> int:
     if profiles:
         about["profile"] = [one.as_dict() for one in profiles]
     write(args, console, rows, {**about, "baseline": base.label})
-    if profiles:
-        console.print(table(profiles))
     if machine := about.get("machine"):
         console.print(
             f"allowed: by a streaming read of {machine['bandwidth'] / 1e9:.1f} GB/s and products "
@@ -86,6 +84,8 @@ def _run_engines(args: argparse.Namespace, console: Any) -> int:
             highlight=False,
             soft_wrap=True,
         )
+    if profiles:
+        console.print(table(profiles))
     return 0
 
 
