@@ -21,7 +21,7 @@ from tests.engine.support import (
 
 pytestmark = pytest.mark.engine
 
-PROMPT, ANSWER, REQUESTS, LAYERS = 512, 160, 14, 4
+PROMPT, ANSWER, REQUESTS, LAYERS = 512, 128, 12, 4
 
 
 def _run(engine: Engine) -> tuple[list[Outcome], dict[str, int], int, int]:
