@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -66,3 +69,21 @@ def test_unknown_attributes_are_refused() -> None:
 def test_no_document_has_a_gap() -> None:
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         assert not re.search(r"@[A-Z]{3,}@|\bTODO\b|NOTE: the figures", path.read_text()), path
+
+
+RESULTS = sorted((ROOT / "docs" / "results").glob("bench-*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_kept_figures_have_the_command_that_makes_them(path: Path) -> None:
+    """With no path of the machine on which they were measured, and named in the documents."""
+    kept = json.loads(path.read_text())
+    words = shlex.split(kept["command"])
+    assert words[:2] == ["vllm-pyramid", "bench"] and not any(w.startswith("/") for w in words)
+    given = dict(itertools.pairwise(words))
+    for row in kept["rows"]:
+        for flag in ("prompt_len", "output_len", "num_prompts", "repetitions"):
+            assert int(given[f"--{flag.replace('_', '-')}"]) == row[flag], flag
+        if "--pool-prompts" in given:
+            assert float(given["--pool-prompts"]) == row["pool_prompts"]
+    assert path.name in (ROOT / "docs" / "benchmarks.md").read_text()

@@ -286,7 +286,7 @@ def test_the_defaults_work(tokens: Tokens) -> None:
         samples=1,
         seeds=(int(args.seeds),),
     )
-    assert len(Run(settings, tokens).jobs) == 1 + 3 * 3
+    assert len(Run(settings, tokens).jobs) == 1 + 3 * 2
 
 
 def test_other_engine_arguments_are_other_results(tokens: Tokens) -> None:

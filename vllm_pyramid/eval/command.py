@@ -25,7 +25,7 @@ from vllm_pyramid.eval.tasks import GENERATED, load_task
 __all__ = ["add_command"]
 
 DEFAULT_POLICIES = "full,streaming-llm,snapkv,pyramidkv"
-DEFAULT_BUDGETS = "3%,12%,25%"
+DEFAULT_BUDGETS = "3%,12%"
 DEFAULT_LENGTHS = "1024"
 DEFAULT_SAMPLES = 10
 
