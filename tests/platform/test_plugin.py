@@ -35,6 +35,10 @@ def test_offered_on_a_bare_machine(bare: pytest.MonkeyPatch) -> None:
     bare.setenv(platform.HUGE_PAGES, "0")  # what a user sets stays
     assert platform.cpu_platform_plugin() == OURS
     assert os.environ[platform.HUGE_PAGES] == "0"
+    for name in (platform.HUGE_PAGES, platform.NO_GPU_KERNELS):
+        bare.delenv(name, raising=False)
+    assert platform.cpu_platform_plugin() == OURS
+    assert os.environ[platform.HUGE_PAGES] == os.environ[platform.NO_GPU_KERNELS] == "1"
 
 
 # As an engine in a user's own process comes to its memory: `hg` is the advice to use huge pages.

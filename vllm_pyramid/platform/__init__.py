@@ -11,6 +11,7 @@ import os
 from importlib.metadata import entry_points
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+NO_GPU_KERNELS = "HUMMING_DISABLE_PARALLEL_BUILD"
 _GROUP = "vllm.platform_plugins"
 _OUR_PLATFORM = "vllm_pyramid.platform.cpu.PyramidCpuPlatform"
 
@@ -25,6 +26,8 @@ def cpu_platform_plugin() -> str | None:
     Where it is, PyTorch is asked for huge pages: blocks lie at random in the cache, so small pages
     cost an address translation every few rows. It looks at the variable once, when it allocates
     for the first time, and an engine may run in this very process: later would be too late.
+    And a package that vLLM imports is told not to compile kernels for GPUs in the background, which
+    it would do in two processes beside every engine.
     """
     from vllm.platforms import builtin_platform_plugins
 
@@ -34,4 +37,5 @@ def cpu_platform_plugin() -> str | None:
     if others or any(detect() is not None for detect in builtin_platform_plugins.values()):
         return None
     os.environ.setdefault(HUGE_PAGES, "1")
+    os.environ.setdefault(NO_GPU_KERNELS, "1")
     return _OUR_PLATFORM
