@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
-from vllm_pyramid.scheduler.admission import FIRST_GUESS, MEMORY, AnswerLengths, answer_bounds
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.scheduler.admission import (
+    FIRST_GUESS,
+    MEMORY,
+    Admission,
+    AnswerLengths,
+    answer_bounds,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -236,7 +244,7 @@ def test_a_request_that_outlives_its_expectation_is_expected_longer() -> None:
 
 
 def test_a_refused_request_is_looked_at_again_when_blocks_come_back() -> None:
-    """And only then: the steps between cost nothing."""
+    """And once in a while; the steps between cost nothing."""
     job = _small_job(SMALL, 12, 32)
     admission = job.scheduler._admission
     assert admission is not None
@@ -253,6 +261,50 @@ def test_a_refused_request_is_looked_at_again_when_blocks_come_back() -> None:
     # Each request is evicted and ends, and starts after a look that says yes.
     assert job.refusals > looks
     assert looks <= 3 * 12
+
+
+def test_a_refused_request_lets_go_of_what_the_encoder_cached() -> None:
+    """Pinned by one that waits, it could starve those that run."""
+    scheduler = _small_job(SMALL, 2, 8).scheduler
+    assert scheduler._admission is not None
+    request = scheduler.requests["r1"]
+    let_go: list[str] = []
+    scheduler._admission.admits = lambda *_: False  # type: ignore[method-assign]
+    scheduler.encoder_cache_manager = SimpleNamespace(
+        free=lambda freed: let_go.append(freed.request_id)
+    )
+    assert scheduler._reserve_prefill_lookahead(request, 0, 8) == 0 and not let_go
+    with_image = SimpleNamespace(
+        request_id="r1", status=RequestStatus.WAITING, has_encoder_inputs=True
+    )
+    assert scheduler._reserve_prefill_lookahead(with_image, 0, 8) == 0 and let_go == ["r1"]
+
+
+def _entered(policy: str, prompt: int, generated: int, **arguments: Any) -> list[int]:
+    """The row of a request that has generated so many tokens, under a policy."""
+    scheduler = _small_job(SMALL, 1, 8).scheduler
+    coordinator = scheduler.coordinator
+    admission = Admission(
+        coordinator, max_model_len=10**5, step_tokens=10**4, longest_chunk=10**4, lag=0
+    )
+    plan = load_policy(policy, "100%" if policy == "pyramidinfer" else 64, arguments).plan(
+        prompt, coordinator.num_layers, 4
+    )
+    request = exact_request("long", prompt, 10**4)
+    request.append_output_token_ids([8] * generated)
+    coordinator.set_plan("long", plan)
+    admission._enter(request, plan)
+    return [int(number) for number in admission._table[admission._rows["long"]]]
+
+
+def test_the_rest_of_a_prompt_in_pieces_is_not_its_chunk() -> None:
+    assert _entered("pyramidinfer", 2 * 128 + 1, 0, piece_tokens=128)[4] == 128
+
+
+def test_one_that_evicted_while_it_generated_comes_back_without_its_history() -> None:
+    target, whole = (_entered("h2o", 100, 3000)[column] for column in (3, 7))
+    assert target == 3100 and 100 <= whole < 400
+    assert _entered("pyramidkv", 100, 3000)[7] == 3100
 
 
 def test_aborted_waiting_and_failed_requests_leave_nothing() -> None:

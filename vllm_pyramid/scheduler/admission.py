@@ -47,6 +47,9 @@ Numbers = npt.NDArray[np.int64]
 FIRST_GUESS = 128
 # Answers over which their mean is taken, about: what was asked hours ago says little.
 MEMORY = 64
+# Steps after which a request that was refused is looked at again in any case: as ends come nearer,
+# it grows less until they are there.
+PATIENCE = 32
 # Moments that are looked at, at most; more are taken together, and then count as one in which
 # nothing has been given back since the one before.
 MOMENTS = 32
@@ -95,8 +98,8 @@ class Admission:
     """The rule, and what it knows of every request that has stood at the head of the queue.
 
     It says no only while others run, so something always ends, and never lets one request overtake
-    another. What it refused it looks at again when blocks have been given back: until then those
-    that run only grow.
+    another. What it refused it looks at again when blocks have been given back, or some steps
+    later.
 
     Args:
         step_tokens: of a step, at most. longest_chunk: of one request in a step. lag: steps that
@@ -118,10 +121,11 @@ class Admission:
         self._step_tokens, self._longest_chunk = step_tokens, longest_chunk
         self._lag = lag
         # A row a request, in the columns of `_fits`.
-        self._table = np.zeros((16, 7), np.int64)
+        self._table = np.zeros((16, 8), np.int64)
         self._rows: dict[str, int] = {}
         self._unused = list(range(len(self._table)))
         self._refused: tuple[str, int] | None = None
+        self._waits = 0  # steps since the look that refused it
 
     def admits(self, request: Request, plan: Plan, running: Sequence[Request]) -> bool:
         """Whether the first of the waiting requests may start, or start again.
@@ -131,7 +135,8 @@ class Admission:
         """
         name = request.request_id
         now = name, self._coordinator.num_releases
-        if running and self._refused == now:
+        if running and self._refused == now and self._waits < PATIENCE:
+            self._waits += 1
             return False
         self._enter(request, plan)
         if not running:
@@ -141,7 +146,7 @@ class Admission:
         in_flight = [other.num_in_flight_tokens for other in running]
         if self._fits([*rows, self._rows[name]], [*computed, 0], [*in_flight, 0]):
             return True
-        self._refused = now
+        self._refused, self._waits = now, 0
         return False
 
     def evicted(self, request_id: str, settled: RetentionPlan, number: int) -> None:
@@ -169,7 +174,12 @@ class Admission:
             row = self._rows[request.request_id] = self._unused.pop()
         least, most = answer_bounds(request, self._max_model_len)
         plan = plan.even() if isinstance(plan, OpenPlan) else plan
-        chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces)])
+        # All pieces but the last, which is the rest, are as long as the first.
+        chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces[:1])])
+        # One that evicted while it generated comes back without ever holding all of it again; heads
+        # come back some steps late, and up to `every` tokens are computed in each.
+        whole = self._coordinator.most_held(request.request_id, request.num_tokens)
+        whole = min(whole + self._lag * plan.every, request.num_tokens)
         self._table[row] = (
             request.num_prompt_tokens,
             least,
@@ -178,6 +188,7 @@ class Admission:
             chunk,
             self._given_back(plan, 1),
             self._bound(plan, request.num_prompt_tokens + most - 1),
+            whole,
         )
 
     def _given_back(self, plan: RetentionPlan, number: int) -> int:
@@ -203,7 +214,7 @@ class Admission:
         steps is held whole until the latest step in which it may be done, and grows from the first.
         """
         pool, blocks_of = self._coordinator.usable_blocks, self._coordinator.whole_blocks
-        prompt, least, most, target, chunk, given_back, bound = self._table[rows].T
+        prompt, least, most, target, chunk, given_back, bound, most_whole = self._table[rows].T
         computed = np.array(computed_tokens)
         in_prompt = computed < target
         done = np.where(in_prompt, target, computed + 1)  # tokens with a place after step 0
@@ -211,7 +222,7 @@ class Admission:
         end = np.maximum(end, done)
 
         is_whole = in_prompt | (computed - np.array(in_flight) < prompt)
-        whole = blocks_of(np.minimum(target + 1 + self._lag, end))
+        whole = blocks_of(np.minimum(most_whole + 1 + self._lag, end))
         at_end = np.minimum(blocks_of(end) - given_back, bound)
         if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
             return True  # whatever comes when

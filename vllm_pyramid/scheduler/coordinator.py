@@ -185,7 +185,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
                 for before a request is let in, or comes back after a preemption.
         """
         if apply_admission_cap:
-            num_tokens = min(num_tokens, self._most_held(request_id, num_tokens))
+            num_tokens = min(num_tokens, self.most_held(request_id, num_tokens))
         have, need = self._num_blocks.get(request_id, 0), cdiv(num_tokens, self.block_size)
         if need <= have:
             return 0
@@ -194,7 +194,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             for ratio, layers in self._layers_of_ratio.items()
         )
 
-    def _most_held(self, request_id: str, num_tokens: int) -> int:
+    def most_held(self, request_id: str, num_tokens: int) -> int:
         """Tokens that a layer holds at most while so many of a request are computed."""
         plan = self._plans.get(request_id)
         if not isinstance(plan, RetentionPlan) or not plan.every:

@@ -180,6 +180,10 @@ class PyramidSchedulerMixin(Scheduler):
             and request.status != RequestStatus.RUNNING
             and not self._admission.admits(request, plan, self.running)
         ):
+            if request.has_encoder_inputs:
+                # vLLM has just pinned what the encoder cache holds for it, which could starve those
+                # that run. Where blocks are missing it lets go again, and so do we.
+                self.encoder_cache_manager.free(request)
             return 0
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
