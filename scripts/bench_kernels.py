@@ -5,6 +5,7 @@
   against a read of the very same pages in the order of decoding, fetched ahead (a core reads
   scattered pages more slowly), and its time against scaled_dot_product_attention on the same tokens
   gathered beforehand (the gathering is not timed);
+- mass: what gathering each key's probability behind that costs, by its log-sum-exp;
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
 - evict: score + select + compact as a share of that prefill.
 
@@ -94,7 +95,7 @@ def ragged(requests: int, context: int) -> list[int]:
 
 def bench_decode(
     args: argparse.Namespace, head_size: int, group: int, requests: int, context: int, uneven: bool
-) -> Row:
+) -> list[Row]:
     dtype = DTYPES[args.dtype]
     lens = ragged(requests, context) if uneven else [context] * requests
     entries = max(lens) // BLOCK_SIZE
@@ -109,7 +110,8 @@ def bench_decode(
     for r, row in enumerate(order):
         table[r, : len(row)] = row
     query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
-    out = torch.empty_like(query)
+    out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+    mass = torch.zeros(blocks, args.kv_heads, BLOCK_SIZE)
     starts, seq_lens = torch.arange(requests + 1).int(), integers(*lens)
     skips = torch.zeros(requests, dtype=torch.int32)
     heads = torch.arange(args.kv_heads)[:, None]
@@ -123,13 +125,19 @@ def bench_decode(
         exact = torch.empty(query.shape, dtype=torch.float64)
         reference.paged_attention(exact, *small, scale=0.1, compute_dtype=torch.float64)
         confirm(f"decode {lens} head {head_size} group {group}", out, exact, dtype)
+        sums = torch.zeros_like(mass)
+        keyed = (query, small[1], *small[3:])
+        reference.add_key_mass(sums, *keyed, scale=0.1, compute_dtype=torch.float64)
+        cpu.paged_attention(out, *small, scale=0.1, log_sum_exp=lse)
+        cpu.add_key_mass(mass, *keyed, scale=0.1, log_sum_exp=lse)
+        confirm(f"mass {lens} head {head_size} group {group}", mass, sums, dtype)
 
     def sdpa(cache: torch.Tensor) -> None:
         # The cache's memory taken for gathered K and V: as many bytes, in order.
         key, value = cache.view(2, requests, args.kv_heads, context, head_size)
         F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=group > 1)
 
-    ours, plain, paged, theirs_sdpa = [], [], [], []
+    ours, plain, paged, theirs_sdpa, masses = [], [], [], [], []
     deadline = time.perf_counter() + args.case_seconds
     for turn in range(max(args.rounds * copies, 8)):
         if turn >= 5 and time.perf_counter() > deadline:
@@ -140,18 +148,25 @@ def bench_decode(
         paged.append(timed(lambda: read_pages(*there, len(pages), page_bytes, threads)))  # noqa: B023
         key, value = split(caches[turn % copies])
         inputs = (out, query, key, value, table, starts, seq_lens, skips)
-        ours.append(timed(lambda: cpu.paged_attention(*inputs, scale=0.1)))  # noqa: B023
+        options = {"scale": 0.1, "log_sum_exp": lse}
+        ours.append(timed(lambda: cpu.paged_attention(*inputs, **options)))  # noqa: B023
+        keyed = (query, key, table, starts, seq_lens, skips)
+        masses.append(timed(lambda: cpu.add_key_mass(mass, *keyed, **options)))  # noqa: B023
         if not uneven:
             theirs_sdpa.append(timed(lambda: sdpa(caches[(turn + 1) % copies])))  # noqa: B023
-    mine, theirs = statistics.median(ours), statistics.median(plain)
-    return Row(
-        "decode ragged" if uneven else "decode",
-        *(threads, args.dtype, head_size, group, requests, context, used / 1e6, "GB/s"),
+    mine, theirs, gathering = map(statistics.median, (ours, plain, masses))
+    common = (threads, args.dtype, head_size, group, requests, context, used / 1e6)
+    decode = Row(
+        *("decode ragged" if uneven else "decode", *common, "GB/s"),
         *(used / mine / 1e9, used / theirs / 1e9, 100 * theirs / mine),
         *(4 * sum(lens) * args.kv_heads * group * head_size / 1e9, mine * 1e3),
         statistics.median(theirs_sdpa) * 1e3 if theirs_sdpa else None,
         used / statistics.median(paged) / 1e9,
     )
+    if uneven:
+        return [decode]
+    share = (gathering * 1e3, mine * 1e3, 100 * gathering / mine)
+    return [decode, Row("mass / decode", *common, "ms", *share)]
 
 
 def check_prompt(inputs: tuple[torch.Tensor, ...], scale: float, keep: int) -> None:
@@ -320,7 +335,7 @@ def main() -> None:
             for requests, context in batches:
                 for uneven in (False, True) if requests > 1 else (False,):
                     job = (head_size, group, requests, context, uneven)
-                    jobs.append(lambda job=job: [bench_decode(args, *job)])  # type: ignore[misc]
+                    jobs.append(lambda job=job: bench_decode(args, *job))  # type: ignore[misc]
         for context in args.prompts:
             size = (head_size, 2, context)
             jobs.append(lambda size=size: bench_prompt(args, *size))  # type: ignore[misc]

@@ -158,22 +158,30 @@ def call_everything(case: Case) -> None:
     triton_ops.reshape_and_cache(
         key, key, key_cache, value_cache, torch.zeros(tokens, dtype=torch.int64)
     )
-    triton_ops.paged_attention(
-        torch.empty_like(query),
-        query,
-        key_cache,
-        value_cache,
-        table,
-        ints(0, 1, tokens),
-        lens,
-        ints(0, 0),
-        scale=size**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=torch.zeros(heads * case.group) if case.sinks else None,
-        num_splits=case.splits,
-    )
-    for kind, first in (("sum", None), ("below_average", ints(0, 0))):
+    lse = torch.zeros(query.shape[:2])
+    for wanted in (None, lse):
+        triton_ops.paged_attention(
+            torch.empty_like(query),
+            query,
+            key_cache,
+            value_cache,
+            table,
+            ints(0, 1, tokens),
+            lens,
+            ints(0, 0),
+            scale=size**-0.5,
+            sliding_window=case.sliding_window,
+            soft_cap=case.soft_cap,
+            sinks=torch.zeros(heads * case.group) if case.sinks else None,
+            log_sum_exp=wanted,
+            num_splits=case.splits,
+        )
+    for kind, first, known in (
+        ("sum", None, None),
+        ("sum", None, lse),
+        ("below_average", ints(0, 0), None),
+        ("below_average", ints(0, 0), lse),
+    ):
         triton_ops.add_key_mass(
             torch.zeros(key_cache.shape[:3]),
             query,
@@ -189,6 +197,7 @@ def call_everything(case: Case) -> None:
             num_splits=case.splits,
             kind=kind,
             first_queries=first,
+            log_sum_exp=known,
         )
     triton_ops.topn_attention(
         torch.empty_like(query),
@@ -215,7 +224,7 @@ def call_everything(case: Case) -> None:
         **options,
         gqa_reduce=case.reduce,
         pooling="none",
-        log_sum_exp=torch.zeros(query.shape[:2]),
+        log_sum_exp=lse,
     )
     kept = triton_ops.select(scores, lens, keeps, window=case.window, sinks=4)
     triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)

@@ -11,7 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 6
+#define PYR_ABI_VERSION 7
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
@@ -25,7 +25,8 @@ struct PyrAttention {
   const int32_t* query_start;
   const int32_t* seq_lens;
   const int32_t* skips;
-  const void* sinks;  // [H] or null
+  const void* sinks;    // [H] or null
+  float* log_sum_exp;   // [T, H], contiguous, or null: see each function
   int64_t out_dtype, query_dtype, cache_dtype, sinks_dtype;
   int64_t T, H, G, D, N, P, R, M;
   int64_t out_t, out_h, query_t, query_h;
@@ -37,7 +38,7 @@ struct PyrAttention {
 enum PyrMassKind : int64_t { PYR_MASS_SUM = 0, PYR_MASS_BELOW_AVERAGE = 1 };
 
 // Adds to mass[block, g, row] what the key there is given by the queries of a batch. Of `attention`
-// neither `out` nor `value` is used.
+// neither `out` nor `value` is used; log_sum_exp is read where it is there, and saves a pass.
 struct PyrKeyMass {
   PyrAttention attention;
   float* mass;                   // [P, G, N], unit stride in N
@@ -57,8 +58,9 @@ enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };
 enum PyrPooling : int64_t { PYR_POOL_AVG = 0, PYR_POOL_MAX = 1, PYR_POOL_NONE = 2 };
 
 struct PyrScores {
-  float* out;         // [R, G, out_len], contiguous
-  float* statistics;  // [3, R, G], contiguous: mass, entropy, Gini coefficient; or null
+  float* out;                // [R, G, out_len], contiguous
+  float* statistics;         // [3, R, G], contiguous: mass, entropy, Gini coefficient; or null
+  const float* log_sum_exp;  // [T, H], contiguous, of the last `window` queries of each; or null
   const void* query;
   const void* key;
   const int32_t* table;
@@ -74,7 +76,8 @@ struct PyrScores {
 // Mean of the softmax over the last recents[r] queries, later ones weighing more, for the
 // contexts[r] keys before them.
 struct PyrRecentMass {
-  float* out;  // [R, G, out_len], contiguous
+  float* out;                // [R, G, out_len], contiguous
+  const float* log_sum_exp;  // [T, H], contiguous, of the recent queries; or null
   const void* query;
   const void* key;
   const int32_t* table;
@@ -128,6 +131,7 @@ PYR_EXPORT const char* pyr_isa();
 // The address of GOMP_parallel in the OpenMP runtime that the process already uses; null: serial.
 PYR_EXPORT void pyr_set_parallel(void* gomp_parallel);
 
+// Writes log_sum_exp, too, where it is there: of each query's visible logits, without the sink.
 PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);

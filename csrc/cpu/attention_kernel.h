@@ -62,10 +62,13 @@ void attention_tile(const PyrAttention& p, const AttentionItem& item, const Sigh
 PYR_INLINE void finish_row(const PyrAttention& p, const Sight& sight, int kv_head, int row,
                            const float* sum, float max, float weight) {
   const int64_t head = int64_t(kv_head) * sight.heads + row % sight.heads;
+  const float scale = p.soft_cap > 0 ? 1.0f : float(p.scale);
+  if (p.log_sum_exp)
+    p.log_sum_exp[(sight.query0 + row / sight.heads) * p.H + head] =
+        weight > 0 ? max * scale + __builtin_logf(weight) : -INFINITY;
   float factor = 1.0f;
   if (p.sinks) {
-    const float scale = p.soft_cap > 0 ? kLog2e : float(p.scale) * kLog2e;
-    const float top = max == -INFINITY ? -INFINITY : max * scale;
+    const float top = max == -INFINITY ? -INFINITY : max * (scale * kLog2e);
     const float sink = load_scalar(p.sinks, head, p.sinks_dtype) * kLog2e;
     const float shift = sink > top ? sink : top;
     if (shift != -INFINITY) {

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each key is given by the queries of one (request, KV head): the softmax again, in two passes
-// over K, without V. Kept apart from attention_kernel.h so that attention pays nothing for it.
+// What each key is given by the queries of one (request, KV head): the softmax again, without V, in
+// one pass over K where attention has left each row's log-sum-exp, else in two. Kept apart from
+// attention_kernel.h so that attention pays nothing for it.
 #pragma once
-#include "attention_common.h"
+#include "attention_direct.h"
 
 namespace {
 
+// A weight is below the average if it is below this share of it, as ops/reference_mass.py has it.
+constexpr float kBelow = 1 - 1e-5f;
 constexpr int kMassRows = 32;  // rows (query * heads + head) that share a pass over the keys
+constexpr int kMassKeys = kDirectKeys;  // of a row of scores; packed tiles use KB of them
 
 struct MassScratch {
   float *queries, *keys, *scores, *max, *sum;
@@ -18,7 +22,7 @@ PYR_INLINE MassScratch carve_mass(const PyrAttention& p, void* memory) {
   MassScratch s;
   s.queries = carver.floats(kMassRows * (p.D / Mode::Step));
   s.keys = carver.floats(p.D / Mode::Step * KB);
-  s.scores = carver.floats(kMassRows * KB);
+  s.scores = carver.floats(kMassRows * kMassKeys);
   s.max = carver.floats(kMassRows);
   s.sum = carver.floats(kMassRows);
   return s;
@@ -27,26 +31,96 @@ PYR_INLINE MassScratch carve_mass(const PyrAttention& p, void* memory) {
 template <class Mode>
 size_t key_mass_scratch(const PyrAttention& p) {
   return carved(kMassRows * (p.D / Mode::Step)) + carved(p.D / Mode::Step * KB) +
-         carved(kMassRows * KB) + 2 * carved(kMassRows);
+         carved(kMassRows * kMassKeys) + 2 * carved(kMassRows);
 }
 
-// Calls use(first key, keys, vectors) for each tile of the item's keys, with s.scores [rows][KB] in
-// base 2: scaled, capped, and -inf where a row does not see the key.
+// Whether K is used where it lies, as attention does in decoding: one query, few rows. By the number of
+// queries, not of rows alone: those of a prompt have the same bits in chunks of any size above one.
+template <class Mode>
+PYR_INLINE bool mass_direct(const PyrAttention& p, const AttentionItem& item, const Sight& sight) {
+  return sight.queries == 1 && item.rows <= kDirectRows && p.D % (Mode::Step * W) == 0;
+}
+
+template <class Mode, int R>
+void mass_scores_of(float* scores, const float* queries, int units,
+                    const typename Mode::Element* const* keys, int vectors,
+                    const typename Mode::Element* const* next) {
+  direct_scores<Mode, R>(scores, queries, units, keys, vectors, next);
+}
+
+// direct_scores of 1 .. kDirectRows rows.
+template <class Mode>
+PYR_INLINE void mass_scores(int rows, float* scores, const float* queries, int units,
+                            const typename Mode::Element* const* keys, int vectors,
+                            const typename Mode::Element* const* next) {
+  switch (rows) {
+#define PYR_MASS(R)                                                           \
+  case R:                                                                     \
+    if constexpr (R <= kDirectRows)                                           \
+      mass_scores_of<Mode, R>(scores, queries, units, keys, vectors, next);   \
+    break;
+    PYR_MASS(1)
+    PYR_MASS(2)
+    PYR_MASS(3)
+    PYR_MASS(4)
+    PYR_MASS(5)
+    PYR_MASS(6)
+    PYR_MASS(7)
+    PYR_MASS(8)
+#undef PYR_MASS
+  }
+}
+
+// The item's rows as each_mass_tile wants them.
+template <class Mode>
+PYR_INLINE void pack_mass_queries(const PyrAttention& p, const AttentionItem& item,
+                                  const Sight& sight, const MassScratch& s) {
+  const int D = int(p.D), units = D / Mode::Step;
+  const bool direct = mass_direct<Mode>(p, item, sight);
+  float unit_row[256];
+  for (int r = 0; r < item.rows; ++r) {
+    const int row = item.row0 + r;
+    const int64_t head = int64_t(item.kv_head) * sight.heads + row % sight.heads;
+    pack_query<Mode>(direct ? unit_row : s.queries + r * units, p.query,
+                     (sight.query0 + row / sight.heads) * p.query_t + head * p.query_h,
+                     p.query_dtype, D);
+    for (int u = 0; direct && u < units; u += 4)
+      v_store(s.queries + (u / 4 * item.rows + r) * W, v_load_group(unit_row + u));
+  }
+}
+
+// Calls use(first key, keys, vectors) for each tile of the item's keys, with s.scores
+// [rows][kMassKeys] in base 2: scaled, capped, and -inf where a row does not see the key.
 template <class Mode, class Use>
 PYR_INLINE void each_mass_tile(const PyrAttention& p, const AttentionItem& item, const Sight& sight,
                                const MassScratch& s, Use use) {
   using T = typename Mode::Element;
   const int D = int(p.D), units = D / Mode::Step, step = group_rows(item.rows);
-  TileRows<T> tile;
-  for (int begin = item.begin; begin < item.end; begin += KB) {
-    const int keys = item.end - begin < KB ? item.end - begin : KB, vectors = (keys + W - 1) / W;
-    tile_rows(p, item, begin, &tile);
-    pack_keys<Mode>(s.keys, tile.key, keys, D, nullptr);
-    for (int r = 0; r < item.rows; r += step)
-      product<Mode, false>(item.rows - r < step ? item.rows - r : step, s.scores + r * KB, KB,
-                           s.queries + r * units, units, s.keys, KB, units, vectors, nullptr);
+  const bool direct = mass_direct<Mode>(p, item, sight);
+  const int tile_keys = direct ? kMassKeys : KB;
+  if (item.begin >= item.end) return;
+  TileRows<T, kMassKeys> tiles[2];
+  tile_rows(p, item, item.begin, &tiles[0]);
+  int turn = 0;
+  for (int begin = item.begin; begin < item.end; begin += tile_keys, turn ^= 1) {
+    const int keys = item.end - begin < tile_keys ? item.end - begin : tile_keys;
+    const int vectors = (keys + W - 1) / W;
+    const T* const* next = nullptr;
+    if (begin + tile_keys < item.end) {
+      tile_rows(p, item, begin + tile_keys, &tiles[turn ^ 1]);
+      next = tiles[turn ^ 1].key;
+    }
+    if (direct) {
+      mass_scores<Mode>(item.rows, s.scores, s.queries, units, tiles[turn].key, vectors, next);
+    } else {
+      pack_keys<Mode>(s.keys, tiles[turn].key, keys, D, next);
+      for (int r = 0; r < item.rows; r += step)
+        product<Mode, false>(item.rows - r < step ? item.rows - r : step,
+                             s.scores + r * kMassKeys, kMassKeys, s.queries + r * units, units,
+                             s.keys, KB, units, vectors, nullptr);
+    }
     for (int r = 0; r < item.rows; ++r) {
-      float* row = s.scores + r * KB;
+      float* row = s.scores + r * kMassKeys;
       const int lo = sight.lo(item.row0 + r) - begin;
       int hi = sight.hi(item.row0 + r) - begin;
       if (hi >= keys) hi = keys - 1;
@@ -60,7 +134,8 @@ PYR_INLINE void each_mass_tile(const PyrAttention& p, const AttentionItem& item,
   }
 }
 
-// Each row's maximum and sum over its keys and, where there is one, its sink.
+// Each row's maximum and sum over its keys and, where there is one, its sink. With a log-sum-exp
+// that is the maximum, and the sum 1.
 template <class Mode>
 PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item,
                                 const Sight& sight, const MassScratch& s) {
@@ -68,9 +143,9 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
     s.max[r] = -INFINITY;
     s.sum[r] = 0;
   }
-  each_mass_tile<Mode>(p, item, sight, s, [&](int, int, int vectors) {
+  const auto of_tile = [&](int, int, int vectors) {
     for (int r = 0; r < item.rows; ++r) {
-      const float* row = s.scores + r * KB;
+      const float* row = s.scores + r * kMassKeys;
       V top = v_load(row);
       for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(row + i * W));
       const float before = s.max[r], tile_max = v_hmax(top);
@@ -83,7 +158,17 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
       s.sum[r] = s.sum[r] * kept + v_hsum(total);
       s.max[r] = after;
     }
-  });
+  };
+  if (p.log_sum_exp) {
+    for (int r = 0; r < item.rows; ++r) {
+      const int64_t token = sight.query0 + (item.row0 + r) / sight.heads;
+      const int64_t head = int64_t(item.kv_head) * sight.heads + (item.row0 + r) % sight.heads;
+      s.max[r] = p.log_sum_exp[token * p.H + head] * kLog2e;
+      s.sum[r] = 1;
+    }
+  } else {
+    each_mass_tile<Mode>(p, item, sight, s, of_tile);
+  }
   if (!p.sinks) return;
   for (int r = 0; r < item.rows; ++r) {
     if (s.max[r] == -INFINITY) continue;  // sees no key: there is nothing to share out
@@ -96,28 +181,36 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
   }
 }
 
-// Where the mass of the keys first .. first + keys - 1 (local) stands; null below `lo`, where blocks
-// may be somebody else's.
-PYR_INLINE void mass_targets(const PyrKeyMass& m, const AttentionItem& item, int64_t skip, int first,
-                             int keys, int lo, float** out) {
+// A part of a tile of keys whose mass lies side by side: that of keys begin .. end - 1 from `at` on.
+struct MassRun {
+  float* at;
+  int begin, end;
+};
+
+// The runs of the keys first .. first + keys - 1 (local), but for those below `lo`, whose blocks may
+// be somebody else's. Returns how many.
+PYR_INLINE int mass_runs(const PyrKeyMass& m, const AttentionItem& item, int64_t skip, int first,
+                         int keys, int lo, MassRun* runs) {
   const PyrAttention& p = m.attention;
   const int32_t* table = p.table + item.request * p.table_r;
-  for (int i = 0; i < keys; ++i) {
-    const int64_t position = skip + first + i;
-    out[i] = first + i < lo ? nullptr
-                            : m.mass + table[position / p.N] * m.mass_p + item.kv_head * m.mass_g +
-                                  position % p.N;
+  int count = 0, i = lo > first ? lo - first : 0;
+  int64_t block = (skip + first + i) / p.N, row = (skip + first + i) % p.N;
+  for (; i < keys; ++block, row = 0) {
+    const int end = p.N - row < keys - i ? i + int(p.N - row) : keys;
+    runs[count++] = {m.mass + table[block] * m.mass_p + item.kv_head * m.mass_g + row, i, end};
+    i = end;
   }
+  return count;
 }
 
-// Rows are added to what is there one after the other, so that the sums do not depend on how a
-// prompt is cut into chunks.
+// Rows are added to what is there one after the other: without a log-sum-exp the sums do not depend on
+// how a prompt is cut into chunks of more than one query. (Attention's own bits do.)
 template <class Mode>
 void key_mass(const PyrKeyMass& m, int32_t request, int32_t kv_head, void* memory) {
   const PyrAttention& p = m.attention;
   const MassScratch s = carve_mass<Mode>(p, memory);
   const Sight sight = sight_of(p, request);
-  const int D = int(p.D), units = D / Mode::Step, rows = sight.queries * sight.heads;
+  const int rows = sight.queries * sight.heads;
   int64_t ignored = 0;
   if (m.first_queries) ignored = m.first_queries[request] - (sight.skip + sight.hi(0));
   if (ignored >= sight.queries) return;
@@ -126,42 +219,32 @@ void key_mass(const PyrKeyMass& m, int32_t request, int32_t kv_head, void* memor
     const int lo = sight.lo(row0), begin = lo > 0 ? lo / KB * KB : 0;
     const AttentionItem item{request, kv_head, row0, count,
                              begin,   sight.hi(row0 + count - 1) + 1, -1, -1};
-    for (int r = 0; r < count; ++r) {
-      const int64_t head = int64_t(kv_head) * sight.heads + (row0 + r) % sight.heads;
-      pack_query<Mode>(s.queries + r * units, p.query,
-                       (sight.query0 + (row0 + r) / sight.heads) * p.query_t + head * p.query_h,
-                       p.query_dtype, D);
-    }
+    pack_mass_queries<Mode>(p, item, sight, s);
     mass_statistics<Mode>(p, item, sight, s);
     each_mass_tile<Mode>(p, item, sight, s, [&](int first, int keys, int vectors) {
-      float* targets[KB];
-      mass_targets(m, item, sight.skip, first, keys, lo, targets);
-      for (int i = 0; i < vectors; ++i) {
-        float lanes[W];
-        for (int j = 0; j < W; ++j) {
-          const bool there = i * W + j < keys && targets[i * W + j];
-          lanes[j] = there ? *targets[i * W + j] : 0.0f;
-        }
-        V total = v_load(lanes);
+      MassRun runs[kMassKeys];
+      const int num_runs = mass_runs(m, item, sight.skip, first, keys, lo, runs);
+      alignas(64) float held[kMassKeys] = {};
+      for (int i = 0; i < num_runs; ++i)
+        memcpy(held + runs[i].begin, runs[i].at, size_t(runs[i].end - runs[i].begin) * 4);
+      for (int i = 0; i < vectors * W; i += W) {
+        V total = v_load(held + i);
         for (int r = 0; r < count; ++r) {
           if (s.max[r] == -INFINITY) continue;
-          const float* row = s.scores + r * KB + i * W;
-          const V weight = v_exp2(v_sub(v_load(row), v_set(s.max[r])));
+          const V score = v_load(s.scores + r * kMassKeys + i);
+          const V weight = v_exp2(v_sub(score, v_set(s.max[r])));
           if (m.kind == PYR_MASS_SUM) {
             total = v_fma(weight, v_set(1.0f / s.sum[r]), total);
-            continue;
+          } else {
+            const int from = sight.lo(row0 + r);
+            const int visible = sight.hi(row0 + r) - (from > 0 ? from : 0) + 1;
+            total = v_add(total, v_one_below(weight, v_set(kBelow * s.sum[r] / float(visible)), score));
           }
-          const int from = sight.lo(row0 + r), visible = sight.hi(row0 + r) - (from > 0 ? from : 0);
-          const float average = s.sum[r] / float(visible + 1);
-          float weights[W];
-          v_store(weights, weight);
-          for (int j = 0; j < W; ++j)
-            lanes[j] += row[j] > -INFINITY && weights[j] < average ? 1.0f : 0.0f;
         }
-        if (m.kind == PYR_MASS_SUM) v_store(lanes, total);
-        for (int j = 0; j < W && i * W + j < keys; ++j)
-          if (targets[i * W + j]) *targets[i * W + j] = lanes[j];
+        v_store(held + i, total);
       }
+      for (int i = 0; i < num_runs; ++i)
+        memcpy(runs[i].at, held + runs[i].begin, size_t(runs[i].end - runs[i].begin) * 4);
     });
   }
 }

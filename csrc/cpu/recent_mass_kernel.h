@@ -92,7 +92,8 @@ PYR_INLINE void recent_scores(const PyrRecentMass& p, const RecentScratch& s, in
     }
 }
 
-// Rows item.begin .. item.end - 1, at most kRecentRows of them, over all keys that they see.
+// Rows item.begin .. item.end - 1, at most kRecentRows of them, over all keys that they see: by their
+// log-sum-exp, where that is known, without looking at any.
 template <class Mode>
 void recent_rows(const PyrRecentMass& p, const RecentItem& item, float* stats, void* memory) {
   using T = typename Mode::Element;
@@ -105,8 +106,19 @@ void recent_rows(const PyrRecentMass& p, const RecentItem& item, float* stats, v
     max[r] = -INFINITY;
     factor[r] = 0;
   }
-  pack_recent<Mode>(p, view, item.kv_head, item.begin, rows, s.queries);
-  const int end = view.hi(item.end - 1) + 1;
+  int end = 0;
+  if (p.log_sum_exp) {
+    const int64_t token0 = p.query_ends[item.request] - view.recent;
+    for (int r = 0; r < rows; ++r) {
+      const int row = item.begin + r;
+      const int64_t head = int64_t(item.kv_head) * view.heads + row % view.heads;
+      max[r] = p.log_sum_exp[(token0 + row / view.heads) * p.H + head] * kLog2e;
+      factor[r] = 1;
+    }
+  } else {
+    pack_recent<Mode>(p, view, item.kv_head, item.begin, rows, s.queries);
+    end = view.hi(item.end - 1) + 1;
+  }
   for (int begin = 0; begin < end; begin += KB) {
     const int keys = end - begin < KB ? end - begin : KB, vectors = (keys + W - 1) / W;
     TileRows<T> tile;

@@ -77,6 +77,17 @@ void join_stats(float* first, int64_t items, int64_t rows) {
   }
 }
 
+// The row statistics of one (request, KV head) by its log-sum-exp: that is the maximum, the sum 1.
+void given_stats(const PyrScores& p, int64_t pair, float* out, int64_t rows) {
+  const int64_t heads = p.H / p.G, head0 = pair % p.G * heads;
+  const int64_t token0 = p.query_ends[pair / p.G] - p.window;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = token0 + r % p.window, head = head0 + r / p.window;
+    out[r] = p.log_sum_exp[token * p.H + head] * 1.4426950408889634f;
+    out[rows + r] = 1;
+  }
+}
+
 int run(const PyrScores& p) {
   int64_t longest = 0;
   thread_local std::vector<ScoreItem> kept_items;
@@ -100,7 +111,9 @@ int run(const PyrScores& p) {
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const int64_t rows = p.H / p.G * p.window, count = int64_t(items.size()), pairs = p.R * p.G;
   const size_t logits_floats = size_t(rows) * kChunkKeys;  // of an item
-  const bool keep = logits_floats * count * sizeof(float) <= kMaxLogitsBytes;
+  // With the log-sum-exp there is no first phase that could leave them.
+  const bool keep =
+      !p.log_sum_exp && logits_floats * count * sizeof(float) <= kMaxLogitsBytes;
   const size_t stats_floats = size_t(rows) * 2 * count, mass_floats = size_t(longest) * pairs;
   const size_t shared_floats = stats_floats + mass_floats + (keep ? logits_floats * count : 0);
   float* stats = static_cast<float*>(scratch(Scratch::kShared, shared_floats * sizeof(float)));
@@ -127,9 +140,13 @@ int run(const PyrScores& p) {
     };
     for_each_item(p.threads, count, task);
   };
-  phase(kernels.score_logits, false);
+  if (!p.log_sum_exp) phase(kernels.score_logits, false);
   const auto join = [&](int64_t pair) {
-    join_stats(stats + first_of[pair] * rows * 2, first_of[pair + 1] - first_of[pair], rows);
+    float* first = stats + first_of[pair] * rows * 2;
+    if (p.log_sum_exp)
+      given_stats(p, pair, first, rows);
+    else
+      join_stats(first, first_of[pair + 1] - first_of[pair], rows);
   };
   for_each_item(rows * count < 4096 ? 1 : p.threads, pairs, join);
   phase(kernels.score_mass, true);

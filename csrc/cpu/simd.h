@@ -95,6 +95,12 @@ PYR_INLINE V v_mask_outside(V x, int base, int lo, int hi) {
                        _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(lo));
   return _mm512_mask_blend_ps(in, _mm512_set1_ps(-INFINITY), x);
 }
+// 1 in the lanes in which x < limit and seen > -inf, else 0.
+PYR_INLINE V v_one_below(V x, V limit, V seen) {
+  const __mmask16 below = _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) &
+                          _mm512_cmp_ps_mask(seen, _mm512_set1_ps(-INFINITY), _CMP_GT_OQ);
+  return _mm512_maskz_mov_ps(below, _mm512_set1_ps(1.0f));
+}
 PYR_INLINE V v_round(V x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -205,6 +211,11 @@ PYR_INLINE V v_mask_outside(V x, int base, int lo, int hi) {
                                       _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane));
   return _mm256_blendv_ps(x, _mm256_set1_ps(-INFINITY), _mm256_castsi256_ps(out));
 }
+PYR_INLINE V v_one_below(V x, V limit, V seen) {
+  const V below = _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ),
+                                _mm256_cmp_ps(seen, _mm256_set1_ps(-INFINITY), _CMP_GT_OQ));
+  return _mm256_and_ps(below, _mm256_set1_ps(1.0f));
+}
 PYR_INLINE V v_round(V x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -291,6 +302,9 @@ PYR_INLINE V v_load_row(const T* p, int) {
 PYR_INLINE V v_mask_outside(V x, int base, int lo, int hi) {
   const VI lane = VI{0, 1, 2, 3} + base;
   return v_blend((lane >= lo) & (lane <= hi), x, v_set(-INFINITY));
+}
+PYR_INLINE V v_one_below(V x, V limit, V seen) {
+  return v_blend((x < limit) & (seen > v_set(-INFINITY)), v_set(1.0f), v_zero());
 }
 PYR_INLINE V v_round(V x) {
   const V magic = v_set(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number

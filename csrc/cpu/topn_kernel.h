@@ -18,18 +18,11 @@ void topn_logits(const PyrAttention& p, const AttentionItem& item, float* logits
                  void* memory) {
   const MassScratch s = carve_mass<Mode>(p, memory);
   const Sight sight = sight_of(p, item.request);
-  const int D = int(p.D), units = D / Mode::Step;
-  for (int r = 0; r < item.rows; ++r) {
-    const int row = item.row0 + r;
-    const int64_t head = int64_t(item.kv_head) * sight.heads + row % sight.heads;
-    pack_query<Mode>(s.queries + r * units, p.query,
-                     (sight.query0 + row / sight.heads) * p.query_t + head * p.query_h,
-                     p.query_dtype, D);
-  }
+  pack_mass_queries<Mode>(p, item, sight, s);
   each_mass_tile<Mode>(p, item, sight, s, [&](int first, int, int vectors) {
     for (int r = 0; r < item.rows; ++r)
       for (int i = 0; i < vectors; ++i)
-        v_store(logits + r * stride + (first - item.begin) + i * W, v_load(s.scores + r * KB + i * W));
+        v_store(logits + r * stride + (first - item.begin) + i * W, v_load(s.scores + r * kMassKeys + i * W));
   });
 }
 

@@ -22,6 +22,7 @@ from tests.engine.heavy_hitters import (
     held_tokens,
 )
 from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from vllm_pyramid.ops import cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -155,21 +156,42 @@ def test_a_long_generation_holds_a_bounded_cache(
         assert outcome.report["evicted_tokens"] >= 4 * (total - budget - 2 * interval)
 
 
+@pytest.mark.parametrize(
+    ("policy", "args"),
+    [
+        ("h2o", {"interval": 32}),
+        ("scissorhands", {"interval": 48, "queries": 30, "window": 4}),
+    ],
+)
 def test_batch_and_chunks_do_not_matter(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    args: dict[str, Any],
 ) -> None:
-    """The same request alone, in a crowd, and among arrivals that cut its prompt elsewhere."""
+    """The same request alone, in a crowd, and among arrivals that cut its prompt elsewhere.
+
+    And what is gathered costs one pass over K, since attention leaves the log-sum-exp.
+    """
+    gather, calls = cpu.add_key_mass, []
+
+    def watched(*inputs: Any, **options: Any) -> None:
+        calls.append(options["log_sum_exp"])
+        gather(*inputs, **options)
+
+    monkeypatch.setattr(cpu, "add_key_mass", watched)
     engine = engines.get(
         tiny_model("llama-mha"),
-        kv_policy="h2o",
+        kv_policy=policy,
         kv_budget=40,
-        kv_policy_args={"interval": 32},
+        kv_policy_args=args,
         dtype="float32",
         max_num_batched_tokens=64,
         max_num_seqs=16,
         max_model_len=512,
     )
-    prompts = random_prompts([150, 90, 33, 200, 61, 7], seed=21)
+    prompts = random_prompts([150, 90, 33, 200, 61, 20], seed=21)
     alone = [engine.generate([prompt], greedy(90))[0].token_ids for prompt in prompts]
     together = [run.token_ids for run in engine.generate(prompts, greedy(90))]
     staggered = engine.run(
@@ -177,6 +199,7 @@ def test_batch_and_chunks_do_not_matter(
     )
     assert together == alone
     assert [run.token_ids for run in reversed(staggered)] == alone
+    assert calls and all(lse is not None for lse in calls)
     assert all(run.report["evicted_tokens"] > 0 for run in staggered)
     # The cache is really another one than that of the full policy.
     full = [run.token_ids for run in engine.generate(prompts, greedy(90, kv_policy="full"))]

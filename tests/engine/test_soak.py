@@ -26,6 +26,10 @@ WINDOW = 8
 SETTINGS: dict[str, dict[str, Any]] = {
     # Evicts during generation, so that requests are preempted between evictions.
     "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 32}},
+    "scissorhands": {
+        "kv_budget": 40,
+        "kv_policy_args": {"interval": 48, "queries": 30, "window": 4},
+    },
     # Pieces that leave room for others' decode steps, and lengths that fall within four layers.
     "pyramidinfer": {
         "kv_policy_args": {
@@ -34,6 +38,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "interval": 1,
             "decay_ratio": 0.5,
         }
+    },
+    # The same, and what has been generated is thinned too.
+    "thin_generated": {
+        "kv_policy": "pyramidinfer",
+        "kv_policy_args": {
+            "piece_tokens": 80,
+            "min_context": 8,
+            "interval": 1,
+            "decay_ratio": 0.5,
+            "schedule": "thin_generated",
+            "gen_window": 32,
+            "gen_interval": 16,
+            "gen_compress_ratio": 0.8,
+        },
     },
 }
 
@@ -49,7 +67,7 @@ def _jobs(policy: str, *, aborts: bool) -> list[Job]:
         max_tokens = source.choice([1, 2, source.randrange(10, 60), source.randrange(60, 200)])
         max_tokens = min(max_tokens, MAX_LEN - n)
         budget: int | str = source.randrange(WINDOW + 1, 80)
-        if policy == "pyramidinfer":
+        if policy in ("pyramidinfer", "thin_generated"):
             budget = f"{budget + 20}%"
         extra = source.choice([{}, {}, {"kv_budget": budget}, {"kv_policy": "full"}])
         prompt = [source.randrange(8, 512) for _ in range(n)]
@@ -101,7 +119,9 @@ def _changed(
     return changed, len(contended), preemptions
 
 
-@pytest.mark.parametrize("policy", ["pyramidkv", "xkv", "h2o", "pyramidinfer"])
+@pytest.mark.parametrize(
+    "policy", ["pyramidkv", "xkv", "h2o", "scissorhands", "pyramidinfer", "thin_generated"]
+)
 def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:
     """Chunks, mixed batches, preemption, resumption and aborts; greedy tokens in float32."""
     model = tiny_model("llama-mha")

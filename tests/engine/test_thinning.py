@@ -22,6 +22,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from tests.engine.thinned_paper import Settings, ThinnedModel
+from vllm_pyramid.ops import cpu
 
 pytestmark = pytest.mark.engine
 
@@ -206,11 +207,22 @@ def test_models(
     engines: EnginePool,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     args: dict[str, Any],
     fill_blocks: bool,
 ) -> None:
-    """Mixed batches, prompts of up to five pieces, physical blocks in random order."""
+    """Mixed batches, prompts of up to five pieces, physical blocks in random order.
+
+    The scores take one pass over K, since attention leaves the log-sum-exp.
+    """
+    score, calls = cpu.recent_mass, []
+
+    def watched(*inputs: Any, **options: Any) -> torch.Tensor:
+        calls.append(options["log_sum_exp"])
+        return score(*inputs, **options)
+
+    monkeypatch.setattr(cpu, "recent_mass", watched)
     path = tiny_model(name)
     engine = engines.get(
         path,
@@ -226,6 +238,7 @@ def test_models(
             assert outcome.report["evicted_tokens"] > 0 or len(outcome.job.prompt) < 90
             settings = _settings(args, fill_blocks)
             ties += _check(model, settings, outcome, tmp_path, engine.num_layers)
+    assert calls and all(lse is not None for lse in calls)
     assert ties <= 4
     engine.check_whole()
 

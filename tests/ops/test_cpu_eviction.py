@@ -25,15 +25,28 @@ def scores_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
 
 @pytest.fixture
 def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """On every instruction set: close to the reference in float64."""
+    """On every instruction set, also with attention's log-sum-exp: close to the reference in
+    float64."""
 
     def check(batch: Any, **options: Any) -> None:
         right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
         finite = ~right.isneginf()
+        lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
+        attention = {"scale": batch.query.shape[2] ** -0.5, "log_sum_exp": lse}
+        attention["soft_cap"] = options.get("soft_cap", 0.0)
         for _ in each_isa():
-            found = scores_of(cpu, batch, **options)
-            assert torch.equal(found.isneginf(), ~finite)
-            torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
+            cpu.paged_attention(out, *batch.inputs(), **attention)
+            for given_lse in (None, lse):
+                found = scores_of(cpu, batch, **options, log_sum_exp=given_lse)
+                assert torch.equal(found.isneginf(), ~finite)
+                torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
+        reference.paged_attention(out, *batch.inputs(), **attention)
+        found = scores_of(reference, batch, **options, log_sum_exp=lse)
+        torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
+        lse += math.log(2)  # it is used
+        for module in (cpu, reference):
+            found = scores_of(module, batch, **options, log_sum_exp=lse)
+            torch.testing.assert_close(found[finite] * 2, right[finite], rtol=1e-4, atol=1e-9)
 
     return check
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.ops.conftest import STALE_BLOCK
 from vllm_pyramid.ops import cpu, reference
 
 pytestmark = pytest.mark.cpu
@@ -35,17 +37,21 @@ def of_request(batch: Any, mass: torch.Tensor, r: int) -> torch.Tensor:
     return reference.gather_tokens(mass[..., None], batch.block_table[r], skip, end)[..., 0].T
 
 
+def lse_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
+    """The log-sum-exp that the module's attention finds."""
+    lse = torch.full(batch.query.shape[:2], float("nan"))
+    out = torch.empty_like(batch.query)
+    scale = batch.query.shape[2] ** -0.5
+    module.paged_attention(out, *batch.inputs(), scale=scale, log_sum_exp=lse, **options)
+    return lse
+
+
 @pytest.fixture
 def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """On every instruction set: close to the reference; no other slot is touched."""
+    """On every instruction set, also with attention's log-sum-exp: close to the reference; no other
+    slot is touched."""
 
     def check(batch: Any, **options: Any) -> None:
-        right = mass_of(reference, batch, 3.0, compute_dtype=torch.float64, **options)
-        for isa in each_isa():
-            found = mass_of(cpu, batch, 3.0, **options)
-            torch.testing.assert_close(
-                found, right, rtol=1e-4, atol=1e-6, msg=lambda text, isa=isa: f"{isa}: {text}"
-            )
         others = new_mass(batch, 1.0)
         for r, (start, end) in enumerate(batch.query_start_loc.unfold(0, 2, 1).tolist()):
             if end > start:
@@ -53,7 +59,21 @@ def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
                 block_size = others.shape[2]
                 blocks = batch.block_table[r, positions // block_size].long()
                 others[blocks, :, positions % block_size] = 0.0
-        assert (right[others > 0] == 3.0).all() and (found[others > 0] == 3.0).all()
+        right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
+        assert not right[others > 0].any()
+        for isa in each_isa():
+            for lse in (None, lse_of(cpu, batch, **options)):
+                found = mass_of(cpu, batch, **options, log_sum_exp=lse)
+                torch.testing.assert_close(
+                    found, right, rtol=1e-4, atol=1e-6, msg=lambda text, isa=isa: f"{isa}: {text}"
+                )
+                assert not found[others > 0].any(), isa
+                added = mass_of(cpu, batch, 3.0, **options, log_sum_exp=lse) - 3.0
+                torch.testing.assert_close(added, right, rtol=1e-4, atol=1e-4)
+                assert not added[others > 0].any(), isa
+        lse = lse_of(reference, batch, **options)
+        found = mass_of(reference, batch, **options, log_sum_exp=lse)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
 
     return check
 
@@ -64,6 +84,34 @@ def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
 def test_matches_reference(make_batch, assert_mass, dtype, group, head_size) -> None:
     shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group + head_size}
     assert_mass(make_batch(LENS, QUERY_LENS, **shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [12, 40])
+def test_one_query_of_many_heads(make_batch, assert_mass, dtype, group) -> None:
+    """Packed tiles; of 40 rows the last 8 are few enough to go over K where it lies."""
+    assert_mass(make_batch([300, 37], [1, 1], dtype=dtype, group=group, kv_heads=1))
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+def test_a_window_leaves_freed_blocks_alone(make_batch, assert_mass, queries) -> None:
+    """Table entries below the first query's window name blocks that are not there."""
+    batch = make_batch([300, 95], [queries, queries], dtype=torch.bfloat16)
+    for r, length in enumerate((300, 95)):
+        batch.block_table[r, : (length - queries - 20 + 1) // 16] = STALE_BLOCK
+    right = mass_of(reference, batch, sliding_window=20)
+    for lse in (None, lse_of(cpu, batch, sliding_window=20)):
+        found = mass_of(cpu, batch, sliding_window=20, log_sum_exp=lse)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_the_log_sum_exp_is_used(make_batch, module) -> None:
+    """One that is larger by ln 2 halves every probability."""
+    batch = make_batch(LENS, QUERY_LENS)
+    larger = lse_of(module, batch) + math.log(2)
+    found = mass_of(module, batch, log_sum_exp=larger)
+    torch.testing.assert_close(found * 2, mass_of(module, batch), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,22 +169,26 @@ def test_below_average(make_batch, each_isa, dtype, options) -> None:
     right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
     assert right.sum() > 5_000
     for isa in each_isa():
-        found = mass_of(cpu, batch, **options)
-        assert (found == found.round()).all() and ((found - right).abs() <= 1).all(), isa
-        assert (found != right).sum() <= 3, isa
+        shared = {name: value for name, value in options.items() if name != "kind"}
+        for lse in (None, lse_of(cpu, batch, **shared)):
+            found = mass_of(cpu, batch, **options, log_sum_exp=lse)
+            assert (found == found.round()).all() and ((found - right).abs() <= 1).all(), isa
+            assert (found != right).sum() <= 3, isa
 
 
 def test_below_average_by_hand(make_batch) -> None:
     """The first key is all that its query sees: 1, the average. Equal keys are all average."""
     batch = make_batch([4], [4], kv_heads=1, group=1, head_size=8)
     batch.key_cache.zero_()
-    assert mass_of(cpu, batch, kind="below_average").sum() == 0
+    for lse in (None, lse_of(cpu, batch)):
+        assert mass_of(cpu, batch, kind="below_average", log_sum_exp=lse).sum() == 0
     batch.query.fill_(1.0)
     block = int(batch.block_table[0, 0])
     batch.key_cache[block, 0, 1] = 1.0  # from its query on, the other keys are below the average
     for module in (cpu, reference):
-        mass = of_request(batch, mass_of(module, batch, kind="below_average"), 0)
-        assert mass.tolist() == [[3.0, 0.0, 2.0, 1.0]]
+        for lse in (None, lse_of(module, batch)):
+            mass = mass_of(module, batch, kind="below_average", log_sum_exp=lse)
+            assert of_request(batch, mass, 0).tolist() == [[3.0, 0.0, 2.0, 1.0]]
 
 
 @pytest.mark.parametrize("kind", ["sum", "below_average"])
@@ -146,8 +198,9 @@ def test_first_queries(make_batch, each_isa, kind) -> None:
     first = torch.tensor([275, 10, 64], dtype=torch.int32)
     right = mass_of(reference, batch, kind=kind, first_queries=first, compute_dtype=torch.float64)
     for isa in each_isa():
-        found = mass_of(cpu, batch, kind=kind, first_queries=first)
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6, msg=isa)
+        for lse in (lse_of(cpu, batch), None):
+            found = mass_of(cpu, batch, kind=kind, first_queries=first, log_sum_exp=lse)
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, msg=isa)
     assert not of_request(batch, right, 2).any() and of_request(batch, right, 1).any()
     batch.query_start_loc = torch.tensor([0, 25, 45], dtype=torch.int32)
     batch.query = torch.cat([batch.query[65:90], batch.query[90:110]])
@@ -158,13 +211,14 @@ def test_first_queries(make_batch, each_isa, kind) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_do_not_change_the_bits(make_batch, each_isa, dtype) -> None:
-    """The queries of a prompt in one step, or in several: what eviction sees is the same."""
+    """The queries of a prompt in one step, or in several of more than one: what eviction sees is
+    the same."""
     batch = make_batch([300], [90], dtype=dtype, group=3)
     query, key_cache, _, table, *_ = batch.inputs()
     for isa in each_isa():
         at_once = mass_of(cpu, batch)
         mass = new_mass(batch)
-        for begin, end in ((0, 1), (1, 34), (34, 77), (77, 90)):
+        for begin, end in ((0, 2), (2, 34), (34, 77), (77, 90)):
             starts = torch.tensor([0, end - begin], dtype=torch.int32)
             length = torch.tensor([210 + end], dtype=torch.int32)
             cpu.add_key_mass(
@@ -200,3 +254,13 @@ def test_bad_arguments_raise(make_batch, module) -> None:
         mass = torch.zeros(shape, dtype=dtype)
         with pytest.raises(ValueError, match=message):
             module.add_key_mass(mass, query, key_cache, *rest, scale=0.125, kind=kind)
+    mass, out = torch.zeros(blocks, heads, rows), torch.empty_like(query)
+    for lse in (torch.zeros(5, 3), torch.zeros(5, 4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
+            module.add_key_mass(mass, query, key_cache, *rest, scale=0.125, log_sum_exp=lse)
+        with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
+            module.paged_attention(out, *batch.inputs(), scale=0.125, log_sum_exp=lse)
+    if module is cpu:
+        lse = torch.zeros(4, 5).T
+        with pytest.raises(ValueError, match="log_sum_exp must be contiguous"):
+            cpu.add_key_mass(mass, query, key_cache, *rest, scale=0.125, log_sum_exp=lse)

@@ -38,14 +38,26 @@ def mass_of(
 def assert_equal(
     each_isa: Any, batch: Any, recents: list[int], contexts: list[int], **o: Any
 ) -> None:
+    """On every instruction set, also with attention's log-sum-exp."""
     right = mass_of(reference, batch, recents, contexts, compute_dtype=torch.float64, **o)
+    lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
+    attention = {"scale": batch.query.shape[2] ** -0.5, "soft_cap": o.get("soft_cap", 0.0)}
     for isa in each_isa():
-        found = mass_of(cpu, batch, recents, contexts, **o)
-        torch.testing.assert_close(
-            found, right, rtol=2e-4, atol=1e-7, msg=lambda text, isa=isa: f"{isa}: {text}"
-        )
-        for r, context in enumerate(contexts):
-            assert not found[r, :, context:].any()
+        cpu.paged_attention(out, *batch.inputs(), **attention, log_sum_exp=lse)
+        for given in (None, lse):
+            found = mass_of(cpu, batch, recents, contexts, **o, log_sum_exp=given)
+            torch.testing.assert_close(
+                found, right, rtol=2e-4, atol=1e-7, msg=lambda text, isa=isa: f"{isa}: {text}"
+            )
+            for r, context in enumerate(contexts):
+                assert not found[r, :, context:].any()
+    reference.paged_attention(out, *batch.inputs(), **attention, log_sum_exp=lse)
+    found = mass_of(reference, batch, recents, contexts, **o, log_sum_exp=lse)
+    torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-7)
+    lse += math.log(2)  # it is used
+    for module in (cpu, reference):
+        found = mass_of(module, batch, recents, contexts, **o, log_sum_exp=lse)
+        torch.testing.assert_close(found * 2, right, rtol=2e-4, atol=1e-7)
 
 
 def test_reference_is_the_paper(make_batch) -> None:

@@ -79,9 +79,9 @@ def _attention(
         rows, weighed = np.where(chooses, chosen, rows), np.where(chooses, policy.top_n, visible)
     num_bytes, products = keys + rows * row, visible + weighed
     gathers = _gathers(policy, plan, computed, numbers)[:, None]
-    # The second pass over K is taken to find it in the processor's cache.
+    # One pass over K; a second one, where attention leaves no log-sum-exp, is not counted.
     num_bytes = num_bytes + gathers * (keys + visible * (shape.kv_heads * _MASS_BYTES))
-    products = products + gathers * 2 * visible
+    products = products + gathers * visible
     width = 2 * shape.heads * shape.head_size
     return float(num_bytes.sum(axis=1).mean()), width * float(products.sum(axis=1).mean())
 
@@ -110,16 +110,15 @@ def _prefill(shape: Shape, policy: Policy, plan: RetentionPlan) -> float:
         if scorer is not None and policy.thinner is None and plan.evicts:
             queries = tokens if scorer.history is None else min(scorer.history, tokens)
             pairs = queries * tokens - queries**2 / 2
-            ops += 2 * width * shape.layers * pairs
+            ops += width * shape.layers * pairs
         return ops
     total = 0.0
     for piece in plan.pieces:
         enters = piece.enters.astype(np.float64)
         seen = piece.before * enters + enters**2 / 2  # (query, key) pairs
-        # Layers that thin look again from the recent tokens, at all keys and then at the context.
+        # Layers that thin look again from the recent tokens, at the context.
         thins = piece.held < piece.enters
-        looks = piece.recent * (piece.before + enters - piece.recent / 2)
-        looks += piece.recent * (enters - piece.recent)
+        looks = piece.recent * (enters - piece.recent)
         total += 2 * shape.layer_parameters * float(enters.sum())
         total += width * float((2 * seen + thins * looks).sum())
     return total

@@ -10,6 +10,7 @@ from vllm_pyramid.ops.cpu_checks import (
     check_head_size,
     check_heads,
     dtype_code,
+    lse_address,
     table_stride,
     vector_address,
 )
@@ -78,6 +79,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
 ) -> None:
     """See `reference.paged_attention`. Queries that see nothing get zeros.
 
@@ -86,7 +88,7 @@ def paged_attention(
     """
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
     options = (scale, sliding_window, soft_cap, sinks)
-    run("paged_attention", _attention_record(out, *inputs, *options))
+    run("paged_attention", _attention_record(out, *inputs, *options, log_sum_exp))
 
 
 def add_key_mass(
@@ -104,13 +106,14 @@ def add_key_mass(
     sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> None:
-    """See `reference_mass.add_key_mass`. Two passes over K, one thread a request and KV head.
+    """See `reference_mass.add_key_mass`. One thread a request and KV head.
 
-    Queries are added one after the other: how a prompt is cut into chunks does not change the bits.
-    The maxima are not needed here.
+    Queries are added one after the other: how a prompt is cut into chunks of more than one query
+    does not change the bits (but attention's, and so the log-sum-exp's). The maxima are not needed.
     """
     del max_query_len, max_seq_len
     check_mass(mass, key_cache, kind)
@@ -119,7 +122,7 @@ def add_key_mass(
         first = vector_address("first_queries", first_queries, seq_lens.shape[0])
     inputs = (query, key_cache, key_cache, block_table, query_start_loc, seq_lens, skips)
     options = (scale, sliding_window, soft_cap, sinks)
-    record = _attention_record(query, *inputs, *options)
+    record = _attention_record(query, *inputs, *options, log_sum_exp)
     own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
     run("key_mass", record + KEY_MASS.pack(*own))
 
@@ -148,7 +151,7 @@ def topn_attention(
     """
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
     options = (scale, sliding_window, soft_cap, sinks)
-    record = _attention_record(out, *inputs, *options)
+    record = _attention_record(out, *inputs, *options, None)
     requests = seq_lens.shape[0]
     rows_address = 0
     if value_rows is not None:
@@ -171,6 +174,7 @@ def _attention_record(
     sliding_window: int,
     soft_cap: float,
     sinks: torch.Tensor | None,
+    log_sum_exp: torch.Tensor | None,
 ) -> bytes:
     """The checked arguments of attention as csrc/cpu/abi.h wants them."""
     strides = check_caches(key_cache, value_cache)
@@ -201,6 +205,7 @@ def _attention_record(
         vector_address("seq_lens", seq_lens, requests),
         vector_address("skips", skips, requests),
         sinks_address,
+        lse_address(log_sum_exp, query),
         *(dtype_code("out", out), dtype_code("query", query)),
         *(dtype_code("key_cache", key_cache), sinks_code),
         *(tokens, heads, kv_heads, head_size, block_size, blocks, requests, block_table.shape[1]),

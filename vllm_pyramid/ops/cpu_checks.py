@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_pyramid.ops.reference_mass import check_lse
+
 MAX_HEAD_SIZE = 256
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -75,6 +77,16 @@ def vector_address(name: str, tensor: torch.Tensor, length: int) -> int:
     if length > 1 and tensor.stride(0) != 1:
         raise ValueError(f"{name} must be contiguous, got stride {tensor.stride(0)}")
     return tensor.data_ptr()
+
+
+def lse_address(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> int:
+    """The address of a contiguous float32 `[T, H]`; 0 for None."""
+    if log_sum_exp is None:
+        return 0
+    check_lse(log_sum_exp, query)
+    if not log_sum_exp.is_contiguous():
+        raise ValueError(f"log_sum_exp must be contiguous, got strides {log_sum_exp.stride()}")
+    return log_sum_exp.data_ptr()
 
 
 def table_stride(table: torch.Tensor, requests: int) -> int:

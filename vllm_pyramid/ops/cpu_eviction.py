@@ -11,6 +11,7 @@ from vllm_pyramid.ops.cpu_checks import (
     check_head_size,
     check_heads,
     dtype_code,
+    lse_address,
     table_stride,
     vector_address,
 )
@@ -34,6 +35,7 @@ def window_scores(
     kernel_size: int = 5,
     max_prompt_len: int | None = None,
     statistics: bool = False,
+    log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, WindowStatistics]:
     """See `reference.window_scores`."""
     key_strides = check_cache("key_cache", key_cache)
@@ -58,6 +60,7 @@ def window_scores(
     record = SCORES.pack(
         out.data_ptr(),
         0 if numbers is None else numbers.data_ptr(),
+        lse_address(log_sum_exp, query),
         query.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
@@ -90,6 +93,7 @@ def recent_mass(
     scale: float,
     distance_weight: float,
     soft_cap: float = 0.0,
+    log_sum_exp: torch.Tensor | None = None,
     max_context: int | None = None,
 ) -> torch.Tensor:
     """See `reference.recent_mass`."""
@@ -107,6 +111,7 @@ def recent_mass(
     out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)
     record = RECENT_MASS.pack(
         out.data_ptr(),
+        lse_address(log_sum_exp, query),
         query.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),

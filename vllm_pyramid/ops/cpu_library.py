@@ -19,7 +19,7 @@ import torch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"

@@ -8,11 +8,11 @@ import struct
 from vllm_pyramid.ops import cpu_library
 
 # The fields of the records in csrc/cpu/abi.h, in order: q for pointers and integers, d for doubles.
-ATTENTION = struct.Struct("=34q2d")
+ATTENTION = struct.Struct("=35q2d")
 KEY_MASS = struct.Struct("=5q")  # behind the fields of attention
 TOPN = struct.Struct("=3q")  # likewise
-SCORES = struct.Struct("=29q2d")
-RECENT_MASS = struct.Struct("=27q3d")
+SCORES = struct.Struct("=30q2d")
+RECENT_MASS = struct.Struct("=28q3d")
 SELECT = struct.Struct("=13q")
 COMPACT = struct.Struct("=24q")
 CACHE_WRITE = struct.Struct("=22q")

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
-from vllm_pyramid.ops.reference_mass import MASS_KINDS, add_key_mass
+from vllm_pyramid.ops.reference_mass import MASS_KINDS, add_key_mass, check_lse
 from vllm_pyramid.ops.topn import topn_attention
 
 __all__ = [
@@ -99,6 +99,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Causal attention of prefill chunks and decode steps over the paged cache.
@@ -117,7 +118,13 @@ def paged_attention(
         sliding_window: tokens visible to a query, itself included; 0 for all.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 for none.
         sinks: `[H]` logits of an extra key without a value, added to the softmax, or None.
+        log_sum_exp: `[T, H]` float32, written where it is given: natural logarithm of the sum of
+            exp(logit) over what each query sees, scaled and capped, without the sink; -inf where it
+            sees nothing. `add_key_mass`, `window_scores` and `recent_mass` take it and need one
+            pass over K less.
     """
+    if log_sum_exp is not None:
+        check_lse(log_sum_exp, query)
     num_queries_per_kv = query.shape[1] // key_cache.shape[1]
     starts = query_start_loc.tolist()
     for r, (seq_len, skip) in enumerate(zip(seq_lens.tolist(), skips.tolist(), strict=True)):
@@ -138,6 +145,8 @@ def paged_attention(
         if sliding_window:
             hidden |= key_pos[None, :] <= query_pos[:, None] - sliding_window
         logits.masked_fill_(hidden, -math.inf)
+        if log_sum_exp is not None:
+            log_sum_exp[starts[r] : starts[r + 1]] = logits.logsumexp(dim=-1).T.float()
         if sinks is not None:
             sink = sinks.to(compute_dtype)[:, None, None].expand(-1, num_queries, 1)
             logits = torch.cat([logits, sink], dim=-1)
@@ -160,6 +169,7 @@ def window_scores(
     kernel_size: int = 5,
     max_prompt_len: int | None = None,
     statistics: bool = False,
+    log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, WindowStatistics]:
     """Importance of every prompt token before the observation window (SnapKV, PyramidKV sec. 4.2).
@@ -179,12 +189,16 @@ def window_scores(
         statistics: also return what the mass looks like before it is pooled, for the allocators
             that follow it: mass, entropy and Gini coefficient of each KV head as
             `recall.WindowStatistics` defines them (PyramidKV's ablation, Table 4). Costs a sort.
+        log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the window's queries, with
+            no sliding window; other rows are not read. Saves one of two passes. None: found here.
 
     Returns:
         `[R, G, max(prompt_lens) - window]` float32; -inf behind `prompt_lens[r] - window`. With
         `statistics` a pair: the same, and a `WindowStatistics` of `[R, G]` float32.
     """
     num_kv_heads = key_cache.shape[1]
+    if log_sum_exp is not None:
+        check_lse(log_sum_exp, query)
     lens = prompt_lens.tolist()
     shape = (len(lens), num_kv_heads, max(lens) - window)
     out = torch.full(shape, -math.inf, device=query.device)
@@ -199,7 +213,13 @@ def window_scores(
         key_pos = torch.arange(n, device=q.device)
         query_pos = torch.arange(n - window, n, device=q.device)
         logits.masked_fill_(key_pos[None, :] > query_pos[:, None], -math.inf)
-        mass = logits.softmax(dim=-1)[..., : n - window].sum(dim=2)  # [G, Q, n - window]
+        if log_sum_exp is None:
+            lse = logits.logsumexp(dim=-1)
+        else:
+            lse = (
+                log_sum_exp[end - window : end].to(compute_dtype).T.unflatten(0, (num_kv_heads, -1))
+            )
+        mass = (logits - lse[..., None]).exp()[..., : n - window].sum(dim=2)  # [G, Q, n - window]
         if gqa_reduce == "max":
             mass = mass.amax(dim=1)
         else:
@@ -227,6 +247,7 @@ def recent_mass(
     scale: float,
     distance_weight: float,
     soft_cap: float = 0.0,
+    log_sum_exp: torch.Tensor | None = None,
     max_context: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -244,12 +265,16 @@ def recent_mass(
         seq_lens, skips: `[R]` int32, as in `paged_attention`.
         recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
             `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
+        log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the recent queries, without
+            a sliding window. Saves one of two passes over K. None: found here.
         max_context: max(contexts) if the caller knows it.
 
     Returns:
         `[R, G, max(contexts)]` float32; 0 behind `contexts[r]`.
     """
     num_kv_heads = key_cache.shape[1]
+    if log_sum_exp is not None:
+        check_lse(log_sum_exp, query)
     columns = int(contexts.max()) if max_context is None else max_context
     out = torch.zeros((seq_lens.shape[0], num_kv_heads, columns), device=query.device)
     rows = zip(
@@ -266,7 +291,13 @@ def recent_mass(
         query_pos = torch.arange(seq_len - recent, seq_len, device=q.device)
         logits.masked_fill_(key_pos[None, :] > query_pos[:, None], -math.inf)
         weights = torch.linspace(1.0, distance_weight, recent, dtype=compute_dtype, device=q.device)
-        probs = logits.softmax(dim=-1) * (weights / weights.sum())[:, None]
+        if log_sum_exp is None:
+            lse = logits.logsumexp(dim=-1)
+        else:
+            lse = (
+                log_sum_exp[end - recent : end].to(compute_dtype).T.unflatten(0, (num_kv_heads, -1))
+            )
+        probs = (logits - lse[..., None]).exp() * (weights / weights.sum())[:, None]
         first = seq_len - recent - context - skip
         out[r, :, :context] = probs[..., first : first + context].sum(dim=(1, 2)).float()
     return out

@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 
 MASS_KINDS = ("sum", "below_average")
+# A weight is below the average if it is below this share of it: keys that are all alike have the
+# average, whichever way a softmax in float32 was rounded.
+BELOW = 1 - 1e-5
 
 
 def add_key_mass(
@@ -29,6 +32,7 @@ def add_key_mass(
     sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
@@ -46,13 +50,18 @@ def add_key_mass(
             visible keys are touched.
         kind: one of `MASS_KINDS`.
         first_queries: `[R]` int32; queries at positions below it add nothing. None: all add.
+        log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the same batch; saves one of
+            two passes over K. None: found here. The weights of a query are then off by a common
+            factor, that of the last bit of its log-sum-exp.
         max_query_len, max_seq_len: the most queries and tokens of a request, if the caller knows
             them, so that a device need not be asked.
 
     Raises:
-        ValueError: `mass` has another shape or dtype, or an unknown kind.
+        ValueError: `mass` or `log_sum_exp` has another shape or dtype, or an unknown kind.
     """
     check_mass(mass, key_cache, kind)
+    if log_sum_exp is not None:
+        check_lse(log_sum_exp, query)
     block_size, group = key_cache.shape[2], query.shape[1] // key_cache.shape[1]
     starts = query_start_loc.tolist()
     for r, (seq_len, skip) in enumerate(zip(seq_lens.tolist(), skips.tolist(), strict=True)):
@@ -80,15 +89,27 @@ def add_key_mass(
         if sliding_window:
             seen &= key_pos[None, :] > query_pos[:, None] - sliding_window
         logits.masked_fill_(~seen, -torch.inf)
+        if log_sum_exp is None:
+            lse = logits.logsumexp(dim=-1)
+        else:
+            lse = log_sum_exp[begin : starts[r + 1]].T.to(compute_dtype)
         if sinks is not None:
-            sink = sinks.to(compute_dtype)[:, None, None].expand(-1, q.shape[0], 1)
-            logits = torch.cat([logits, sink], dim=-1)
-        # A query that sees nothing gives nothing (its softmax is NaN).
-        given = logits.softmax(dim=-1)[..., : key_pos.numel()].nan_to_num(0.0)
+            lse = torch.where(lse > -torch.inf, lse.logaddexp(sinks.to(lse.dtype)[:, None]), lse)
+        # A query that sees nothing gives nothing (-inf less -inf is NaN).
+        given = (logits - lse[..., None]).exp().nan_to_num(0.0)
         if kind == "below_average":
-            given = ((given * seen.sum(dim=1)[:, None] < 1) & seen).to(compute_dtype)
+            given = ((given * seen.sum(dim=1)[:, None] < BELOW) & seen).to(compute_dtype)
         per_head = given.sum(dim=1).unflatten(0, (key_cache.shape[1], group)).sum(dim=1)
         mass[blocks, :, rows] += per_head.T.to(mass.dtype)
+
+
+def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:
+    """Raise ValueError unless `log_sum_exp` is float32 `[T, H]` of `query`, `[T, H, D]`."""
+    if log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != query.shape[:2]:
+        raise ValueError(
+            f"log_sum_exp must be float32 {list(query.shape[:2])}, [T, H] of the query, got "
+            f"{log_sum_exp.dtype} {list(log_sum_exp.shape)}"
+        )
 
 
 def check_mass(mass: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:

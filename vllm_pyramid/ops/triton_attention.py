@@ -38,11 +38,19 @@ def soft_capped(logits, soft_cap):
 
 
 @triton.jit
+def natural_log_sum(maximum, total):
+    """ln(total * 2**maximum); -inf where nothing was summed."""
+    log = maximum / LOG2_E + tl.log(tl.where(total == 0.0, 1.0, total))
+    return tl.where(total == 0.0, float("-inf"), log)
+
+
+@triton.jit
 def decode_kernel(
     out,
     partial_out,
     partial_max,
     partial_sum,
+    log_sum_exp,
     query,
     key_cache,
     value_cache,
@@ -75,12 +83,14 @@ def decode_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     """One new token of request `pid 0`, the query heads of KV head `pid 1`, split `pid 2`.
 
     The split takes its share of the tiles of THIS request's visible range, so ragged lengths stay
-    balanced. With one split the result goes to `out`, else the unnormalised sum and its maximum go
-    to `partial_*`, `[R, H, SPLITS]` (and D), for `combine_kernel`.
+    balanced. With one split the result goes to `out` (and `log_sum_exp`, `[T, H]`), else the
+    unnormalised sum and its maximum go to `partial_*`, `[R, H, SPLITS]` (and D), without the sink,
+    for `combine_kernel`.
     """
     r = tl.program_id(0)
     g = tl.program_id(1)
@@ -116,11 +126,6 @@ def decode_kernel(
 
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:  # noqa: SIM102 (one is known when compiling, the other is not)
-        # The sink is one more key without a value; exactly one split must count it.
-        if split == 0:
-            running_max = tl.load(sinks + heads).to(tl.float32) * LOG2_E
-            running_sum += 1.0
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
 
     for tile in range(begin, end):
@@ -144,18 +149,30 @@ def decode_kernel(
         if HAS_SOFT_CAP:
             logits = soft_capped(logits, soft_cap)
         logits = tl.where(visible[None, :], logits, float("-inf"))
-        # Every tile of the range has a visible key, so the maximum is finite.
         new_max = tl.maximum(running_max, tl.max(logits, 1))
-        weights = tl.exp2(logits - new_max[:, None])
-        shrink = tl.exp2(running_max - new_max)
+        # Only a request that sees nothing at all has a tile without a visible key.
+        reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(logits - reference_max[:, None])
+        shrink = tl.exp2(running_max - reference_max)
         running_sum = running_sum * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
         running_max = new_max
 
     row_mask = rows < GROUP
     store_mask = row_mask[:, None] & dim_mask[None, :]
+    num_heads = tl.num_programs(1) * GROUP
     if SPLITS == 1:
-        # Zero only where nothing is visible, which a request with a new token never is.
+        if HAS_LSE:
+            lse = natural_log_sum(running_max, running_sum)
+            tl.store(log_sum_exp + token.to(tl.int64) * num_heads + heads, lse, mask=row_mask)
+        if HAS_SINKS:
+            # The sink is one more key without a value.
+            sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+            new_max = tl.maximum(running_max, sink)
+            shrink = tl.exp2(running_max - new_max)
+            running_sum = running_sum * shrink + tl.exp2(sink - new_max)
+            acc *= shrink[:, None]
+        # Zero only where nothing is visible.
         acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
         tl.store(
             out
@@ -166,12 +183,11 @@ def decode_kernel(
             mask=store_mask,
         )
     else:
-        num_heads = tl.num_programs(1) * GROUP
         place = (r.to(tl.int64) * num_heads + heads) * SPLITS + split
         tl.store(partial_max + place, running_max, mask=row_mask)
         tl.store(partial_sum + place, running_sum, mask=row_mask)
-        # `combine_kernel` reads no sums of empty splits, except the first one's with a sink.
-        if (begin < end) | (split == 0):
+        # `combine_kernel` reads no sums of empty splits.
+        if begin < end:
             tl.store(partial_out + place[:, None] * HEAD_SIZE + dims[None, :], acc, mask=store_mask)
 
 
@@ -181,14 +197,18 @@ def combine_kernel(
     partial_out,
     partial_max,
     partial_sum,
+    log_sum_exp,
     query_start_loc,
+    sinks,
     stride_out_token,
     stride_out_head,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
-    """Join the splits of request `pid 0`, query head `pid 1`."""
+    """Join the splits of request `pid 0`, query head `pid 1`, and add the sink."""
     r = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + r)
@@ -208,7 +228,17 @@ def combine_kernel(
         mask=(weights > 0.0)[:, None] & dim_mask[None, :],
         other=0.0,
     )
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    if HAS_LSE:
+        lse_place = token.to(tl.int64) * tl.num_programs(1) + head
+        tl.store(log_sum_exp + lse_place, natural_log_sum(highest, total))
+    result = tl.sum(parts * weights[:, None], 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        new_max = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - new_max)
+        total = total * shrink + tl.exp2(sink - new_max)
+        result *= shrink
+    result = result / tl.where(total == 0.0, 1.0, total)
     tl.store(
         out + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head + dims,
         result.to(out.dtype.element_ty),
@@ -219,6 +249,7 @@ def combine_kernel(
 @triton.jit
 def prefill_kernel(
     out,
+    log_sum_exp,
     query,
     key_cache,
     value_cache,
@@ -250,6 +281,7 @@ def prefill_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     """`BLOCK_M` queries (tile `pid 0`, the last tiles first) of request `pid 2`, head `pid 1`.
 
@@ -288,9 +320,6 @@ def prefill_kernel(
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        running_max = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head) * LOG2_E
-        running_sum += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for tile in range(first // BLOCK_K, tl.cdiv(last, BLOCK_K)):
@@ -325,8 +354,18 @@ def prefill_kernel(
         acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
         running_max = new_max
 
-    acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
     inside = row_start + tl.arange(0, BLOCK_M) < num_queries
+    if HAS_LSE:
+        # Rows behind the last repeat it.
+        lse = natural_log_sum(running_max, running_sum)
+        tl.store(log_sum_exp + tokens * tl.num_programs(1) + head, lse, mask=inside)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        new_max = tl.maximum(running_max, sink)
+        shrink = tl.exp2(running_max - new_max)
+        running_sum = running_sum * shrink + tl.exp2(sink - new_max)
+        acc *= shrink[:, None]
+    acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
     tl.store(
         out + tokens[:, None] * stride_out_token + head * stride_out_head + dims[None, :],
         acc.to(out.dtype.element_ty),

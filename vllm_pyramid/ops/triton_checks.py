@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_pyramid.ops.reference_mass import check_lse
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -57,6 +59,16 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"the last dimension of {name} must have stride 1, got strides {tensor.stride()}"
         )
+
+
+def lse_or(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
+    """A contiguous float32 `[T, H]`, or `query` for None: a pointer that no kernel reads."""
+    if log_sum_exp is None:
+        return query
+    check_lse(log_sum_exp, query)
+    if not log_sum_exp.is_contiguous():
+        raise ValueError(f"log_sum_exp must be contiguous, got strides {log_sum_exp.stride()}")
+    return log_sum_exp
 
 
 def check_float32(compute_dtype: torch.dtype) -> None:

@@ -2,10 +2,10 @@
 """Triton kernels of `add_key_mass`: what each key is given by the queries of a batch.
 
 Attention does not keep its probabilities, so they are computed again in two passes over K: the
-first finds each row's maximum and sum (split over the context), the second owns a tile of keys,
-meets it with all rows and adds up. No V is read, nothing of size (queries x keys) is stored, and
-every element of the result belongs to one program, so there are no atomics and no dependence on
-order.
+first finds each row's maximum and sum, split over the context, and is left out where attention has
+written the log-sum-exp; the second owns a tile of keys, meets it with all rows and adds up. No V is
+read, nothing of size (queries x keys) is stored, and every element of the result belongs to one
+program, so there are no atomics and no dependence on order.
 
 A row is one query of one head: row `i` of a request and KV head is query `i // GROUP`, head
 `i % GROUP`. Positions here count from `skips[r]`.
@@ -16,7 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_pyramid.ops.reference_mass import BELOW
 from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped
+
+BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
 
 
 @triton.jit
@@ -180,6 +183,8 @@ def key_mass_kernel(
     mass,
     partial_max,
     partial_sum,
+    log_sum_exp,
+    sinks,
     query,
     key_cache,
     block_table,
@@ -209,9 +214,15 @@ def key_mass_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     BELOW_AVERAGE: tl.constexpr,
 ):
-    """Add what all rows give the keys of one tile. Grid: request and KV head, tile of keys."""
+    """Add what all rows give the keys of one tile. Grid: request and KV head, tile of keys.
+
+    What is known of a row is in `log_sum_exp`, `[T, H]` and without the sink (`HAS_LSE`), or in
+    `partial_*`, with it.
+    """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
     start = tl.load(query_start_loc + r)
@@ -260,11 +271,22 @@ def key_mass_kernel(
             GROUP,
         )  # fmt: skip
         query_local = first_query + tl.minimum(rows, num_rows - 1) // GROUP
-        place = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * SPLITS + splits[None, :]
-        maxima = tl.load(partial_max + place)
-        highest = tl.max(maxima, 1)
-        highest = tl.where(highest == float("-inf"), 0.0, highest)
-        total = tl.sum(tl.load(partial_sum + place) * tl.exp2(maxima - highest[:, None]), 1)
+        place = tokens * (NUM_KV_HEADS * GROUP) + heads
+        if HAS_LSE:
+            seen_sum = tl.load(log_sum_exp + place) * LOG2_E
+            total = tl.where(seen_sum == float("-inf"), 0.0, 1.0)
+            highest = tl.where(seen_sum == float("-inf"), 0.0, seen_sum)
+            if HAS_SINKS:
+                sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+                with_sink = tl.maximum(highest, sink)
+                total *= tl.exp2(highest - with_sink) + tl.exp2(sink - with_sink)
+                highest = with_sink
+        else:
+            places = place[:, None] * SPLITS + splits[None, :]
+            maxima = tl.load(partial_max + places)
+            highest = tl.max(maxima, 1)
+            highest = tl.where(highest == float("-inf"), 0.0, highest)
+            total = tl.sum(tl.load(partial_sum + places) * tl.exp2(maxima - highest[:, None]), 1)
         # Rows of the padding count nothing; one that sees no key has no sum.
         counts = (rows >= counted) & (rows < num_rows) & (total > 0.0)
         factor = tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0)
@@ -272,12 +294,18 @@ def key_mass_kernel(
             q, k, local, query_local, visible_keys, scale, soft_cap, sliding_window, HAS_SOFT_CAP,
             HAS_WINDOW,
         )  # fmt: skip
+        # Rows that do not count may have any numbers.
         given = tl.exp2(logits - highest[:, None]) * factor[:, None]
+        given = tl.where(counts[:, None], given, 0.0)
         if BELOW_AVERAGE:
             seen = query_local + 1
             if HAS_WINDOW:
                 seen = tl.minimum(seen, sliding_window)
-            low = (logits > float("-inf")) & (given * seen[:, None] < 1.0) & counts[:, None]
+            low = (
+                (logits > float("-inf"))
+                & (given * seen[:, None] < BELOW_AVERAGE_SHARE)
+                & counts[:, None]
+            )
             given = tl.where(low, 1.0, 0.0)
         added += tl.sum(given, 0)
     # Keys that are not there repeat the address of one that is; they are masked.

@@ -12,6 +12,7 @@ from vllm_pyramid.ops.triton_checks import (
     check_float32,
     check_query,
     check_table,
+    lse_or,
 )
 from vllm_pyramid.ops.triton_config import (
     Workspace,
@@ -39,6 +40,7 @@ def add_key_mass(
     sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -47,8 +49,9 @@ def add_key_mass(
 ) -> None:
     """See `reference_mass.add_key_mass`. Two launches: the rows' softmax, then the keys' sums.
 
-    The scratch comes from `workspace` where it is large enough, which it is for a decode step of
-    as many requests as fill the device or fewer; else it is allocated.
+    With `log_sum_exp` only the second, and no scratch. Else the scratch comes from `workspace`
+    where it is large enough, which it is for a decode step of as many requests as fill the device
+    or fewer; where it is not, it is allocated.
 
     Args:
         max_query_len, max_seq_len, num_splits, workspace: see `triton_ops.paged_attention`;
@@ -61,6 +64,7 @@ def add_key_mass(
     check_float32(compute_dtype)
     group = check_query(query, key_cache)
     check_mass(mass, key_cache, kind)
+    lse = lse_or(log_sum_exp, query)
     num_requests = seq_lens.shape[0]
     check_table(block_table, num_requests)
     if first_queries is not None and first_queries.shape[0] < num_requests:
@@ -78,12 +82,16 @@ def add_key_mass(
         max_seq_len = block_table.shape[1] * block_size
     config = decode_config(head_size, key_cache.element_size(), group)
     row_tiles = triton.cdiv(max_query_len * group, config["ROWS"])
-    if num_splits is None:
+    if log_sum_exp is not None:
+        num_splits = 1
+    elif num_splits is None:
         programs = workspace.programs if workspace else target_programs(query.device)
         pairs = num_requests * num_kv_heads * row_tiles
         num_splits = choose_num_splits(programs, pairs, max_seq_len, config["BLOCK_K"])
     scratch = num_tokens * num_heads * num_splits
-    if workspace is not None and workspace.partial_max.numel() >= scratch:
+    if log_sum_exp is not None:
+        partials = (lse, lse)
+    elif workspace is not None and workspace.partial_max.numel() >= scratch:
         partials = (workspace.partial_max, workspace.partial_sum)
     else:
         memory = torch.empty(2, scratch, dtype=torch.float32, device=query.device)
@@ -91,6 +99,7 @@ def add_key_mass(
     # Where no query is left out, the kernel wants a pointer that it does not read.
     first = seq_lens if first_queries is None else first_queries
     inputs = (query, key_cache, block_table, query_start_loc, seq_lens, skips, first)
+    sink_logits = sinks if sinks is not None else seq_lens
     scalars = (scale * LOG2_E, soft_cap * LOG2_E, sliding_window)
     strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     switches = {
@@ -102,25 +111,24 @@ def add_key_mass(
         "HAS_SOFT_CAP": soft_cap != 0,
         "HAS_WINDOW": sliding_window > 0,
         "HAS_FIRST": first_queries is not None,
+        "HAS_SINKS": sinks is not None,
         **config,
     }
-    row_statistics_kernel[(num_requests * num_kv_heads, row_tiles, num_splits)](
-        *partials,
-        *inputs,
-        sinks if sinks is not None else seq_lens,
-        *scalars,
-        *strides,
-        HAS_SINKS=sinks is not None,
-        **switches,
-    )
+    if log_sum_exp is None:
+        row_statistics_kernel[(num_requests * num_kv_heads, row_tiles, num_splits)](
+            *partials, *inputs, sink_logits, *scalars, *strides, **switches
+        )
     tiles = triton.cdiv(max_seq_len, config["BLOCK_K"])
     key_mass_kernel[(num_requests * num_kv_heads, tiles)](
         mass,
         *partials,
+        lse,
+        sink_logits,
         *inputs,
         *scalars,
         *mass.stride()[:2],
         *strides,
+        HAS_LSE=log_sum_exp is not None,
         BELOW_AVERAGE=kind == "below_average",
         **switches,
     )

@@ -22,6 +22,7 @@ from vllm_pyramid.ops.triton_checks import (
     check_query,
     check_table,
     check_unit_stride,
+    lse_or,
 )
 from vllm_pyramid.ops.triton_config import (
     Workspace,
@@ -108,6 +109,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -135,6 +137,7 @@ def paged_attention(
     check_unit_stride("out", out)
     if out.shape != query.shape:
         raise ValueError(f"out {tuple(out.shape)} and query {tuple(query.shape)} must be equal")
+    lse = lse_or(log_sum_exp, query)
     num_requests = seq_lens.shape[0]
     check_table(block_table, num_requests)
     if query_start_loc.shape[0] < num_requests + 1 or skips.shape[0] < num_requests:
@@ -177,8 +180,9 @@ def paged_attention(
         else (out, out, out)
     )
     inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
+    sink_logits = sinks if sinks is not None else seq_lens
     scalars = (
-        sinks if sinks is not None else seq_lens,
+        sink_logits,
         scale * LOG2_E,
         soft_cap * LOG2_E,
         sliding_window,
@@ -195,26 +199,31 @@ def paged_attention(
         "HAS_SOFT_CAP": soft_cap != 0,
         "HAS_WINDOW": sliding_window > 0,
         "HAS_SINKS": sinks is not None,
+        "HAS_LSE": log_sum_exp is not None,
     }
     decode_kernel[(num_requests, num_kv_heads, num_splits)](
-        out, *partials, *inputs, *scalars, SPLITS=num_splits, **switches, **config
+        out, *partials, lse, *inputs, *scalars, SPLITS=num_splits, **switches, **config
     )
     if num_splits > 1:
         combine_kernel[(num_requests, query.shape[1])](
             out,
             *partials,
+            lse,
             query_start_loc,
+            sink_logits,
             *out.stride()[:2],
             HEAD_SIZE=head_size,
             BLOCK_D=config["BLOCK_D"],
             SPLITS=num_splits,
+            HAS_SINKS=sinks is not None,
+            HAS_LSE=log_sum_exp is not None,
             num_warps=4,
         )
     if max_query_len > 1:
         config = prefill_config(head_size, element_size)
         tiles = triton.cdiv(max_query_len, config["BLOCK_M"])
         prefill_kernel[(tiles, query.shape[1], num_requests)](
-            out, *inputs, *scalars, **switches, **config
+            out, lse, *inputs, *scalars, **switches, **config
         )
 
 

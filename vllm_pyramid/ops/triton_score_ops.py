@@ -8,6 +8,7 @@ import triton
 
 from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
 from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS
+from vllm_pyramid.ops.reference_mass import check_lse
 from vllm_pyramid.ops.triton_checks import check_cache, check_float32, check_query, check_table
 from vllm_pyramid.ops.triton_config import score_config
 from vllm_pyramid.ops.triton_score import (
@@ -43,9 +44,7 @@ def window_scores(
 
     Args:
         max_prompt_len: the result has `max_prompt_len - window` columns.
-        log_sum_exp: `[T, H]` float32, natural logarithm, of each query's scaled (and capped)
-            logits over all its keys, as the prefill attention finds it (without sinks); saves one
-            of the two passes over K.
+        log_sum_exp: may have any strides here.
         statistics: computed from the unpooled mass by PyTorch, outside the kernels: they are for
             the end of a prompt, not for the path of every step. Nothing is read back.
     """
@@ -64,10 +63,8 @@ def window_scores(
         raise ValueError(
             f"window {window} must be positive, kernel_size {kernel_size} positive and odd"
         )
-    if log_sum_exp is not None and log_sum_exp.shape != query.shape[:2]:
-        raise ValueError(
-            f"log_sum_exp {tuple(log_sum_exp.shape)} must be {tuple(query.shape[:2])}, [T, H]"
-        )
+    if log_sum_exp is not None:
+        check_lse(log_sum_exp, query)
     if max_prompt_len is None:
         max_prompt_len = int(prompt_lens.max().item())
     num_columns = max_prompt_len - window

@@ -260,6 +260,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             "soft_cap": self.soft_cap,
             "sinks": self.sinks,
         }
+        log_sum_exp = None
         choice = meta.step.choice if meta.step is not None else None
         if choice is not None and self.context is not None and self.context.host_values is not None:
             self.ops.topn_attention(
@@ -270,7 +271,10 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
                 **options,
             )
         else:
-            self.ops.paged_attention(*batch, **options)
+            thins = meta.step is not None and meta.step.thinning is not None
+            if thins or meta.first_queries is not None:  # saves what follows a pass over K
+                log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
+            self.ops.paged_attention(*batch, log_sum_exp=log_sum_exp, **options)
         if meta.first_queries is not None:
             assert self.context is not None and self.context.mass is not None
             self.context.mass.add(
@@ -285,6 +289,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
                 soft_cap=self.soft_cap,
                 sinks=self.sinks,
                 first_queries=meta.first_queries,
+                log_sum_exp=log_sum_exp,
             )
         if meta.step is not None and meta.step.thinning is not None:
             assert self.context is not None and self.context.thinner is not None
@@ -298,6 +303,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
                 meta.block_table,
                 scale=self.scale,
                 soft_cap=self.soft_cap,
+                log_sum_exp=log_sum_exp,
             )
         if meta.step is not None and meta.step.evictions is not None:
             assert self.context is not None, "the model runner did not bind this layer"

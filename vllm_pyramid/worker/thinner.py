@@ -45,12 +45,14 @@ class Thinner:
         *,
         scale: float,
         soft_cap: float,
+        log_sum_exp: torch.Tensor | None = None,
     ) -> None:
         """Thin the step's pieces in one layer, behind its attention.
 
         Args:
             ops: a module with the functions of `ops/reference.py`. query: `[T_l, H, D]`.
             key_cache: `[P, G, N, D]`. value_cache: same. block_table: `[>= R, M]` int32.
+            log_sum_exp: `[T_l, H]`, what the attention of the step found; None: found again.
         """
         enters, held = step.enters[layer], step.held[layer]
         width = int(held.max())
@@ -59,7 +61,7 @@ class Thinner:
         if dropping.size:
             chosen = self._choose(
                 ops, step, layer, dropping, query, key_cache, block_table,
-                scale=scale, soft_cap=soft_cap,
+                scale=scale, soft_cap=soft_cap, log_sum_exp=log_sum_exp,
             )  # fmt: skip
             kept[upload(dropping, query.device), : chosen.shape[1]] = chosen
         moving = np.flatnonzero((step.starts + enters < step.ends) | (held < enters))
@@ -86,6 +88,7 @@ class Thinner:
         *,
         scale: float,
         soft_cap: float,
+        log_sum_exp: torch.Tensor | None,
     ) -> torch.Tensor:
         """Rows that stay of each piece that gives some up, `[S, max(held)]` int32, ascending."""
         device = query.device
@@ -105,6 +108,7 @@ class Thinner:
             scale=scale,
             distance_weight=self.distance_weight,
             soft_cap=soft_cap,
+            log_sum_exp=log_sum_exp,
             max_context=int(contexts.max()),
         )
         scores = torch.full((len(rows), 1, int(enters.max())), torch.inf, device=device)

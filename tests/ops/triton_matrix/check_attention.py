@@ -32,7 +32,18 @@ EXTRAS = {
 
 
 def run_both(
-    paged, ints, geometry, lens, queries, skips, *, extras=None, seed=1, padding=0, **launch
+    paged,
+    ints,
+    geometry,
+    lens,
+    queries,
+    skips,
+    *,
+    extras=None,
+    seed=1,
+    padding=0,
+    nothing=0,
+    **launch,
 ):
     """Outputs of Triton and the reference, and how far PyTorch's own rounding of the inputs' dtype
     may put them apart."""
@@ -51,6 +62,7 @@ def run_both(
     shared = (paged.block_table, ints(starts), ints(lens), ints(skips))
     scale = head_size**-0.5
     expected = torch.full(query.shape, -7.0, dtype=torch.float64, device=device)
+    lse, right_lse = (torch.full(query.shape[:2], -7.0, device=device) for _ in range(2))
     reference.paged_attention(
         expected,
         query,
@@ -58,6 +70,7 @@ def run_both(
         paged.value_cache,
         *shared,
         scale=scale,
+        log_sum_exp=right_lse,
         compute_dtype=torch.float64,
         **extras,
     )
@@ -69,9 +82,11 @@ def run_both(
         paged.value_cache,
         *shared,
         scale=scale,
+        log_sum_exp=lse,
         **extras,
         **launch,
     )
+    torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
     tolerance = 2e-5 if dtype == torch.float32 else 2.0 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     return out
@@ -97,6 +112,16 @@ def test_decode_extras(make_paged, ints, extra, splits):
     for r, skip in enumerate(skips):
         paged.hide(r, skip // 8)
     run_both(paged, ints, geometry, lens, [1] * 3, skips, extras=EXTRAS[extra], num_splits=splits)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("extra", ["plain", "sinks"])
+def test_a_query_that_sees_nothing_gets_zeros(make_paged, ints, extra, splits):
+    paged = make_paged([70, 40], 1, 64, torch.bfloat16)
+    geometry = (1, 4, 64, torch.bfloat16, False)
+    options = {"extras": EXTRAS[extra], "num_splits": splits}
+    out = run_both(paged, ints, geometry, [70, 40], [1, 1], [70, 0], **options)
+    assert not out[0].any() and out[1].all()
 
 
 def test_decode_of_long_context_in_many_tiles(make_paged, ints):

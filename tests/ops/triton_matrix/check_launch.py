@@ -106,6 +106,17 @@ def test_key_mass_takes_its_scratch_from_the_workspace(launches):
     assert launches == ["row_statistics_kernel", "key_mass_kernel"]
 
 
+def test_key_mass_by_the_log_sum_exp_is_one_launch(launches):
+    query, key_cache, _, table, starts, lens = small_batch([1, 30])
+    skips, mass = torch.zeros_like(lens), torch.zeros(key_cache.shape[:3])
+    inputs = (mass, query, key_cache, table, starts, lens, skips)
+    lse = torch.zeros(query.shape[:2])
+    with Recorder() as recorder:
+        triton_ops.add_key_mass(*inputs, scale=0.125, max_query_len=30, log_sum_exp=lse)
+    assert recorder.names == []
+    assert launches == ["key_mass_kernel"]
+
+
 def test_nothing_is_read_back_where_the_maxima_are_given(launches):
     query, key_cache, value_cache, table, starts, lens = small_batch([1, 30])
     skips, keeps = torch.zeros_like(lens), torch.full_like(lens, 20)

@@ -30,8 +30,11 @@ EXTRAS = {
 START = 0.25  # what the mass holds before: it is added to
 
 
-def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, **launch):
-    """Both on pages that begin at `START`; what was added to each request's keys, `[G, tokens]`."""
+def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pass=False, **launch):
+    """Both on pages that begin at `START`; what was added to each request's keys, `[G, tokens]`.
+
+    `one_pass`: Triton is given the log-sum-exp of attention.
+    """
     num_kv_heads, group, head_size, dtype, _ = geometry
     device = paged.key_cache.device
     generator = torch.Generator().manual_seed(2)
@@ -46,6 +49,16 @@ def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, **laun
         torch.full(paged.key_cache.shape[:3], START, device=device) for _ in range(2)
     )
     options = {"scale": head_size**-0.5, **extras}
+    if one_pass:
+        attention = {
+            name: value for name, value in options.items() if name not in ("kind", "first_queries")
+        }
+        lse = torch.full(query.shape[:2], float("nan"), device=device)
+        caches = (paged.key_cache, paged.value_cache)
+        reference.paged_attention(
+            torch.empty_like(query), query, *caches, *shared[2:], **attention, log_sum_exp=lse
+        )
+        launch = {**launch, "log_sum_exp": lse}
     reference.add_key_mass(expected, *shared, **options, compute_dtype=torch.float64)
     triton_ops.add_key_mass(actual, *shared, **options, **launch)
     if extras.get("kind") == "below_average":
@@ -62,16 +75,17 @@ def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, **laun
     return added
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(
     ("geometry", "splits"), list(zip(GEOMETRIES, [1, 4, 1, 4, 2], strict=True))
 )
-def test_decode(make_paged, ints, geometry, splits):
+def test_decode(make_paged, ints, geometry, splits, one_pass):
     num_kv_heads, _, head_size, dtype, joint = geometry
     lens, skips = [1, 150, 64, 97, 17], [0, 37, 48, 96, 0]
     paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
     for r, skip in enumerate(skips):
         paged.hide(r, skip // 16)
-    run_both(paged, ints, geometry, lens, [1] * 5, skips, num_splits=splits)
+    run_both(paged, ints, geometry, lens, [1] * 5, skips, num_splits=splits, one_pass=one_pass)
 
 
 @pytest.mark.parametrize(("geometry", "splits"), [(GEOMETRIES[1], 2), (GEOMETRIES[3], None)])
@@ -85,19 +99,23 @@ def test_chunks_and_mixed_batch(make_paged, ints, geometry, splits):
     assert not added[3].any() and added[0].any()
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(("extra", "splits"), list(zip(EXTRAS, [1, 2, 2, 1], strict=True)))
-def test_extras(make_paged, ints, extra, splits):
+def test_extras(make_paged, ints, extra, splits, one_pass):
     geometry = (1, 4, 64, torch.bfloat16, False)
     lens, skips, queries = [150, 33, 90, 120], [37, 0, 16, 0], [1, 1, 20, 60]
     paged = make_paged(lens, 1, 64, torch.bfloat16, block_size=8)
     for r, skip in enumerate(skips):
         paged.hide(r, skip // 8)
-    run_both(paged, ints, geometry, lens, queries, skips, extras=EXTRAS[extra], num_splits=splits)
+    options = {"extras": EXTRAS[extra], "num_splits": splits, "one_pass": one_pass}
+    run_both(paged, ints, geometry, lens, queries, skips, **options)
 
 
-def test_queries_that_see_nothing_give_nothing(make_paged, ints):
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_queries_that_see_nothing_give_nothing(make_paged, ints, one_pass):
     paged = make_paged([32], 2, 64, torch.bfloat16)
-    (added,) = run_both(paged, ints, (2, 4, 64, torch.bfloat16, False), [32], [4], [30])
+    geometry = (2, 4, 64, torch.bfloat16, False)
+    (added,) = run_both(paged, ints, geometry, [32], [4], [30], one_pass=one_pass)
     torch.testing.assert_close(added.sum().item(), 2.0 * 8, rtol=1e-5, atol=1e-5)
 
 
@@ -111,13 +129,16 @@ def test_below_average(make_paged, ints, extras):
     assert all(mass.sum() > 100 for mass in (added[0], added[2]))
 
 
-@pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_first_queries(make_paged, ints, kind):
+@pytest.mark.parametrize(
+    ("kind", "one_pass"), [("sum", False), ("below_average", False), ("below_average", True)]
+)
+def test_first_queries(make_paged, ints, kind, one_pass):
     geometry = (1, 3, 32, torch.float32, True)
     lens, skips, queries = [70, 64, 33], [16, 0, 0], [40, 20, 1]
     paged = make_paged(lens, 1, 32, torch.float32, joint=True)
     extras = {"kind": kind, "first_queries": ints([55, 10, 33])}
-    added = run_both(paged, ints, geometry, lens, queries, skips, extras=extras, num_splits=1)
+    options = {"extras": extras, "num_splits": 1, "one_pass": one_pass}
+    added = run_both(paged, ints, geometry, lens, queries, skips, **options)
     assert not added[2].any() and added[0].any() and added[1].any()
 
 

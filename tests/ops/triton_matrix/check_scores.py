@@ -96,6 +96,27 @@ def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints):
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
 
 
+def test_scores_of_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+    """Offsets above 2**31 elements: a 32-bit product would wrap."""
+    stride, head_size = 2**30, 64
+    flat = make_huge(2 * stride + 4096, torch.bfloat16)
+    cache = flat.as_strided((3, 1, 16, head_size), (stride, 1, head_size, 1))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3, 1, 16, head_size, generator=generator).bfloat16().to(device)
+    query = torch.randn(16, 2, head_size, generator=generator).bfloat16().to(device)
+    lse = torch.randn(16, 2, generator=generator).to(device)
+    arguments = (ints([[2, 0, 1], [2, 1, 0]]), ints([8, 16]), ints([40, 33]))
+    options = {"window": 8, "scale": 0.125}
+    for known in (None, lse):
+        found = []
+        for pool in (cache, data):
+            pool.copy_(data)
+            found.append(
+                triton_ops.window_scores(query, pool, *arguments, **options, log_sum_exp=known)
+            )
+        assert torch.equal(found[0], found[1]) and found[0][:, :, :25].min() > 0
+
+
 def test_window_scores_refuses(make_paged, ints):
     paged = make_paged([20], 2, 64, torch.bfloat16)
     for index, value, message in (

@@ -120,3 +120,31 @@ def test_only_the_chosen_rows_of_v_are_read(make_paged, ints, device):
         out, query, paged.key_cache, poisoned, paged.block_table, *rest, scale=0.2
     )
     assert torch.equal(out, right)
+
+
+def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+    """Offsets above 2**31 elements, in K and in V: a 32-bit product would wrap."""
+    stride, head_size = 2**30, 64
+    flat = make_huge(2 * stride + 4096, torch.bfloat16)
+    cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
+    query = torch.randn(3, 2, head_size, generator=generator).bfloat16().to(device)
+    outs = []
+    for pool in (cache, data):
+        pool.copy_(data)
+        out = torch.full_like(query, float("nan"))
+        triton_ops.topn_attention(
+            out,
+            query,
+            pool[..., :head_size],
+            pool[..., head_size:],
+            ints([[2, 0, 1], [2, 1, 0]]),
+            ints([0, 1, 3]),
+            ints([40, 40]),
+            ints([3, 0]),
+            ints([7, 0]),
+            scale=0.125,
+        )
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1]) and outs[0].isfinite().all()
