@@ -25,8 +25,8 @@ struct PyrAttention {
   const int32_t* query_start;
   const int32_t* seq_lens;
   const int32_t* skips;
-  const void* sinks;    // [H] or null
-  float* log_sum_exp;   // [T, H], contiguous, or null: see each function
+  const void* sinks;   // [H] or null
+  float* log_sum_exp;  // [T, H], contiguous, or null: see each function
   int64_t out_dtype, query_dtype, cache_dtype, sinks_dtype;
   int64_t T, H, G, D, N, P, R, M;
   int64_t out_t, out_h, query_t, query_h;

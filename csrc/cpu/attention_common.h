@@ -9,6 +9,9 @@ using pyr::AttentionItem;
 
 // Keys of a step of decoding: more than a tile, as each step waits for its softmax once.
 constexpr int kDirectKeys = 2 * KB;
+constexpr int kDirectMost = 3 * KB;  // of the last step: a short rest goes with the one before it
+
+PYR_INLINE int direct_step(int left) { return left <= kDirectMost ? left : kDirectKeys; }
 
 // What a request looks like to the kernels. Positions are local: counted from `skip`.
 struct Sight {
@@ -43,15 +46,16 @@ PYR_INLINE CacheWalk<T> walk_of(const PyrAttention& p, const AttentionItem& item
           p.value_n};
 }
 
-// The addresses of the keys begin .. begin + Keys - 1 of an item. Nothing is read below the window of
-// its first row: those blocks may be somebody else's.
+// The addresses of the keys begin .. begin + most - 1 of an item, as far as it goes, and of `fill` with
+// those that are repeated. Nothing is read below the window of its first row: those blocks may be
+// somebody else's.
 template <class T, int Keys>
 PYR_INLINE void tile_rows(const PyrAttention& p, const AttentionItem& item, int begin,
-                          TileRows<T, Keys>* out) {
+                          TileRows<T, Keys>* out, int most = Keys, int fill = Keys) {
   const Sight sight = sight_of(p, item.request);
   const int from = sight.lo(item.row0) - begin, count = item.end - begin;
-  walk_of<T>(p, item).tile(sight.skip + begin, from > 0 ? from : 0, count < Keys ? count : Keys,
-                          out);
+  walk_of<T>(p, item).tile(sight.skip + begin, from > 0 ? from : 0, count < most ? count : most,
+                          out, fill);
 }
 
 // The state of a tile of rows while it runs over the keys.
@@ -78,8 +82,8 @@ PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* mem
   AttentionScratch s;
   s.keys = carver.floats(p.D / Mode::Step * KB);
   s.values = carver.floats(KB / Mode::Step * padded(int(p.D)));
-  s.scores = carver.floats(8 * kDirectKeys);
-  s.probabilities = carver.floats(8 * kDirectKeys);
+  s.scores = carver.floats(8 * kDirectMost);
+  s.probabilities = carver.floats(8 * kDirectMost);
   s.queries = carver.floats(query_floats(p, rows, Mode::Step));
   s.rows.sum = carver.floats(rows * padded(int(p.D)));
   s.rows.max = carver.floats(rows);
@@ -90,7 +94,7 @@ PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* mem
 template <class Mode>
 size_t attention_scratch(const PyrAttention& p, int64_t rows) {
   return carved(p.D / Mode::Step * KB) + carved(KB / Mode::Step * padded(int(p.D))) +
-         2 * carved(8 * kDirectKeys) + carved(query_floats(p, rows, Mode::Step)) +
+         2 * carved(8 * kDirectMost) + carved(query_floats(p, rows, Mode::Step)) +
          carved(rows * padded(int(p.D))) + 2 * carved(rows);
 }
 

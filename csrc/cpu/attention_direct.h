@@ -12,7 +12,7 @@ constexpr int kDirectRows = 8;
 constexpr int kDirectRows = 4;
 #endif
 
-// scores[R][kDirectKeys] of R rows: vectors of W keys. `queries` holds each group of four units of
+// scores[R][kDirectMost] of R rows: vectors of W keys. `queries` holds each group of four units of
 // each row W / 4 times: [units / 4][R][W]. Each load of it serves two vectors of keys.
 template <class Mode, int R>
 PYR_INLINE void direct_scores(float* scores, const float* queries, int units,
@@ -60,7 +60,7 @@ PYR_INLINE void direct_scores(float* scores, const float* queries, int units,
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-      v_store(scores + r * kDirectKeys + i,
+      v_store(scores + r * kDirectMost + i,
               v_sum_groups(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
   }
 }
@@ -79,20 +79,20 @@ template <class Mode, int R>
 PYR_INLINE void direct_softmax(const PyrAttention& p, const AttentionItem& item,
                                const Sight& sight, int begin, int keys, int vectors, float* scores,
                                float* probabilities, DirectState* state) {
-  constexpr int kStride = kDirectKeys / Mode::Step;
+  constexpr int kStride = kDirectMost / Mode::Step;
   float factor = float(p.scale) * kLog2e;
   if (p.soft_cap > 0) {
     const V scale = v_set(float(p.scale));
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < vectors; ++i) {
-        float* x = scores + r * kDirectKeys + i * W;
+        float* x = scores + r * kDirectMost + i * W;
         v_store(x, v_soft_cap(v_mul(v_load(x), scale), float(p.soft_cap)));
       }
     factor = kLog2e;
   }
   V top[(R + 3) / 4 * 4];
   for (int r = 0; r < R; ++r) {
-    float* row = scores + r * kDirectKeys;
+    float* row = scores + r * kDirectMost;
     const int lo = sight.lo(item.row0 + r) - begin, hi = sight.hi(item.row0 + r) - begin;
     if (lo > 0 || hi < vectors * W - 1 || keys < vectors * W)
       for (int i = 0; i < vectors; ++i)
@@ -117,7 +117,7 @@ PYR_INLINE void direct_softmax(const PyrAttention& p, const AttentionItem& item,
   const V scale = v_set(factor);
 #pragma GCC unroll 1
   for (int r = 0; r < R; ++r) {
-    const float* from = scores + r * kDirectKeys;
+    const float* from = scores + r * kDirectMost;
     float* to = probabilities + r * kStride;
     const V shift = v_set(state->shift[r]);
     V total = v_mul(v_load(state->weight + r * W), v_set(state->correction[r]));
@@ -141,7 +141,7 @@ PYR_INLINE void direct_values_of(float* sum, int d, int D, const float* probabil
                                  const typename Mode::Element* const* values, int keys,
                                  const float* correction,
                                  const typename Mode::Element* const* next) {
-  constexpr int kStride = kDirectKeys / Mode::Step, kVectors = 2 * Pairs;
+  constexpr int kStride = kDirectMost / Mode::Step, kVectors = 2 * Pairs;
   V x[R][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -205,20 +205,22 @@ void attention_direct(const PyrAttention& p, const AttentionItem& item, const At
   DirectState state;
   for (float& max : state.max) max = -INFINITY;
   for (float& weight : state.weight) weight = 0;
-  TileRows<T, kDirectKeys> tiles[2];
-  tile_rows(p, item, item.begin, &tiles[0]);
+  TileRows<T, kDirectMost> tiles[2];
+  tile_rows(p, item, item.begin, &tiles[0], direct_step(item.end - item.begin));
   int turn = 0;
-  for (int begin = item.begin; begin < item.end; begin += kDirectKeys, turn ^= 1) {
-    const int keys = item.end - begin < kDirectKeys ? item.end - begin : kDirectKeys;
+  for (int begin = item.begin, keys; begin < item.end; begin += keys, turn ^= 1) {
+    keys = direct_step(item.end - begin);
     const int vectors = (keys + W - 1) / W;
-    const TileRows<T, kDirectKeys>& tile = tiles[turn];
-    const TileRows<T, kDirectKeys>* next = &tiles[turn ^ 1];
-    if (begin + kDirectKeys < item.end)
-      tile_rows(p, item, begin + kDirectKeys, &tiles[turn ^ 1]);
-    else if (then && then->end > then->begin)
-      tile_rows(p, *then, then->begin, &tiles[turn ^ 1]);
-    else
-      next = nullptr;
+    const TileRows<T, kDirectMost>& tile = tiles[turn];
+    const TileRows<T, kDirectMost>* next = nullptr;
+    const AttentionItem* other = begin + keys < item.end ? &item : then;
+    const int from = other == &item ? begin + keys : other ? other->begin : 0;
+    if (other && from < other->end) {
+      // As many addresses as that step uses, and as this one fetches ahead.
+      next = &tiles[turn ^ 1];
+      const int step = direct_step(other->end - from), most = step > keys ? step : keys;
+      tile_rows(p, *other, from, &tiles[turn ^ 1], step, round_up(most, KB));
+    }
     direct_scores<Mode, R>(s.scores, s.queries, units, tile.key, vectors,
                            next ? next->key : nullptr);
     direct_softmax<Mode, R>(p, item, sight, begin, keys, vectors, s.scores, s.probabilities,

@@ -10,7 +10,7 @@ namespace {
 // A weight is below the average if it is below this share of it, as ops/reference_mass.py has it.
 constexpr float kBelow = 1 - 1e-5f;
 constexpr int kMassRows = 32;  // rows (query * heads + head) that share a pass over the keys
-constexpr int kMassKeys = kDirectKeys;  // of a row of scores; packed tiles use KB of them
+constexpr int kMassKeys = kDirectMost;  // of a row of scores; packed tiles use KB of them
 
 struct MassScratch {
   float *queries, *keys, *scores, *max, *sum;
@@ -41,6 +41,7 @@ PYR_INLINE bool mass_direct(const PyrAttention& p, const AttentionItem& item, co
   return sight.queries == 1 && item.rows <= kDirectRows && p.D % (Mode::Step * W) == 0;
 }
 
+// direct_scores once a number of rows, not once a caller.
 template <class Mode, int R>
 void mass_scores_of(float* scores, const float* queries, int units,
                     const typename Mode::Element* const* keys, int vectors,
@@ -48,16 +49,16 @@ void mass_scores_of(float* scores, const float* queries, int units,
   direct_scores<Mode, R>(scores, queries, units, keys, vectors, next);
 }
 
-// direct_scores of 1 .. kDirectRows rows.
+// The same for 1 .. kDirectRows rows.
 template <class Mode>
 PYR_INLINE void mass_scores(int rows, float* scores, const float* queries, int units,
                             const typename Mode::Element* const* keys, int vectors,
                             const typename Mode::Element* const* next) {
   switch (rows) {
-#define PYR_MASS(R)                                                           \
-  case R:                                                                     \
-    if constexpr (R <= kDirectRows)                                           \
-      mass_scores_of<Mode, R>(scores, queries, units, keys, vectors, next);   \
+#define PYR_MASS(R)                                                         \
+  case R:                                                                   \
+    if constexpr (R <= kDirectRows)                                         \
+      mass_scores_of<Mode, R>(scores, queries, units, keys, vectors, next); \
     break;
     PYR_MASS(1)
     PYR_MASS(2)
@@ -97,17 +98,21 @@ PYR_INLINE void each_mass_tile(const PyrAttention& p, const AttentionItem& item,
   using T = typename Mode::Element;
   const int D = int(p.D), units = D / Mode::Step, step = group_rows(item.rows);
   const bool direct = mass_direct<Mode>(p, item, sight);
-  const int tile_keys = direct ? kMassKeys : KB;
+  const auto step_at = [&](int begin) {
+    const int left = item.end - begin;
+    return direct ? direct_step(left) : left < KB ? left : KB;
+  };
   if (item.begin >= item.end) return;
   TileRows<T, kMassKeys> tiles[2];
-  tile_rows(p, item, item.begin, &tiles[0]);
+  tile_rows(p, item, item.begin, &tiles[0], step_at(item.begin));
   int turn = 0;
-  for (int begin = item.begin; begin < item.end; begin += tile_keys, turn ^= 1) {
-    const int keys = item.end - begin < tile_keys ? item.end - begin : tile_keys;
+  for (int begin = item.begin, keys; begin < item.end; begin += keys, turn ^= 1) {
+    keys = step_at(begin);
     const int vectors = (keys + W - 1) / W;
     const T* const* next = nullptr;
-    if (begin + tile_keys < item.end) {
-      tile_rows(p, item, begin + tile_keys, &tiles[turn ^ 1]);
+    if (begin + keys < item.end) {
+      const int then = step_at(begin + keys), most = then > keys ? then : keys;
+      tile_rows(p, item, begin + keys, &tiles[turn ^ 1], then, round_up(most, KB));
       next = tiles[turn ^ 1].key;
     }
     if (direct) {

@@ -134,10 +134,11 @@ struct CacheWalk {
   const int32_t* row;  // of the table
   int64_t N, key_p, key_n, value_p, value_n;
 
-  // Rows of the positions first + from .. first + count - 1 (absolute). Before and behind them the
-  // nearest of these is repeated: it can be read, and is masked.
+  // Rows of the positions first + from .. first + count - 1 (absolute). Before and behind them, up to
+  // `fill` of them all, the nearest of these is repeated: it can be read, and is masked.
   template <int Keys>
-  PYR_INLINE void tile(int64_t first, int from, int count, TileRows<T, Keys>* out) const {
+  PYR_INLINE void tile(int64_t first, int from, int count, TileRows<T, Keys>* out,
+                       int fill = Keys) const {
     int64_t block = (first + from) / N, offset = (first + from) % N;
     int i = from;
     while (i < count) {
@@ -152,7 +153,7 @@ struct CacheWalk {
       ++block;
       offset = 0;
     }
-    for (; i < Keys; ++i) {
+    for (; i < fill; ++i) {
       out->key[i] = out->key[count - 1];
       out->value[i] = out->value[count - 1];
     }

@@ -105,6 +105,7 @@ def topn_attention(
     totals = torch.empty(rows, dtype=torch.float32, device=device)
     config = decode_config(head_size, key_cache.element_size(), group)
     window = {"HAS_WINDOW": sliding_window > 0}
+    wide = value_cache.element_size() == 4  # half as many rows, so that they stay in registers
     tiles = triton.cdiv(columns, config["BLOCK_K"])
     topn_logits_kernel[(num_choosers * num_kv_heads, tiles)](
         logits, query, key_cache, block_table, query_start_loc, seq_lens, skips, choosers,
@@ -125,7 +126,7 @@ def topn_attention(
         top_ns, choosers, sliding_window, max_top_n,
         *out.stride()[:2], *value_cache.stride()[:3], block_table.stride(0),
         NUM_HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
-        BLOCK_D=padded_head_size(head_size), BLOCK_N=32, **window, num_warps=4,
+        BLOCK_D=padded_head_size(head_size), BLOCK_N=16 if wide else 32, **window, num_warps=4,
     )  # fmt: skip
 
 
