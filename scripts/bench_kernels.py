@@ -24,7 +24,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +66,9 @@ def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def timed(function: Callable[[], object]) -> float:
+def timed(function: Callable[..., object], *inputs: Any, **options: Any) -> float:
     begin = time.perf_counter()
-    function()
+    function(*inputs, **options)
     return time.perf_counter() - begin
 
 
@@ -143,18 +145,18 @@ def bench_decode(
         if turn >= 5 and time.perf_counter() > deadline:
             break
         other = caches[(turn + copies // 2) % copies]
-        plain.append(timed(lambda: read(other.data_ptr(), used, threads)))  # noqa: B023
+        plain.append(timed(read, other.data_ptr(), used, threads))
         there = (caches[(turn + 1 + copies // 3) % copies].data_ptr(), pages.data_ptr())
-        paged.append(timed(lambda: read_pages(*there, len(pages), page_bytes, threads)))  # noqa: B023
+        paged.append(timed(read_pages, *there, len(pages), page_bytes, threads))
         key, value = split(caches[turn % copies])
         inputs = (out, query, key, value, table, starts, seq_lens, skips)
         options = {"scale": 0.1, "log_sum_exp": lse}
-        ours.append(timed(lambda: cpu.paged_attention(*inputs, **options)))  # noqa: B023
-        keyed = (query, key, table, starts, seq_lens, skips)
-        masses.append(timed(lambda: cpu.add_key_mass(mass, *keyed, **options)))  # noqa: B023
+        ours.append(timed(cpu.paged_attention, *inputs, **options))
         if not uneven:
-            theirs_sdpa.append(timed(lambda: sdpa(caches[(turn + 1) % copies])))  # noqa: B023
-    mine, theirs, gathering = map(statistics.median, (ours, plain, masses))
+            keyed = (query, key, table, starts, seq_lens, skips)
+            masses.append(timed(cpu.add_key_mass, mass, *keyed, **options))
+            theirs_sdpa.append(timed(sdpa, caches[(turn + 1) % copies]))
+    mine, theirs = statistics.median(ours), statistics.median(plain)
     common = (threads, args.dtype, head_size, group, requests, context, used / 1e6)
     decode = Row(
         *("decode ragged" if uneven else "decode", *common, "GB/s"),
@@ -165,6 +167,7 @@ def bench_decode(
     )
     if uneven:
         return [decode]
+    gathering = statistics.median(masses)
     share = (gathering * 1e3, mine * 1e3, 100 * gathering / mine)
     return [decode, Row("mass / decode", *common, "ms", *share)]
 
@@ -226,7 +229,7 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
     times: dict[str, list[float]] = {"ours": [], "sdpa": [], "evict": []}
     for _ in range(args.rounds):
         times["sdpa"].append(timed(sdpa))
-        times["ours"].append(timed(lambda: cpu.paged_attention(*inputs, scale=scale)))
+        times["ours"].append(timed(cpu.paged_attention, *inputs, scale=scale))
         times["evict"].append(timed(evict))
     mine, theirs, eviction = (statistics.median(times[name]) * 1e3 for name in times)
     size = 2 * context * args.kv_heads * head_size * dtype.itemsize / 1e6
@@ -334,11 +337,9 @@ def main() -> None:
         for group in args.groups:
             for requests, context in batches:
                 for uneven in (False, True) if requests > 1 else (False,):
-                    job = (head_size, group, requests, context, uneven)
-                    jobs.append(lambda job=job: bench_decode(args, *job))  # type: ignore[misc]
-        for context in args.prompts:
-            size = (head_size, 2, context)
-            jobs.append(lambda size=size: bench_prompt(args, *size))  # type: ignore[misc]
+                    case = (head_size, group, requests, context, uneven)
+                    jobs.append(partial(bench_decode, args, *case))
+        jobs += [partial(bench_prompt, args, head_size, 2, context) for context in args.prompts]
     rows: list[Row] = []
     peaks: dict[int, float] = {}
     console = Console()

@@ -158,62 +158,25 @@ def call_everything(case: Case) -> None:
     triton_ops.reshape_and_cache(
         key, key, key_cache, value_cache, torch.zeros(tokens, dtype=torch.int64)
     )
-    lse = torch.zeros(query.shape[:2])
-    for wanted in (None, lse):
-        triton_ops.paged_attention(
-            torch.empty_like(query),
-            query,
-            key_cache,
-            value_cache,
-            table,
-            ints(0, 1, tokens),
-            lens,
-            ints(0, 0),
-            scale=size**-0.5,
-            sliding_window=case.sliding_window,
-            soft_cap=case.soft_cap,
-            sinks=torch.zeros(heads * case.group) if case.sinks else None,
-            log_sum_exp=wanted,
-            num_splits=case.splits,
-        )
-    for kind, first, known in (
-        ("sum", None, None),
-        ("sum", None, lse),
-        ("below_average", ints(0, 0), None),
-        ("below_average", ints(0, 0), lse),
-    ):
-        triton_ops.add_key_mass(
-            torch.zeros(key_cache.shape[:3]),
-            query,
-            key_cache,
-            table,
-            ints(0, 1, tokens),
-            lens,
-            ints(0, 0),
-            scale=size**-0.5,
-            sliding_window=case.sliding_window,
-            soft_cap=case.soft_cap,
-            sinks=torch.zeros(heads * case.group) if case.sinks else None,
-            num_splits=case.splits,
-            kind=kind,
-            first_queries=first,
-            log_sum_exp=known,
-        )
-    triton_ops.topn_attention(
-        torch.empty_like(query),
-        query,
-        key_cache,
-        value_cache,
-        table,
-        ints(0, 1, tokens),
-        lens,
-        ints(0, 0),
-        ints(128, 0),
-        scale=size**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=torch.zeros(heads * case.group) if case.sinks else None,
-    )
+    lse, out = torch.zeros(query.shape[:2]), torch.empty_like(query)
+    batch = (table, ints(0, 1, tokens), lens, ints(0, 0))
+    attention = {
+        "scale": size**-0.5,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.soft_cap,
+        "sinks": torch.zeros(heads * case.group) if case.sinks else None,
+    }
+    splits = {**attention, "num_splits": case.splits}
+    caches = (key_cache, value_cache)
+    mass = torch.zeros(key_cache.shape[:3])
+    for known in (None, lse):
+        triton_ops.paged_attention(out, query, *caches, *batch, **splits, log_sum_exp=known)
+        for kind, first in (("sum", None), ("below_average", ints(0, 0))):
+            triton_ops.add_key_mass(
+                mass, query, key_cache, *batch, **splits, kind=kind, first_queries=first,
+                log_sum_exp=known,
+            )  # fmt: skip
+    triton_ops.topn_attention(out, query, *caches, *batch, ints(128, 0), **attention)
     arguments = (query, key_cache, table, ints(tokens, tokens), lens)
     options = {"window": case.window, "scale": size**-0.5, "soft_cap": case.soft_cap}
     scores = triton_ops.window_scores(

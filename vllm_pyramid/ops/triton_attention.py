@@ -38,6 +38,15 @@ def soft_capped(logits, soft_cap):
 
 
 @triton.jit
+def with_sink(maximum, total, sink):
+    """A softmax so far (total * 2**maximum) and one more key without a value: the maximum and total
+    with it, and the factor for what was summed before."""
+    new_max = tl.maximum(maximum, sink)
+    shrink = tl.exp2(maximum - new_max)
+    return new_max, total * shrink + tl.exp2(sink - new_max), shrink
+
+
+@triton.jit
 def natural_log_sum(maximum, total):
     """ln(total * 2**maximum); -inf where nothing was summed."""
     log = maximum / LOG2_E + tl.log(tl.where(total == 0.0, 1.0, total))
@@ -166,11 +175,8 @@ def decode_kernel(
             lse = natural_log_sum(running_max, running_sum)
             tl.store(log_sum_exp + token.to(tl.int64) * num_heads + heads, lse, mask=row_mask)
         if HAS_SINKS:
-            # The sink is one more key without a value.
             sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
-            new_max = tl.maximum(running_max, sink)
-            shrink = tl.exp2(running_max - new_max)
-            running_sum = running_sum * shrink + tl.exp2(sink - new_max)
+            _, running_sum, shrink = with_sink(running_max, running_sum, sink)
             acc *= shrink[:, None]
         # Zero only where nothing is visible.
         acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
@@ -234,9 +240,7 @@ def combine_kernel(
     result = tl.sum(parts * weights[:, None], 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        new_max = tl.maximum(highest, sink)
-        shrink = tl.exp2(highest - new_max)
-        total = total * shrink + tl.exp2(sink - new_max)
+        _, total, shrink = with_sink(highest, total, sink)
         result *= shrink
     result = result / tl.where(total == 0.0, 1.0, total)
     tl.store(
@@ -361,9 +365,7 @@ def prefill_kernel(
         tl.store(log_sum_exp + tokens * tl.num_programs(1) + head, lse, mask=inside)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        new_max = tl.maximum(running_max, sink)
-        shrink = tl.exp2(running_max - new_max)
-        running_sum = running_sum * shrink + tl.exp2(sink - new_max)
+        _, running_sum, shrink = with_sink(running_max, running_sum, sink)
         acc *= shrink[:, None]
     acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
     tl.store(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_pyramid.ops.reference_mass import BELOW
-from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped
+from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped, with_sink
 
 BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
 
@@ -273,14 +273,14 @@ def key_mass_kernel(
         query_local = first_query + tl.minimum(rows, num_rows - 1) // GROUP
         place = tokens * (NUM_KV_HEADS * GROUP) + heads
         if HAS_LSE:
-            seen_sum = tl.load(log_sum_exp + place) * LOG2_E
-            total = tl.where(seen_sum == float("-inf"), 0.0, 1.0)
-            highest = tl.where(seen_sum == float("-inf"), 0.0, seen_sum)
+            highest = tl.load(log_sum_exp + place) * LOG2_E
+            sees = highest > float("-inf")
+            highest = tl.where(sees, highest, 0.0)
+            total = tl.full([ROWS], 1.0, tl.float32)
             if HAS_SINKS:
                 sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
-                with_sink = tl.maximum(highest, sink)
-                total *= tl.exp2(highest - with_sink) + tl.exp2(sink - with_sink)
-                highest = with_sink
+                highest, total, _ = with_sink(highest, total, sink)
+            total = tl.where(sees, total, 0.0)
         else:
             places = place[:, None] * SPLITS + splits[None, :]
             maxima = tl.load(partial_max + places)

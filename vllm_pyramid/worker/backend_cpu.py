@@ -262,6 +262,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         }
         log_sum_exp = None
         choice = meta.step.choice if meta.step is not None else None
+        thinning = meta.step.thinning if meta.step is not None else None
         if choice is not None and self.context is not None and self.context.host_values is not None:
             self.ops.topn_attention(
                 *batch,
@@ -271,8 +272,9 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
                 **options,
             )
         else:
-            thins = meta.step is not None and meta.step.thinning is not None
-            if thins or meta.first_queries is not None:  # saves what follows a pass over K
+            if (
+                thinning is not None or meta.first_queries is not None
+            ):  # saves what follows a pass over K
                 log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
             self.ops.paged_attention(*batch, log_sum_exp=log_sum_exp, **options)
         if meta.first_queries is not None:
@@ -291,11 +293,11 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
                 first_queries=meta.first_queries,
                 log_sum_exp=log_sum_exp,
             )
-        if meta.step is not None and meta.step.thinning is not None:
+        if thinning is not None:
             assert self.context is not None and self.context.thinner is not None
             self.context.thinner.thin_layer(
                 self.ops,
-                meta.step.thinning,
+                thinning,
                 meta.layer,
                 query,
                 key_cache,
