@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make demo` and `make test` do everything on a fresh machine: see `make help`.
 
-VENV  := .venv
+# Of vLLM: 0.32 (a CPU build where there is no GPU) or 0.33, each in an environment of its own.
+VLLM  ?= 0.32
+VENV  := .venv$(if $(filter-out 0.32,$(VLLM)),-$(VLLM))
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 
@@ -22,7 +24,7 @@ help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f)
-	@scripts/setup_env.sh
+	@VLLM=$(VLLM) VENV=$(VENV) scripts/setup_env.sh
 
 setup: $(STAMP)  ## Create .venv and install everything (done by the other commands).
 
@@ -69,6 +71,6 @@ sanitize: $(STAMP)  ## Tests of the C++ kernels under AddressSanitizer and UBSan
 	  tests/ops/test_recall.py $(PYTEST_ARGS)
 
 clean:  ## Remove .venv and everything that was built.
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find vllm_pyramid tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find vllm_pyramid -name '*.so' -delete

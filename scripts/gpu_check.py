@@ -10,7 +10,7 @@ Stages (each in a process of its own, with a time limit):
   gives blocks back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's
   model runners;
 - throughput-*, capacity-*, latency-*: `vllm-pyramid bench` on the shape of Llama 3 8B with random
-  weights and prompts of 8k and 32k tokens: stock vLLM (`none`), `full` and `pyramidkv` side by side
+  weights and prompts of 8k and 32k tokens: stock vLLM, `full` and `pyramidkv` side by side
   in the same amount of cache.
 
 A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
@@ -93,7 +93,7 @@ def bench_stages() -> list[Stage]:
     }
     stages = []
     for name, (prompt, requests, pool, rates) in jobs.items():
-        common = ("--model", "llama-3-8b", "--policies", "none,full,pyramidkv", "--budget", "12%")
+        common = ("--model", "llama-3-8b", "--policies", "stock,full,pyramidkv", "--budget", "12%")
         common += ("--prompt-len", prompt, "--output-len", "256", "--num-prompts", requests)
         common += ("--pool-prompts", pool)
         for measure, more in (

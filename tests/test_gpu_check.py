@@ -172,4 +172,4 @@ def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_
         plan, _, random = plan_of(args, tmp_path)
         assert random and plan.shape.layers == 32 and plan.pool_bytes < 18e9
         labels = [variant.label for variant in variants_asked(args, plan)]
-        assert labels == ["none", "full", "pyramidkv 12%"]
+        assert labels == ["stock", "full", "pyramidkv 12%"]

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.thinning_config import check_thinning_args, check_thinning_config
-from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS
+from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS, CPU_BACKEND
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -133,6 +133,10 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
             "a KV policy does not work with VLLM_USE_RUST_FRONTEND yet: requests would not be "
             "checked and counters not shown; unset it"
         )
+    if current_platform.device_type == "cpu":
+        from vllm_pyramid.platform import defaults
+
+        defaults.choose(args)
 
 
 def _check_backend(chosen: AttentionBackendEnum | str | None) -> None:
@@ -163,6 +167,8 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
     _check_graphs(config, policy)
     if current_platform.device_type == "cuda":
         _take_backend(config, policy)
+    else:
+        _take_cpu_backend(config)
     config.parallel_config.worker_cls = _WORKERS[current_platform.device_type]
     config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
@@ -250,6 +256,20 @@ def _take_backend(config: VllmConfig, policy: Policy) -> None:
     config.additional_config = {**config.additional_config, BACKEND_KEY: name}
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[name])
+
+
+def _take_cpu_backend(config: VllmConfig) -> None:
+    """On the CPU, name our backend, which our platform then answers with."""
+    from vllm_pyramid.platform.cpu import PyramidCpuPlatform
+
+    if not isinstance(current_platform, PyramidCpuPlatform):
+        raise ValueError(
+            "a KV policy needs vllm-pyramid's CPU platform, and vLLM chose "
+            f"{type(current_platform).__name__}: unset VLLM_TARGET_DEVICE, let VLLM_PLUGINS name "
+            "vllm_pyramid_cpu too (or unset it), and uninstall other platform plugins"
+        )
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    register_backend(AttentionBackendEnum.CUSTOM, CPU_BACKEND)
 
 
 def _default_backend(config: VllmConfig) -> str:

@@ -282,10 +282,10 @@ def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeSessions], tmp_path:
 
 def test_variants_and_what_they_keep() -> None:
     variants = variants_of(
-        ["none", "full", "snapkv", "kvpress-snapkv", "transformers"], ["12%", "256"], 2048, 8
+        ["stock", "full", "snapkv", "kvpress-snapkv", "transformers"], ["12%", "256"], 2048, 8
     )
     assert [variant.label for variant in variants] == [
-        *("none", "full", "snapkv 12%", "snapkv 256"),
+        *("stock", "full", "snapkv 12%", "snapkv 256"),
         *("kvpress-snapkv 12%", "kvpress-snapkv 256", "transformers"),
     ]
     plan = Plan(SHAPES["small"], 2048, 2, 32, 4.0)

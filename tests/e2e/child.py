@@ -35,6 +35,7 @@ def pretend_triton_device() -> None:
 
     backends.clear()
     backends["nvidia"] = Backend(nvidia.compiler, ActiveDriver)
+    backends["cpu"] = backends["nvidia"]  # a CPU build of vLLM wants one of this name, too
 
 
 def use_attention_of_cuda() -> None:

@@ -52,6 +52,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 64,
         },
     ),
+    # A mixture of experts: the router's weight is as small as weights get.
+    "mixtral": (
+        "Mixtral",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+    ),
     # As many layers as real models have.
     "llama-deep": (
         "Llama",

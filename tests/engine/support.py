@@ -167,6 +167,13 @@ def count_preemptions(engine: Engine) -> Iterator[dict[str, int]]:
         scheduler._preempt_request = original
 
 
+def is_cpu_build() -> bool:
+    """Whether this vLLM has its own kernels for the CPU (the CUDA wheel has none)."""
+    from vllm.platforms import builtin_platform_plugins
+
+    return builtin_platform_plugins["cpu"]() is not None
+
+
 class EnginePool:
     """At most one in-process engine; asking for the same settings again finds it running.
 

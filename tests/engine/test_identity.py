@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.support import Engine, EnginePool, Outcome, greedy, random_prompts
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Outcome,
+    greedy,
+    is_cpu_build,
+    random_prompts,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -60,13 +67,22 @@ def test_full_evicts_nothing(full_runs: dict[int, list[Outcome]]) -> None:
             assert outcome.report["kept_tokens"] == [len(outcome.job.prompt)] * 8
 
 
-def test_full_equals_vllm_without_the_plugin(
-    engines: EnginePool, random_model: Path, full_runs: dict[int, list[Outcome]]
-) -> None:
-    """One block table for all layers or one each: the same numbers."""
-    engine = engines.get(random_model, kv_policy="none", **SETTINGS)
-    assert engine.num_layers == 1  # groups: vLLM as it is
-    _assert_equal(_run(engine), full_runs)
+def test_full_equals_vllm_without_the_plugin(engines: EnginePool, random_model: Path) -> None:
+    """One block table for all layers or one each, its attention or ours: the same tokens."""
+    runs = {}
+    for policy in ("none", "full"):
+        engine = engines.get(random_model, kv_policy=policy, dtype="float32", **SETTINGS)
+        runs[policy] = _run(engine)
+        if policy == "none":
+            assert engine.num_layers == 1  # groups: vLLM as it is
+            attention = engine.core.vllm_config.compilation_config.static_forward_context
+            names = {type(layer.impl).__name__ for layer in attention.values()}
+            assert names == {"CPUAttentionBackendImpl" if is_cpu_build() else "PyramidCpuImpl"}
+    for count, ours in runs["full"].items():
+        for one, stock in zip(ours, runs["none"][count], strict=True):
+            assert one.token_ids == stock.token_ids
+            for found, expected in zip(one.logprobs, stock.logprobs, strict=True):
+                assert found == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our platform is offered only where vLLM finds nothing."""
+"""Our platform is offered where vLLM would run on the CPU, or finds nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from vllm_pyramid import platform
 
 pytestmark = pytest.mark.cpu
-OURS = "vllm_pyramid.platform.cpu.PyramidCpuPlatform"
+CPU_BUILD = "vllm_pyramid.platform.cpu.PyramidCpuPlatform"
+CUDA_WHEEL = "vllm_pyramid.platform.wheel.WheelCpuPlatform"
 
 
 @pytest.fixture
@@ -33,11 +34,11 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_offered_on_a_bare_machine(bare: pytest.MonkeyPatch) -> None:
     bare.setenv(platform.HUGE_PAGES, "0")  # what a user sets stays
-    assert platform.cpu_platform_plugin() == OURS
+    assert platform.cpu_platform_plugin() == CUDA_WHEEL
     assert os.environ[platform.HUGE_PAGES] == "0"
     for name in (platform.HUGE_PAGES, platform.NO_GPU_KERNELS):
         bare.delenv(name, raising=False)
-    assert platform.cpu_platform_plugin() == OURS
+    assert platform.cpu_platform_plugin() == CUDA_WHEEL
     assert os.environ[platform.HUGE_PAGES] == os.environ[platform.NO_GPU_KERNELS] == "1"
 
 
@@ -71,10 +72,15 @@ def test_memory_of_an_engine_in_this_process_is_in_huge_pages() -> None:
     assert made.stdout.split("\n")[-2:] == ["advised", ""], made.stderr
 
 
-@pytest.mark.parametrize("name", ["cuda", "rocm", "tpu", "xpu", "cpu"])
-def test_not_offered_where_vllm_finds_a_device_or_brings_cpu_kernels(
-    bare: pytest.MonkeyPatch, name: str
-) -> None:
+def test_offered_beside_a_cpu_build(bare: pytest.MonkeyPatch) -> None:
+    import vllm.platforms
+
+    bare.setitem(vllm.platforms.builtin_platform_plugins, "cpu", lambda: "some.CpuPlatform")
+    assert platform.cpu_platform_plugin() == CPU_BUILD
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "tpu", "xpu"])
+def test_not_offered_where_vllm_finds_a_device(bare: pytest.MonkeyPatch, name: str) -> None:
     """vLLM's own detection decides: it also sees GPUs that are hidden from this process."""
     import vllm.platforms
 

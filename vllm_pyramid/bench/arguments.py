@@ -93,8 +93,9 @@ def _engine_parser(
     listed("--layers", type=_positive, help="of a shape, if not its own number")
     listed(
         "--policies",
-        default="full,pyramidkv",
-        help="names, .yaml files, `none` for vLLM as it is; in throughput also transformers, "
+        default="stock,pyramidkv",
+        help="names, .yaml files, `stock` and `stock-prefix-caching` for vLLM without this plugin; "
+        "in throughput also transformers, "
         "kvpress-snapkv, kvpress-pyramidkv, kvpress-streaming-llm; the first is what the others "
         "are compared with (%(default)s)",
     )

@@ -16,7 +16,8 @@ from vllm_pyramid.bench.output import processor
 from vllm_pyramid.bench.plan import KVPRESS, Plan, Variant, default_threads, variants_of
 from vllm_pyramid.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
 from vllm_pyramid.command_parts import names
-from vllm_pyramid.config import NO_POLICY, parse_engine_args
+from vllm_pyramid.compat.versions import vllm_version
+from vllm_pyramid.config import parse_engine_args
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.store import identity_of_model
 
@@ -146,10 +147,10 @@ def identity_of(
     Args:
         model: a made-up one's name, else the folder or name that vLLM is given.
     """
-    policies = {variant.policy for variant in variants if not variant.is_peer} - {NO_POLICY}
+    policies = {variant.policy for variant in variants if variant.kv_policy is not None}
     texts = {name: load_policy(name).model_dump_json() for name in sorted(policies)}
-    programs = ("vllm", "torch", "transformers")
-    versions = {name: metadata.version(name) for name in programs}
+    programs = ("torch", "transformers")
+    versions = {name: metadata.version(name) for name in programs} | {"vllm": vllm_version()}
     compared = [asdict(variant) for variant in variants]
     where = [processor(), threads_of(args), args.peer_python, versions]
     return [identity_of_model(model), args.measure, asdict(plan), compared, texts, where]

@@ -30,18 +30,19 @@ class Engine:
     """A driver of vLLM's engine.
 
     Args:
-        llm: a started `vllm_pyramid.LLM` whose engine core is in this process.
+        llm: a started `LLM`, of vLLM or of ours, whose engine core is in this process.
+        block_bytes: of a block of one layer, in which all engines count.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, block_bytes: int) -> None:
         self.client = llm.llm_engine
         self.scheduler = self.client.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         cache = self.scheduler.kv_cache_config
-        groups = [len(group.layer_names) for group in cache.kv_cache_groups]
-        # Without a policy one block is of all layers.
-        self.layers_of_block = sum(groups) // len(groups)
-        self.num_layers = sum(groups)
+        groups = cache.kv_cache_groups
+        # Stock vLLM's blocks are of all layers, and may be of more tokens.
+        layers = sum(len(group.layer_names) for group in groups) // len(groups)
+        self.blocks_of_one = layers * groups[0].kv_cache_spec.page_size_bytes // block_bytes
         self._reserved: list[Any] = []
         self._sent: dict[str, float] = {}
         self._count = 0
@@ -50,7 +51,7 @@ class Engine:
     @property
     def pool_blocks(self) -> int:
         """Blocks of one layer that requests can have."""
-        return (self.pool.num_gpu_blocks - 1 - len(self._reserved)) * self.layers_of_block
+        return (self.pool.num_gpu_blocks - 1 - len(self._reserved)) * self.blocks_of_one
 
     def reserve(self, blocks: int) -> None:
         """Leave requests `blocks` blocks of one layer, by holding the others.
@@ -63,10 +64,10 @@ class Engine:
         spare = self.pool_blocks - blocks
         if spare < 0:
             raise ValueError(f"the pool has {self.pool_blocks} blocks, not {blocks}")
-        self._reserved = self.pool.get_new_blocks(spare // self.layers_of_block)
+        self._reserved = self.pool.get_new_blocks(spare // self.blocks_of_one)
 
     def _held(self) -> int:
-        free = self.pool.get_num_free_blocks() * self.layers_of_block
+        free = self.pool.get_num_free_blocks() * self.blocks_of_one
         return self.pool_blocks - free
 
     def add(self, prompts: list[list[int]], max_tokens: int, budget: str | None) -> None:
@@ -253,12 +254,16 @@ def start(task: dict[str, Any]) -> Engine:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm.platforms import current_platform
 
-    from vllm_pyramid import LLM
-
     args = dict(task["engine_args"])
+    if task["policy"] is None:
+        from vllm import LLM
+    else:
+        from vllm_pyramid import LLM
+
+        args["kv_policy"] = task["policy"]
     if current_platform.is_cpu():
         args.setdefault("enforce_eager", True)
-    return Engine(LLM(task["model"], kv_policy=task["policy"], **args))
+    return Engine(LLM(task["model"], **args), task["block_bytes"])
 
 
 def main() -> None:
@@ -268,8 +273,7 @@ def main() -> None:
         do = task.pop("do")
         if do == "start":
             engine = start(task)
-            layers = engine.num_layers
-            say(done={"pool_blocks": engine.pool_blocks, "layers": layers})
+            say(done={"pool_blocks": engine.pool_blocks, "blocks_of_one": engine.blocks_of_one})
         elif do == "machine":
             say(done=machine())
         else:

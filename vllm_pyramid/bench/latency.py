@@ -27,7 +27,6 @@ from vllm_pyramid.bench.rows import Row, job_row, percentile_fields, with_ratios
 from vllm_pyramid.bench.server_metrics import DIRECT, Sampler, evictions
 from vllm_pyramid.bench.sessions import gpu_share
 from vllm_pyramid.child import ChildError, end_group
-from vllm_pyramid.config import NO_POLICY
 
 __all__ = ["flags_of", "latency", "serving"]
 
@@ -221,9 +220,16 @@ def latency(
             if variant.policy in urls:
                 continue
             on_stage(f"starting a server with {variant.policy}")
-            policy = [] if variant.policy == NO_POLICY else ["--kv-policy", variant.policy]
-            flags = [*flags_of(arguments | plan.policy_arguments(variant)), *policy]
-            url, process = stack.enter_context(serving(model, flags, environment))
+            policy = [] if variant.is_stock else ["--kv-policy", variant.policy]
+            own = plan.policy_arguments(variant)
+            if variant.is_stock:
+                own["kv_cache_memory_bytes"] = max(
+                    own["kv_cache_memory_bytes"], arguments["kv_cache_memory_bytes"]
+                )
+            flags = [*flags_of(arguments | own), *policy]
+            url, process = stack.enter_context(
+                serving(model, flags, environment | variant.environment)
+            )
             wait_until_ready(url, process)
             urls[variant.policy] = url
         few = replace(plan, num_prompts=1)

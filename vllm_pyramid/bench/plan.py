@@ -13,13 +13,13 @@ from typing import Any
 from vllm_pyramid.bench.cost import Demand
 from vllm_pyramid.bench.demand import policy_demand, retention_of
 from vllm_pyramid.bench.shapes import Shape
-from vllm_pyramid.config import NO_POLICY
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.budget import Budget
 
 __all__ = [
     "BLOCK_SIZE",
     "PEERS",
+    "STOCK",
     "WARM_UP_SEED",
     "Plan",
     "Variant",
@@ -30,6 +30,9 @@ __all__ = [
 BLOCK_SIZE = 16
 # Of the prompts for warming up; no repetition's. (Not -1: `random` takes the absolute value.)
 WARM_UP_SEED = 1 << 40
+# vLLM without this plugin: its own attention, its own block size. What users would run otherwise.
+STOCK, STOCK_CACHING = "stock", "stock-prefix-caching"
+STOCK_BLOCK_SIZE = 128  # on the CPU; of 16 on a GPU a multiple
 TRANSFORMERS = "transformers"
 KVPRESS = "kvpress-"
 # kvpress's classes by the name that follows `kvpress-`.
@@ -46,7 +49,8 @@ class Variant:
     """One of the things that are compared.
 
     Attributes:
-        policy: of this package, `none` for vLLM as it is, or one of `PEERS`.
+        policy: of this package, `stock` or `stock-prefix-caching` for vLLM without this plugin, or
+            one of `PEERS`.
         budget: as asked for; None where nothing is evicted.
     """
 
@@ -63,9 +67,19 @@ class Variant:
         return self.policy in PEERS
 
     @property
+    def is_stock(self) -> bool:
+        """Whether it is vLLM without this plugin."""
+        return self.policy in (STOCK, STOCK_CACHING)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its process: for stock vLLM, those that keep plugins out."""
+        return {"VLLM_PLUGINS": ""} if self.is_stock else {}
+
+    @property
     def kv_policy(self) -> Policy | None:
         """The policy with this budget; None where none of ours is at work."""
-        if self.is_peer or self.policy == NO_POLICY:
+        if self.is_peer or self.is_stock:
             return None
         return load_policy(self.policy, self.budget)
 
@@ -75,7 +89,7 @@ class Variant:
         return self.kv_policy is not None and self.kv_policy.swap_v
 
     def peer_keeps(self, prompt_len: int) -> int:
-        """Tokens of a prompt that each layer of a peer holds (or of `none`: all)."""
+        """Tokens of a prompt that each layer of a peer holds (or of stock vLLM: all)."""
         if self.budget is None:
             return prompt_len
         return Budget.parse(self.budget).tokens_for(prompt_len, 1)
@@ -91,7 +105,7 @@ def variants_of(
     """
     variants = []
     for policy in policies:
-        if policy in (NO_POLICY, TRANSFORMERS):
+        if policy in (STOCK, STOCK_CACHING, TRANSFORMERS):
             variants.append(Variant(policy, None))
             continue
         if policy.startswith(KVPRESS):
@@ -193,6 +207,14 @@ class Plan:
         """Bytes of the cache: the pool, and the one block (of each layer) that vLLM keeps back."""
         return (self.blocks(self.pool_prompts) + self.shape.layers) * self.block_bytes
 
+    def stock_blocks(self, pool_prompts: float) -> int:
+        """The same for stock vLLM, in blocks of ours: as many whole requests, in its larger blocks.
+
+        That is at most a block of its own a request more, in its favour.
+        """
+        needed = ceil((self.prompt_len + self.output_len) / STOCK_BLOCK_SIZE)
+        return int(pool_prompts * needed) * STOCK_BLOCK_SIZE // BLOCK_SIZE * self.shape.layers
+
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of one layer."""
@@ -206,7 +228,16 @@ class Plan:
         return policy_demand(self.shape, policy, self.prompt_len, self.output_len, BLOCK_SIZE)
 
     def policy_arguments(self, variant: Variant) -> dict[str, Any]:
-        """Arguments of an engine with the policy, beside `arguments` and its name."""
+        """Arguments of an engine with the policy, over `arguments`, beside its name."""
+        if variant.is_stock:
+            # Room to trim what its larger blocks round down.
+            own = STOCK_BLOCK_SIZE // BLOCK_SIZE * self.shape.layers
+            return {
+                "block_size": self.engine_args.get("block_size"),
+                "enable_prefix_caching": variant.policy == STOCK_CACHING,
+                "kv_cache_memory_bytes": (self.stock_blocks(self.pool_prompts) + 2 * own)
+                * self.block_bytes,
+            }
         if self.kv_swap_space is None or not variant.swaps_v:
             return {}
         return {"kv_swap_space": self.kv_swap_space}
@@ -238,6 +269,8 @@ class Plan:
         in host memory where the policy keeps V there, so too little of that makes the pool smaller.
         """
         blocks, policy = self.blocks(pool_prompts), variant.kv_policy
+        if variant.is_stock:
+            return self.stock_blocks(pool_prompts)
         if policy is None:
             return blocks
         blocks = blocks * self.block_bytes // (self.block_bytes + self.beside_block(variant))

@@ -40,7 +40,7 @@ class Row:
             99th percentile is None of fewer than 20 requests.
         peak_blocks: the most blocks of one layer held at once, all layers added up, and
             decode_blocks: without prefills. Over HTTP the former is of samples, a lower bound; None
-            of `none`, which does not say it.
+            of stock vLLM, which does not say it.
         preemptions: requests thrown out to make room. repetitions: of which these are medians.
         output_low ... decode_high: the smallest and largest repetition.
         output_ratio, decode_ratio, ttft_ratio, tpot_ratio: to the baseline, of rates or (the

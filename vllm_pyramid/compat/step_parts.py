@@ -18,9 +18,6 @@ import torch
 from vllm.config import CompilationMode
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_pyramid.compat.linear import is_packed
-from vllm_pyramid.platform import prepack
-
 __all__ = ["step_parts"]
 
 Function = tuple[str, Any, str]  # part, object, name of its method
@@ -61,10 +58,7 @@ def step_parts(client: Any) -> list[Function]:
         ("sampling", runner, "_sample"),
         *_attention(runner),
     ]
-    if runner.vllm_config.compilation_config.mode == CompilationMode.NONE:
-        found += [*_linear(runner.model), *_operators(runner.model)]
-    else:
-        found += _compiled(runner.model)
+    found += [*_linear(runner.model), *_operators(runner.model)]
     return list({(id(owner), name): (part, owner, name) for part, owner, name in found}.values())
 
 
@@ -85,6 +79,11 @@ def _runner(core: Any) -> Any:
         raise ValueError(
             f"--profile does not know the model runner {type(runner).__name__}: unset "
             "VLLM_USE_V2_MODEL_RUNNER"
+        )
+    if runner.vllm_config.compilation_config.mode != CompilationMode.NONE:
+        raise ValueError(
+            "--profile cannot tell operators apart that were compiled with one another: leave "
+            "enforce_eager out of --engine-args"
         )
     if core.async_scheduling:
         raise ValueError(
@@ -141,23 +140,3 @@ def _operators(model: torch.nn.Module) -> Iterator[Function]:
         kind = origin.removeprefix(_LAYERS).split(".")[0] if origin.startswith(_LAYERS) else ""
         if kind in _KINDS:
             yield _KINDS[kind], module, "forward"
-
-
-def _compiled(model: torch.nn.Module) -> Iterator[Function]:
-    """Of a compiled model the products with packed weights, and what is outside: the output layer.
-
-    All other operators are fused with one another, and belong to the forward pass as a whole.
-
-    Raises:
-        ValueError: linear layers were compiled too.
-    """
-    yield "linear", prepack, "multiply_packed"
-    for name, module in model.named_modules():
-        if not isinstance(module, LinearBase):
-            if hasattr(module, "cpu_linear"):
-                yield "linear", module, "cpu_linear"
-        elif not is_packed(module):
-            raise ValueError(
-                f"--profile cannot tell {name} from the operators that it was compiled with, since "
-                "its weight is not packed: leave enforce_eager out of --engine-args"
-            )

@@ -83,6 +83,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._confirmed: dict[str, tuple[RetentionPlan, int]] = {}
         self._evicted: dict[str, int] = {}  # the latest eviction whose head has been given back
         self._due: dict[str, int] = {}  # processed tokens at which the next one may be
+        # The request whose next allocation fails, as if blocks were missing.
+        self.refused: str | None = None
         self.held_blocks = np.zeros(self.num_layers, np.int64)
         self.skipped_tokens = np.zeros(self.num_layers, np.int64)
         self.blocks_freed = np.zeros(self.num_layers, np.int64)
@@ -184,6 +186,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             apply_admission_cap: count only what they hold at any one time on the way there; asked
                 for before a request is let in, or comes back after a preemption.
         """
+        if request_id == self.refused:
+            self.refused = None
+            return self.block_pool.num_gpu_blocks + 1
         if apply_admission_cap:
             num_tokens = min(num_tokens, self.most_held(request_id, num_tokens))
         have, need = self._num_blocks.get(request_id, 0), cdiv(num_tokens, self.block_size)

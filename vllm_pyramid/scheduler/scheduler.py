@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
+from vllm_pyramid.compat.scheduler import end_with_error
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions, read_traffic
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.policy.base import Policy
@@ -130,7 +131,7 @@ class PyramidSchedulerMixin(Scheduler):
             # Front ends check this (compat/requests.py), so somebody else put the request here. It
             # ends with an error; raising would end the engine.
             logger.error("request %s: %s", request.request_id, error)
-            self.grammar_compile_error_reqs.add(request.request_id)
+            end_with_error(self, request.request_id, error)
         plan = policy.plan(
             request.num_prompt_tokens, self.coordinator.num_layers, self.block_size, budget
         )
@@ -171,20 +172,28 @@ class PyramidSchedulerMixin(Scheduler):
         0                                              prompt_len   prompt_len + every   ...
 
         A plan with pieces has each of them in one step: the request waits until one has room. A
-        request that does not run yet is asked for here too, and with no tokens it stays first in
-        the queue.
+        request that does not run yet is asked for here too. If it is not to start now, it must stay
+        first in the queue, with what vLLM has pinned for it let go again: that is what vLLM does
+        where blocks are missing, so it is told that they are. (No tokens would do in vLLM 0.32; in
+        0.33 the requests behind would overtake it.)
         """
+        waits = request.status != RequestStatus.RUNNING
         plan = self._plans[request.request_id][1]
         if (
-            self._admission is not None
-            and request.status != RequestStatus.RUNNING
-            and not self._admission.admits(request, plan, self.running)
+            not waits
+            or self._admission is None
+            or self._admission.admits(request, plan, self.running)
         ):
-            if request.has_encoder_inputs:
-                # vLLM has just pinned what the encoder cache holds for it, which could starve those
-                # that run. Where blocks are missing it lets go again, and so do we.
-                self.encoder_cache_manager.free(request)
-            return 0
+            tokens = self._chunk(request, plan, num_computed_tokens, num_new_tokens)
+            if tokens or not waits:
+                return tokens
+        self.coordinator.refused = request.request_id
+        return num_new_tokens
+
+    def _chunk(
+        self, request: Request, plan: Plan, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Tokens of the next chunk, of at most `num_new_tokens`; 0 if the step has no room for it."""
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_pyramid.ops import get_ops
+from vllm_pyramid.worker.backend_names import CPU_BLOCK_SIZE
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.step import StepRetention
 
@@ -46,6 +47,11 @@ class PyramidCpuBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(8)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Where the user named none: vLLM 0.33 asks, 0.32 takes what our platform sets."""
+        return CPU_BLOCK_SIZE
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -25,6 +25,8 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
 class PyramidFlashBackend(FlashAttentionBackend):
     """vLLM's FlashAttention backend under the name that plugins may take."""
 
+    # From vLLM 0.33 on models may write the cache themselves, past `do_kv_cache_update`.
+    supports_kv_cache_update_bypass: bool = False
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod

@@ -3,16 +3,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_pyramid.compat import seeds
+from vllm_pyramid.platform.defaults import take_free_memory
 from vllm_pyramid.worker.runner import extend_with_policy
 
 
 class PyramidCpuWorker(CPUWorker):
     """Extends the model runner once vLLM has chosen and built it."""
 
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        take_free_memory(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
     def init_device(self) -> None:
+        seeds.install()
         super().init_device()
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 

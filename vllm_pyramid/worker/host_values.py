@@ -9,7 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_pyramid.compat.host_memory import available_host_memory
+from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.runner import attention_layer
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec

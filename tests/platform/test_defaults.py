@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads and memory that the CPU platform chooses where the user left them open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+GIB = 2**30
+
+
+@pytest.fixture
+def defaults() -> Any:
+    from vllm_pyramid.platform import defaults
+
+    return defaults
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "bind"),
+    [
+        (1, [[0, 1]], "0,1"),  # both cores compute
+        (1, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1,2,3"),  # a worker stays on a node, as in vLLM
+        (2, [[0, 1], [2, 3]], "0,1|2,3"),
+        (2, [[0, 1, 2, 3]], "0,2|1,3"),  # vLLM alone would refuse to start
+        (3, [[0, 1]], "nobind"),
+        (1, [list(range(16))], None),  # one core of many for the front end: vLLM's own rule
+        (2, [list(range(16)), [16, 17]], ",".join(map(str, range(16))) + "|16,17"),
+    ],
+)
+def test_threads(defaults: Any, workers: int, nodes: list[list[int]], bind: str | None) -> None:
+    assert defaults.threads_to_bind({}, workers, nodes) == bind
+
+
+@pytest.mark.parametrize(
+    ("environment", "bind"),
+    [
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0"}, None),
+        ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, None),
+        ({"VLLM_CPU_SIM_MULTI_NUMA": "1"}, None),
+        ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, None),
+        ({"OMP_NUM_THREADS": "1"}, "nobind"),  # vLLM would bind, and set another number
+    ],
+)
+def test_threads_that_the_user_chose(
+    defaults: Any, environment: dict[str, str], bind: str | None
+) -> None:
+    assert defaults.threads_to_bind(environment, 1, [[0, 1]]) == bind
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ([], True),
+        (["--gpu-memory-utilization", "0.5"], False),
+        (["--gpu-memory-utilization", "0.92"], False),  # vLLM's default, but written by the user
+        (["--kv-cache-memory-bytes", "1000000"], False),
+    ],
+)
+def test_memory_is_chosen_where_the_command_line_leaves_it_open(
+    defaults: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    random_model: Path,
+    flags: list[str],
+    chosen: bool,
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setenv(defaults.BIND, "nobind")
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(random_model), *flags]))
+    defaults.choose(args)
+    assert args.additional_config == ({defaults.MEMORY_KEY: True} if chosen else {})
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(random_model), *flags]))
+    defaults.choose(args)
+    assert args.additional_config == {}
+
+
+def test_memory_is_chosen_where_python_leaves_it_open(
+    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    """`LLM` has a default of its own, which it hands on like a value of the user's."""
+    import vllm
+    from vllm.entrypoints import llm as module
+
+    made: list[Any] = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(engine_args: Any, **_: Any) -> Any:
+        made.append(engine_args)
+        raise Enough
+
+    monkeypatch.setattr(module.LLMEngine, "from_engine_args", stop)
+    monkeypatch.setenv(defaults.BIND, "nobind")
+    for arguments, chosen in (
+        ({}, True),
+        ({"gpu_memory_utilization": float("0.92")}, False),
+        ({"kv_cache_memory_bytes": 1 << 20}, False),
+    ):
+        with pytest.raises(Enough):
+            vllm.LLM(str(random_model), **arguments)
+        args = made.pop()
+        defaults.choose(args)
+        assert args.additional_config == ({defaults.MEMORY_KEY: True} if chosen else {})
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "sharing", "share"),
+    [
+        (13, 9, 1, 0.8 * 9 / 13),  # vLLM would ask for 11.96 GiB and refuse to start
+        (256, 250, 1, 0.8 * 250 / 256),
+        (256, 250, 2, 0.4 * 250 / 256),
+    ],
+)
+def test_a_worker_asks_for_what_is_free(
+    defaults: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    total: int,
+    free: int,
+    sharing: int,
+    share: float,
+) -> None:
+    monkeypatch.setattr(
+        defaults, "memory_of_worker_node", lambda workers: (total * GIB, free * GIB, sharing)
+    )
+    config = SimpleNamespace(
+        additional_config={defaults.MEMORY_KEY: True},
+        parallel_config=SimpleNamespace(local_world_size=sharing),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.92),
+    )
+    defaults.take_free_memory(config)
+    assert config.cache_config.gpu_memory_utilization == pytest.approx(share)
+    assert share * total * GIB < free * GIB
+
+    config.additional_config = {}
+    config.cache_config.gpu_memory_utilization = 0.3  # the user's
+    defaults.take_free_memory(config)
+    assert config.cache_config.gpu_memory_utilization == 0.3

