@@ -17,6 +17,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCE = Path("csrc/cpu")
 BASELINE = [
@@ -29,7 +30,9 @@ X86_FLAGS = {
     "kernels_avx2": AVX2,
     "kernels_avx512": AVX512,
     "kernels_avx512bf16": [*AVX512, "-mavx512bf16"],
+    "kernels_amx_emulated": [*AVX512, "-mavx512bf16"],
 }
+AMX = ("kernels_amx", [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"])
 COMMON_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -69,14 +72,27 @@ class BuildKernels(build_ext):
             macros.append(("PYR_X86", "1"))
         extra = os.environ.get("VLLM_PYRAMID_CXXFLAGS", "").split()
         objects: list[str] = []
-        for name, unit_flags in flags.items():
-            objects += self.compiler.compile(
-                [str(SOURCE / f"{name}.cpp")],
-                output_dir=self.build_temp,
-                macros=macros,
-                depends=ext.depends,
-                extra_postargs=[*COMMON_FLAGS, *unit_flags, *extra],
+
+        def compile_unit(name: str, unit_flags: list[str]) -> None:
+            objects.extend(
+                self.compiler.compile(
+                    [str(SOURCE / f"{name}.cpp")],
+                    output_dir=self.build_temp,
+                    macros=macros,
+                    depends=ext.depends,
+                    extra_postargs=[*COMMON_FLAGS, *unit_flags, *extra],
+                )
             )
+
+        if is_x86():
+            macros.append(("PYR_AMX", "1"))
+            try:
+                compile_unit(*AMX)
+            except CompileError:  # before GCC 11 and Clang 12
+                macros.pop()
+                self.warn("this compiler knows no AMX: attention will run without it")
+        for name, unit_flags in flags.items():
+            compile_unit(name, unit_flags)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")

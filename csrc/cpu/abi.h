@@ -124,7 +124,7 @@ struct PyrCacheWrite {
 
 PYR_EXPORT int64_t pyr_abi_version();
 PYR_EXPORT const char* pyr_last_error();
-// Chooses the instruction set: a name ("avx512bf16", "avx512", "avx2", "portable"), or null for
+// Chooses the instruction set: a name ("amx", "avx512bf16", "avx512", "avx2", "portable"), or null for
 // the best the CPU has. Nonzero where the CPU or the build lacks the one named.
 PYR_EXPORT int pyr_set_isa(const char* name);
 PYR_EXPORT const char* pyr_isa();

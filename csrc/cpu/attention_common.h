@@ -76,16 +76,22 @@ PYR_INLINE int64_t query_floats(const PyrAttention& p, int64_t rows, int step) {
   return tile > direct ? tile : direct;
 }
 
+// Scores of the rows that are worked on together: of decoding, or of a tile of keys.
+template <class Mode>
+constexpr int kScores =
+    Mode::kTogether * KB > 8 * kDirectMost ? Mode::kTogether * KB : 8 * kDirectMost;
+
 template <class Mode>
 PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* memory) {
   Carver carver{(char*)memory};
   AttentionScratch s;
   s.keys = carver.floats(p.D / Mode::Step * KB);
   s.values = carver.floats(KB / Mode::Step * padded(int(p.D)));
-  s.scores = carver.floats(8 * kDirectMost);
-  s.probabilities = carver.floats(8 * kDirectMost);
-  s.queries = carver.floats(query_floats(p, rows, Mode::Step));
-  s.rows.sum = carver.floats(rows * padded(int(p.D)));
+  const int64_t in_tiles = round_up(int(rows), Mode::kPadRows);
+  s.scores = carver.floats(kScores<Mode>);
+  s.probabilities = carver.floats(kScores<Mode>);
+  s.queries = carver.floats(query_floats(p, in_tiles, Mode::Step));
+  s.rows.sum = carver.floats(in_tiles * padded(int(p.D)));
   s.rows.max = carver.floats(rows);
   s.rows.weight = carver.floats(rows);
   return s;
@@ -93,9 +99,10 @@ PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* mem
 
 template <class Mode>
 size_t attention_scratch(const PyrAttention& p, int64_t rows) {
+  const int64_t in_tiles = round_up(int(rows), Mode::kPadRows);
   return carved(p.D / Mode::Step * KB) + carved(KB / Mode::Step * padded(int(p.D))) +
-         2 * carved(8 * kDirectMost) + carved(query_floats(p, rows, Mode::Step)) +
-         carved(rows * padded(int(p.D))) + 2 * carved(rows);
+         2 * carved(kScores<Mode>) + carved(query_floats(p, in_tiles, Mode::Step)) +
+         carved(in_tiles * padded(int(p.D))) + 2 * carved(rows);
 }
 
 // One row's softmax step over a tile: scores -> probabilities relative to the running maximum.

@@ -2,8 +2,15 @@
 // Attention of an item: a tile of rows over a range of keys.
 #pragma once
 #include "attention_direct.h"
+#if defined(__AVX512BF16__)
+#include "amx.h"  // attention_with_tiles
+#endif
 
 namespace {
+
+template <class Mode>
+void attention_with_tiles(const PyrAttention&, const AttentionItem&, const Sight&,
+                          const AttentionScratch&);
 
 // Rows that share each tile of keys through packed copies of it.
 template <class Mode>
@@ -90,8 +97,17 @@ void attention(const PyrAttention& p, const AttentionItem& item, const Attention
     s.rows.max[i] = -INFINITY;
     s.rows.weight[i] = 0;
   }
-  memset(s.rows.sum, 0, size_t(item.rows) * stride * 4);
-  if (!try_direct<Mode>(p, item, next, sight, s)) attention_tile<Mode>(p, item, sight, s);
+  memset(s.rows.sum, 0, size_t(round_up(item.rows, Mode::kPadRows)) * stride * 4);
+  if (!try_direct<Mode>(p, item, next, sight, s)) {
+    if constexpr (Mode::kPadRows > 1) {
+      if (p.D % 32 == 0)
+        attention_with_tiles<Mode>(p, item, sight, s);
+      else
+        attention_tile<Mode>(p, item, sight, s);
+    } else {
+      attention_tile<Mode>(p, item, sight, s);
+    }
+  }
   if (item.slot < 0) {
     for (int i = 0; i < item.rows; ++i)
       finish_row(p, sight, item.kv_head, item.row0 + i, s.rows.sum + i * stride, s.rows.max[i],

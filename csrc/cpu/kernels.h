@@ -90,6 +90,17 @@ extern const Kernels kKernelsPortable[3];
 extern const Kernels kKernelsAvx2[3];
 extern const Kernels kKernelsAvx512[3];
 extern const Kernels kKernelsAvx512Bf16;
+// Takes the place of its attention: many rows in AMX's tiles, or in tiles that are emulated, for
+// tests.
+struct TiledAttention {
+  decltype(Kernels::attention_scratch) attention_scratch;
+  decltype(Kernels::attention) attention;
+  decltype(Kernels::merge) merge;
+};
+#ifdef PYR_AMX
+extern const TiledAttention kAmx;
+#endif
+extern const TiledAttention kAmxEmulated;
 #endif
 
 }  // namespace pyr

@@ -7,6 +7,14 @@
 #include <cstdlib>
 #include <cstring>
 
+#ifdef PYR_X86
+#include <cpuid.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace pyr {
 namespace {
 
@@ -25,31 +33,67 @@ thread_local Area areas[int(Scratch::kCount)];
 struct Isa {
   const char* name;
   bool built, runs;
+  bool by_itself;  // may be chosen where no name is given
   const Kernels* by_dtype;
+  const Kernels* pairs;  // products of bfloat16 with bfloat16, where they are others; or null
 };
 
-constexpr int kIsas = 4;
+#ifdef PYR_X86
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_pairs() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+Kernels with_tiles(const TiledAttention& tiled) {
+  Kernels kernels = kKernelsAvx512Bf16;
+  kernels.attention_scratch = tiled.attention_scratch;
+  kernels.attention = tiled.attention;
+  kernels.merge = tiled.merge;
+  return kernels;
+}
+
+// Linux keeps the tiles' state for a process that has asked for it, where the processor has them.
+bool has_amx() {
+#if defined(PYR_AMX) && defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  if (!has_pairs() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool bf16 = d >> 22 & 1, tile = d >> 24 & 1;
+  return bf16 && tile && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+constexpr int kIsas = 6;
 const Isa* all_isas() {
 #ifdef PYR_X86
+  static const Kernels emulated = with_tiles(kAmxEmulated);
+#ifdef PYR_AMX
+  static const Kernels tiled = with_tiles(kAmx);
+  const Kernels* amx = &tiled;
+#else
+  const Kernels* amx = nullptr;
+#endif
   static const Isa isas[kIsas] = {
-      {"avx512bf16", true,
-       bool(__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")),
-       kKernelsAvx512},
-      {"avx512", true,
-       bool(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")),
-       kKernelsAvx512},
+      {"amx", amx != nullptr, has_amx(), true, kKernelsAvx512, amx},
+      {"avx512bf16", true, has_pairs(), true, kKernelsAvx512, &kKernelsAvx512Bf16},
+      {"avx512", true, has_avx512(), true, kKernelsAvx512, nullptr},
       {"avx2", true,
        bool(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
             __builtin_cpu_supports("f16c")),
-       kKernelsAvx2},
-      {"portable", true, true, kKernelsPortable}};
+       true, kKernelsAvx2, nullptr},
+      {"portable", true, true, true, kKernelsPortable, nullptr},
+      {"amx-emulated", true, has_pairs(), false, kKernelsAvx512, &emulated}};
 #else
-  static const Isa isas[kIsas] = {{"avx512bf16", false, false, nullptr},
-                                  {"avx512", false, false, nullptr},
-                                  {"avx2", false, false, nullptr},
-                                  {"portable", true, true, kKernelsPortable}};
+  static const Isa isas[kIsas] = {{"amx", false, false, true, nullptr, nullptr},
+                                  {"avx512bf16", false, false, true, nullptr, nullptr},
+                                  {"avx512", false, false, true, nullptr, nullptr},
+                                  {"avx2", false, false, true, nullptr, nullptr},
+                                  {"portable", true, true, true, kKernelsPortable, nullptr},
+                                  {"amx-emulated", false, false, false, nullptr, nullptr}};
 #endif
   return isas;
 }
@@ -86,12 +130,7 @@ void parallel(int64_t threads, void (*body)(void*), void* context) {
 }
 
 const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype) {
-#ifdef PYR_X86
-  if (chosen == all_isas() && query_dtype == PYR_BF16 && cache_dtype == PYR_BF16)
-    return kKernelsAvx512Bf16;
-#else
-  (void)query_dtype;
-#endif
+  if (chosen->pairs && query_dtype == PYR_BF16 && cache_dtype == PYR_BF16) return *chosen->pairs;
   return chosen->by_dtype[cache_dtype];
 }
 
@@ -125,13 +164,14 @@ void pyr_set_parallel(void* address) {
 int pyr_set_isa(const char* name) {
   const pyr::Isa* isas = pyr::all_isas();
   for (int i = 0; i < pyr::kIsas; ++i) {
-    if (name ? strcmp(name, isas[i].name) != 0 : !isas[i].runs) continue;
-    if (!isas[i].built) return pyr::fail("%s is not in this build (not an x86-64 build)", name);
+    if (name ? strcmp(name, isas[i].name) != 0 : !isas[i].runs || !isas[i].by_itself) continue;
+    if (!isas[i].built)
+      return pyr::fail("%s is not in this build (not for x86-64, or by an old compiler)", name);
     if (!isas[i].runs) return pyr::fail("this CPU does not have %s", name);
     pyr::chosen = &isas[i];
     return 0;
   }
-  return pyr::fail("unknown instruction set '%s'; one of avx512bf16, avx512, avx2, portable", name);
+  return pyr::fail("unknown instruction set '%s'; one of amx, avx512bf16, avx512, avx2, portable", name);
 }
 
 double pyr_read(const char* memory, int64_t bytes, int64_t threads) {

@@ -42,6 +42,7 @@ struct FloatMode {
   static constexpr int Step = 1;
   static constexpr int kElements = W;  // elements a vector load takes from a row
   static constexpr bool kPairs = false;
+  static constexpr int kTogether = kMaxRows, kPadRows = 1;  // rows, see attention_tile and amx.h
 
   static PYR_INLINE V multiply_add(V sum, V a, V b) { return v_fma(a, b, sum); }
   static PYR_INLINE V load(const T* row, int n) { return v_load_row(row, n); }
@@ -68,6 +69,7 @@ struct PairMode {
   static constexpr int Step = 2;
   static constexpr int kElements = 2 * W;
   static constexpr bool kPairs = true;
+  static constexpr int kTogether = kMaxRows, kPadRows = 1;
 
   static PYR_INLINE V multiply_add(V sum, V a, V b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from vllm_pyramid.bench import latency as latency_module
+from vllm_pyramid.bench import asked as asked_module
 from vllm_pyramid.bench import sessions as sessions_module
 from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.latency import flags_of, latency_row, serving, with_slack
@@ -64,6 +65,7 @@ pytestmark = pytest.mark.cpu
         (["pressure", "--pools", "nan"], "--pools: 'nan' is not a number above 0"),
         (["pressure", "--pools", "much"], "'much' is not a number above 0"),
         (["throughput", "--profile"], "give --decode-only too"),
+        (["throughput", "--policies", "none"], "takes part as 'stock'"),
         (["latency", "--rates", "-1"], "'-1' is not a number above 0"),
         (["throughput", "--policies", "pyramidinfer"], "12% is out of reach of policy 'pyramidinf"),
         (
@@ -103,6 +105,21 @@ def test_wrong_arguments(
     assert main(["bench", *arguments, *out]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.fixture(autouse=True)
+def vllm_runs_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CPU build does, and the CUDA wheel beside a GPU; nothing here starts an engine."""
+    monkeypatch.setattr(asked_module, "runs_without_plugins", lambda: True)
+
+
+def test_stock_vllm_where_it_cannot_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "Sessions", None)
+    monkeypatch.setattr(asked_module, "runs_without_plugins", lambda: False)
+    assert main(["bench", "throughput", "--out", str(tmp_path)]) == 2
+    assert "leave stock out of --policies" in capsys.readouterr().err
 
 
 class FakeSessions:
@@ -177,7 +194,7 @@ def test_policies_take_turns_and_an_interrupted_run_goes_on(
     fake.fail_after = 5
     assert main(command) == 2
     assert "the engine failed" in capsys.readouterr().err
-    turn = [("full", None, 4.0), ("pyramidkv", "12%", 4.0), ("pyramidkv", "50%", 4.0)]
+    turn = [("stock", None, 4.0), ("pyramidkv", "12%", 4.0), ("pyramidkv", "50%", 4.0)]
     assert fake.runs == [*turn, *turn[:2]]
 
     # The half repetition is measured again: its parts are compared with one another.
@@ -273,7 +290,7 @@ def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeSessions], tmp_path:
     command = ["bench", "pressure", *JOB, "--pools", "4,1.5", "--repetitions", "2"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     assert [(policy, pool) for policy, _, pool in fake.runs] == [
-        (policy, pool) for pool in (4.0, 1.5) for _ in range(2) for policy in ("full", "pyramidkv")
+        (policy, pool) for pool in (4.0, 1.5) for _ in range(2) for policy in ("stock", "pyramidkv")
     ]
     rows = json.loads((tmp_path / "pressure.json").read_text())["rows"]
     assert [row["pool_prompts"] for row in rows] == [4.0, 4.0, 1.5, 1.5]
@@ -300,6 +317,27 @@ def test_variants_and_what_they_keep() -> None:
     assert thinned == Variant("pyramidinfer", "100%")
     (kcache,) = variants_of(["kcache"], ["12%"], 2048, 8)
     assert kcache == Variant("kcache", None) and kcache.swaps_v
+
+
+def test_stock_vllm_has_room_for_as_many_requests_in_its_own_blocks() -> None:
+    engine_args = {"kv_admission": "prompt", "dtype": "float32"}
+    plan = Plan(SHAPES["small"], 2048, 64, 32, 4.0, engine_args)
+    stock, caching = Variant("stock", None), Variant("stock-prefix-caching", None)
+    # 2,112 tokens: 17 blocks of 128, or 132 of 16.
+    assert plan.pool_blocks(Variant("full", None), 4.0) == 4 * 132 * 8
+    assert plan.pool_blocks(stock, 4.0) == plan.pool_blocks(caching, 4.0) == 4 * 17 * 8 * 8
+    ours, made = plan.arguments_of(Variant("full", None)), plan.arguments_of(stock)
+    assert ours["block_size"] == 16 and ours["kv_admission"] == "prompt"
+    assert made["block_size"] is None and "kv_admission" not in made
+    assert made["dtype"] == "float32" and made["max_model_len"] == ours["max_model_len"]
+    # What it rounds down and keeps back, two blocks of its own, comes on top and is then held.
+    assert made["kv_cache_memory_bytes"] == (4 * 17 + 2) * 8 * 8 * plan.block_bytes
+    assert made["enable_prefix_caching"] is False
+    assert plan.arguments_of(caching)["enable_prefix_caching"] is True
+    assert stock.environment == caching.environment == {"VLLM_PLUGINS": ""}
+    assert Variant("full", None).environment == {}
+    with pytest.raises(ValueError, match="takes part as 'stock'"):
+        variants_of(["none"], ["12%"], 2048, 8)
 
 
 def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:

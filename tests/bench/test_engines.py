@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.support import is_cpu_build
 from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench.plan import Plan
 from vllm_pyramid.bench.profile import PARTS
@@ -69,13 +70,20 @@ def test_decode_only_beside_transformers(
     The profile of a step is whole: its parts add up to it, and those of ours have one each.
     """
     command = ["bench", "throughput", "--decode-only", "--layers", str(LAYERS), "--no-pictures"]
-    command += ["--policies", "full,pyramidkv,transformers", "--budget", "12%", "--threads", "1"]
+    # Stock vLLM has no attention for the CPU in its CUDA wheel.
+    stock = ["stock"] if is_cpu_build() else []
+    policies = ",".join([*stock, "full", "pyramidkv", "transformers"])
+    command += ["--policies", policies, "--budget", "12%", "--threads", "1"]
     command += ["--prompt-len", str(PROMPT), "--output-len", "96", "--num-prompts", "12"]
     command += ["--pool-prompts", "2", "--repetitions", "2", "--out", str(tmp_path)]
     command += ["--engine-args", '{"kv_admission": "prompt"}']
     assert main([*command, "--profile"]) == 0
     written = json.loads((tmp_path / "throughput.json").read_text())
-    full, evicted, peer = written["rows"]
+    full, evicted, peer = written["rows"][-3:]
+    for row in written["rows"][:-3]:
+        # Its own blocks of 128 tokens, so at most one more of them for each request than it needs.
+        assert (row["policy"], row["decode_batch"], row["to_their_end"]) == ("stock", 2, 2)
+        assert row["decode_blocks"] == 2 * 5 * 8 * LAYERS and row["decode_ratio"] == 1.0
     pool = Plan(named_shape("small", LAYERS), PROMPT, 96, 12, 2).blocks(2)
     assert full["decode_batch"] == peer["decode_batch"] == 2 and full["to_their_end"] == 2
     # More come in than the pool holds at their ends: the windows stay short of that.
@@ -87,9 +95,10 @@ def test_decode_only_beside_transformers(
         assert row["predicted_decode_tokens_per_s"] > 0 and row["decode_ratio"] > 0
     assert written["machine"]["flops"] > 1e8 and not (tmp_path / "throughput.png").exists()
     assert [(one["policy"], one["budget"]) for one in written["profile"]] == [
-        *(("full", "100%"), ("pyramidkv", "12%"))
+        *((name, "100%") for name in stock),
+        *(("full", "100%"), ("pyramidkv", "12%")),
     ]
-    for one, row in zip(written["profile"], (full, evicted), strict=False):
+    for one, row in zip(written["profile"], written["rows"], strict=False):
         assert one["batch"] == row["decode_batch"]
         # Of five windows the last two; 96 tokens are 94 further steps, of which not all have room.
         steps = len(one["with_timers_ms"]) + len(one["without_ms"])

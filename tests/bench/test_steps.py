@@ -42,7 +42,8 @@ class BatchQueue:
         self.waiting: list[Any] = []
         self.pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 4)
         self.kv_cache_manager = SimpleNamespace(block_pool=self.pool)
-        group = SimpleNamespace(layer_names=["0"])
+        spec = SimpleNamespace(page_size_bytes=64)
+        group = SimpleNamespace(layer_names=["0"], kv_cache_spec=spec)
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group, group])
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self))
 
@@ -75,7 +76,7 @@ def test_batches_are_noted_when_they_end() -> None:
             (_scheduled({}, {"a": 10, "b": 8}, a=1, b=1), "b"),
         ]
     )
-    engine = Engine(SimpleNamespace(llm_engine=queue))
+    engine = Engine(SimpleNamespace(llm_engine=queue), 64)
     steps = [engine.step() for _ in range(4)]
     assert [(step.prompt_tokens, step.decoding) for step in steps] == [
         *((8, 0), (6, 1), (2, 1), (0, 1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.cpu_library import ISAS
+from vllm_pyramid.ops.cpu_library import EMULATED, ISAS
 
 STALE_BLOCK = 10**6  # an id far outside every pool: reading the entry is an error or a crash
 
@@ -103,7 +103,7 @@ def each_isa() -> Iterator[Callable[[], Iterator[str]]]:
     """`for isa in each_isa():` runs its body with every instruction set that this CPU has."""
 
     def walk() -> Iterator[str]:
-        for isa in ISAS:
+        for isa in (*ISAS, EMULATED):
             try:
                 cpu.set_isa(isa)
             except ValueError:

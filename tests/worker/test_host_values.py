@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.compat import host_memory
+from vllm_pyramid.compat import cpu_resources
 from vllm_pyramid.config import KVSettings
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.worker import host_values
@@ -101,8 +101,10 @@ def test_a_containers_limit_counts(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, used: int | None, gib: int
 ) -> None:
     free = SimpleNamespace(available=8 * GIB)
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(cpu_resources.psutil, "virtual_memory", lambda: free)
     for name, value in (("limit", limit), ("usage", used)):
         bytes_ = None if value is None else value * GIB
-        monkeypatch.setattr(host_memory, f"get_cgroup_memory_{name}", lambda bytes_=bytes_: bytes_)
-    assert host_memory.available_host_memory() == gib * GIB
+        monkeypatch.setattr(
+            cpu_resources, f"get_cgroup_memory_{name}", lambda bytes_=bytes_: bytes_
+        )
+    assert cpu_resources.available_host_memory() == gib * GIB

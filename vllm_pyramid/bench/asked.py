@@ -16,7 +16,7 @@ from vllm_pyramid.bench.output import processor
 from vllm_pyramid.bench.plan import KVPRESS, Plan, Variant, default_threads, variants_of
 from vllm_pyramid.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
 from vllm_pyramid.command_parts import names
-from vllm_pyramid.compat.versions import vllm_version
+from vllm_pyramid.compat.versions import runs_without_plugins, vllm_version
 from vllm_pyramid.config import parse_engine_args
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.store import identity_of_model
@@ -105,6 +105,11 @@ def variants_asked(args: argparse.Namespace, plan: Plan) -> list[Variant]:
         raise ValueError(
             "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "
             "out, or add kcache or a .yaml file with `swap_v: true`"
+        )
+    if any(variant.is_stock for variant in variants) and not runs_without_plugins():
+        raise ValueError(
+            "this vLLM was built for CUDA and runs on this machine's CPU with vllm-pyramid's "
+            "attention alone: leave stock out of --policies, or install a CPU build of vLLM"
         )
     if args.measure != "latency":  # servers get room for texts that are a little longer
         pools = pools_of(args) if args.measure == "pressure" else (plan.pool_prompts,)

@@ -197,21 +197,18 @@ def latency(
     Args:
         rates: requests/s, `inf` for all at once. concurrency: the most under way; None: no limit.
     """
-    arguments = plan.arguments()
-    del arguments["skip_tokenizer_init"]
-    arguments |= with_slack(plan, variants)
-    if random:
-        arguments.setdefault("load_format", "dummy")
+    slack = with_slack(plan, variants)
+    defaults: dict[str, Any] = {"load_format": "dummy"} if random else {}
     environment = {"VLLM_LOGGING_LEVEL": "WARNING"}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
         # Otherwise every server's worker is bound to the same cores (but one, which vLLM reserves)
         # and gets their number of threads instead.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        arguments.setdefault("enforce_eager", True)
+        defaults["enforce_eager"] = True
     else:
         share = gpu_share(len({variant.policy for variant in variants}))
-        arguments.setdefault("gpu_memory_utilization", share)
+        defaults["gpu_memory_utilization"] = share
     if Path(model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     with contextlib.ExitStack() as stack:
@@ -221,12 +218,11 @@ def latency(
                 continue
             on_stage(f"starting a server with {variant.policy}")
             policy = [] if variant.is_stock else ["--kv-policy", variant.policy]
-            own = plan.policy_arguments(variant)
-            if variant.is_stock:
-                own["kv_cache_memory_bytes"] = max(
-                    own["kv_cache_memory_bytes"], arguments["kv_cache_memory_bytes"]
-                )
-            flags = [*flags_of(arguments | own), *policy]
+            own = plan.arguments_of(variant)
+            del own["skip_tokenizer_init"]
+            most = max(own["kv_cache_memory_bytes"], slack["kv_cache_memory_bytes"])
+            arguments = defaults | own | slack | {"kv_cache_memory_bytes": most}
+            flags = [*flags_of(arguments), *policy]
             url, process = stack.enter_context(
                 serving(model, flags, environment | variant.environment)
             )

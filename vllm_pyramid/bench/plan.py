@@ -13,6 +13,7 @@ from typing import Any
 from vllm_pyramid.bench.cost import Demand
 from vllm_pyramid.bench.demand import policy_demand, retention_of
 from vllm_pyramid.bench.shapes import Shape
+from vllm_pyramid.config import CONFIG_KEYS, NO_POLICY
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.budget import Budget
 
@@ -105,6 +106,8 @@ def variants_of(
     """
     variants = []
     for policy in policies:
+        if policy == NO_POLICY:
+            raise ValueError(f"vLLM without a policy takes part as {STOCK!r} or {STOCK_CACHING!r}")
         if policy in (STOCK, STOCK_CACHING, TRANSFORMERS):
             variants.append(Variant(policy, None))
             continue
@@ -227,8 +230,15 @@ class Plan:
             return Demand.plain(self.shape, self.prompt_len, self.output_len, kept)
         return policy_demand(self.shape, policy, self.prompt_len, self.output_len, BLOCK_SIZE)
 
+    def arguments_of(self, variant: Variant) -> dict[str, Any]:
+        """Arguments of an engine with the policy, beside its name."""
+        made = self.arguments() | self.policy_arguments(variant)
+        if variant.is_stock:  # it does not know ours
+            made = {name: value for name, value in made.items() if name not in CONFIG_KEYS}
+        return made
+
     def policy_arguments(self, variant: Variant) -> dict[str, Any]:
-        """Arguments of an engine with the policy, over `arguments`, beside its name."""
+        """Those of them that depend on the policy."""
         if variant.is_stock:
             # Room to trim what its larger blocks round down.
             own = STOCK_BLOCK_SIZE // BLOCK_SIZE * self.shape.layers

@@ -103,7 +103,7 @@ class Sessions:
             }
             self._ask(variant, do="start", **task)
             return
-        arguments = self.plan.arguments() | self.plan.policy_arguments(variant)
+        arguments = self.plan.arguments_of(variant)
         if sharing:
             arguments.setdefault("gpu_memory_utilization", gpu_share(sharing))
         if random:

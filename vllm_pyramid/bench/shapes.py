@@ -65,6 +65,16 @@ SHAPES = {
         head_size=64,
         vocabulary=8192,
     ),
+    "smollm2-135m": Shape(
+        layers=30,
+        hidden=576,
+        mlp=1536,
+        heads=9,
+        kv_heads=3,
+        head_size=64,
+        vocabulary=49152,
+        positions=8704,  # the model's 8,192, and room for answers to prompts of that length
+    ),
     "llama-3-8b": Shape(
         layers=32,
         hidden=4096,

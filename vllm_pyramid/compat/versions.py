@@ -55,6 +55,13 @@ def check_vllm() -> None:
         )
 
 
+def runs_without_plugins() -> bool:
+    """Whether vLLM finds a device, or has kernels for the CPU, by itself."""
+    from vllm.platforms import builtin_platform_plugins
+
+    return any(detect() is not None for detect in builtin_platform_plugins.values())
+
+
 def _distribution(name: str) -> str | None:
     try:
         return version(name)

@@ -23,7 +23,9 @@ ABI_VERSION = 7
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
-ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
+# The path of AMX with its tiles in plain C++: for tests, on processors that have none.
+EMULATED = "amx-emulated"
 KERNELS = (
     "paged_attention",
     "window_scores",

@@ -193,7 +193,7 @@ class PyramidSchedulerMixin(Scheduler):
     def _chunk(
         self, request: Request, plan: Plan, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Tokens of the next chunk, of at most `num_new_tokens`; 0 if the step has no room for it."""
+        """Tokens of the next chunk, `num_new_tokens` at most; 0 if the step has no room for it."""
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
