@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench import asked as asked_module
+from vllm_pyramid.bench import latency as latency_module
 from vllm_pyramid.bench import sessions as sessions_module
 from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.latency import flags_of, latency_row, serving, with_slack
@@ -202,12 +202,12 @@ def test_policies_take_turns_and_an_interrupted_run_goes_on(
     assert main(command) == 0
     assert fake.runs[5:] == turn * 2
     written = json.loads((out / "throughput.json").read_text())
-    assert [row["policy"] for row in written["rows"]] == ["full", "pyramidkv", "pyramidkv"]
+    assert [row["policy"] for row in written["rows"]] == ["stock", "pyramidkv", "pyramidkv"]
     row = written["rows"][1]
     assert row["repetitions"] == 3 and row["output_tokens_per_s"] == 32.0
     assert row["output_ratio"] == 2.0 and row["decode_ratio"] == 4.0
     assert row["predicted_decode_tokens_per_s"] > 0 and 0 < row["predicted_prefill_share"] < 1
-    assert written["baseline"] == "full" and written["machine"]["bandwidth"] == 1e9
+    assert written["baseline"] == "stock" and written["machine"]["bandwidth"] == 1e9
 
     assert [place["processor"] for place in written["measured"]] == [processor()] * 3
     said = capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,21 +262,25 @@ def test_a_refused_request_is_looked_at_again_when_blocks_come_back() -> None:
     assert looks <= 3 * 12
 
 
-def test_a_refused_request_lets_go_of_what_the_encoder_cached() -> None:
-    """Pinned by one that waits, it could starve those that run."""
-    scheduler = _small_job(SMALL, 2, 8).scheduler
+def test_a_refused_request_waits_as_if_blocks_were_missing() -> None:
+    """It stays first, nobody overtakes it, and what vLLM pinned for it is let go again (by vLLM,
+    where blocks are missing)."""
+    scheduler = _small_job(SMALL, 3, 8).scheduler
     assert scheduler._admission is not None
-    request = scheduler.requests["r1"]
-    let_go: list[str] = []
-    scheduler._admission.admits = lambda *_: False  # type: ignore[method-assign]
-    scheduler.encoder_cache_manager = SimpleNamespace(
-        free=lambda freed: let_go.append(freed.request_id)
-    )
-    assert scheduler._reserve_prefill_lookahead(request, 0, 8) == 0 and not let_go
-    with_image = SimpleNamespace(
-        request_id="r1", status=RequestStatus.WAITING, has_encoder_inputs=True
-    )
-    assert scheduler._reserve_prefill_lookahead(with_image, 0, 8) == 0 and let_go == ["r1"]
+    asked: list[str] = []
+
+    def admits(request: Any, *_: Any) -> bool:
+        asked.append(request.request_id)
+        return request.request_id != "r0"
+
+    scheduler._admission.admits = admits  # type: ignore[method-assign]
+    for _ in range(2):
+        assert not scheduler.schedule().num_scheduled_tokens
+        assert [request.request_id for request in scheduler.waiting] == ["r0", "r1", "r2"]
+        assert scheduler.coordinator.refused is None  # the refusal was for that step alone
+    assert asked == ["r0", "r0"]
+    scheduler._admission.admits = lambda *_: True  # type: ignore[method-assign]
+    assert "r0" in scheduler.schedule().num_scheduled_tokens
 
 
 def _entered(policy: str, prompt: int, generated: int, **arguments: Any) -> list[int]:
