@@ -18,6 +18,9 @@ __all__ = ["LLM", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
+        from vllm_pyramid.compat.versions import check_vllm
+
+        check_vllm()
         from vllm_pyramid.llm import LLM
 
         return LLM

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid import calibrate
 from vllm_pyramid.bench.command import add_command as add_bench
+from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.config import parse_policy_args
 from vllm_pyramid.eval.command import add_command as add_eval
 from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy, RetentionPlan
 
 _MIB = 1024 * 1024
+_NEED_VLLM = ("bench", "calibrate", "eval")
 
 
 def _positive(text: str) -> int:
@@ -259,11 +261,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["demo"]:
             return _run_demo(argv[1:])
         args = _build_parser().parse_args(argv)
+        if args.command in _NEED_VLLM:
+            check_vllm()
         run: Callable[[argparse.Namespace], int] = args.run
         status = run(args)
         sys.stdout.flush()
         return status
-    except ValueError as error:
+    except (ValueError, WrongVLLMError) as error:
         print(f"vllm-pyramid: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:

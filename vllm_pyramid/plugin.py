@@ -8,7 +8,7 @@ def register() -> None:
     """Make `--kv-policy` known. Light and idempotent; nothing else changes until it is used.
 
     Raises:
-        RuntimeError: this vLLM is not one that the package was made for, or is two at once.
+        WrongVLLMError: this vLLM is not one that the package was made for, or is two at once.
     """
     from vllm_pyramid.compat.versions import check_vllm
 

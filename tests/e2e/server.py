@@ -34,7 +34,7 @@ class Server:
         url: of its root. process: the front end, leader of a process group of its own.
     """
 
-    def __init__(self, model: Path, *flags: str, log: Path) -> None:
+    def __init__(self, model: Path, *flags: str, log: Path, unset: tuple[str, ...] = ()) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -44,7 +44,10 @@ class Server:
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
+                env={
+                    **{name: os.environ[name] for name in os.environ if name not in unset},
+                    "VLLM_LOGGING_LEVEL": "INFO",
+                },
                 start_new_session=True,
             )
 
@@ -104,9 +107,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *flags: str, log: Path, seconds: float = 400) -> Iterator[Server]:
+def serving(
+    model: Path, *flags: str, log: Path, seconds: float = 400, unset: tuple[str, ...] = ()
+) -> Iterator[Server]:
     """A server that answers; whatever is left of it afterwards is killed."""
-    server = Server(model, *flags, log=log)
+    server = Server(model, *flags, log=log, unset=unset)
     try:
         server.wait_until_ready(seconds)
         yield server

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from tests.e2e.server import Server, serving
 
@@ -272,3 +274,24 @@ def test_two_front_ends(random_model: Path, tmp_path: Path) -> None:
         assert _totals(metrics) == expected
         assert set(metrics["vllm_pyramid:blocks_held"].values()) == {0}
         _check_end(server, signal.SIGINT)
+
+
+def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:
+    """As the README starts it. What is chosen for the machine is said, and is what happens."""
+    if torch.cuda.is_available():
+        pytest.skip("threads and memory of the host are chosen where the CPU computes")
+    log = tmp_path / "server.log"
+    flags = ("--kv-policy", "pyramidkv", "--kv-budget", "64")
+    with serving(random_model, *flags, log=log, unset=("OMP_NUM_THREADS",)) as server:
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            _check_report(_complete(client, str(random_model)).kv_transfer_params, 64)
+        text = log.read_text()
+        cores = len(os.sched_getaffinity(0))
+        if cores <= 8 and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) == 1:
+            # One worker has all of them; vLLM would leave it one less.
+            (said,) = re.findall(r"threads: VLLM_CPU_OMP_THREADS_BIND=([\d,]+);", text)
+            bound = {int(core) for core in said.split(",")}
+            assert bound <= os.sched_getaffinity(0) and len(bound) > cores // 2
+        (taken, free) = re.findall(r"memory: at most ([\d.]+) GiB.* of the ([\d.]+) GiB", text)[0]
+        assert float(taken) == pytest.approx(0.8 * float(free), rel=0.02, abs=0.1)

