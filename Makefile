@@ -5,7 +5,8 @@
 VLLM  ?= 0.32
 VENV  := .venv$(if $(filter-out 0.32,$(VLLM)),-$(VLLM))
 PY    := $(VENV)/bin/python
-STAMP := $(VENV)/.stamp
+# VLLM_BUILD=cpu or =cuda chooses vLLM's; by itself it is cuda where there is a GPU.
+STAMP := $(VENV)/.stamp$(if $(VLLM_BUILD),-$(VLLM_BUILD))
 
 # One OpenMP thread a process: the engine runs as several processes, and on a small machine their
 # thread pools would wait for one another. Set it to use more.
@@ -24,7 +25,7 @@ help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f)
-	@VLLM=$(VLLM) VENV=$(VENV) scripts/setup_env.sh
+	@VLLM=$(VLLM) VENV=$(VENV) VLLM_BUILD=$(VLLM_BUILD) scripts/setup_env.sh
 
 setup: $(STAMP)  ## Create .venv and install everything (done by the other commands).
 

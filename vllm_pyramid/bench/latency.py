@@ -27,6 +27,7 @@ from vllm_pyramid.bench.rows import Row, job_row, percentile_fields, with_ratios
 from vllm_pyramid.bench.server_metrics import DIRECT, Sampler, evictions
 from vllm_pyramid.bench.sessions import gpu_share
 from vllm_pyramid.child import ChildError, end_group
+from vllm_pyramid.platform import HUGE_PAGES
 
 __all__ = ["flags_of", "latency", "serving"]
 
@@ -134,7 +135,7 @@ def load(
             *("--random-output-len", str(plan.output_len)),
             *("--num-prompts", str(plan.num_prompts), "--request-rate", str(rate)),
             *("--seed", str(seed), "--temperature", "0", "--ignore-eos", "--disable-tqdm"),
-            *("--num-warmups", "1", "--percentile-metrics", "ttft,tpot"),
+            *("--num-warmups", "0", "--percentile-metrics", "ttft,tpot"),
             *("--metric-percentiles", "50,90,99", "--extra-body", json.dumps(extra)),
             *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
             *(() if concurrency is None else ("--max-concurrency", str(concurrency))),
@@ -199,7 +200,11 @@ def latency(
     """
     slack = with_slack(plan, variants)
     defaults: dict[str, Any] = {"load_format": "dummy"} if random else {}
-    environment = {"VLLM_LOGGING_LEVEL": "WARNING"}
+    # Huge pages for stock vLLM too: beside a policy our platform asks for them.
+    environment = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
+    }
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
         # Otherwise every server's worker is bound to the same cores (but one, which vLLM reserves)
@@ -231,14 +236,16 @@ def latency(
         few = replace(plan, num_prompts=1)
         for variant in variants:
             on_stage(f"{variant.label}, warm-up")
-            load(urls[variant.policy], model, few, variant, float("inf"), None, repetitions)
+            seed = repetitions * len(rates)  # no measurement's
+            load(urls[variant.policy], model, few, variant, float("inf"), None, seed)
         results: dict[tuple[float, int], list[dict[str, Any]]] = {}
-        for rate in rates:
+        for turn, rate in enumerate(rates):
             for repetition in range(repetitions):
+                seed = turn * repetitions + repetition  # new prompts: a prefix cache has none
                 for index, variant in enumerate(variants):
                     on_stage(f"{variant.label}, {rate:g}/s, {repetition + 1} of {repetitions}")
                     url = urls[variant.policy]
-                    result = load(url, model, plan, variant, rate, concurrency, repetition)
+                    result = load(url, model, plan, variant, rate, concurrency, seed)
                     results.setdefault((rate, index), []).append(result)
                     on_progress(plan.num_prompts)
     return [

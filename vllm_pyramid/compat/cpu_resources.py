@@ -44,4 +44,4 @@ def memory_of_worker_node(workers: int) -> tuple[int, int, int]:
     nodes = get_visible_memory_node()
     node = get_allowed_cpu_list()[0].numa_node
     info = get_memory_node_info(node if node in nodes else nodes[0])
-    return info.total_memory, info.available_memory, -(-workers // len(nodes))
+    return info.total_memory, info.available_memory, -(-workers // max(1, len(cores_by_node())))

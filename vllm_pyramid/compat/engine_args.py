@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -123,6 +124,8 @@ def install() -> None:
     def create_engine_config_with_policy(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         settings = KVSettings.from_additional_config(self.additional_config)
         if settings is None or settings.kv_policy == NO_POLICY:
+            if (defaults := sys.modules.get("vllm_pyramid.platform.defaults")) is not None:
+                defaults.withdraw()  # an earlier engine of this process had a policy
             return create_engine_config(self, *args, **kwargs)
         from vllm_pyramid.engine_config import finish_config, prepare_args
 

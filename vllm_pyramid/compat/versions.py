@@ -30,14 +30,14 @@ def vllm_version() -> str:
         WrongVLLMError: there is none; the message says how to get one.
     """
     found = find_spec("vllm")
-    if found is None:
+    file = Path(found.origin).with_name("_version.py") if found and found.origin else None
+    if file is None or not file.is_file():  # an empty folder of that name is none either
         raise WrongVLLMError(
             f"vLLM is not installed: install {_either('vLLM')} beside vllm-pyramid, for GPUs with "
             "`pip install 'vllm-pyramid[cuda]'`, for CPUs a CPU build of vLLM"
         )
     # The file alone: importing vLLM takes seconds.
-    assert found.origin is not None
-    return str(runpy.run_path(str(Path(found.origin).with_name("_version.py")))["__version__"])
+    return str(runpy.run_path(str(file))["__version__"])
 
 
 def check_vllm() -> None:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
@@ -36,14 +37,26 @@ def choose(args: EngineArgs) -> None:
 
     Threads are chosen in this process's environment, from which vLLM reads them.
     """
+    withdraw()
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
-    if args.data_parallel_size == 1:
+    if args.data_parallel_size == 1 and args.nnodes == 1:
         bind = threads_to_bind(os.environ, workers, cores_by_node())
         if bind is not None:
-            os.environ[BIND] = bind
+            os.environ[BIND] = _chosen[BIND] = bind
             logger.info("threads: %s=%s; the environment may say otherwise", BIND, bind)
     if _share_is_vllms(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         args.additional_config = {**args.additional_config, MEMORY_KEY: True}
+
+
+_chosen: dict[str, str] = {}  # variables that this process owes to `choose`
+
+
+def withdraw() -> None:
+    """Take back what was chosen for an earlier engine of this process."""
+    for name, value in _chosen.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _chosen.clear()
 
 
 def threads_to_bind(
@@ -64,10 +77,16 @@ def threads_to_bind(
     if len(nodes) >= workers:
         shares = [list(nodes[worker]) for worker in range(workers)]
         if min(map(len, shares)) > CORES_TO_SPARE:
-            return None
+            return None  # vLLM's own rule: all but one core of each node
     else:  # vLLM would refuse to start
-        cores = [core for node in nodes for core in node]
-        shares = [cores[worker::workers] for worker in range(workers)]
+        homes = [worker * len(nodes) // workers for worker in range(workers)]
+        shares = []
+        for node, cores in enumerate(nodes):
+            count, size = homes.count(node), len(cores)
+            shares += [
+                list(cores[i * size // count : (i + 1) * size // count]) for i in range(count)
+            ]
+        shares = [share[:-1] if len(share) > CORES_TO_SPARE else share for share in shares]
     if not all(shares):
         return "nobind"  # more workers than cores
     return "|".join(",".join(map(str, sorted(share))) for share in shares)
@@ -95,7 +114,10 @@ def take_free_memory(config: Any) -> None:
     if MEMORY_KEY not in config.additional_config:
         return
     total, free, sharing = memory_of_worker_node(config.parallel_config.local_world_size)
-    share = min(config.cache_config.gpu_memory_utilization, SHARE_OF_FREE * free / total / sharing)
+    # vLLM takes what this process already has out of the share, so it comes on top of it.
+    own = psutil.Process().memory_info().rss
+    wanted = min(SHARE_OF_FREE * free / sharing + own, free)
+    share = min(config.cache_config.gpu_memory_utilization, wanted / total)
     config.cache_config.gpu_memory_utilization = share
     logger.info(
         "memory: at most %.1f GiB, model and KV cache together, of the %.1f GiB that are free (a "

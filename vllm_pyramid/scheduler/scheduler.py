@@ -177,6 +177,8 @@ class PyramidSchedulerMixin(Scheduler):
         where blocks are missing, so it is told that they are. (No tokens would do in vLLM 0.32; in
         0.33 the requests behind would overtake it.)
         """
+        if not num_new_tokens:
+            return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
         plan = self._plans[request.request_id][1]
         if (
