@@ -275,7 +275,7 @@ def main() -> None:
         do = task.pop("do")
         if do == "start":
             engine = start(task)
-            say(done={"pool_blocks": engine.pool_blocks, "blocks_of_one": engine.blocks_of_one})
+            say(done={"pool_blocks": engine.pool_blocks})
         elif do == "machine":
             say(done=machine())
         else:

@@ -242,11 +242,11 @@ class Plan:
         if variant.is_stock:
             # Room to trim what its larger blocks round down.
             own = STOCK_BLOCK_SIZE // BLOCK_SIZE * self.shape.layers
+            pool = (self.stock_blocks(self.pool_prompts) + 2 * own) * self.block_bytes
             return {
                 "block_size": self.engine_args.get("block_size"),
                 "enable_prefix_caching": variant.policy == STOCK_CACHING,
-                "kv_cache_memory_bytes": (self.stock_blocks(self.pool_prompts) + 2 * own)
-                * self.block_bytes,
+                "kv_cache_memory_bytes": self.engine_args.get("kv_cache_memory_bytes", pool),
             }
         if self.kv_swap_space is None or not variant.swaps_v:
             return {}
