@@ -207,24 +207,15 @@ def _solve(
 
 def _policy_of(settings: KVSettings) -> Policy:
     policy = settings.policy()
-    if policy is None or policy.solver is None:
+    if policy is None or not policy.allocator.solves:
         from vllm_pyramid.policy import load_presets
 
-        solving = [preset.name for preset in load_presets() if preset.solver is not None]
+        solving = [preset.name for preset in load_presets() if preset.allocator.solves]
         raise ValueError(
             f"policy {settings.kv_policy!r} knows its lengths beforehand, so there is nothing to "
             f"calibrate: use one that solves them ({', '.join(solving)})"
         )
-    if policy.solver.samples:
-        raise ValueError(
-            f"policy {settings.kv_policy!r} solves only a sample of the prompts (sample_first or "
-            "sample_share), and calibration needs all of them: leave that out"
-        )
-    if policy.solver.sets_total:
-        raise ValueError(
-            "a set retention has no set total that shares could be of: leave it out, and give a "
-            "--kv-budget"
-        )
+    policy.allocator.check_calibration(policy)
     return policy
 
 

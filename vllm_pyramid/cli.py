@@ -141,7 +141,7 @@ def _budget_report(
     full_blocks = -(-plan.prompt_len // block_size) * shape.num_layers
     by_layer = plan.blocks_in(policy.block_sizes(shape.num_layers, block_size)).tolist()
     blocks = sum(by_layer)
-    swapped = [n for layer, n in enumerate(by_layer) if policy.swaps_layer(layer)]
+    swapped = [n for layer, n in enumerate(by_layer) if not policy.values.on_device(layer)]
     return {
         "source": source,
         "policy": policy.name,
@@ -210,8 +210,8 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
     )
     if report["host_mib"]:
         console.print(
-            f"V of the layers from {policy.device_layers} on: {report['host_mib']:.2f} MiB of host "
-            "memory; a block of theirs holds K of twice the tokens.",
+            f"V in host memory: {report['host_mib']:.2f} MiB; a block of a layer whose V is there "
+            "holds K of twice the tokens.",
             highlight=False,
         )
     console.print(
@@ -222,13 +222,13 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
 
 
 def _run_budgets(args: argparse.Namespace) -> int:
-    from vllm_pyramid.policy import OpenPlan, load_policy
+    from vllm_pyramid.policy import load_policy
 
     policy = load_policy(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
     shape, source = _cache_shape(args)
     largest_block = int(policy.block_sizes(shape.num_layers, args.block_size).max())
     plan = policy.plan(args.prompt_len, shape.num_layers, largest_block)
-    if isinstance(plan, OpenPlan):
+    if plan.is_open:
         from vllm_pyramid.open_budgets import show_open_budgets
 
         show_open_budgets(policy, plan, source, as_json=args.json)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: what the flags and `additional_config` may say (single requests: `request_config.py`).
 
-Everything travels in vLLM's `additional_config` under six keys, so that the engine core and the
-workers read the same values in their own processes:
+They come in vLLM's `additional_config` under six keys, from the flags or from the user's own code:
 
     {"kv_policy": "pyramidkv", "kv_budget": 512, "kv_policy_args": {"beta": 14}, "kv_trace": "DIR",
      "kv_swap_space": 4, "kv_admission": "forecast"}
+
+The front end reads them once (`KVSettings`), with the policy's file. What it found, checked and
+merged, joins them under `SERVED_KEY` as data, and that is what the engine core and the workers go
+by (`ServedSettings`): they open no file and check nothing again.
 """
 
 from __future__ import annotations
@@ -14,16 +17,14 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from vllm_pyramid.methods.kinds import did_you_mean
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.component import did_you_mean
 
 NO_POLICY = "none"
-# Queries whose attention a trace reports on where the policy scores with none: PyramidKV's 8.
-TRACE_WINDOW = 8
 CONFIG_KEYS = (
     "kv_policy",
     "kv_budget",
@@ -36,11 +37,7 @@ CONFIG_KEYS = (
 # it was worth its prefill, or, as vLLM does, as soon as all of it fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
-
-
-def trace_window(policy: Policy) -> int:
-    """How many of a prompt's last queries a trace takes the attention of, for its recall."""
-    return policy.window if policy.needs_scores else TRACE_WINDOW
+SERVED_KEY = "vllm_pyramid"
 
 
 def parse_policy_args(value: object) -> dict[str, Any]:
@@ -113,6 +110,13 @@ def refuse_misspelt(keys: Mapping[str, Any], valid: tuple[str, ...], where: str)
                 )
 
 
+def asks_for_policy(additional_config: object) -> bool:
+    """Whether a policy is to be served, before anything is read or checked."""
+    if not isinstance(additional_config, Mapping):
+        return False
+    return additional_config.get("kv_policy", NO_POLICY) not in (None, NO_POLICY)
+
+
 def _parse_gib(value: object) -> float | None:
     """`kv_swap_space`: a number of GiB above 0, or its text."""
     if value is None:
@@ -138,7 +142,7 @@ class KVSettings:
         kv_policy_args: changes to the preset (see `load_policy`).
         kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
         kv_swap_space: GiB of host memory that each worker takes at most for V, for policies with
-            `swap_v`; None for as much as the device's KV cache, which is the most it ever takes.
+            V on the host; None for as much as the device's KV cache, the most it ever takes.
         kv_admission: when a waiting prompt starts, one of `ADMISSIONS`; None for `forecast` where
             the policy evicts, and vLLM's own rule, `prompt`, where it does not.
     """
@@ -172,11 +176,11 @@ class KVSettings:
                     f"{' and '.join(given)} without a kv_policy would have no effect: choose a "
                     "policy (vllm-pyramid policies lists them), for example --kv-policy pyramidkv"
                 )
-        elif self.kv_swap_space is not None and not self._loaded_policy.swap_v:
+        elif self.kv_swap_space is not None and not self._loaded_policy.values.uses_swap_space:
             raise ValueError(
                 f"kv_swap_space is memory for V, which policy {self.kv_policy!r} keeps on the "
                 "device: leave it out, choose kcache, or add "
-                "--kv-policy-args '{\"swap_v\": true}'"
+                '--kv-policy-args \'{"values": "host"}\''
             )
         else:
             _ = self._loaded_policy
@@ -203,29 +207,64 @@ class KVSettings:
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         return {key: value for key, value in values.items() if value not in (None, {})}
 
-    @property
-    def swap_space_bytes(self) -> int | None:
-        """Host memory for V of each worker; None for as much as the device's cache has."""
-        if self.kv_swap_space is None:
-            return None
-        return int(float(self.kv_swap_space) * 2**30)
-
     @cached_property
     def _loaded_policy(self) -> Policy:
         return load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
 
-    def min_last_chunk(self, policy: Policy) -> int:
-        """Prompt tokens that the prefill's last chunk must have: a trace wants a window of them."""
-        return max(policy.min_last_chunk, trace_window(policy) if self.kv_trace is not None else 0)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether prompts start by what all requests will hold, not by what they hold now."""
-        if self.kv_admission is not None:
-            return self.kv_admission == FORECAST
-        policy = self.policy()
-        return policy is not None and policy.evicts
-
     def policy(self) -> Policy | None:
         """The policy that is served, loaded once; None if the plugin is to stay inert."""
         return None if self.kv_policy == NO_POLICY else self._loaded_policy
+
+    def served(self) -> ServedSettings | None:
+        """What the other processes are told; None if the plugin is to stay inert."""
+        policy = self.policy()
+        if policy is None:
+            return None
+        forecasts = policy.evicts
+        if self.kv_admission is not None:
+            forecasts = self.kv_admission == FORECAST
+        space = self.kv_swap_space
+        return ServedSettings(
+            policy,
+            self.kv_trace,
+            None if space is None else int(float(space) * 2**30),
+            forecasts,
+        )
+
+
+@dataclass(frozen=True)
+class ServedSettings:
+    """The settings of an engine as its processes go by them.
+
+    Attributes:
+        policy: what is served. trace: folder for traces, or None.
+        swap_space_bytes: host memory for V of each worker; None: as much as the device's cache.
+        forecasts: whether prompts start by what all requests will hold, not by what they hold now.
+        backend: of the attention, where there is a choice.
+    """
+
+    policy: Policy
+    trace: str | None = None
+    swap_space_bytes: int | None = None
+    forecasts: bool = False
+    backend: str | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "policy": self.policy.as_data()}
+
+    @classmethod
+    def of(cls, config: Any) -> ServedSettings | None:
+        """From vLLM's finished configuration; None where no policy is served."""
+        found = config.additional_config
+        if not isinstance(found, Mapping) or SERVED_KEY not in found:
+            return None
+        data = dict(found[SERVED_KEY])
+        return cls(policy=Policy.model_validate(data.pop("policy")), **data)
+
+    @property
+    def min_last_chunk(self) -> int:
+        """Prompt tokens that the prefill's last chunk must have: a trace wants a window of them."""
+        least = self.policy.min_last_chunk
+        return max(least, self.policy.trace_window) if self.trace is not None else least

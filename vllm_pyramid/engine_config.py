@@ -8,6 +8,7 @@ after. Whatever is not mentioned here works or fails with vLLM's own message.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm import envs
@@ -17,10 +18,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_pyramid.config import KVSettings
+from vllm_pyramid.config import SERVED_KEY, KVSettings
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.thinning_config import check_thinning_args, check_thinning_config
-from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS, CPU_BACKEND
+from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -119,14 +119,8 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
     for flag, wanted, why in wants:
         if wanted:
             _refuse(flag, why)
-    if policy.swap_v and current_platform.device_type != "cpu":
-        raise ValueError(
-            f"policy {policy.name!r} keeps V in host memory (swap_v), which runs on CPUs only so "
-            "far: the attention kernels for CUDA read K and V from one page; choose a policy that "
-            "keeps V on the device, such as pyramidkv"
-        )
-    if policy.thinner is not None:
-        check_thinning_args(args, policy)
+    for part in policy.parts:
+        part.prepare_args(policy, args)
     _check_backend(args.attention_backend or args.attention_config.backend)
     if envs.VLLM_USE_RUST_FRONTEND:
         raise ValueError(
@@ -157,18 +151,20 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
     Raises:
         ValueError: naming the flag to change.
     """
-    policy = settings.policy()
-    assert policy is not None
+    served = settings.served()
+    assert served is not None
+    policy = served.policy
     _check_model(config, policy)
     _check_resolved(config)
-    _check_chunks(config, policy, settings.min_last_chunk(policy))
-    if policy.thinner is not None:
-        check_thinning_config(config, policy, policy.thinner)
+    _check_chunks(config, policy, served.min_last_chunk)
+    for part in policy.parts:
+        part.check_config(policy, config)
     _check_graphs(config, policy)
     if current_platform.device_type == "cuda":
-        _take_backend(config, policy)
+        served = replace(served, backend=_take_backend(config, policy))
     else:
         _take_cpu_backend(config)
+    config.additional_config = {**config.additional_config, SERVED_KEY: served.as_data()}
     config.parallel_config.worker_cls = _WORKERS[current_platform.device_type]
     config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
@@ -244,8 +240,8 @@ def _check_resolved(config: VllmConfig) -> None:
             _refuse(what, why)
 
 
-def _take_backend(config: VllmConfig, policy: Policy) -> None:
-    """On CUDA, put our backend in front: vLLM's kernels, reading per-layer tables."""
+def _take_backend(config: VllmConfig, policy: Policy) -> str:
+    """On CUDA, put our backend in front: vLLM's kernels, reading per-layer tables. Its name."""
     if policy.evicts and not policy.fill_blocks:
         raise ValueError(
             f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "
@@ -253,9 +249,9 @@ def _take_backend(config: VllmConfig, policy: Policy) -> None:
         )
     chosen = config.attention_config.backend
     name = chosen.name if chosen is not None else _default_backend(config)
-    config.additional_config = {**config.additional_config, BACKEND_KEY: name}
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[name])
+    return name
 
 
 def _take_cpu_backend(config: VllmConfig) -> None:

@@ -38,7 +38,8 @@ def show_open_budgets(policy: Policy, plan: OpenPlan, source: str, *, as_json: b
 
 def _report(policy: Policy, plan: OpenPlan, source: str) -> dict[str, Any]:
     total = plan.budget_tokens * plan.num_layers
-    block_size = plan.block_size // 2 if policy.swap_v else plan.block_size  # of K and V
+    # Of K and V: blocks of K alone have twice the tokens.
+    block_size = plan.block_size // (2 if policy.values.uses_swap_space else 1)
     sizes = policy.block_sizes(plan.num_layers, block_size)
     full = -(-plan.prompt_len // block_size) * plan.num_layers
     # A layer begins and ends inside a block: its tokens touch at most two blocks more than fit.

@@ -2,7 +2,8 @@
 """What a single request may ask for, and what then holds for it.
 
 A request may carry `kv_policy`, `kv_budget`, `kv_application` and `kv_top_n` in
-`SamplingParams.extra_args` (`vllm_xargs`).
+`SamplingParams.extra_args` (`vllm_xargs`). They are read once on each side: in the front end, which
+answers a mistake with 400, in the scheduler and in each worker.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_pyramid.config import refuse_misspelt
 from vllm_pyramid.policy import Budget, Policy, load_policy
@@ -18,19 +19,20 @@ from vllm_pyramid.policy import Budget, Policy, load_policy
 FULL_POLICY = "full"
 MAX_NAME = 256
 REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application", "kv_top_n")
-# What the scheduler adds to a request for the workers; a client's is refused.
-SHARES_KEY = "vllm_pyramid_shares"
+# What the scheduler adds to a request for the workers: an allocator in place of the policy's. A
+# client's is refused.
+ALLOCATOR_KEY = "vllm_pyramid_allocator"
 
 
 @dataclass(frozen=True)
-class RequestOverride:
-    """What a single request asks for.
+class RequestKeys:
+    """What a single request asks for, with types and ranges checked.
 
     Attributes:
         policy: `full` to opt out of eviction, or the served policy's own name; None for that.
         budget: the request's own budget; None for the policy's.
         application: whose average of sampled budgets it shares (`sample_first`, `sample_share`).
-        top_n: keys that it fetches V of, for a policy with `swap_v`; None for the policy's.
+        top_n: keys that it takes V of, with V in host memory; None for the policy's.
     """
 
     policy: str | None = None
@@ -39,8 +41,8 @@ class RequestOverride:
     top_n: int | None = None
 
     @classmethod
-    def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOverride | None:
-        """Read `SamplingParams.extra_args`; None if it holds nothing of ours.
+    def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
+        """Read `SamplingParams.extra_args`.
 
         Whether the values suit the served policy is for `resolve` to say.
 
@@ -48,10 +50,8 @@ class RequestOverride:
             ValueError: wrong type or range, or a key that is nearly one of ours.
         """
         if not extra_args:
-            return None
+            return cls()
         refuse_misspelt(extra_args, REQUEST_KEYS, "the request's vllm_xargs")
-        if not any(key in extra_args for key in REQUEST_KEYS):
-            return None
         policy = extra_args.get("kv_policy")
         if policy is not None and not (isinstance(policy, str) and policy):
             raise ValueError(f"kv_policy of a request must be a policy's name, not {policy!r}")
@@ -67,28 +67,27 @@ class RequestOverride:
         if top_n is not None and not (type(top_n) is int and 1 <= top_n < 2**31):
             raise ValueError(f"kv_top_n of a request must be a number of keys, not {top_n!r}")
         value = extra_args.get("kv_budget")
-        if value is None:
-            given = policy or application or top_n
-            return cls(policy, None, application, top_n) if given else None
         try:
-            return cls(policy, Budget.parse(value), application, top_n)
+            budget = None if value is None else Budget.parse(value)
         except ValueError as error:
             raise ValueError(f"kv_budget of the request: {error}") from None
+        return cls(policy, budget, application, top_n)
 
 
-def refuse_internal(extra_args: Mapping[str, Any] | None) -> None:
-    """Raise ValueError if a client sends what only the scheduler may."""
-    if extra_args and SHARES_KEY in extra_args:
-        raise ValueError(f"{SHARES_KEY} is not for requests to set: leave it out")
+class ServedRequest(NamedTuple):
+    """What holds for a request.
 
+    Attributes:
+        policy: the served one, perhaps with parts of its own, or `full`.
+        budget: its own; None: the policy's. application: see `RequestKeys`.
+        error: what was wrong, where there is nobody to answer: the served policy then holds until
+            the scheduler has ended the request.
+    """
 
-def refuse_prompt_logprobs(policy: Policy, prompt_logprobs: int | None) -> None:
-    """Raise ValueError if a request wants what a policy that thins prompts never computes."""
-    if policy.thinner is not None and prompt_logprobs is not None:
-        raise ValueError(
-            f"prompt_logprobs with policy {policy.name!r}: tokens of the prompt leave the forward "
-            'pass before they have any; leave them out, or send {"kv_policy": "full"} along'
-        )
+    policy: Policy
+    budget: Budget | None = None
+    application: str = ""
+    error: str | None = None
 
 
 @lru_cache(maxsize=1)
@@ -96,61 +95,84 @@ def _full_policy() -> Policy:
     return load_policy(FULL_POLICY)
 
 
-def resolve(policy: Policy, override: RequestOverride | None) -> tuple[Policy, Budget | None]:
-    """The policy and the budget (None: the policy's own) that hold for a request.
+def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
+    """The policy and the budget that hold for a request.
 
     Args:
-        policy: the served policy. override: what the request asks for.
+        policy: the served policy. keys: what the request asks for.
 
     Raises:
-        ValueError: a policy that is not served, or a budget that this policy cannot work with.
+        ValueError: a policy that is not served, or a value that this policy cannot work with.
     """
-    if override is None:
-        return policy, None
     chosen = policy
-    if override.policy == FULL_POLICY:
+    if keys.policy == FULL_POLICY:
         chosen = _full_policy() if policy.name != FULL_POLICY else policy
-    elif override.policy not in (None, policy.name):
+    elif keys.policy not in (None, policy.name):
         possible = list(dict.fromkeys((policy.name, FULL_POLICY)))
         raise ValueError(
-            f"kv_policy {override.policy!r} is not served here: a request may ask for "
+            f"kv_policy {keys.policy!r} is not served here: a request may ask for "
             f"{' or '.join(repr(name) for name in possible)}"
         )
-    if override.budget is not None:
-        chosen.check_budget(override.budget)
-    if override.top_n is not None:
-        if not chosen.swap_v:
-            raise ValueError(
-                f"kv_top_n has no effect on policy {chosen.name!r}, which keeps V on the device "
-                "or attends to all of it: leave it out"
-            )
-        chosen = _with_top_n(chosen, override.top_n)
-    return chosen, override.budget
+    if keys.budget is not None:
+        chosen.check_budget(keys.budget)
+    if keys.top_n is not None:
+        chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
+    return ServedRequest(chosen, keys.budget, keys.application)
 
 
 @lru_cache(maxsize=256)
-def _with_top_n(policy: Policy, top_n: int) -> Policy:
-    return policy.model_copy(update={"top_n": top_n})
+def _with_keys(policy: Policy, given: tuple[tuple[str, Any], ...]) -> Policy:
+    """The policy with parts as a request wants them; each key must be somebody's."""
+    keys = dict(given)
+    parts = {part.section: part.for_request(keys) for part in policy.parts}
+    if keys:
+        raise ValueError(
+            f"{', '.join(keys)} has no effect on policy {policy.name!r}, which keeps V on the "
+            "device or attends to all of it: leave it out"
+        )
+    return policy.model_copy(update={name: part.model_dump() for name, part in parts.items()})
 
 
 @lru_cache(maxsize=4096)
-def with_shares(policy: Policy, shares: tuple[float, ...]) -> Policy:
-    """The policy with fixed shares in place of its solver."""
-    return policy.model_copy(update={"allocator": {"kind": "shares", "shares": shares}})
+def with_allocator(policy: Policy, fields: tuple[tuple[str, Any], ...]) -> Policy:
+    """The policy with another allocator, given by its fields (lists as tuples)."""
+    return policy.model_copy(update={"allocator": dict(fields)})
 
 
-def settle(
-    policy: Policy, extra_args: Mapping[str, Any] | None
-) -> tuple[Policy, Budget | None, str | None]:
-    """`resolve` for the engine, which has no one to answer: policy, budget, and what was wrong.
+def hashable(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Fields of a part for `with_allocator`."""
+    return tuple(
+        (key, tuple(value) if isinstance(value, list) else value) for key, value in fields.items()
+    )
 
-    Where something was wrong, the served policy holds until the scheduler has ended the request.
-    Shares that the scheduler has sent along take the place of the policy's solver.
+
+def check_request(policy: Policy, params: Any) -> ServedRequest:
+    """What holds for a request that has just come from a client.
+
+    Args:
+        params: vLLM's `SamplingParams`.
+
+    Raises:
+        ValueError: a wrong key or value, or something that a part of the policy cannot give.
+    """
+    if params.extra_args and ALLOCATOR_KEY in params.extra_args:
+        raise ValueError(f"{ALLOCATOR_KEY} is not for requests to set: leave it out")
+    served = resolve(policy, RequestKeys.parse(params.extra_args))
+    for part in served.policy.parts:
+        part.check_request(served.policy, params)
+    return served
+
+
+def for_request(policy: Policy, extra_args: Mapping[str, Any] | None) -> ServedRequest:
+    """`resolve` for a worker, which has no one to answer.
+
+    An allocator that the scheduler has sent along takes the place of the policy's.
     """
     try:
-        chosen, budget = resolve(policy, RequestOverride.parse(extra_args))
-        if extra_args and SHARES_KEY in extra_args:
-            chosen = with_shares(chosen, tuple(extra_args[SHARES_KEY]))
-        return chosen, budget, None
+        served = resolve(policy, RequestKeys.parse(extra_args))
+        if extra_args and ALLOCATOR_KEY in extra_args:
+            fields = hashable(extra_args[ALLOCATOR_KEY])
+            served = served._replace(policy=with_allocator(served.policy, fields))
+        return served
     except ValueError as error:
-        return policy, None, str(error)
+        return ServedRequest(policy, error=str(error))

@@ -42,8 +42,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "kv_swap_space": {
         "metavar": "GiB",
         "help": "The most host memory that each worker takes at start for V, with a policy that "
-        "keeps V there (kcache, or swap_v). Less than the device's KV cache makes that as small. "
-        "Default: as much as the device's KV cache.",
+        "keeps V there (kcache, or values: host). Less than the device's KV cache makes that as "
+        "small. Default: as much as the device's KV cache.",
     },
     "kv_admission": {
         "metavar": "forecast|prompt",

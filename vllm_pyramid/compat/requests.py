@@ -14,21 +14,16 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_pyramid.config import KVSettings
+from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.request_config import (
-    RequestOverride,
-    refuse_internal,
-    refuse_prompt_logprobs,
-    resolve,
-)
+from vllm_pyramid.request_config import check_request
 
 
 def _served_policy(processor: InputProcessor) -> Policy | None:
     """The engine's policy, read from its configuration once."""
     if "kv_policy" not in vars(processor):
-        settings = KVSettings.from_additional_config(processor.vllm_config.additional_config)
-        vars(processor)["kv_policy"] = settings.policy() if settings is not None else None
+        settings = ServedSettings.of(processor.vllm_config)
+        vars(processor)["kv_policy"] = settings.policy if settings is not None else None
     policy: Policy | None = vars(processor)["kv_policy"]
     return policy
 
@@ -43,9 +38,7 @@ def _check(policy: Policy, params: object, resumable: bool) -> None:
     if not isinstance(params, SamplingParams):
         return
     try:
-        refuse_internal(params.extra_args)
-        chosen, _ = resolve(policy, RequestOverride.parse(params.extra_args))
-        refuse_prompt_logprobs(chosen, params.prompt_logprobs)
+        check_request(policy, params)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 

@@ -23,12 +23,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_pyramid.compat.side_channel import attach_evictions, attach_traffic
+from vllm_pyramid.compat.side_channel import StepReport, attach_report
 from vllm_pyramid.engine_config import SLIDING_WINDOW_REASON
+from vllm_pyramid.plans import Eviction
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.plans import Eviction
 from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
-from vllm_pyramid.swap.traffic import StepTraffic
 
 _KINDS = (FullAttentionSpec, SlidingWindowSpec)  # themselves, nothing that derives from them
 
@@ -83,7 +82,7 @@ def per_layer_specs(
         )
     return {
         name: KeyOnlyKVCacheSpec.of(_with_values_alike(name, spec))
-        if policy.swaps_layer(spec.layer_idx)
+        if not policy.values.on_device(spec.layer_idx)
         else spec
         for name, spec in result.items()
     }
@@ -93,7 +92,7 @@ def _with_values_alike(name: str, spec: LayerKVCacheSpec) -> LayerKVCacheSpec:
     if spec.head_size_v != spec.head_size:
         raise ValueError(
             f"layer {name} has keys of {spec.head_size} and values of {spec.head_size_v} elements; "
-            "V in host memory needs them alike: set swap_v to false, or choose another policy"
+            "V in host memory needs them alike: set values to device, or choose another policy"
         )
     return spec
 
@@ -103,16 +102,11 @@ def attention_layer(config: VllmConfig, name: str) -> Any:
     return config.compilation_config.static_forward_context[name]
 
 
-def report_evictions(output: Any, evictions: dict[str, Eviction]) -> Any:
-    """Attach the step's evictions to what `sample_tokens` returns, finished or still in flight."""
-    return (
-        _attach(output, lambda inner: attach_evictions(inner, evictions)) if evictions else output
-    )
-
-
-def report_traffic(output: Any, traffic: StepTraffic | None) -> Any:
-    """The same for what the step moved between device and host memory."""
-    return output if traffic is None else _attach(output, lambda o: attach_traffic(o, traffic))
+def send_report(output: Any, evictions: dict[str, Eviction], methods: dict[str, Any]) -> Any:
+    """Attach a step's report to what `sample_tokens` returns, finished or still in flight."""
+    if not evictions and not methods:
+        return output
+    return _attach(output, lambda inner: attach_report(inner, StepReport(evictions, methods)))
 
 
 def _attach(output: Any, attach: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> Any:

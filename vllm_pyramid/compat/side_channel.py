@@ -9,45 +9,40 @@ unused without a KV connector (which a KV policy refuses). Remove when vLLM has 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vllm_pyramid.policy.plans import Eviction
-from vllm_pyramid.swap.traffic import StepTraffic
+from vllm_pyramid.plans import Eviction
 
-_EVICTIONS = "vllm_pyramid_evictions"
-_TRAFFIC = "vllm_pyramid_traffic"
+_REPORT = "vllm_pyramid_report"
 _STATS = "vllm_pyramid"
 
 
-def attach_evictions(
-    output: ModelRunnerOutput, evictions: dict[str, Eviction]
-) -> ModelRunnerOutput:
-    """Send what was evicted, by request id, with a step's output."""
+class StepReport(NamedTuple):
+    """What a worker says of a step.
+
+    Attributes:
+        evictions: what was evicted, by request id.
+        methods: what the hooks of methods say, by their names.
+    """
+
+    evictions: dict[str, Eviction]
+    methods: dict[str, Any]
+
+
+def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
+    """Send a report with a step's output."""
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # one object shared by the whole process
-    setattr(output, _EVICTIONS, evictions)
+    setattr(output, _REPORT, report)
     return output
 
 
-def read_evictions(output: ModelRunnerOutput) -> dict[str, Eviction]:
-    """What `attach_evictions` sent, or nothing."""
-    return getattr(output, _EVICTIONS, {})
-
-
-def attach_traffic(output: ModelRunnerOutput, traffic: StepTraffic) -> ModelRunnerOutput:
-    """Send what a step moved between device and host memory, with its output."""
-    if output is EMPTY_MODEL_RUNNER_OUTPUT:
-        output = copy.copy(output)
-    setattr(output, _TRAFFIC, traffic)
-    return output
-
-
-def read_traffic(output: ModelRunnerOutput) -> StepTraffic | None:
-    """What `attach_traffic` sent, or None."""
-    return getattr(output, _TRAFFIC, None)
+def read_report(output: ModelRunnerOutput) -> StepReport:
+    """What `attach_report` sent, or an empty one."""
+    return getattr(output, _REPORT, StepReport({}, {}))
 
 
 def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:

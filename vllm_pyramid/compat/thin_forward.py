@@ -10,14 +10,14 @@ when models call a hook between layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from vllm_pyramid.worker.retention import Retention
-    from vllm_pyramid.worker.thinning import StepThinning
+    from vllm_pyramid.step.step import Step, StepLayout
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -43,7 +43,7 @@ ARCHITECTURES = (
 class _ThinnedLayers:
     """Goes in front of an inner module's class."""
 
-    kv_retention: Retention
+    kv_step: Callable[[], Step]
 
     def __call__(
         self,
@@ -53,18 +53,18 @@ class _ThinnedLayers:
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        step = self.kv_retention.step.thinning
-        if step is None:
+        layout = self.kv_step().layout
+        if layout is None:
             return super().__call__(  # type: ignore[misc]
                 input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds, **kwargs
             )
         assert intermediate_tensors is None and not kwargs, "refused at start-up"
-        return _forward(self, step, input_ids, positions, inputs_embeds)
+        return _forward(self, layout, input_ids, positions, inputs_embeds)
 
 
 def _forward(
     model: Any,
-    step: StepThinning,
+    layout: StepLayout,
     input_ids: torch.Tensor | None,
     positions: torch.Tensor,
     inputs_embeds: torch.Tensor | None,
@@ -79,8 +79,8 @@ def _forward(
     rows = torch.arange(entered, device=hidden.device)
     for layer in model.layers:
         hidden, residual = layer(positions, hidden, residual)
-        if (survivors := step.survivors) is not None:
-            step.survivors = None
+        if (survivors := layout.survivors) is not None:
+            layout.survivors = None
             hidden, residual, positions, rows = (
                 of_all.index_select(0, survivors) for of_all in (hidden, residual, positions, rows)
             )
@@ -89,25 +89,28 @@ def _forward(
     return result.index_copy_(0, rows, hidden)
 
 
-def thin_between_layers(model: Any, retention: Retention) -> None:
-    """Let rows leave the forward pass of `model` as the step's thinning says. Idempotent.
+def thin_between_layers(model: Any, step: Callable[[], Step], policy: str) -> None:
+    """Let rows leave the forward pass of `model` as the step's layout says. Idempotent.
+
+    Args:
+        step: gives the current step. policy: its name, for messages.
 
     Raises:
         ValueError: vLLM's code for this model has another loop over its layers.
     """
     inner: Any = getattr(model, "model", None)
     if isinstance(inner, _ThinnedLayers):
-        inner.kv_retention = retention
+        inner.kv_step = step
         return
     cls = type(inner)
     if f"{cls.__module__}.{cls.__qualname__}" not in _INNER:
-        raise ValueError(refusal(retention.policy.name, type(model).__name__))
+        raise ValueError(refusal(policy, type(model).__name__))
     inner.__class__ = type(f"Thinned{cls.__name__}", (_ThinnedLayers, cls), {})
-    inner.kv_retention = retention
+    inner.kv_step = step
     if not getattr(inner, "do_not_compile", True):
         logger.info(
             "kv-policy %s: steps that thin a prompt run without torch.compile, all others with it",
-            retention.policy.name,
+            policy,
         )
 
 

@@ -10,6 +10,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_pyramid.config import asks_for_policy
 from vllm_pyramid.worker.backend_names import CPU_BACKEND, CPU_BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -53,7 +54,4 @@ class PyramidCpuPlatform(_stock_platform()):  # type: ignore[misc]
 
     @classmethod
     def _small_blocks(cls, vllm_config: VllmConfig) -> bool:
-        from vllm_pyramid.config import NO_POLICY, KVSettings
-
-        settings = KVSettings.from_additional_config(vllm_config.additional_config)
-        return settings is not None and settings.kv_policy != NO_POLICY
+        return asks_for_policy(vllm_config.additional_config)

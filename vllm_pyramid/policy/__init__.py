@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to keep of a prompt's KV cache. Plain Python and NumPy; nothing here imports vLLM or torch.
+"""What to keep of a prompt's KV cache: presets, files and changes to them, read and checked once.
 
-`load_policy` turns a preset's name or a YAML file into a `Policy`; `Policy.plan` turns the length
-of a prompt into a `RetentionPlan`: how many tokens every layer keeps and gives back. Where that
-depends on the prompt's attention it is an `OpenPlan`, which the solved lengths settle.
+`load_policy` turns a preset's name or a YAML file into a `Policy`, whose parts are classes of
+`vllm_pyramid.methods` or of the user's.
 """
 
+from vllm_pyramid.plans import Budget, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.budget import Budget
-from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.registry import load_policy, load_presets, policy_names
 
 __all__ = [

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a policy.
+"""A policy: five parts and a budget.
 
 A policy answers, as a pure function of the prompt's length, how many tokens each layer keeps, or,
-where that depends on the prompt's attention, how many all of them together; it names the scorer and
-selector that decide which. It never sees requests or blocks, so the scheduler and every worker can
-call it on their own and agree.
+where that depends on the prompt's attention, how many all of them together; its parts say which. It
+never sees requests or blocks, so the scheduler and every worker can call it on their own and agree.
+It is read and checked once, in the front end, and travels to the other processes as data
+(`Policy.as_data`).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Annotated, Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import (
@@ -26,16 +27,32 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.policy.allocators import AnyAllocator, UniformAllocator
-from vllm_pyramid.policy.budget import Budget
-from vllm_pyramid.policy.combination import check_combination
-from vllm_pyramid.policy.planning import plan_for
-from vllm_pyramid.policy.plans import IntArray, Plan
-from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule, parse_schedule
-from vllm_pyramid.policy.scorers import AccumulatingScorer, Scorer, parse_scorer
-from vllm_pyramid.policy.selectors import Selector, TopKSelector, parse_selector
-from vllm_pyramid.policy.solved import SolvingAllocator, parse_allocator
-from vllm_pyramid.policy.thinning import DecayAllocator
+from vllm_pyramid.methods.allocator import Allocator
+from vllm_pyramid.methods.component import Component
+from vllm_pyramid.methods.curves import UniformAllocator
+from vllm_pyramid.methods.kinds import parse_component
+from vllm_pyramid.methods.schedules import PromptEndSchedule, Schedule
+from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.methods.selectors import Selector, TopKSelector
+from vllm_pyramid.methods.values import DeviceValues, Values
+from vllm_pyramid.plans import Budget, IntArray, Plan
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+
+# Queries whose attention a trace reports on where the policy scores with none: PyramidKV's 8.
+TRACE_WINDOW = 8
+# Base classes of the sections of a preset.
+SECTIONS: dict[str, type[Component]] = {
+    base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values)
+}
+
+
+def _parsed_by(base: type[Component]) -> BeforeValidator:
+    def parse(value: object) -> Component:
+        return parse_component(base, value)
+
+    return BeforeValidator(parse)
 
 
 class Policy(BaseModel):
@@ -44,19 +61,12 @@ class Policy(BaseModel):
     Attributes:
         name: what users call it. description: the idea in one line. paper: title and link.
         budget: mean tokens kept per layer and KV head, window and sinks included.
-        window: the prompt's last tokens, kept in every layer; with a scorer that needs attention
+        window: the prompt's last tokens, kept in every layer; with a scorer that needs queries
             they are the observation window whose queries score the others.
         sinks: the prompt's first tokens, kept in every layer.
         fill_blocks: fill the room that rounding to blocks leaves with the next best tokens (same
             memory) instead of keeping exactly the paper's number.
-        schedule: when to evict: at the prompt's end, or during generation too.
-        swap_v: keep V of the layers from `device_layers` on in host memory, K alone on the device
-            (KCache, arXiv:2404.18057); what is evicted is then decided as without it.
-        top_n: with `swap_v`, keys a query head of a generated token takes V of: those with the
-            largest attention. Prompts attend to everything, and so does who sees no more keys.
-        device_layers: with `swap_v`, the lowest layers, which keep V beside K: the paper's L.
-        renormalize: with `swap_v`, make the weights of these keys sum to 1. The paper does not
-            (section 3.1): there they are those of the softmax over all keys.
+        scorer, allocator, selector, schedule, values: the parts, see `vllm_pyramid.methods`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -70,26 +80,45 @@ class Policy(BaseModel):
     window: int = Field(default=0, ge=0)
     sinks: int = Field(default=0, ge=0)
     fill_blocks: bool = True
-    swap_v: bool = False
-    top_n: int = Field(default=128, ge=1, lt=2**31)
-    device_layers: int = Field(default=1, ge=0)
-    renormalize: bool = True
-    scorer: Annotated[SerializeAsAny[Scorer], BeforeValidator(parse_scorer)]
-    allocator: Annotated[SerializeAsAny[AnyAllocator], BeforeValidator(parse_allocator)] = Field(
+    scorer: Annotated[SerializeAsAny[Scorer], _parsed_by(Scorer)]
+    allocator: Annotated[SerializeAsAny[Allocator], _parsed_by(Allocator)] = Field(
         default_factory=UniformAllocator
     )
-    selector: Annotated[SerializeAsAny[Selector], BeforeValidator(parse_selector)] = Field(
+    selector: Annotated[SerializeAsAny[Selector], _parsed_by(Selector)] = Field(
         default_factory=TopKSelector
     )
-    schedule: Annotated[SerializeAsAny[Schedule], BeforeValidator(parse_schedule)] = Field(
+    schedule: Annotated[SerializeAsAny[Schedule], _parsed_by(Schedule)] = Field(
         default_factory=PromptEndSchedule
+    )
+    values: Annotated[SerializeAsAny[Values], _parsed_by(Values)] = Field(
+        default_factory=DeviceValues
     )
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
-        check_combination(self)
+        if self.name == "none" or (
+            self.name == "full" and (self.evicts or self.values != DeviceValues())
+        ):
+            raise ValueError(
+                f"the name {self.name!r} is reserved (none: plugin off, full: everything kept on "
+                "the device): give this policy another one"
+                + (", or choose kcache" if not self.evicts else "")
+            )
+        for part in self.parts:
+            part.check(self)
         self.check_budget(self.budget)
         return self
+
+    @property
+    def parts(self) -> tuple[Component, ...]:
+        """All parts, in the order in which their hooks are called."""
+        return (self.scorer, self.allocator, self.selector, self.schedule, self.values)
+
+    # As data ------------------------------------------------------------------------------------
+
+    def as_data(self) -> dict[str, Any]:
+        """The policy as JSON has it; `Policy.model_validate` reads it in another process."""
+        return self.model_dump(mode="json")
 
     @cached_property
     def stable_hash(self) -> int:
@@ -103,57 +132,12 @@ class Policy(BaseModel):
         """A validated copy with other values; pydantic's own would skip the checks."""
         return type(self).model_validate({**self.model_dump(), **(update or {})})
 
+    # What it asks for ---------------------------------------------------------------------------
+
     @property
     def evicts(self) -> bool:
         """False for a policy that keeps everything, whatever the prompt's length."""
         return self.scorer.evicts
-
-    def swaps_layer(self, layer: int) -> bool:
-        """Whether V of this layer, counted from the bottom, lies in host memory."""
-        return self.swap_v and layer >= self.device_layers
-
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError if the policy cannot work with a model of so many layers."""
-        self.allocator.check_layers(num_layers)
-        if self.swap_v and self.device_layers >= num_layers:
-            raise ValueError(
-                f"policy {self.name!r} keeps V of {self.device_layers} layers on the device, and "
-                f"the model has {num_layers}: nothing would be in host memory; lower "
-                "`device_layers`"
-            )
-
-    def block_sizes(self, num_layers: int, block_size: int) -> IntArray:
-        """Tokens of a cache block in each layer, `[num_layers]` int32.
-
-        Args:
-            block_size: tokens of a block of K and V. Without V twice as many fit, so that the
-                blocks of all layers have one size in bytes and come from one pool.
-        """
-        swapped = [self.swaps_layer(layer) for layer in range(num_layers)]
-        return np.where(swapped, 2 * block_size, block_size).astype(np.int32)
-
-    @property
-    def needs_scores(self) -> bool:
-        """True if tokens are ranked by attention: the last chunk needs `window` prompt tokens."""
-        return self.scorer.needs_attention
-
-    @property
-    def solver(self) -> SolvingAllocator | None:
-        """The allocator, if it needs the prompt's scores to know the lengths; else None."""
-        return self.allocator if isinstance(self.allocator, SolvingAllocator) else None
-
-    @property
-    def thinner(self) -> DecayAllocator | None:
-        """The allocator, if tokens leave the forward pass between layers; else None."""
-        return self.allocator if isinstance(self.allocator, DecayAllocator) else None
-
-    @property
-    def gatherer(self) -> AccumulatingScorer | None:
-        """The scorer, if what queries give keys is gathered beside the cache; else None."""
-        scorer = self.scorer
-        if scorer.thins and not self.schedule.every:
-            return None
-        return scorer if isinstance(scorer, AccumulatingScorer) else None
 
     @property
     def min_last_chunk(self) -> int:
@@ -163,38 +147,55 @@ class Policy(BaseModel):
         looks like a decode step, which captured graphs replay without coming by any eviction.
         Policies that work in every step are not served with such graphs.
         """
-        if self.needs_every_step:
-            return 1
-        return max(self.window, 2) if self.needs_scores else 2
+        if self.works_in_every_step:
+            return self.window if self.scorer.needs_queries else 1
+        return max(self.window, 2) if self.scorer.needs_queries else 2
 
     @property
-    def needs_every_step(self) -> bool:
+    def trace_window(self) -> int:
+        """How many of a prompt's last queries a trace takes the attention of, for its recall."""
+        return self.window if self.scorer.needs_queries else TRACE_WINDOW
+
+    @property
+    def works_in_every_step(self) -> bool:
         """True if decode steps do more than attention: gather scores, or evict."""
-        return self.gatherer is not None or self.schedule.every > 0
+        return any(part.works_in_every_step for part in self.parts)
+
+    @property
+    def splits_at_prompt_end(self) -> bool:
+        """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
+        return any(part.splits_at_prompt_end for part in self.parts)
 
     @property
     def min_budget(self) -> int:
         """The smallest budget in tokens: window and sinks, and one token to choose."""
         return self.window + self.sinks + 1
 
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError if the policy cannot work with a model of so many layers."""
+        for part in self.parts:
+            part.check_layers(num_layers)
+
     def check_budget(self, budget: Budget) -> None:
         """Raise ValueError if this policy cannot work with the budget."""
-        if not self.evicts and budget.percent != 100:
-            raise ValueError(
-                f"policy {self.name!r} keeps every token, so a budget of {budget} has no effect: "
-                "leave the budget out, or choose a policy that evicts"
-            )
-        if self.thinner is not None and budget.percent is None:
-            raise ValueError(
-                f"policy {self.name!r} keeps shares of each piece of a prompt, so its budget, an "
-                f"upper limit, is a percentage such as 50%, not {budget} tokens"
-            )
+        for part in self.parts:
+            part.check_budget(self, budget)
         if budget.tokens is not None and budget.tokens < self.min_budget:
             raise ValueError(
                 f"budget {budget.tokens} is too small for policy {self.name!r}: it keeps a window "
                 f"of {self.window} and {self.sinks} sinks in every layer and needs at least one "
                 f"token more; set a budget of at least {self.min_budget}, or a smaller window"
             )
+
+    def block_sizes(self, num_layers: int, block_size: int) -> IntArray:
+        """Tokens of a cache block in each layer, `[num_layers]` int32.
+
+        Args:
+            block_size: tokens of a block of K and V. Without V twice as many fit, so that the
+                blocks of all layers have one size in bytes and come from one pool.
+        """
+        both = [self.values.on_device(layer) for layer in range(num_layers)]
+        return np.where(both, block_size, 2 * block_size).astype(np.int32)
 
     def plan(
         self, prompt_len: int, num_layers: int, block_size: int, budget: Budget | None = None
@@ -210,29 +211,34 @@ class Policy(BaseModel):
             budget: a request's own instead of the policy's; it must have passed `check_budget`.
 
         Returns:
-            A `RetentionPlan`; of a policy with a `solver` and a prompt that it may shorten, an
-            `OpenPlan`, from which the solved lengths make a `RetentionPlan`. The plan of a policy
-            with a `thinner` has pieces, and the mean of its `keep` is what the schedule comes to.
-            What is kept at evictions after the prompt's end is in `RetentionPlan.after`.
+            A `RetentionPlan`; where the lengths depend on the prompt's scores and it may be
+            shortened, an `OpenPlan`, from which the solved lengths make a `RetentionPlan`. Where
+            prompts are thinned between layers, the plan has pieces, and the mean of its `keep` is
+            what the method's schedule comes to. What is kept at evictions after the prompt's end
+            is in `RetentionPlan.after`.
 
         Raises:
-            ValueError: the allocator is made for another number of layers.
+            ValueError: a part is made for another number of layers.
         """
-        return plan_for(self, prompt_len, num_layers, block_size, budget or self.budget)
+        return _plan(self, prompt_len, num_layers, block_size, budget or self.budget)
 
-    def kept_positions(self, prompt_len: int, keep: int, front: int | None = None) -> IntArray:
-        """The positions a policy without attention scores keeps: `[keep]` int32, ascending.
+    # In the engine ------------------------------------------------------------------------------
 
-        They are the same for all heads: the first tokens and the most recent ones, or everything.
+    def worker_hooks(self, side: WorkerSide) -> list[WorkerHooks]:
+        """What the parts do in a worker beside scoring, in the order of the parts."""
+        found = [part.worker_hooks(self, side) for part in self.parts]
+        return [hooks for hooks in found if hooks is not None]
 
-        Args:
-            prompt_len: tokens of the prompt. keep: how many stay, `front <= keep <= prompt_len`
-                unless nothing is evicted; pass `RetentionPlan.held` for what is really kept.
-            front: how many of them are the first tokens (`RetentionPlan.front`); None: the sinks.
-        """
-        scored = self.needs_scores or self.scorer.accumulates
-        assert not scored, f"{self.name}: positions depend on attention scores"
-        assert 0 <= keep <= prompt_len, (keep, prompt_len)
-        first = min(self.sinks if front is None else front, keep)
-        head = np.arange(first, dtype=np.int32)
-        return np.concatenate([head, np.arange(prompt_len - keep + first, prompt_len, dtype="i4")])
+    def scheduler_hooks(self, num_layers: int) -> list[SchedulerHooks]:
+        """What the parts do in the scheduler, in the order of the parts."""
+        found = [part.scheduler_hooks(self, num_layers) for part in self.parts]
+        return [hooks for hooks in found if hooks is not None]
+
+
+@lru_cache(maxsize=8192)
+def _plan(
+    policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
+) -> Plan:
+    assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
+    policy.check_layers(num_layers)
+    return policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)

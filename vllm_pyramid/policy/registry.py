@@ -10,25 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_pyramid.policy.allocators import AnyAllocator
-from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.budget import Budget
-from vllm_pyramid.policy.component import Component, did_you_mean, resolve_kind
-from vllm_pyramid.policy.schedules import SCHEDULES, Schedule
-from vllm_pyramid.policy.scorers import SCORERS, Scorer
-from vllm_pyramid.policy.selectors import SELECTORS, Selector
-from vllm_pyramid.policy.solved import ALL_ALLOCATORS
+from vllm_pyramid.methods.kinds import built_in_kinds, did_you_mean, resolve_kind
+from vllm_pyramid.plans import Budget
+from vllm_pyramid.policy.base import SECTIONS, Policy
 from vllm_pyramid.policy.yaml_file import read_yaml_mapping
 
-_SECTIONS: dict[str, tuple[type[Component], dict[str, type[Any]]]] = {
-    "scorer": (Scorer, SCORERS),
-    "allocator": (AnyAllocator, ALL_ALLOCATORS),
-    "selector": (Selector, SELECTORS),
-    "schedule": (Schedule, SCHEDULES),
-}
 _PRESET_KEYS = tuple(Policy.model_fields)
 _PLAIN_KEYS = tuple(
-    key for key in _PRESET_KEYS if key not in {"name", "description", "paper", "budget", *_SECTIONS}
+    key for key in _PRESET_KEYS if key not in {"name", "description", "paper", "budget", *SECTIONS}
 )
 
 
@@ -88,13 +77,10 @@ def load_policy(
     if budget is not None:
         changed["budget"] = Budget.parse(budget)
     result = _build(changed, where, {})
-    if budget is None and _sets_total(result) and not _sets_total(policy):
-        return result.model_copy(update={"budget": Budget.parse("100%")})
+    own = result.allocator.default_budget()
+    if budget is None and own is not None and policy.allocator.default_budget() is None:
+        return result.model_copy(update={"budget": own})
     return result
-
-
-def _sets_total(policy: Policy) -> bool:
-    return policy.solver is not None and policy.solver.sets_total
 
 
 def _read(name_or_path: str) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:
@@ -143,9 +129,9 @@ def _apply_args(data: dict[str, Any], args: Mapping[str, Any], where: str) -> No
     """Apply `--kv-policy-args` to a dumped policy, in place."""
     flat: dict[str, Any] = {}
     for key, value in args.items():
-        if key in _SECTIONS and isinstance(value, Mapping):
+        if key in SECTIONS and isinstance(value, Mapping):
             nested = {f"{key}.{field}": inner for field, inner in value.items()}
-        elif key in _SECTIONS:
+        elif key in SECTIONS:
             nested = {f"{key}.kind": value}
         else:
             nested = {key: value}
@@ -154,10 +140,10 @@ def _apply_args(data: dict[str, Any], args: Mapping[str, Any], where: str) -> No
                 raise ValueError(f"{where}: the argument {name!r} is given twice")
             flat[name] = inner
     # Kinds first: they decide which other keys there are.
-    for section, (base, kinds) in _SECTIONS.items():
+    for section, base in SECTIONS.items():
         if f"{section}.kind" in flat:
             kind = flat.pop(f"{section}.kind")
-            resolve_kind(base, kinds, kind)
+            resolve_kind(base, kind)
             if kind != data[section]["kind"]:
                 data[section] = {"kind": kind}
     targets: set[tuple[str | None, str]] = set()
@@ -187,14 +173,14 @@ def _resolve_key(data: dict[str, Any], key: str, where: str) -> tuple[str | None
     if owners:
         options = " or ".join(repr(f"{owner}.{key}") for owner in owners)
         raise ValueError(f"{where}: the argument {key!r} is ambiguous: write {options}")
-    valid = [*_PLAIN_KEYS, *(f"{name}.kind" for name in _SECTIONS)]
+    valid = [*_PLAIN_KEYS, *(f"{name}.kind" for name in SECTIONS)]
     valid += [f"{name}.{field}" for name, names in fields.items() for field in names]
-    kinds = ", ".join(f"{name} {data[name]['kind']!r}" for name in _SECTIONS)
+    kinds = ", ".join(f"{name} {data[name]['kind']!r}" for name in SECTIONS)
     hint = did_you_mean(key, [*valid, *(name.rpartition(".")[2] for name in valid)])
     if elsewhere := [
         f"{name} {kind!r}"
-        for name, (_, all_kinds) in _SECTIONS.items()
-        for kind, cls in all_kinds.items()
+        for name, base in SECTIONS.items()
+        for kind, cls in built_in_kinds(base).items()
         if _field_of(key, name) in cls.model_fields
     ]:
         hint = f" (it belongs to {', '.join(elsewhere)})"
@@ -214,8 +200,8 @@ def _section_fields(data: dict[str, Any]) -> dict[str, list[str]]:
     return {
         name: [
             field
-            for field in resolve_kind(base, kinds, data[name]["kind"]).model_fields
+            for field in resolve_kind(base, data[name]["kind"]).model_fields
             if field != "kind"
         ]
-        for name, (base, kinds) in _SECTIONS.items()
+        for name, base in SECTIONS.items()
     }

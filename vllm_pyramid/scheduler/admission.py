@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.plans import Plan, RetentionPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 
 Numbers = npt.NDArray[np.int64]
@@ -173,7 +173,7 @@ class Admission:
                 self._table = np.concatenate([self._table, np.zeros_like(self._table)])
             row = self._rows[request.request_id] = self._unused.pop()
         least, most = answer_bounds(request, self._max_model_len)
-        plan = plan.even() if isinstance(plan, OpenPlan) else plan
+        plan = plan.estimate()
         # All pieces but the last, which is the rest, are as long as the first.
         chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces[:1])])
         # One that evicted while it generated comes back without ever holding all of it again; heads

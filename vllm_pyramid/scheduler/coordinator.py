@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_pyramid.policy.plans import Eviction, IntArray, OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.plans import Eviction, IntArray, Plan, RetentionPlan
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
 
 
@@ -37,6 +38,28 @@ class NoBlocks(KVCacheBlocks):
     def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
         """As vLLM's: None where that is allowed, else an empty list a layer."""
         return None if allow_none else super().get_block_ids(**kwargs)
+
+
+@dataclass
+class SchedulerRequest:
+    """What the scheduler's side knows of a request; one record from its arrival to its end.
+
+    Attributes:
+        plan: None of a request without one, which keeps everything. policy: its name.
+        num_blocks: table entries of the layers with the smallest blocks, null blocks included.
+        settled: the plan with which its survivors were moved, once the worker has said so.
+        confirmed: number of the latest eviction that the worker has reported.
+        released: of the latest eviction whose head has been given back.
+        due: processed tokens at which the next head may go; None if none will.
+    """
+
+    plan: Plan | None = None
+    policy: str = ""
+    num_blocks: int = 0
+    settled: RetentionPlan | None = None
+    confirmed: int = 0
+    released: int = 0
+    due: int | None = None
 
 
 class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
@@ -75,14 +98,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             f"groups are not in the order of layers: {layers}"
         )
         self.num_layers = len(self.single_type_managers)
-        # Table entries of the layers with the smallest blocks, null blocks included.
-        self._num_blocks: dict[str, int] = {}
-        self._plans: dict[str, Plan] = {}  # of requests that will evict
-        # The settled plan of requests whose survivors have been moved, with the number of the
-        # latest eviction that did so.
-        self._confirmed: dict[str, tuple[RetentionPlan, int]] = {}
-        self._evicted: dict[str, int] = {}  # the latest eviction whose head has been given back
-        self._due: dict[str, int] = {}  # processed tokens at which the next one may be
+        self._requests: dict[str, SchedulerRequest] = {}
         # The request whose next allocation fails, as if blocks were missing.
         self.refused: str | None = None
         self.held_blocks = np.zeros(self.num_layers, np.int64)
@@ -94,18 +110,33 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     # Plans ------------------------------------------------------------------------------------
 
-    def set_plan(self, request_id: str, plan: Plan) -> None:
-        """Say what the request keeps once its prompt is processed, or that it will be solved."""
-        layers = plan.num_layers if isinstance(plan, OpenPlan) else len(plan.skip)
-        assert layers == self.num_layers, (layers, self.num_layers)
-        if plan.evicts:
-            self._plans[request_id] = plan
-            self._due[request_id] = plan.prompt_len
+    def set_plan(self, request_id: str, plan: Plan, policy: str = "") -> None:
+        """Say what the request keeps once its prompt is processed, or that it will be solved.
+
+        Args:
+            policy: name of the policy that the plan is of.
+        """
+        assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
+        due = plan.prompt_len if plan.evicts else None
+        self._requests[request_id] = SchedulerRequest(plan, policy, due=due)
+
+    def plan_of(self, request_id: str) -> Plan:
+        """The plan that `set_plan` was given."""
+        plan = self._requests[request_id].plan
+        assert plan is not None, f"{request_id} has no plan"
+        return plan
+
+    def policy_name(self, request_id: str) -> str:
+        """The policy that `set_plan` was given."""
+        return self._requests[request_id].policy
 
     def forget_plan(self, request_id: str) -> None:
         """Drop the plan of a request that has finished."""
-        self._plans.pop(request_id, None)
-        self._due.pop(request_id, None)
+        if (request := self._requests.get(request_id)) is None:
+            return
+        request.plan = request.due = None
+        if not request.num_blocks:
+            del self._requests[request_id]
 
     def confirm(self, request_id: str, eviction: Eviction) -> None:
         """The worker reports what it evicted, and the lengths where it has solved them.
@@ -114,12 +145,14 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             RuntimeError: that is not what the plan says, or not what an open plan promised; blocks
                 freed by the plan would then be blocks that the worker still reads.
         """
-        plan = self._plans.get(request_id)
-        if plan is None or request_id not in self._num_blocks:
+        request = self._requests.get(request_id)
+        if request is None or request.plan is None or not request.num_blocks:
             return  # finished, or preempted while the step ran; it will evict again
-        settled, before = self._confirmed.get(request_id, (None, 0))
+        if not request.plan.evicts:
+            return
+        settled, before = request.settled, request.confirmed
         if settled is None or eviction.keep is not None:
-            settled = self._settle(request_id, plan, eviction.keep)
+            settled = _settled(request_id, request.plan, eviction.keep)
         number = eviction.number
         gone = np.zeros_like(settled.skip)
         if number == 1 or (settled.every and number > before):
@@ -129,46 +162,30 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             raise RuntimeError(
                 f"request {request_id}: the worker evicted {eviction.tokens} tokens, the plan says "
                 f"{expected} at eviction {number} after {before}; scheduler and worker disagree "
-                "about the KV policy (was its file changed while the engine started?)"
+                "about the KV policy; report this"
             )
-        self._confirmed[request_id] = settled, number
+        request.settled, request.confirmed = settled, number
         self.num_evictions += bool(expected)
         self.tokens_evicted += gone
 
-    @staticmethod
-    def _settle(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:
-        wrong = None
-        if isinstance(plan, RetentionPlan):
-            if keep is None:
-                return plan
-            wrong = "lengths were solved for a request whose lengths are known"
-        elif keep is None:
-            wrong = "no lengths were reported"
-        else:
-            try:
-                return plan.settle(keep)
-            except ValueError as error:
-                wrong = str(error)
-        raise RuntimeError(
-            f"request {request_id}: the worker's report cannot be followed: {wrong}; scheduler and "
-            "worker disagree about the KV policy (was its file changed while the engine started?)"
-        )
-
     def confirmed_plan(self, request_id: str) -> RetentionPlan | None:
         """What the request keeps, once the worker has moved its survivors: at the prompt's end."""
-        return self._confirmed[request_id][0] if request_id in self._confirmed else None
+        return self._known(request_id).settled
 
     def confirmed_number(self, request_id: str) -> int:
         """The latest eviction for which the worker has moved the request's survivors, or 0."""
-        return self._confirmed[request_id][1] if request_id in self._confirmed else 0
+        return self._known(request_id).confirmed
 
     def is_confirmed(self, request_id: str) -> bool:
         """Whether the worker has moved the request's survivors."""
-        return request_id in self._confirmed
+        return self._known(request_id).settled is not None
 
     def has_evicted(self, request_id: str) -> bool:
         """Whether the request's head blocks have gone back to the pool (and not come again)."""
-        return request_id in self._evicted
+        return self._known(request_id).released > 0
+
+    def _known(self, request_id: str) -> SchedulerRequest:
+        return self._requests.get(request_id, SchedulerRequest())
 
     # vLLM's contract --------------------------------------------------------------------------
 
@@ -191,7 +208,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             return self.block_pool.num_gpu_blocks + 1
         if apply_admission_cap:
             num_tokens = min(num_tokens, self.most_held(request_id, num_tokens))
-        have, need = self._num_blocks.get(request_id, 0), cdiv(num_tokens, self.block_size)
+        have, need = self._known(request_id).num_blocks, cdiv(num_tokens, self.block_size)
         if need <= have:
             return 0
         return sum(
@@ -201,8 +218,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def most_held(self, request_id: str, num_tokens: int) -> int:
         """Tokens that a layer holds at most while so many of a request are computed."""
-        plan = self._plans.get(request_id)
-        if not isinstance(plan, RetentionPlan) or not plan.every:
+        plan = self._known(request_id).plan
+        if plan is None or not plan.every:
             return num_tokens
         number = plan.evictions_by(num_tokens)
         if number == 0:
@@ -231,13 +248,16 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         num_encoder_tokens: int = 0,
     ) -> tuple[list[KVCacheBlock], ...]:
         """The next blocks of every layer, `[layers][new blocks]`; usually none: an empty tuple."""
-        have, need = self._num_blocks.get(request_id, 0), cdiv(num_tokens, self.block_size)
-        if need <= have:
+        request = self._requests.get(request_id)
+        have = 0 if request is None else request.num_blocks
+        if (need := cdiv(num_tokens, self.block_size)) <= have:
             return ()
+        if request is None:  # without a plan
+            request = self._requests[request_id] = SchedulerRequest()
         missing = -(-need // self._ratios) - -(-have // self._ratios)
         ends = missing.cumsum().tolist()
         pool_blocks = self.block_pool.get_new_blocks(ends[-1])
-        self._num_blocks[request_id] = need
+        request.num_blocks = need
         self.held_blocks += missing
         new_blocks = tuple(
             pool_blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)
@@ -262,42 +282,40 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         vLLM counts processed tokens here, not scheduled ones, so the step that compacts the cache
         has ended and no step in flight still reads the head.
         """
-        due = self._due.get(request_id)
-        if due is None or processed_computed_tokens < due:
+        request = self._requests.get(request_id)
+        if request is None or request.due is None or processed_computed_tokens < request.due:
             return
-        settled, number, given = self._released(request_id, processed_computed_tokens)
-        following = settled.next_eviction(processed_computed_tokens)
-        if following is None:
-            del self._due[request_id]
-        else:
-            self._due[request_id] = following
+        settled, number = self._releasable(request_id, request, processed_computed_tokens)
+        request.due = settled.next_eviction(processed_computed_tokens)
         freed = np.zeros(self.num_layers, np.int64)
         skip = settled.skip_after(number)
         for layer, (manager, head) in enumerate(
             zip(self.single_type_managers, (skip // self.block_sizes).tolist(), strict=True)
         ):
             freed[layer] = manager.release_head(request_id, head)
-        self._evicted[request_id] = number
         self.num_releases += 1
         self.held_blocks -= freed
         self.blocks_freed += freed
-        self.skipped_tokens += skip - settled.skip_after(given)
+        self.skipped_tokens += skip - settled.skip_after(request.released)
+        request.released = number
 
-    def _released(self, request_id: str, processed: int) -> tuple[RetentionPlan, int, int]:
-        """The settled plan, the eviction whose head may go now, and the one whose head has gone.
+    def _releasable(
+        self, request_id: str, request: SchedulerRequest, processed: int
+    ) -> tuple[RetentionPlan, int]:
+        """The settled plan and the eviction whose head may go now.
 
         Raises:
             RuntimeError: the worker was to evict by now and has not said so.
         """
-        plan, given = self._plans[request_id], self._evicted.get(request_id, 0)
-        settled, confirmed = self._confirmed.get(request_id, (None, 0))
+        plan, settled, confirmed = request.plan, request.settled, request.confirmed
+        assert plan is not None
         if settled is None and isinstance(plan, RetentionPlan):
             settled = plan  # perhaps it had nothing to give yet, and so nothing to report
         if settled is not None:
             number = settled.evictions_by(processed)
             skip = settled.skip_after(number)
             if number <= confirmed or (skip == settled.skip_after(confirmed)).all():
-                return settled, number, given
+                return settled, number
         raise RuntimeError(
             f"request {request_id}: {processed} of its tokens are processed but the worker did not "
             f"evict (its prompt has {plan.prompt_len} tokens, and its latest eviction was number "
@@ -317,14 +335,19 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def _forget_blocks(self, request_id: str) -> None:
         self.num_releases += 1
-        self.held_blocks -= -(-self._num_blocks.pop(request_id, 0) // self._ratios)
-        settled, _ = self._confirmed.pop(request_id, (self._plans.get(request_id), 0))
-        if (number := self._evicted.pop(request_id, 0)) and isinstance(settled, RetentionPlan):
-            skip = settled.skip_after(number)
+        if (request := self._requests.get(request_id)) is None:
+            return
+        self.held_blocks -= -(-request.num_blocks // self._ratios)
+        plan = request.settled or request.plan
+        if request.released and isinstance(plan, RetentionPlan):
+            skip = plan.skip_after(request.released)
             self.held_blocks += skip // self.block_sizes
             self.skipped_tokens -= skip
-        if (plan := self._plans.get(request_id)) is not None:
-            self._due[request_id] = plan.prompt_len
+        if request.plan is None:
+            del self._requests[request_id]
+            return
+        due = request.plan.prompt_len if request.plan.evicts else None
+        self._requests[request_id] = SchedulerRequest(request.plan, request.policy, due=due)
 
     def new_step_starts(self) -> None:
         """The managers keep nothing per step."""
@@ -375,7 +398,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             for request_id, blocks in manager.req_to_blocks.items():
                 if not blocks:
                     continue
-                entries = cdiv(self._num_blocks[request_id], int(self._ratios[layer]))
+                entries = cdiv(self._requests[request_id].num_blocks, int(self._ratios[layer]))
                 assert len(blocks) == entries, (layer, request_id)
                 assert manager.block_size == self.block_sizes[layer]
                 ids = [block.block_id for block in blocks if not block.is_null]
@@ -386,3 +409,13 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         free = self.block_pool.get_num_free_blocks()
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
         assert free + len(owned) == usable, (free, len(owned), usable)
+
+
+def _settled(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:
+    try:
+        return plan.settled(keep)
+    except ValueError as error:
+        raise RuntimeError(
+            f"request {request_id}: the worker's report cannot be followed: {error}; scheduler and "
+            "worker disagree about the KV policy; report this"
+        ) from error

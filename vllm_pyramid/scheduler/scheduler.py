@@ -16,23 +16,18 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.scheduler import end_with_error
-from vllm_pyramid.compat.side_channel import attach_policy_stats, read_evictions, read_traffic
-from vllm_pyramid.config import KVSettings
-from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.budget import Budget
-from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.compat.side_channel import attach_policy_stats, read_report
+from vllm_pyramid.config import ServedSettings
+from vllm_pyramid.plans import Plan
 from vllm_pyramid.request_config import (
-    SHARES_KEY,
-    RequestOverride,
-    refuse_internal,
-    refuse_prompt_logprobs,
-    settle,
-    with_shares,
+    ALLOCATOR_KEY,
+    ServedRequest,
+    check_request,
+    hashable,
+    with_allocator,
 )
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
-from vllm_pyramid.scheduler.sampling import SampledShares
-from vllm_pyramid.swap.traffic import SwapTraffic
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -58,19 +53,13 @@ class PyramidSchedulerMixin(Scheduler):
         self.coordinator = coordinator
         manager = self.kv_cache_manager
         manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
-        settings = KVSettings.from_additional_config(self.vllm_config.additional_config)
+        settings = ServedSettings.of(self.vllm_config)
         assert settings is not None, "this scheduler is only chosen when a policy was asked for"
-        policy = settings.policy()
-        assert policy is not None
-        self.kv_policy = policy
-        self._min_last_chunk = settings.min_last_chunk(policy)
-        self._plans: dict[str, tuple[str, Plan]] = {}  # with the policy's name
-        solver = policy.solver
-        self._sampled = None
-        if solver is not None and solver.samples:
-            self._sampled = SampledShares(solver, self.coordinator.num_layers)
+        self.kv_policy = settings.policy
+        self._min_last_chunk = settings.min_last_chunk
+        self.hooks = self.kv_policy.scheduler_hooks(self.coordinator.num_layers)
         self._admission = None
-        if settings.looks_ahead:
+        if settings.forecasts:
             self._admission = Admission(
                 coordinator,
                 max_model_len=self.max_model_len,
@@ -79,25 +68,22 @@ class PyramidSchedulerMixin(Scheduler):
                 or self.max_num_scheduled_tokens,
                 lag=self.vllm_config.max_concurrent_batches - 1,
             )
-        self._averaged: dict[str, int] = {}  # requests with averaged shares: prompts they are of
-        self._traffic = SwapTraffic() if policy.swap_v else None
         self._sent_stats: dict[str, Any] | None = None
         self._log_capacity()
 
     def _log_capacity(self) -> None:
         length = self.max_model_len
         plan = self.kv_policy.plan(length, self.coordinator.num_layers, self.block_size)
-        if isinstance(plan, OpenPlan):
-            if not plan.exact:
-                logger.info(
-                    "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
-                    "%d of %d tokens a layer",
-                    self.kv_policy.name,
-                    plan.budget_tokens,
-                    length,
-                )
-                return
-            plan = plan.even()  # another shape rounds to blocks a little differently
+        if not plan.exact:
+            logger.info(
+                "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
+                "%d of %d tokens a layer",
+                self.kv_policy.name,
+                plan.budget_tokens,
+                length,
+            )
+            return
+        plan = plan.estimate()  # another shape rounds to blocks a little differently
         total = self.kv_cache_config.num_blocks - 1
         full, kept = self.coordinator.full_blocks(length), self.coordinator.blocks_of(plan).sum()
         logger.info(
@@ -116,51 +102,52 @@ class PyramidSchedulerMixin(Scheduler):
 
     def add_request(self, request: Request) -> None:
         """Plan what the request keeps, then queue it."""
-        params = request.sampling_params
-        extra_args = params.extra_args if params else None
-        try:
-            refuse_internal(extra_args)
-            policy, budget, error = settle(self.kv_policy, extra_args)
-            refuse_prompt_logprobs(policy, params.prompt_logprobs if params else None)
-        except ValueError as reason:
-            assert params is not None
-            policy, budget, error = self.kv_policy, None, str(reason)
-            request.sampling_params = copy.copy(params)
-            request.sampling_params.extra_args = None  # the worker would follow it
-        if error is not None:
-            # Front ends check this (compat/requests.py), so somebody else put the request here. It
-            # ends with an error; raising would end the engine.
-            logger.error("request %s: %s", request.request_id, error)
-            end_with_error(self, request.request_id, error)
-        plan = policy.plan(
-            request.num_prompt_tokens, self.coordinator.num_layers, self.block_size, budget
+        served = self._check(request)
+        plan = served.policy.plan(
+            request.num_prompt_tokens, self.coordinator.num_layers, self.block_size, served.budget
         )
-        if self._sampled is not None and isinstance(plan, OpenPlan) and error is None:
-            plan = self._sample(self._sampled, request, policy, budget, plan)
-        self._plans[request.request_id] = (policy.name, plan)
-        self.coordinator.set_plan(request.request_id, plan)
+        if served.error is None:
+            for hooks in self.hooks:
+                if fields := hooks.arrived(request.request_id, served.application, plan):
+                    plan = self._replan(request, served, plan, fields)
+        self.coordinator.set_plan(request.request_id, plan, served.policy.name)
         super().add_request(request)
 
-    def _sample(
-        self,
-        sampled: SampledShares,
-        request: Request,
-        policy: Policy,
-        budget: Budget | None,
-        plan: OpenPlan,
-    ) -> Plan:
-        """Let the request be solved, or give it its application's average and tell the workers."""
+    def _check(self, request: Request) -> ServedRequest:
+        """What holds for the request, or the reason why it ends.
+
+        Front ends check this (compat/requests.py), so where something is wrong, somebody else put
+        the request here. It ends with an error; raising would end the engine.
+        """
         params = request.sampling_params
-        extra_args = (params.extra_args if params else None) or {}
-        override = RequestOverride.parse(extra_args) or RequestOverride()
-        found = sampled.shares_for(request.request_id, override.application)
-        if found is None or params is None:
+        if params is None:
+            return ServedRequest(self.kv_policy)
+        try:
+            return check_request(self.kv_policy, params)
+        except ValueError as reason:
+            request.sampling_params = copy.copy(params)
+            request.sampling_params.extra_args = None  # the worker would follow it
+            logger.error("request %s: %s", request.request_id, reason)
+            end_with_error(self, request.request_id, str(reason))
+            return ServedRequest(self.kv_policy, error=str(reason))
+
+    def _replan(
+        self, request: Request, served: ServedRequest, plan: Plan, fields: dict[str, Any]
+    ) -> Plan:
+        """Another allocator for this request, of which the workers are told."""
+        params = request.sampling_params
+        if params is None:
             return plan
-        shares, self._averaged[request.request_id] = found
         request.sampling_params = copy.copy(params)  # the object may be the client's
-        request.sampling_params.extra_args = {**extra_args, SHARES_KEY: list(shares)}
-        return with_shares(policy, shares).plan(
-            plan.prompt_len, plan.num_layers, plan.block_size, budget
+        request.sampling_params.extra_args = {
+            **(params.extra_args or {}),
+            ALLOCATOR_KEY: {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in fields.items()
+            },
+        }
+        return with_allocator(served.policy, hashable(fields)).plan(
+            plan.prompt_len, plan.num_layers, plan.block_size, served.budget
         )
 
     def _reserve_prefill_lookahead(
@@ -180,7 +167,7 @@ class PyramidSchedulerMixin(Scheduler):
         if not num_new_tokens:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
-        plan = self._plans[request.request_id][1]
+        plan = self.coordinator.plan_of(request.request_id)
         if (
             not waits
             or self._admission is None
@@ -202,12 +189,11 @@ class PyramidSchedulerMixin(Scheduler):
         if num_computed_tokens >= plan.prompt_len and not plan.every:
             return num_new_tokens  # all has been evicted: nearly every request, every step
         stop = plan.next_eviction(num_computed_tokens) if plan.evicts else None
-        if stop is None and self.kv_policy.swap_v and num_computed_tokens < plan.prompt_len:
-            # Behind the prompt keys are chosen: no chunk may have queries of both kinds.
-            return min(num_new_tokens, plan.prompt_len - num_computed_tokens)
         if stop is None:
-            return num_new_tokens
-        if isinstance(plan, RetentionPlan) and (piece := plan.piece_at(num_computed_tokens)):
+            left = plan.prompt_len - num_computed_tokens
+            splits = self.kv_policy.splits_at_prompt_end and left > 0
+            return min(num_new_tokens, left) if splits else num_new_tokens
+        if piece := plan.piece_at(num_computed_tokens):
             return piece.tokens if num_new_tokens >= piece.tokens else 0
         num_new_tokens = min(num_new_tokens, stop - num_computed_tokens)
         left = stop - num_computed_tokens - num_new_tokens
@@ -219,18 +205,20 @@ class PyramidSchedulerMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         """Take the worker's word that it evicted before the blocks are given back."""
-        if self._traffic is not None:
-            self._traffic.add(read_traffic(model_runner_output), self.requests)
-        for request_id, eviction in read_evictions(model_runner_output).items():
+        report = read_report(model_runner_output)
+        for hooks in self.hooks:
+            if hooks.name in report.methods:
+                hooks.took_step(report.methods[hooks.name], self.requests.__contains__)
+        for request_id, eviction in report.evictions.items():
             request = self.requests.get(request_id)
             if request is None or request.num_stale_output_tokens > 0:
                 continue  # finished, or the step ran before it was preempted: it evicts again
             self.coordinator.confirm(request_id, eviction)
-            plan, settled = self._plans[request_id][1], self.coordinator.confirmed_plan(request_id)
+            settled = self.coordinator.confirmed_plan(request_id)
             if settled is None:
                 continue
-            if self._sampled is not None and isinstance(plan, OpenPlan):
-                self._sampled.add(request_id, plan, settled)
+            for hooks in self.hooks:
+                hooks.evicted(request_id, self.coordinator.plan_of(request_id), settled)
             if self._admission is not None:
                 number = self.coordinator.confirmed_number(request_id)
                 self._admission.evicted(request_id, settled, number)
@@ -242,19 +230,17 @@ class PyramidSchedulerMixin(Scheduler):
         report = self._report(request)
         kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
         self.coordinator.forget_plan(request.request_id)
-        if self._sampled is not None:
-            self._sampled.forget(request.request_id)
         if self._admission is not None:
             self._admission.ended(request)
         return kv_transfer_params or report, ec_transfer_params
 
     def _report(self, request: Request) -> dict[str, Any]:
         """What the request kept, for its response (`kv_transfer_params`, all that vLLM passes)."""
-        policy_name, plan = self._plans.pop(request.request_id)
+        plan = self.coordinator.plan_of(request.request_id)
         blocks_before = self.coordinator.full_blocks(plan.prompt_len)
         whole = -(-plan.prompt_len // self.coordinator.block_sizes)
         report: dict[str, Any] = {
-            "kv_policy": policy_name,
+            "kv_policy": self.coordinator.policy_name(request.request_id),
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
             "kept_tokens": [plan.prompt_len] * self.coordinator.num_layers,
@@ -274,13 +260,11 @@ class PyramidSchedulerMixin(Scheduler):
             report["kept_tokens"] = settled.held.tolist()
             report["evicted_tokens"] = int(settled.skip.sum())
             report["blocks_after"] = int(self.coordinator.blocks_of(settled).sum())
-            if isinstance(plan, OpenPlan):
+            if plan.is_open:
                 report["kv_budget"] = settled.budget_tokens
                 report["solved_tokens"] = settled.keep.tolist()
-        if (prompts := self._averaged.pop(request.request_id, None)) is not None:
-            report["averaged_over"] = prompts
-        if self._traffic is not None:
-            report |= self._traffic.take(request.request_id)
+        for hooks in self.hooks:
+            report |= hooks.finished(request.request_id)
         return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -303,9 +287,11 @@ class PyramidSchedulerMixin(Scheduler):
         """Counters since the start and what is held now, per layer (`metrics.py` has the names)."""
         computed = sum(request.num_computed_tokens for request in self.running)
         coordinator = self.coordinator
-        traffic = self._traffic.totals() if self._traffic is not None else {}
+        totals: dict[str, Any] = {}
+        for hooks in self.hooks:
+            totals |= hooks.totals()
         return {
-            **traffic,
+            **totals,
             "evictions": coordinator.num_evictions,
             "tokens_evicted": coordinator.tokens_evicted.tolist(),
             "blocks_freed": coordinator.blocks_freed.tolist(),

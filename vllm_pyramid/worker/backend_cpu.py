@@ -19,9 +19,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_pyramid.ops import get_ops
+from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.worker.backend_names import CPU_BLOCK_SIZE
 from vllm_pyramid.worker.context import LayerContext
-from vllm_pyramid.worker.step import StepRetention
 
 
 class PyramidCpuBackend(AttentionBackend):
@@ -78,8 +78,6 @@ class PyramidCpuMetadata:
     Attributes:
         block_table: `[R, M]` int32. query_start_loc: `[R + 1]` int32. seq_lens: `[R]` int32.
         skips: `[R]` int32, tokens below which the layer's table is not valid.
-        first_queries: `[R]` int32, see `StepRetention`; None where nothing is accumulated.
-        step: the whole step, for evictions. layer: index of this layer in it.
     """
 
     num_tokens: int
@@ -87,9 +85,6 @@ class PyramidCpuMetadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     skips: torch.Tensor
-    first_queries: torch.Tensor | None
-    step: StepRetention | None
-    layer: int
 
 
 class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
@@ -124,39 +119,26 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
         if common.causal is not True:
             raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
         num_reqs = common.num_reqs
-        if self.context is not None and (thinning := self.context.thinning) is not None:
-            layer = self.context.layer
-            return PyramidCpuMetadata(
-                num_tokens=int(thinning.query_starts[layer, -1]),
-                block_table=common.block_table_tensor,
-                query_start_loc=torch.from_numpy(thinning.query_starts[layer]),
-                seq_lens=torch.from_numpy(thinning.seq_lens[layer]),
-                skips=torch.from_numpy(thinning.skips[layer]),
-                first_queries=_first_queries(self.context.retention.step),
-                step=self.context.retention.step,
-                layer=layer,
-            )
-        step, layer, first_queries = None, 0, None
         skips = self._no_skips[:num_reqs]
         if self.context is not None:
-            step, layer = self.context.retention.step, self.context.layer
+            step, layer = self.context.step, self.context.layer
+            if (layout := step.layout) is not None:
+                return PyramidCpuMetadata(
+                    num_tokens=int(layout.query_starts[layer, -1]),
+                    block_table=common.block_table_tensor,
+                    query_start_loc=torch.from_numpy(layout.query_starts[layer]),
+                    seq_lens=torch.from_numpy(layout.seq_lens[layer]),
+                    skips=torch.from_numpy(layout.skips[layer]),
+                )
             skips = torch.from_numpy(step.skips[layer])
             assert skips.numel() == num_reqs, (skips.numel(), num_reqs)
-            first_queries = _first_queries(step)
         return PyramidCpuMetadata(
             num_tokens=common.num_actual_tokens,
             block_table=common.block_table_tensor,
             query_start_loc=common.query_start_loc[: num_reqs + 1],
             seq_lens=common.seq_lens[:num_reqs],
             skips=skips,
-            first_queries=first_queries,
-            step=step,
-            layer=layer,
         )
-
-
-def _first_queries(step: StepRetention) -> torch.Tensor | None:
-    return None if step.first_queries is None else torch.from_numpy(step.first_queries)
 
 
 class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
@@ -202,10 +184,10 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one.
 
-        Where V lies in host memory, vLLM's memory is all K.
+        Where V lies elsewhere, vLLM's memory is all K.
         """
-        if self.context is not None and self.context.host_values is not None:
-            return kv_cache, self.context.host_values
+        if self.context is not None and self.context.values is not None:
+            return kv_cache, self.context.values
         blocks, heads, tokens, content = kv_cache.shape
         planes = kv_cache.view(blocks, heads, 2 * tokens, content // 2)
         return planes[:, :, :tokens], planes[:, :, tokens:]
@@ -220,11 +202,12 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     ) -> None:
         """Write the step's keys and values, `[T, G, D]`, to their slots."""
         key_cache, value_cache = self._split(kv_cache)
-        if self.context is not None and (thinning := self.context.thinning) is not None:
-            slot_mapping = thinning.slots(self.context.layer, slot_mapping)
+        context = self.context
+        if context is not None:
+            slot_mapping = context.slots(slot_mapping)
         self.ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
-        if self.context is not None and self.context.mass is not None:
-            self.context.mass.forget(slot_mapping)
+        if context is not None:
+            context.after_write(slot_mapping)
 
     def forward(
         self,
@@ -238,7 +221,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend, then evict from the requests that come to an eviction, or thin those of the step.
+        """Attend, then let the policy gather and evict.
 
         Args:
             query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`. output: `[T, H, D]`, written.
@@ -247,11 +230,15 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             raise NotImplementedError("fused output quantisation is not supported on the CPU")
         if attn_metadata is None:  # profiling run
             return output.zero_()
-        meta = attn_metadata
+        meta, context = attn_metadata, self.context
         key_cache, value_cache = self._split(kv_cache)
-        query = query[: meta.num_tokens]
-        batch = (
-            output[: meta.num_tokens],
+        query, out = query[: meta.num_tokens], output[: meta.num_tokens]
+        log_sum_exp = None
+        if context is not None and context.step.wants_log_sum_exp:
+            log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
+        call = LayerCall(
+            self.ops,
+            context.layer if context is not None else 0,
             query,
             key_cache,
             value_cache,
@@ -259,70 +246,29 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             meta.query_start_loc,
             meta.seq_lens,
             meta.skips,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            sliding_window=self.sliding_window,
+            sinks=self.sinks,
+            rank=context.rank if context is not None else 0,
+            log_sum_exp=log_sum_exp,
         )
-        options: dict[str, Any] = {
-            "scale": self.scale,
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-            "sinks": self.sinks,
-        }
-        log_sum_exp = None
-        choice = meta.step.choice if meta.step is not None else None
-        thinning = meta.step.thinning if meta.step is not None else None
-        if choice is not None and self.context is not None and self.context.host_values is not None:
-            self.ops.topn_attention(
-                *batch,
-                torch.from_numpy(choice.top_ns),
-                value_rows=torch.from_numpy(choice.value_rows),
-                renormalize=self.context.renormalize,
-                **options,
-            )
-        else:
-            if (
-                thinning is not None or meta.first_queries is not None
-            ):  # saves what follows a pass over K
-                log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
-            self.ops.paged_attention(*batch, log_sum_exp=log_sum_exp, **options)
-        if meta.first_queries is not None:
-            assert self.context is not None and self.context.mass is not None
-            self.context.mass.add(
-                self.ops,
+        if context is None or not context.attend(call, out):
+            self.ops.paged_attention(
+                out,
                 query,
                 key_cache,
+                value_cache,
                 meta.block_table,
                 meta.query_start_loc,
                 meta.seq_lens,
                 meta.skips,
                 scale=self.scale,
+                sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
                 sinks=self.sinks,
-                first_queries=meta.first_queries,
                 log_sum_exp=log_sum_exp,
             )
-        if thinning is not None:
-            assert self.context is not None and self.context.thinner is not None
-            self.context.thinner.thin_layer(
-                self.ops,
-                thinning,
-                meta.layer,
-                query,
-                key_cache,
-                value_cache,
-                meta.block_table,
-                scale=self.scale,
-                soft_cap=self.soft_cap,
-                log_sum_exp=log_sum_exp,
-            )
-        if meta.step is not None and meta.step.evictions is not None:
-            assert self.context is not None, "the model runner did not bind this layer"
-            self.context.evict(
-                self.ops,
-                meta.step.evictions,
-                query,
-                key_cache,
-                value_cache,
-                meta.block_table,
-                scale=self.scale,
-                soft_cap=self.soft_cap,
-            )
+        if context is not None:
+            context.after_attention(call)
         return output

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from vllm_pyramid.config import KVSettings
+from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.ops import get_ops
+from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.worker.context import LayerContext
 
 
@@ -39,9 +40,8 @@ class PyramidBuilderMixin:
         None at all where a policy works in every step; vLLM then runs attention between piecewise
         graphs, or says that the mode which was asked for cannot be.
         """
-        settings = KVSettings.from_additional_config(vllm_config.additional_config)
-        policy = settings.policy() if settings is not None else None
-        if policy is not None and policy.needs_every_step:
+        settings = ServedSettings.of(vllm_config)
+        if settings is not None and settings.policy.works_in_every_step:
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
@@ -65,10 +65,9 @@ class PyramidBuilderMixin:
             # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
             common.max_seq_len = int(shifted.max_lens[context.layer])
         metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
-        metadata.kv_step = context.retention.step
-        if metadata.kv_step.first_queries is not None:
-            metadata.kv_first_queries = shifted.first_queries[context.layer, : common.num_reqs]
-            metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
+        metadata.kv_step = context.step
+        metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
+        metadata.kv_offsets = shifted.skips[context.layer, : common.num_reqs]
         return metadata
 
 
@@ -94,8 +93,8 @@ class PyramidImplMixin:
     ) -> None:
         """See vLLM's; nothing has been given yet to the keys that are written."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        if self.context is not None and self.context.mass is not None:
-            self.context.mass.forget(slot_mapping)
+        if self.context is not None:
+            self.context.after_write(slot_mapping)
 
     def forward(
         self,
@@ -115,42 +114,30 @@ class PyramidImplMixin:
         )
         if attn_metadata is None:
             return result
-        step = attn_metadata.kv_step
-        if step.evictions is None and step.first_queries is None:
+        context = self.context
+        assert context is not None, "the layer was not bound"
+        if attn_metadata.kv_step.evictions is None and not context.hooks:
             return result
-        assert self.context is not None, "the layer was not bound"
-        ops = get_ops(query.device.type)
-        query = query[: attn_metadata.num_actual_tokens]
-        key_cache, value_cache = kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
-        soft_cap = self.logits_soft_cap or 0.0
-        if step.first_queries is not None:
-            assert self.context.mass is not None
-            requests = attn_metadata.kv_no_skips.shape[0]
-            self.context.mass.add(
-                ops,
-                query,
-                key_cache,
+        requests = attn_metadata.kv_no_skips.shape[0]
+        context.after_attention(
+            LayerCall(
+                get_ops(query.device.type),
+                context.layer,
+                query[: attn_metadata.num_actual_tokens],
+                kv_cache[..., : self.head_size],
+                kv_cache[..., self.head_size :],
+                # The layer's shifted row begins with the first block that it holds.
                 attn_metadata.block_table,
                 attn_metadata.query_start_loc[: requests + 1],
                 attn_metadata.seq_lens[:requests],
                 attn_metadata.kv_no_skips,
                 scale=self.scale,
-                soft_cap=soft_cap,
+                soft_cap=self.logits_soft_cap or 0.0,
                 sinks=getattr(self, "sinks", None),
-                first_queries=attn_metadata.kv_first_queries,
+                rank=context.rank,
+                offsets=attn_metadata.kv_offsets,
                 max_query_len=attn_metadata.max_query_len,
                 max_seq_len=attn_metadata.max_seq_len,
             )
-        if step.evictions is not None:
-            # The layer's shifted row begins with the first block that it holds.
-            self.context.evict(
-                ops,
-                step.evictions,
-                query,
-                key_cache,
-                value_cache,
-                attn_metadata.block_table,
-                scale=self.scale,
-                soft_cap=soft_cap,
-            )
+        )
         return result

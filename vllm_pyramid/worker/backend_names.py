@@ -9,4 +9,3 @@ BACKENDS = {
     "FLASH_ATTN": "vllm_pyramid.worker.backend_flash.PyramidFlashBackend",
     "TRITON_ATTN": "vllm_pyramid.worker.backend_triton.PyramidTritonBackend",
 }
-BACKEND_KEY = "vllm_pyramid_attention"  # of additional_config: which of them the workers use

@@ -27,10 +27,9 @@ class PyramidCpuWorker(CPUWorker):
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
-        """vLLM's, less what the policy keeps beside the cache, and no more than has room for V."""
+        """vLLM's, less what the policy keeps beside the cache, and no more than it allows."""
         available: int = self.model_runner.room_for_cache(super().determine_available_memory())
-        limited: int = self.model_runner.limit_cache_memory(available)
-        return limited
+        return available
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's; the requests of its own that it warms up with leave no trace."""

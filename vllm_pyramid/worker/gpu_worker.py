@@ -7,7 +7,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_pyramid.worker.backend_names import BACKEND_KEY, BACKENDS
+from vllm_pyramid.config import ServedSettings
+from vllm_pyramid.worker.backend_names import BACKENDS
 from vllm_pyramid.worker.runner import extend_with_policy
 
 
@@ -15,13 +16,14 @@ class PyramidGpuWorker(Worker):
     """Extends the model runner once vLLM has chosen and built it."""
 
     def init_device(self) -> None:
-        chosen = self.vllm_config.additional_config[BACKEND_KEY]
-        register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[chosen])
+        settings = ServedSettings.of(self.vllm_config)
+        assert settings is not None and settings.backend is not None
+        register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[settings.backend])
         super().init_device()
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
-        """vLLM's, less what the policy keeps beside the cache."""
+        """vLLM's, less what the policy keeps beside the cache, and no more than it allows."""
         available: int = self.model_runner.room_for_cache(super().determine_available_memory())
         return available
 

@@ -22,35 +22,34 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_pyramid.methods.hooks import WorkerHooks
+from vllm_pyramid.plans import Eviction, OpenPlan, Plan
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.plans import Eviction, OpenPlan, Piece, Plan, RetentionPlan
-from vllm_pyramid.request_config import settle
-from vllm_pyramid.worker.choice import StepChoice
-from vllm_pyramid.worker.step import StepEvictions, StepRetention
-from vllm_pyramid.worker.thinning import StepThinning
+from vllm_pyramid.request_config import for_request
+from vllm_pyramid.step.step import Step, StepEvictions, WorkerRequest
 
 IntArray = npt.NDArray[np.int32]
 
-# A position that no query reaches: the mass of such a request is not needed.
-NO_QUERY = np.iinfo(np.int32).max
-
 
 class Retention:
-    """The plans of the requests that a model runner knows, and the current step.
+    """The requests that a model runner knows, and the current step.
 
     Args:
         policy: the engine's policy. num_layers: L. block_size: tokens of a cache block.
         max_num_reqs: rows of the runner's batch.
+
+    Attributes:
+        hooks: of the methods at work; set once the runner has made them.
     """
 
     def __init__(self, policy: Policy, num_layers: int, block_size: int, max_num_reqs: int) -> None:
         self.policy = policy
         self.num_layers = num_layers
         self.block_size = block_size
-        self.step = StepRetention.nothing(num_layers, 0)
-        self._plans: dict[str, Plan] = {}  # settled ones take the place of open ones
-        self._open: dict[str, OpenPlan] = {}  # what a request that is recomputed begins with
-        self._given: dict[str, int] = {}  # tokens that thinned requests have given up so far
+        self.step = Step.nothing(num_layers, 0)
+        self.hooks: list[WorkerHooks] = []
+        self._requests: dict[str, WorkerRequest] = {}
+        self._num_open = 0  # of requests whose plan was open when they came
         # The skips of the request in each row, refreshed only when a row changes hands or its
         # request has evicted: a decode step over hundreds of requests then costs a few array
         # operations, not a Python loop over them.
@@ -59,26 +58,21 @@ class Retention:
         self._row_number = np.zeros(max_num_reqs, np.int64)  # of the eviction that they are of
         self._row_every = np.zeros(max_num_reqs, np.int64)
         self._row_evicts = np.zeros(max_num_reqs, bool)
-        self._scorer = policy.gatherer
-        self._top_n: dict[str, int] = {}  # of requests, with a policy that keeps V on the host
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
         """A request has come (or come back): make its plan."""
-        policy, budget, _ = settle(self.policy, extra_args)
-        plan = policy.plan(prompt_len, self.num_layers, self.block_size, budget)
+        served = for_request(self.policy, extra_args)
+        plan = served.policy.plan(prompt_len, self.num_layers, self.block_size, served.budget)
         self.remove(request_id)
-        self._plans[request_id] = plan
-        if isinstance(plan, OpenPlan):
-            self._open[request_id] = plan
-        if policy.swap_v:
-            self._top_n[request_id] = policy.top_n
+        self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan)
+        self._num_open += plan.is_open
 
     def remove(self, request_id: str) -> None:
         """A request has finished."""
-        self._plans.pop(request_id, None)
-        self._open.pop(request_id, None)
-        self._top_n.pop(request_id, None)
-        self._given.pop(request_id, None)
+        if (request := self._requests.pop(request_id, None)) is not None:
+            self._num_open -= request.promised.is_open
+            for hooks in self.hooks:
+                hooks.forget(request_id)
 
     def begin_step(
         self,
@@ -86,102 +80,50 @@ class Retention:
         prompt_lens: IntArray,
         computed: IntArray,
         scheduled: IntArray,
-    ) -> StepRetention:
-        """Work out the step's skips and evictions.
+    ) -> Step:
+        """Work out the step's skips and evictions, and let the methods begin it.
 
         Args:
             request_ids: R names, in batch order; each was given to `add`.
             prompt_lens: `[R]` tokens of the prompts (without generated tokens).
             computed: `[R]` tokens computed before the step. scheduled: `[R]` tokens of the step.
         """
-        num_reqs = len(request_ids)
-        if self._open:
+        requests = [self._requests[request_id] for request_id in request_ids]
+        num_reqs = len(requests)
+        if self._num_open:
             for row in np.flatnonzero(computed < prompt_lens).tolist():
-                if (open_plan := self._open.get(request_ids[row])) is not None:
-                    self._plans[request_ids[row]] = open_plan
-        for row, request_id in enumerate(request_ids):
-            plan = self._plans[request_id]
+                requests[row].plan = requests[row].promised
+        for row, request in enumerate(requests):
+            plan = request.plan
             if self._row_plan[row] is not plan:
                 self._row_plan[row] = plan
-                self._row_every[row] = plan.every if isinstance(plan, RetentionPlan) else 0
+                self._row_every[row] = plan.every
                 self._row_evicts[row] = plan.evicts
                 self._row_number[row] = -1
         before = self._numbers(prompt_lens, computed)
         for row in np.flatnonzero(before != self._row_number[:num_reqs]).tolist():
-            plan = self._plans[request_ids[row]]
-            assert isinstance(plan, RetentionPlan) or before[row] == 0, (
-                f"the prompt of {request_ids[row]} has ended and was not solved"
-            )
             self._row_number[row] = before[row]
-            self._row_skips[row] = (
-                plan.skip_after(int(before[row])) if isinstance(plan, RetentionPlan) else 0
-            )
+            self._row_skips[row] = requests[row].plan.skip_after(int(before[row]))
         skips = np.ascontiguousarray(self._row_skips[:num_reqs].T)
         after = self._numbers(prompt_lens, computed + scheduled)
         ending = np.flatnonzero(after > before)
         evictions = None
         if ending.size:
-            evictions = self._evictions(request_ids, computed, scheduled, ending, after, skips)
-        first_queries = None
-        if self._scorer is not None:
-            first_queries = self._first_queries(prompt_lens, before)
-        thinning = None
-        if self.policy.thinner is not None:
-            thinning = self._thinning(request_ids, computed, scheduled, before == 0, skips)
-        choice = None
-        if self.policy.swap_v:
-            choice = self._choice(request_ids, prompt_lens, computed, scheduled)
-        self.step = StepRetention(skips, evictions, first_queries, choice, thinning)
-        return self.step
-
-    def _choice(
-        self,
-        request_ids: Sequence[str],
-        prompt_lens: IntArray,
-        computed: IntArray,
-        scheduled: IntArray,
-    ) -> StepChoice:
-        """How many keys each row uses: all of them until its prompt has been processed."""
-        past_prompt = computed >= prompt_lens
-        within = past_prompt | (computed + scheduled <= prompt_lens)
-        assert within.all(), "a chunk crosses the end of a prompt, where keys are chosen from"
-        top_ns = np.array([self._top_n.get(name, 0) for name in request_ids], np.int32)
-        return StepChoice(
-            list(request_ids),
-            scheduled,
-            past_prompt,
-            top_ns * past_prompt,
-            np.zeros(len(request_ids), np.int64),
-        )
-
-    def _thinning(
-        self,
-        request_ids: Sequence[str],
-        computed: IntArray,
-        scheduled: IntArray,
-        in_prompt: npt.NDArray[np.bool_],
-        skips: IntArray,
-    ) -> StepThinning | None:
-        """The pieces of the step; a plan that has any wants each of them whole in one step."""
-        rows: list[int] = []
-        pieces: list[Piece] = []
-        for row in np.flatnonzero(in_prompt).tolist():
-            plan = self._plans[request_ids[row]]
-            assert isinstance(plan, RetentionPlan)
-            if (piece := plan.piece_at(int(computed[row]))) is not None:
-                rows.append(row)
-                pieces.append(piece)
-        if not rows:
-            return None
-        return StepThinning(
-            [request_ids[row] for row in rows],
-            np.array(rows, np.int64),
-            pieces,
-            np.asarray(scheduled, np.int32),
-            np.asarray(computed, np.int32),
+            evictions = self._evictions(requests, computed, scheduled, ending, after, skips)
+        self.step = Step(
             skips,
-            self._given,
+            evictions,
+            requests,
+            prompt_lens,
+            computed,
+            scheduled,
+            before,
+            self._row_every[:num_reqs],
+            self._row_evicts[:num_reqs],
         )
+        for hooks in self.hooks:
+            hooks.begin_step(self.step)
+        return self.step
 
     def _numbers(self, prompt_lens: IntArray, computed: IntArray) -> npt.NDArray[np.int64]:
         """`RetentionPlan.evictions_by` of all rows: `[R]`."""
@@ -190,22 +132,9 @@ class Retention:
         later = np.where(every > 0, past // np.maximum(every, 1), 0)
         return np.where(past >= 0, 1 + later, 0)
 
-    def _first_queries(self, prompt_lens: IntArray, before: npt.NDArray[np.int64]) -> IntArray:
-        """From which query on the next eviction of each row looks: `[R]`."""
-        assert self._scorer is not None
-        every = self._row_every[: len(before)]
-        point = prompt_lens + before * every
-        first = np.zeros_like(point)
-        if self._scorer.history is not None:
-            first = np.maximum(point - self._scorer.history, 0)
-        looks = self._row_evicts[: len(before)] & ((before == 0) | (every > 0))
-        if self.policy.thinner is not None:
-            looks &= before > 0  # prompts are thinned by what their pieces say
-        return np.where(looks, first, NO_QUERY).astype(np.int32)
-
     def _evictions(
         self,
-        request_ids: Sequence[str],
+        requests: list[WorkerRequest],
         computed: IntArray,
         scheduled: IntArray,
         ending: npt.NDArray[np.int64],
@@ -213,51 +142,52 @@ class Retention:
         skips: IntArray,
     ) -> StepEvictions:
         """Of the rows `ending`, which come to the evictions `numbers`, `[R]`, in this step."""
-        plans = [self._plans[request_ids[row]] for row in ending]
+        plans = [requests[row].plan for row in ending]
         after = computed + scheduled
         for row, plan in zip(ending.tolist(), plans, strict=True):
             assert not plan.evicts or after[row] == plan.next_eviction(computed[row]), (
                 "a chunk crosses an eviction"
             )
-        if self.policy.needs_scores:
+        if self.policy.scorer.needs_queries:
             giving = ending[[plan.evicts for plan in plans]]
             short = scheduled[giving] < self.policy.window
             assert not short.any(), "a last prompt chunk is shorter than the observation window"
         of_ending = [int(numbers[row]) for row in ending]
-        ends = [
-            plan.computed_at(number) if isinstance(plan, RetentionPlan) else plan.prompt_len
-            for plan, number in zip(plans, of_ending, strict=True)
-        ]
+        ends = [plan.computed_at(number) for plan, number in zip(plans, of_ending, strict=True)]
         return StepEvictions(
-            request_ids=[request_ids[row] for row in ending],
+            request_ids=[requests[row].request_id for row in ending],
             rows=ending,
             query_ends=np.cumsum(scheduled, dtype=np.int32)[ending],
             query_lens=scheduled[ending].astype(np.int32),
             prompt_lens=np.array(ends, np.int32),
-            plans=[
-                plan if number == 1 or isinstance(plan, OpenPlan) else plan.after(number)
-                for plan, number in zip(plans, of_ending, strict=True)
-            ],
+            plans=[plan.after(number) for plan, number in zip(plans, of_ending, strict=True)],
             numbers=of_ending,
             befores=skips[:, ending],
+            block_size=self.block_size,
         )
 
-    def take_report(self) -> dict[str, Eviction]:
-        """The step's report to the scheduler, once. Solved plans hold from now on."""
-        if (evictions := self.step.evictions) is not None:
-            for index, plan in enumerate(evictions.plans):
-                if isinstance(plan, RetentionPlan) and plan.pieces:
-                    evictions.tokens_done[index] = self._given[evictions.request_ids[index]]
-        report = self.step.report()
-        if evictions is not None:
-            for index in evictions.unsolved.tolist():
-                if evictions.request_ids[index] in self._open:
-                    self._plans[evictions.request_ids[index]] = evictions.plans[index]
-        self.step.evictions = None
-        self.step.thinning = None
-        return report
+    def end_step(self) -> tuple[dict[str, Eviction], dict[str, Any]]:
+        """The reports to the scheduler, once: evictions by request, and those of the methods.
 
-    def idle_step(self, num_reqs: int) -> StepRetention:
+        Solved plans hold from now on.
+        """
+        step = self.step
+        for hooks in self.hooks:
+            hooks.end_step(step)
+        evictions = step.report()
+        if step.evictions is not None:
+            for index in step.evictions.unsolved.tolist():
+                request = step.requests[int(step.evictions.rows[index])]
+                assert isinstance(request.promised, OpenPlan)
+                request.plan = step.evictions.plans[index]
+        found = {hooks.name: hooks.report() for hooks in self.hooks}
+        step.evictions = None
+        return evictions, {name: report for name, report in found.items() if report is not None}
+
+    def idle_step(self, num_reqs: int) -> Step:
         """A step without real requests (profiling, warm-up, graph capture)."""
-        self.step = StepRetention.nothing(self.num_layers, num_reqs)
+        self.step = Step.nothing(self.num_layers, num_reqs)
+        for hooks in self.hooks:
+            hooks.end_step(self.step)
+            hooks.report()
         return self.step

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
@@ -17,24 +18,20 @@ from vllm_pyramid.compat.runner import (
     attention_layer,
     extend_runner,
     per_layer_specs,
-    report_evictions,
-    report_traffic,
+    send_report,
 )
-from vllm_pyramid.compat.thin_forward import thin_between_layers
+from vllm_pyramid.config import ServedSettings
+from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
+from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.context import LayerContext
-from vllm_pyramid.worker.evict import EvictionUploads
-from vllm_pyramid.worker.host_values import HostValuesMixin
-from vllm_pyramid.worker.key_mass import KeyMass
 from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.shifted import ShiftedTables
-from vllm_pyramid.worker.solve import LayerSolver
-from vllm_pyramid.worker.step import StepRetention
-from vllm_pyramid.worker.thinner import Thinner
-from vllm_pyramid.worker.trace import TraceWriter
 
 
 class _TensorParallelRanks:
-    """`solve.Ranks` over vLLM's group, which does nothing where there is one rank."""
+    """`hooks.Ranks` over vLLM's group, which does nothing where there is one rank."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -48,14 +45,19 @@ class _TensorParallelRanks:
         return first
 
 
-class PyramidRunnerMixin(HostValuesMixin):
+class PyramidRunnerMixin:
     """Mixed into vLLM's model runner; subclasses add how that runner tells what a step holds."""
 
+    vllm_config: VllmConfig
+    device: torch.device
     attn_groups: list[list[Any]]
     get_model: Callable[[], torch.nn.Module]
+    retention: Retention
+    hooks: list[WorkerHooks]
     shifted: ShiftedTables | None = None
+    _settings: ServedSettings
+    _specs: dict[str, LayerKVCacheSpec]
     _trace: TraceWriter | None = None
-    _mass: KeyMass | None = None
     _contexts: dict[str, LayerContext]
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -66,19 +68,33 @@ class PyramidRunnerMixin(HostValuesMixin):
                 f"layer {next(iter(shared))} reads the cache of another layer, which that layer "
                 "would evict first: serve this model with --kv-policy none"
             )
-        policy = self._settings().policy()
-        assert policy is not None
+        settings = ServedSettings.of(self.vllm_config)
+        assert settings is not None, "this worker is only chosen when a policy was asked for"
+        self._settings, policy = settings, settings.policy
         specs = per_layer_specs(stock, policy, self.vllm_config.model_config.max_model_len)
         policy.check_layers(len(specs))
         block_sizes = [spec.block_size for spec in specs.values()]
         assert len({spec.full_block_size for spec in specs.values()}) == 1, block_sizes
+        self._specs = specs
         self.retention = Retention(
             policy,
             num_layers=len(specs),
             block_size=max(block_sizes),  # multiples of it end blocks in all layers
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
-        self._specs = specs
+        self.hooks = policy.worker_hooks(
+            WorkerSide(
+                self.vllm_config,
+                self.device,
+                list(specs.values()),
+                self.retention.block_size,
+                _TensorParallelRanks(get_tp_group()),
+                model=self.get_model,
+                step=lambda: self.retention.step,
+                swap_space_bytes=settings.swap_space_bytes,
+            )
+        )
+        self.retention.hooks = self.hooks
         return dict(specs)
 
     def table_shape(self) -> tuple[int, int]:
@@ -101,46 +117,22 @@ class PyramidRunnerMixin(HostValuesMixin):
             self._drop_tables()
             self.shifted = None
             self._contexts = {}
-        self._mass = None
-        self.take_host_pool(kv_cache_config)
+        for hooks in self.hooks:
+            hooks.allocate(kv_cache_config.num_blocks)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        policy = self.retention.policy
-        if policy.gatherer is not None:
-            self._mass = KeyMass(
-                policy.gatherer,
-                kv_cache_config.num_blocks,
-                self._kv_heads(),
-                self.retention.block_size,
-                self.device,
-                ranks=_TensorParallelRanks(get_tp_group()) if policy.thinner else None,
-            )
         self._bind_layers()
 
-    def _kv_heads(self) -> int:
-        """KV heads of every layer on this rank.
-
-        Raises:
-            ValueError: layers differ; pages of equal size then hold different numbers of rows.
-        """
-        heads = {spec.num_kv_heads for spec in self._specs.values()}
-        if len(heads) > 1:
-            raise ValueError(
-                f"policy {self.retention.policy.name!r} keeps a number for every row of a page, "
-                f"and the layers of this model have pages of {sorted(heads)} KV heads: choose a "
-                "policy whose scorer does not accumulate"
-            )
-        return heads.pop()
-
     def room_for_cache(self, available: int) -> int:
-        """Of the memory that vLLM would give the KV cache, what is left beside our own: bytes.
+        """Of the memory that vLLM would give the KV cache, what is left beside ours: bytes.
 
-        The mass that some policies gather grows with the cache's blocks, so it takes its share.
+        What some methods gather grows with the cache's blocks, so it takes its share.
         """
-        if self.retention.policy.gatherer is None:
-            return available
         page = next(iter(self._specs.values())).page_size_bytes
-        own = KeyMass.bytes_per_block(self._kv_heads(), self.retention.block_size)
-        return available * page // (page + own)
+        if own := sum(hooks.bytes_beside_block() for hooks in self.hooks):
+            available = available * page // (page + own)
+        for hooks in self.hooks:
+            available = hooks.limit_cache(available)
+        return available
 
     def _drop_tables(self) -> None:
         self.set_tables([torch.empty(0, dtype=torch.int32, device=self.device)] * len(self._specs))
@@ -154,19 +146,10 @@ class PyramidRunnerMixin(HostValuesMixin):
             RuntimeError: a layer that vLLM gave an attention which does not follow a policy.
             ValueError: a layer whose attention an evicted cache would falsify.
         """
-        retention, uploads = self.retention, EvictionUploads(self.retention.block_size)
-        solver = None
-        if retention.policy.solver is not None:
-            ranks = _TensorParallelRanks(get_tp_group())
-            solver = LayerSolver(retention.policy, retention.num_layers, ranks)
-        thinner = None
-        if retention.policy.thinner is not None:
-            thinner = Thinner(retention.policy, _TensorParallelRanks(get_tp_group()))
-            thin_between_layers(self.get_model(), retention)
+        retention = self.retention
+        rank = get_tensor_model_parallel_rank()
         self._contexts = {
-            name: LayerContext(
-                retention, layer, uploads, solver, thinner, self._trace, mass=self._mass
-            )
+            name: LayerContext(retention, layer, self.hooks, rank, self._trace)
             for layer, name in enumerate(self._specs)
         }
         layers_of_groups = []
@@ -177,7 +160,7 @@ class PyramidRunnerMixin(HostValuesMixin):
             self._check_attention(name, group, impl)
             context = self._contexts[name]
             impl.context = context
-            self.bind_host_values(name, context)
+            context.values = self._values_of(name, context.layer)
             for builder in group.metadata_builders:
                 builder.context = context
                 shifting |= builder.reads_shifted_tables
@@ -195,6 +178,14 @@ class PyramidRunnerMixin(HostValuesMixin):
         self.set_tables([self.shifted.tables[layer] for layer in layers_of_groups])
         for context in self._contexts.values():
             context.shifted = self.shifted
+
+    def _values_of(self, name: str, layer: int) -> torch.Tensor | None:
+        """V of a layer, where a method keeps it somewhere else than beside K."""
+        if self.retention.policy.values.on_device(layer):
+            return None
+        cache = attention_layer(self.vllm_config, name).kv_cache
+        found = (hooks.value_cache(layer, cache) for hooks in self.hooks)
+        return next(values for values in found if values is not None)
 
     def _check_attention(self, name: str, group: Any, impl: Any) -> None:
         for part, needed in (
@@ -225,7 +216,7 @@ class PyramidRunnerMixin(HostValuesMixin):
 
     def start_trace(self) -> None:
         """Write traces from now on. The worker calls this when its warm-up requests are over."""
-        folder = self._settings().kv_trace
+        folder = self._settings.trace
         if folder is None:
             return
         self._trace = TraceWriter(
@@ -236,8 +227,8 @@ class PyramidRunnerMixin(HostValuesMixin):
         )
         for context in self._contexts.values():
             context.trace = self._trace
-            if context.thinner is not None:
-                context.thinner.positions = self._trace.thinned
+        for hooks in self.hooks:
+            hooks.trace = self._trace
 
     def forget_request(self, request_id: str) -> None:
         """A request has finished."""
@@ -248,7 +239,7 @@ class PyramidRunnerMixin(HostValuesMixin):
     def shift_tables(
         self,
         seq_lens: torch.Tensor,
-        step: StepRetention,
+        step: Step,
         host_lens: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Shift the tables that vLLM has just filled, where the attention kernels need it.
@@ -256,16 +247,16 @@ class PyramidRunnerMixin(HostValuesMixin):
         Args: see `ShiftedTables.update`.
         """
         if self.shifted is not None:
-            self.shifted.update(seq_lens, step.skips, host_lens, step.first_queries)
+            self.shifted.update(seq_lens, step.skips, host_lens)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with the evictions of the step attached to the output."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         evictions = self.retention.step.evictions
+        evicted, reports = self.retention.end_step()
         if self._trace is not None and evictions is not None:
             self._trace.finish_step(evictions)
-        traffic = self.step_traffic()
-        return report_traffic(report_evictions(output, self.retention.take_report()), traffic)
+        return send_report(output, evicted, reports)
 
 
 def extend_with_policy(runner: Any, uses_v2: bool) -> None:

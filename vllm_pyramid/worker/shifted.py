@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.worker.upload import upload
+from vllm_pyramid.step.upload import upload
 
 
 class ShiftedTables:
@@ -30,8 +30,7 @@ class ShiftedTables:
         tables: `[L, R_max, M]` int32. lens: `[L, R_max]` int32.
         max_lens: `[L]` on the host, the longest sequence that each layer attends to in this step;
             None where the host does not know it.
-        first_queries: `[L, R_max]` int32, what `StepRetention.first_queries` is in these tables;
-            of a step in which it is not None.
+        skips: `[L, R_max]` int32, tokens that each row leaves out.
         no_skips: `[R_max]` int32, zeros: in these tables nobody has skipped anything.
 
     Args:
@@ -54,8 +53,7 @@ class ShiftedTables:
                 (num_layers, max_num_reqs, width), dtype=torch.int32, device=device
             )
             self.lens = torch.zeros((num_layers, max_num_reqs), dtype=torch.int32, device=device)
-            self._skips = torch.zeros_like(self.lens)
-            self.first_queries = torch.zeros_like(self.lens)
+            self.skips = torch.zeros_like(self.lens)
             self.no_skips = torch.zeros_like(self.lens[0])
 
     def update(
@@ -63,7 +61,6 @@ class ShiftedTables:
         seq_lens: torch.Tensor,
         skips: npt.NDArray[np.int32],
         host_lens: npt.NDArray[np.int32] | None,
-        first_queries: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Shift the step's tables, which vLLM has just filled, and write the step's lengths.
 
@@ -74,12 +71,11 @@ class ShiftedTables:
             skips: `[L, <= R]` int32 on the host; requests behind it have skipped nothing.
             host_lens: `[<= R]`, what `seq_lens` holds of the requests with skips; None in a step
                 without real requests, which has no skips.
-            first_queries: `[<= R]` int32 on the host, see `StepRetention`.
         """
         from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
 
         num_rows, num_skips = seq_lens.shape[0], skips.shape[1]
-        device_skips = self._skips[:, :num_rows]
+        device_skips = self.skips[:, :num_rows]
         device_skips[:, num_skips:] = 0
         device_skips[:, :num_skips].copy_(upload(skips, seq_lens.device))
         num_columns = 0
@@ -91,10 +87,6 @@ class ShiftedTables:
             self.tables[:, :num_rows], device_skips, self.block_size, num_columns=num_columns
         )
         effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
-        if first_queries is not None:
-            local = self.first_queries[:, :num_skips]  # rows behind it have no queries
-            local.copy_(upload(first_queries, seq_lens.device))
-            local.sub_(device_skips[:, :num_skips])
 
     def forget_step(self) -> None:
         """Before graphs are captured, on tables that vLLM has cleared and without a step."""

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scorers whose evidence is gathered in every step, so that they can evict at any time.
+
+`gather.py` keeps what the queries so far gave each key beside the cache: 4 bytes a token, layer and
+KV head. A scorer says what one step's queries add (`observe`), or names a kernel that does it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
+    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.step.view import LayerView
+
+
+class AccumulatingScorer(Scorer):
+    """Base of the scorers whose evidence is gathered in every step, prefill and generation alike.
+
+    Class attributes:
+        mass_kind: what is added up by the kernel: `kind` of `ops/reference_mass.py: add_key_mass`;
+            None: what `observe` returns.
+        sign: 1 where the greatest sums are kept, -1 where the smallest are.
+        starts_over: an eviction sets the sums to zero instead of moving them with their keys.
+    """
+
+    mass_kind: ClassVar[str | None] = None
+    sign: ClassVar[float] = 1.0
+    starts_over: ClassVar[bool] = False
+
+    @property
+    def history(self) -> int | None:
+        """How many of the last queries before an eviction count; None for all."""
+        return None
+
+    def observe(self, view: LayerView) -> torch.Tensor:
+        """What the queries of a step add to each key's sum: `[G, T]` float32.
+
+        Args:
+            view: `view.queries` are those of the step that count; none of them is missing.
+        """
+        raise NotImplementedError
+
+    @property
+    def works_in_every_step(self) -> bool:
+        """See the base."""
+        return True
+
+    @classmethod
+    def check_class(cls) -> None:
+        """A class that adds up nothing is a mistake."""
+        if cls.mass_kind is None and cls.observe is AccumulatingScorer.observe:
+            raise ValueError(
+                f"the scorer {cls.__module__}:{cls.__qualname__} has no method "
+                "`observe(self, view)`"
+            )
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        super().check(policy)
+        every = policy.schedule.every
+        if every and self.history is not None and self.history > every:
+            raise ValueError(
+                f"policy {policy.name!r} looks back over {self.history} queries but evicts every "
+                f"{every} tokens: a history window must not reach beyond the eviction before"
+            )
+
+    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
+        """See the base."""
+        from vllm_pyramid.methods.accumulated.gather import KeyMass
+
+        return KeyMass(policy, self, side)
+
+
+class AccumulatedAttentionScorer(AccumulatingScorer):
+    """H2O's heavy hitters: the attention that a key was given by all queries so far.
+
+    Softmax probabilities, summed over all queries since the key was written (its own and those of
+    the prompt included) and over the query heads of the KV head (arXiv:2306.14048, section 4).
+    """
+
+    kind: Literal["accumulated_attention"] = "accumulated_attention"
+    mass_kind: ClassVar[str | None] = "sum"
+
+
+class PersistenceScorer(AccumulatingScorer):
+    """Scissorhands: how seldom a key was below the average among the last queries.
+
+    For each of the last `queries` queries before an eviction, a key counts 1 for every query head
+    of its KV head that gives it less than 1 / t of its attention, t being the keys that the query
+    sees. The keys with the smallest counts stay (arXiv:2305.17118, section 4: the counter of low
+    scores of its algorithm, over its history window).
+
+    Attributes:
+        queries: length of the history window; not longer than the interval between evictions.
+    """
+
+    kind: Literal["persistence"] = "persistence"
+    queries: int = Field(default=128, ge=1)
+
+    mass_kind: ClassVar[str | None] = "below_average"
+    sign: ClassVar[float] = -1.0
+    starts_over: ClassVar[bool] = True
+
+    @property
+    def history(self) -> int | None:
+        """See the base."""
+        return self.queries

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocators that know the lengths beforehand: equal, fixed shares, or a curve over depth.
+
+Notation as in `allocator.py`. If the bottom layer's k_0 would exceed C it is set to C, and the
+surplus goes to the layers above without changing the kind of the curve (PyramidKV's rule for its
+arithmetic sequence, applied to all of them).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from vllm_pyramid.methods.allocator import CurveAllocator, Reals
+
+
+class UniformAllocator(CurveAllocator):
+    """Every layer the same (SnapKV, StreamingLLM): k_l = B."""
+
+    kind: Literal["uniform"] = "uniform"
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        return np.full(num_layers, float(mean))
+
+
+class SharesAllocator(CurveAllocator):
+    """Fixed shares, such as `vllm-pyramid calibrate` measures them: k_l = B * m * s_l / sum(s).
+
+    A layer whose share comes to more than C keeps C; the others share what is left.
+
+    Attributes:
+        shares: a number a layer, from the input side; at least 0, not all 0.
+    """
+
+    kind: Literal["shares"] = "shares"
+    shares: tuple[float, ...] = Field(min_length=1)
+
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        """YAML and JSON have lists only; whole numbers in them are numbers too."""
+        if isinstance(value, list | tuple):
+            return tuple(float(share) if type(share) in (int, float) else share for share in value)
+        return value
+
+    @field_validator("shares")
+    @classmethod
+    def _usable(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= share < np.inf for share in value) or not any(value):
+            raise ValueError(f"shares must be at least 0, finite, and not all 0, not {list(value)}")
+        return value
+
+    def check_layers(self, num_layers: int) -> None:
+        if len(self.shares) != num_layers:
+            raise ValueError(
+                f"the allocator has shares for {len(self.shares)} layers, but this model has "
+                f"{num_layers}: calibrate for this model (vllm-pyramid calibrate)"
+            )
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        return share_out(np.array(self.shares), mean, capacity)
+
+
+def share_out(weights: Reals, mean: int, capacity: int, floor: float = 0.0) -> Reals:
+    """Divide B tokens a layer in proportion to weights: `[m]` reals in [0, C] summing to B * m.
+
+    Args:
+        weights: `[m]`, finite and not negative; all 0 means all alike.
+        mean: B. capacity: C >= B. Layers whose share is above C keep C, and the others share what
+            is left, in proportion.
+        floor: tokens that each layer keeps whatever its weight, at most B; the rest is shared.
+    """
+    assert 0 <= floor <= mean <= capacity, (floor, mean, capacity)
+    curve = np.full(len(weights), float(floor))
+    rest = mean * len(weights) - float(curve.sum())
+    open_layers = np.ones(len(weights), bool)
+    while rest > 0 and open_layers.any():
+        share = np.where(open_layers, weights, 0.0)
+        largest = share.max()
+        # Divided by the largest first: products with the tiniest numbers would be rounded. Without
+        # one, no layer has a weight or those that do are full.
+        share = share / largest if largest > 0 else open_layers.astype(float)
+        wanted = np.where(open_layers, floor + rest * share / share.sum(), curve)
+        full = open_layers & (wanted >= capacity)
+        if not full.any():
+            return np.minimum(wanted, float(capacity))
+        curve[full] = capacity
+        rest -= float(full.sum()) * (capacity - floor)
+        open_layers &= ~full
+    return curve
+
+
+class DecayingAllocator(CurveAllocator):
+    """Base of the curves that fall with depth from k_0 to k_{m-1} = B / beta.
+
+    Attributes:
+        beta: how much less than the mean the top layer keeps, >= 1; 1 is the uniform allocation.
+            PyramidKV's default is 20; 14 to 20 are all close (its Table 6).
+    """
+
+    beta: float = Field(default=20.0, ge=1.0, allow_inf_nan=False)
+
+
+class _InterpolatingAllocator(DecayingAllocator):
+    """Curves k_l = k_{m-1} + (k_0 - k_{m-1}) * s_l, s falling from 1 to 0.
+
+    k_0 follows from the sum: with g the mean of s, B = k_{m-1} + (k_0 - k_{m-1}) * g.
+    """
+
+    @abstractmethod
+    def shape(self, depth: Reals) -> Reals:
+        """s at relative depths 0 .. 1: `[m]` to `[m]`."""
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        shape = self.shape(np.linspace(0.0, 1.0, num_layers))
+        gain = float(shape.mean())
+        top = mean / self.beta
+        bottom = top + (mean - top) / gain
+        if bottom > capacity:
+            bottom = float(capacity)
+            top = (mean - bottom * gain) / (1.0 - gain)
+        return top + (bottom - top) * shape
+
+
+class ArithmeticAllocator(_InterpolatingAllocator):
+    """PyramidKV's arithmetic sequence (its section 4.2.1, Eq. 1).
+
+    k_{m-1} = B / beta, k_0 = 2B - k_{m-1}, equal steps between. If k_0 > C: k_0 = C and
+    k_{m-1} = 2B - C.
+    """
+
+    kind: Literal["arithmetic"] = "arithmetic"
+
+    def shape(self, depth: Reals) -> Reals:
+        return 1.0 - depth
+
+
+class ExponentialAllocator(_InterpolatingAllocator):
+    """Exponential decay from k_0 onto k_{m-1} = B / beta, with rate ln(beta) over the whole depth.
+
+    k_l = k_{m-1} + (k_0 - k_{m-1}) * (beta^-x - beta^-1) / (1 - beta^-1) with x = l / (m-1).
+    PyramidKV's Table 4 compares such a strategy by name without giving its formula.
+    """
+
+    kind: Literal["exponential"] = "exponential"
+
+    def shape(self, depth: Reals) -> Reals:
+        if self.beta - 1.0 < 1e-9:
+            return 1.0 - depth  # the limit for beta towards 1
+        shape: Reals = np.expm1((1.0 - depth) * np.log(self.beta)) / (self.beta - 1.0)
+        return shape
+
+
+class GeometricAllocator(DecayingAllocator):
+    """Geometric sequence: k_{m-1} = B / beta and k_l = k_{m-1} * q^(m-1-l).
+
+    q >= 1 solves (1 + q + ... + q^(m-1)) = beta * m. If k_0 > C: k_0 = C, and q solves
+    C * (1 + q^-1 + ... + q^-(m-1)) = B * m. PyramidKV's Table 4 compares such a strategy by name
+    without giving its formula.
+    """
+
+    kind: Literal["geometric"] = "geometric"
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        powers = np.arange(num_layers - 1, -1, -1, dtype=np.float64)
+        # Relative to the top layer the sequence is 1, q, q^2, ...: its mean is beta.
+        log_ratio = _solve_log_ratio(num_layers, self.beta)
+        top = mean / self.beta
+        if top * np.exp(log_ratio * (num_layers - 1)) > capacity:
+            # Relative to the bottom layer it is 1, 1/q, 1/q^2, ...: its mean is B / C.
+            log_ratio = -_solve_log_ratio(num_layers, mean / capacity)
+            top = capacity * float(np.exp(-log_ratio * (num_layers - 1)))
+        values = top * np.exp(log_ratio * powers)
+        # The ratio is solved to float precision; the sum must hold to far less than one token.
+        curve: Reals = np.minimum(values * (mean * num_layers / values.sum()), float(capacity))
+        return curve
+
+
+@lru_cache(maxsize=4096)
+def _solve_log_ratio(num_terms: int, mean: float) -> float:
+    """log r such that the mean of 1, r, ..., r^(num_terms-1) is `mean`, by bisection.
+
+    The mean grows with r from 1 / num_terms (r = 0) over 1 (r = 1) without bound.
+    """
+    exponents = np.arange(num_terms, dtype=np.float64)
+    # Upwards the last term alone is at most the sum, mean * num_terms.
+    low, high = (0.0, np.log(mean * num_terms) / (num_terms - 1)) if mean >= 1.0 else (-60.0, 0.0)
+    for _ in range(100):
+        middle = (low + high) / 2.0
+        if float(np.exp(exponents * middle).mean()) < mean:
+            low = middle
+        else:
+            high = middle
+    return float((low + high) / 2.0)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks of methods that do more than score at an eviction.
+
+Where they are called in a worker, from left to right in time:
+
+    a step           begin_step                                             end_step, report
+    each layer                  after_write  attend  after_attention  (evict)  after_eviction
+
+and in the scheduler: `arrived`, `took_step`, `evicted`, `report`, `finished`. All hooks do nothing
+by default; a method overrides those it needs. Callers know no method by name.
+
+A step is one call of the model, with tokens of several requests. The eviction between
+`after_attention` and `after_eviction` is the worker's own (`worker/evict.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+    from vllm_pyramid.plans import Plan, RetentionPlan
+    from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+    from vllm_pyramid.step.batch import EvictionBatch
+    from vllm_pyramid.step.call import LayerCall
+    from vllm_pyramid.step.step import Step, StepEvictions
+    from vllm_pyramid.step.trace import TraceWriter
+
+
+class Ranks(Protocol):
+    """The tensor-parallel ranks: each has some of the KV heads, and all must agree on lengths."""
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+
+    def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
+        """The first rank's values, bit for bit."""
+
+
+class OneRank:
+    """No tensor parallelism."""
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Ranks`."""
+        return values
+
+    def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Ranks`."""
+        return values
+
+
+@dataclass
+class WorkerSide:
+    """What a method may know of the worker that it runs in.
+
+    Attributes:
+        config: vLLM's. device: of the cache and the attention.
+        specs: of each layer's cache, from the bottom: `L = len(specs)`.
+        block_size: tokens of the largest block; multiples of it end blocks in all layers.
+        ranks: of the tensor-parallel group.
+        model: gives the model, once it has been loaded.
+        step: gives the current step.
+        swap_space_bytes: `--kv-swap-space` in bytes; None where it was not given.
+    """
+
+    config: VllmConfig
+    device: torch.device
+    specs: list[LayerKVCacheSpec]
+    block_size: int
+    ranks: Ranks
+    model: Callable[[], torch.nn.Module]
+    step: Callable[[], Step]
+    swap_space_bytes: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.specs)
+
+
+class WorkerHooks:
+    """What a method does in a worker beside scoring.
+
+    Attributes:
+        name: under which `report` travels to the scheduler's hooks of the same name.
+        trace: where kept positions are written; None where no trace was asked for.
+    """
+
+    name: str = ""
+    trace: TraceWriter | None = None
+
+    def bytes_beside_block(self) -> int:
+        """Device memory that each block of the cache takes beside its own."""
+        return 0
+
+    def limit_cache(self, num_bytes: int) -> int:
+        """Bytes that the device's cache may have, of those that are there."""
+        return num_bytes
+
+    def allocate(self, num_blocks: int) -> None:
+        """The cache will have so many blocks. May be called again: then what was is dropped."""
+
+    def value_cache(self, layer: int, key_cache: torch.Tensor) -> torch.Tensor | None:
+        """V of a layer whose pages hold K alone, `[P, G, N, D]`; None where V is in its page.
+
+        Args:
+            key_cache: `[P, G, N, D]`, the layer's whole memory.
+        """
+        return None
+
+    def begin_step(self, step: Step) -> None:
+        """A step begins; its skips and evictions are known."""
+
+    def after_write(self, layer: int, slots: torch.Tensor) -> None:
+        """New tokens have been written to these slots, `[T]` int64; negative ones are padding."""
+
+    def attend(self, call: LayerCall, out: torch.Tensor) -> bool:
+        """Attend in place of the layer's attention; True if that was done. Written to `out`."""
+        return False
+
+    def after_attention(self, call: LayerCall) -> None:
+        """The layer has attended; nobody has evicted in it."""
+
+    def scores(self, batch: EvictionBatch) -> torch.Tensor | None:
+        """Scores from what was gathered, as of `Scorer.scores`; None: the scorer gives them."""
+        return None
+
+    def moved(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
+        """Rows of the cache have moved: `kept` as of `ops.compact`."""
+
+    def after_eviction(self, call: LayerCall, evictions: StepEvictions) -> None:
+        """The layer has evicted from all requests whose lengths are known."""
+
+    def end_step(self, step: Step) -> None:
+        """All layers are done; what was evicted is about to be reported."""
+
+    def report(self) -> Any | None:
+        """What the scheduler's hooks are to hear of the step, as plain data; None: nothing."""
+        return None
+
+    def forget(self, request_id: str) -> None:
+        """A request has finished."""
+
+
+class SchedulerHooks:
+    """What a method does in the scheduler.
+
+    Attributes:
+        name: of the worker's hooks whose reports come here.
+    """
+
+    name: str = ""
+
+    def arrived(self, request_id: str, application: str, plan: Plan) -> dict[str, Any] | None:
+        """A request has come; its plan may be replaced.
+
+        Returns:
+            None, or fields of the allocator that take the place of the policy's for this request;
+            the workers are told.
+        """
+        return None
+
+    def evicted(self, request_id: str, plan: Plan, settled: RetentionPlan) -> None:
+        """The worker has evicted from a request, whose plan was `plan`."""
+
+    def took_step(self, report: Any, is_alive: Callable[[str], bool]) -> None:
+        """The report of the worker's hooks on a step; of requests that have ended, too."""
+
+    def finished(self, request_id: str) -> dict[str, Any]:
+        """A request has ended: what its response says of it. It is forgotten."""
+        return {}
+
+    def totals(self) -> dict[str, int]:
+        """Counters since the start, for the metrics."""
+        return {}

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V in host memory (KCache, arXiv:2404.18057): the device holds K alone, and fetches the best V.
+
+    device page b  [ K of 2 N tokens ]    host page b  [ V of the same 2 N tokens ]
+
+Both pools are addressed by one block table, so V needs no accounting of its own: host page b is in
+use exactly while device page b belongs to a layer without V on the device. What is evicted is
+decided as without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from vllm_pyramid.methods.values import Values
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+    from vllm_pyramid.policy.base import Policy
+
+TOP_N_KEY = "kv_top_n"  # of requests
+
+
+class HostValues(Values):
+    """Keep V of the layers from `device_layers` on in host memory, K alone on the device.
+
+    Attributes:
+        top_n: keys a query head of a generated token takes V of: those with the largest attention.
+            Prompts attend to everything, and so does who sees no more keys.
+        device_layers: the lowest layers, which keep V beside K: the paper's L.
+        renormalize: make the weights of these keys sum to 1. The paper does not (section 3.1):
+            there they are those of the softmax over all keys.
+    """
+
+    kind: Literal["host"] = "host"
+    top_n: int = Field(default=128, ge=1, lt=2**31)
+    device_layers: int = Field(default=1, ge=0)
+    renormalize: bool = True
+
+    uses_swap_space: ClassVar[bool] = True
+
+    def on_device(self, layer: int) -> bool:
+        """See the base."""
+        return layer < self.device_layers
+
+    @property
+    def splits_at_prompt_end(self) -> bool:
+        """Behind the prompt keys are chosen: no step may have queries of both kinds."""
+        return True
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        if any(part.works_during_prompt for part in policy.parts):
+            raise ValueError(
+                f"policy {policy.name!r} keeps V in host memory (values: host), which goes with "
+                "evictions at the prompt's end alone so far, by scores made there: its schedule is "
+                f"{policy.schedule.kind!r} and its scorer {policy.scorer.kind!r}"
+            )
+
+    def check_layers(self, num_layers: int) -> None:
+        """See the base."""
+        if self.device_layers >= num_layers:
+            raise ValueError(
+                f"the policy keeps V of {self.device_layers} layers on the device, and the model "
+                f"has {num_layers}: nothing would be in host memory; lower `device_layers`"
+            )
+
+    def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
+        """See the base."""
+        from vllm.platforms import current_platform
+
+        if current_platform.device_type != "cpu":
+            raise ValueError(
+                f"policy {policy.name!r} keeps V in host memory (values: host), which runs on CPUs "
+                "only so far: the attention kernels for CUDA read K and V from one page; choose a "
+                "policy that keeps V on the device, such as pyramidkv"
+            )
+
+    def for_request(self, keys: dict[str, Any]) -> HostValues:
+        """A request may choose its own number of keys."""
+        top_n = keys.pop(TOP_N_KEY, None)
+        return self if top_n is None else self.model_copy(update={"top_n": top_n})
+
+    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
+        """See the base."""
+        from vllm_pyramid.methods.host_values.worker import HostValueCache
+
+        return HostValueCache(policy, self, side)
+
+    def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
+        """See the base."""
+        from vllm_pyramid.methods.host_values.traffic import SwapTraffic
+
+        return SwapTraffic()

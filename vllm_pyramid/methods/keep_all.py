@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep every token: the baseline `full`, and `kcache`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    from vllm_pyramid.plans import Budget
+    from vllm_pyramid.policy.base import Policy
+
+
+class NoScorer(Scorer):
+    """Every token is kept."""
+
+    evicts: ClassVar[bool] = False
+    kind: Literal["none"] = "none"
+
+    def check_budget(self, policy: Policy, budget: Budget) -> None:
+        """A budget would be ignored."""
+        if budget.percent != 100:
+            raise ValueError(
+                f"policy {policy.name!r} keeps every token, so a budget of {budget} has no effect: "
+                "leave the budget out, or choose a policy that evicts"
+            )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of the prompt's last queries: SnapKV, PyramidKV, and most methods since."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.ops.recall import WindowStatistics
+    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.step.batch import EvictionBatch
+    from vllm_pyramid.step.view import LayerView
+
+
+class ObservationWindowScorer(Scorer):
+    """Attention that the prompt's last `window` queries pay to a key (SnapKV; PyramidKV 4.2.2).
+
+    The float32 softmax over all keys is summed over the window's queries, reduced over the query
+    heads that share a KV head, and pooled along the positions.
+
+    Attributes:
+        pooling: `avg` or `max` with stride 1 and zero padding, or `none`.
+        kernel_size: width of the pooling in tokens, odd.
+        gqa_reduce: how the query heads of a group become one score: `mean`, `max` or `sum`.
+    """
+
+    needs_queries: ClassVar[bool] = True
+    attention_mass: ClassVar[bool] = True
+    gives_statistics: ClassVar[bool] = True
+    kind: Literal["observation_window"] = "observation_window"
+    pooling: Literal["avg", "max", "none"] = "avg"
+    kernel_size: int = Field(default=5, ge=1, le=1023)
+    gqa_reduce: Literal["mean", "max", "sum"] = "mean"
+
+    @field_validator("kernel_size")
+    @classmethod
+    def _odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, not {value}: a token is its own centre")
+        return value
+
+    def check(self, policy: Policy) -> None:
+        """Its kernel sees whole prompts only, so it cannot evict during generation."""
+        super().check(policy)
+        if policy.schedule.every:
+            raise ValueError(
+                f"policy {policy.name!r} has the schedule {policy.schedule.kind!r}, but its scorer "
+                f"{self.kind!r} has no scores during generation: choose one that accumulates "
+                "(accumulated_attention, persistence) or recency"
+            )
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """The formula in PyTorch; `scores` runs the kernel."""
+        import torch.nn.functional as F
+
+        mass = view.attention().sum(dim=1)[:, : view.num_tokens - view.window]
+        mass = view.reduce_groups(mass, self.gqa_reduce)
+        if self.pooling != "none":
+            pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
+            mass = pool(mass, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+        return F.pad(mass, (0, view.window))
+
+    def scores(
+        self, batch: EvictionBatch, *, statistics: bool = False
+    ) -> tuple[torch.Tensor, WindowStatistics | None]:
+        """See the base: `ops.window_scores`, one launch for all requests."""
+        call = batch.call
+        result = call.ops.window_scores(
+            call.query,
+            call.key_cache,
+            batch.tables,
+            batch.query_ends,
+            batch.lens,
+            window=batch.policy.window,
+            scale=call.scale,
+            soft_cap=call.soft_cap,
+            gqa_reduce=self.gqa_reduce,
+            pooling=self.pooling,
+            kernel_size=self.kernel_size,
+            max_prompt_len=batch.longest,
+            statistics=statistics,
+        )
+        return result if statistics else (result, None)

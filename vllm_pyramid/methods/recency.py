@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep the first and the most recent tokens (StreamingLLM, arXiv:2309.17453; window attention)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.step.view import LayerView
+
+
+class RecencyScorer(Scorer):
+    """Later tokens matter more: sinks and the most recent tokens are kept."""
+
+    kind: Literal["recency"] = "recency"
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """The place of a token."""
+        return view.places.float().expand(view.num_kv_heads, -1)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a scorer: how important is each cached key of a layer?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm_pyramid.methods.component import Component
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.ops.recall import WindowStatistics
+    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.step.batch import EvictionBatch
+    from vllm_pyramid.step.view import LayerView
+
+
+class Scorer(Component):
+    """Base of all scorers. Most override `score` and nothing else.
+
+    Class attributes:
+        evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
+        needs_queries: `score` looks at queries; the last `window` queries of a prompt are then in
+            one chunk, with all keys in the cache.
+        needs_positions: `score` looks at positions, which are known at a prompt's end alone:
+            survivors of an eviction do not remember theirs.
+        attention_mass: the scores are attention, so not negative, and their share of a layer's sum
+            says how much of it is kept: what allocators that solve the lengths need.
+        gives_statistics: `scores` can return the window's statistics beside the scores.
+    """
+
+    section: ClassVar[str] = "scorer"
+    evicts: ClassVar[bool] = True
+    needs_queries: ClassVar[bool] = False
+    needs_positions: ClassVar[bool] = False
+    attention_mass: ClassVar[bool] = False
+    gives_statistics: ClassVar[bool] = False
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """The importance of each key of one request in one layer; higher is kept first.
+
+        Args:
+            view: what the layer has, see `LayerView`: G KV heads, T tokens.
+
+        Returns:
+            `[G, T]` float32 without NaN. The scores of the first `sinks` and the last `window`
+            tokens are not looked at: they stay in any case. Ties go to the lower position.
+        """
+        raise NotImplementedError
+
+    def scores(
+        self, batch: EvictionBatch, *, statistics: bool = False
+    ) -> tuple[torch.Tensor, WindowStatistics | None]:
+        """The same for all requests that evict in a step: `[S, G, columns]` float32.
+
+        A scorer with a kernel of its own overrides this, and keeps `score` as what the kernel is
+        tested against.
+
+        Args:
+            statistics: also return the window's; asked for only of scorers that give them.
+
+        Returns:
+            Column i is the token in place i of the request's table; columns without a token, and
+            those of the last `window` tokens, may be missing or hold anything.
+
+        Raises:
+            ValueError: `score` returned another shape, another dtype or NaN.
+        """
+        assert not statistics, f"{self.kind} gives no statistics"
+        return batch.score_each(self.kind, self.score), None
+
+    @classmethod
+    def check_class(cls) -> None:
+        """A class that scores nothing is a mistake."""
+        if cls.score is Scorer.score and cls.scores is Scorer.scores and cls.evicts:
+            raise ValueError(
+                f"the scorer {cls.__module__}:{cls.__qualname__} has no method `score(self, view)`"
+            )
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        if self.needs_queries and policy.window < 1:
+            raise ValueError(
+                f"policy {policy.name!r} scores with the queries of the observation window, so "
+                f"`window` must be at least 1, not {policy.window}"
+            )
+        if not policy.schedule.every:
+            return
+        reason = None
+        if not self.evicts or (self.needs_queries and policy.window > 1):
+            reason = "has no scores during generation"
+        elif self.needs_positions:
+            reason = "needs positions, which survivors of an eviction do not have"
+        if reason is not None:
+            raise ValueError(
+                f"policy {policy.name!r} has the schedule {policy.schedule.kind!r}, but its scorer "
+                f"{self.kind!r} {reason}: choose one that accumulates (accumulated_attention, "
+                "persistence), recency, or one that looks at keys and values alone"
+            )

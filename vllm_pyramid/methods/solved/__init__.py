@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocators whose lengths depend on the prompt's attention: solved at the end of its prefill.
+
+What happens where (S prompts end in a step, L layers):
+
+    every layer      evidence(scores, statistics)      [S, ...]   from this rank's KV heads
+    after the last   summed over the ranks             [L, S, ...]
+    a request        measures(evidence)                [L]        on the device
+    a step           all measures are read back        [S, L]     the only copy to the host
+    a request        allocate(measures, B, C)          [L]        whole numbers
+
+Notation as in `allocator.py`: m layers, B the mean number of tokens beyond window and sinks, C how
+many such tokens the prompt has. Torch is only imported where a worker calls these.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from vllm_pyramid.methods.allocator import (
+    Allocator,
+    Integers,
+    Reals,
+    plan_of_tokens,
+    round_to_sum,
+)
+from vllm_pyramid.methods.curves import share_out
+from vllm_pyramid.plans import Budget, OpenPlan, Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+    from vllm_pyramid.ops.recall import WindowStatistics
+    from vllm_pyramid.policy.base import Policy
+
+
+class SolvingAllocator(Allocator):
+    """Base of the data-dependent allocators. All methods are pure functions.
+
+    Attributes:
+        sample_first: of each application, solve the first so many requests only; the others get
+            the average of those solved so far.
+        sample_share: of each application, solve this share of the requests only, above 0, below 1.
+
+    Class attributes:
+        needs_statistics: `evidence` wants the window's statistics.
+    """
+
+    sample_first: int | None = Field(default=None, ge=1)
+    sample_share: float | None = Field(default=None, gt=0.0, lt=1.0)
+
+    solves: ClassVar[bool] = True
+    needs_statistics: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> SolvingAllocator:
+        if self.sample_first is not None and self.sample_share is not None:
+            raise ValueError("sample_first and sample_share exclude each other: give one of them")
+        if self.samples and self.sets_total:
+            raise ValueError(
+                "a set retention has no set total that sampled shares could be of: leave the "
+                "retention or the sampling out"
+            )
+        return self
+
+    @property
+    def samples(self) -> bool:
+        """True if only some requests are solved."""
+        return self.sample_first is not None or self.sample_share is not None
+
+    @property
+    def sets_total(self) -> bool:
+        """True if the total follows from the prompt too; the budget is then an upper limit."""
+        return False
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        if not policy.scorer.attention_mass:
+            raise ValueError(
+                f"policy {policy.name!r} has the allocator {self.kind!r}, which takes the lengths "
+                f"from attention scores, but its scorer {policy.scorer.kind!r} has none: choose "
+                "the scorer observation_window"
+            )
+        if self.needs_statistics and not policy.scorer.gives_statistics:
+            raise ValueError(
+                f"policy {policy.name!r} has the allocator {self.kind!r}, which needs the entropy "
+                f"or inequality of the attention, and its scorer {policy.scorer.kind!r} gives "
+                "none: choose the scorer observation_window"
+            )
+
+    def check_calibration(self, policy: Policy) -> None:
+        """See the base."""
+        if self.samples:
+            raise ValueError(
+                f"policy {policy.name!r} solves only a sample of the prompts (sample_first or "
+                "sample_share), and calibration needs all of them: leave that out"
+            )
+        if self.sets_total:
+            raise ValueError(
+                "a set retention has no set total that shares could be of: leave it out, and give "
+                "a --kv-budget"
+            )
+
+    def default_budget(self) -> Budget | None:
+        """Where the total is found, the budget is an upper limit: none unless one is given."""
+        return Budget.parse("100%") if self.sets_total else None
+
+    def plan(
+        self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
+    ) -> Plan:
+        """An open plan, where the prompt may be shortened."""
+        mean = budget.tokens_for(prompt_len, policy.min_budget)
+        fixed = policy.window + policy.sinks
+        if not (fixed < prompt_len if self.sets_total else mean < prompt_len):
+            return plan_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
+        assert fixed < mean, (fixed, mean, "the budget was not checked")
+        return OpenPlan(
+            prompt_len,
+            block_size,
+            num_layers,
+            mean,
+            floor=fixed,
+            exact=not self.sets_total,
+            fill_blocks=policy.fill_blocks,
+        )
+
+    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
+        """See the base."""
+        from vllm_pyramid.methods.solved.worker import LayerSolver
+
+        return LayerSolver(policy, self, side)
+
+    def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
+        """See the base."""
+        from vllm_pyramid.methods.solved.scheduler import SampledShares
+
+        return SampledShares(self, num_layers) if self.samples else None
+
+    @abstractmethod
+    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+        """What a layer says, summed over this rank's KV heads: `[S, ...]` floating point.
+
+        Args:
+            scores: `[S, G, n]` of `window_scores`, -inf behind a prompt's context.
+            statistics: of the same window, if `needs_statistics`.
+        """
+
+    @abstractmethod
+    def measures(
+        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int
+    ) -> torch.Tensor:
+        """One number a layer, on the device: `[m]`.
+
+        Args:
+            evidence: `[m, ...]` of one request over all heads; where it has a last dimension of
+                context tokens, that is cut to the request's own.
+            mean: B. capacity: C. sinks: the first context tokens, which are kept anyway.
+        """
+
+    @abstractmethod
+    def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
+        """Tokens per layer: `[m]` int64 within [0, C] that sum to B * m (at most, if `sets_total`).
+
+        Args:
+            measures: `[m]`, read back. mean: B. capacity: C.
+        """
+
+
+class GlobalAllocator(SolvingAllocator):
+    """XKV: the greatest mean retention R over all layers for a total (its Eq. 17).
+
+    Or, with `retention`, the least total whose mean R reaches it (its Eq. 18); the budget is then
+    an upper limit.
+
+    Attributes:
+        retention: the share of the layers' scores that is to be kept on average, or None.
+    """
+
+    kind: Literal["global"] = "global"
+    retention: float | None = Field(default=None, gt=0.0, le=1.0)
+
+    @property
+    def sets_total(self) -> bool:
+        return self.retention is not None
+
+    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+        from vllm_pyramid.ops.solve import sum_of_heads
+
+        return sum_of_heads(scores)
+
+    def measures(
+        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int
+    ) -> torch.Tensor:
+        from vllm_pyramid.ops.solve import best_lengths, least_lengths
+
+        total = mean * evidence.shape[0]
+        if self.retention is None:
+            return best_lengths(evidence, total, sinks=sinks)
+        return least_lengths(evidence, self.retention, limit=total, sinks=sinks)
+
+    def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
+        return measures.astype(np.int64)  # they are the lengths
+
+
+class SharingAllocator(SolvingAllocator):
+    """Base of the allocators that divide the total in proportion to one number a layer.
+
+    Attributes:
+        floor: the share of B that every layer keeps whatever its number, 0 .. 1.
+    """
+
+    floor: float = Field(default=0.0, ge=0.0, le=1.0)
+
+    def measures(
+        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int
+    ) -> torch.Tensor:
+        return evidence
+
+    def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
+        # Measures come from a device's sums: a last bit more or less shall not move a token.
+        weights = np.round(measures / max(measures.sum(), 1e-300), 9)
+        curve = share_out(weights, mean, capacity, self.floor * mean)
+        return round_to_sum(curve, mean * len(measures))
+
+
+class NeededTokensAllocator(SharingAllocator):
+    """ZigZagKV: in proportion to the tokens that a layer needs to keep most of its attention.
+
+    The number of a layer is the mean over its KV heads of the fewest tokens that hold `mass` of the
+    head's score (LMBA). `floor` is the paper's least size of a layer; its value is ours.
+
+    Attributes:
+        mass: share of a head's score that the tokens must hold.
+    """
+
+    kind: Literal["needed_tokens"] = "needed_tokens"
+    mass: float = Field(default=0.9, gt=0.0, le=1.0)
+    floor: float = Field(default=0.25, ge=0.0, le=1.0)
+
+    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+        from vllm_pyramid.ops.solve import minimum_budgets, sum_of_heads
+
+        return sum_of_heads(minimum_budgets(scores.clamp(min=0.0), self.mass).double())
+
+
+class EntropyAllocator(SharingAllocator):
+    """In proportion to the entropy of a layer's attention (PyramidKV's ablation, Table 4)."""
+
+    kind: Literal["entropy"] = "entropy"
+    needs_statistics: ClassVar[bool] = True
+
+    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+        from vllm_pyramid.ops.solve import sum_of_heads
+
+        assert statistics is not None
+        return sum_of_heads(statistics.entropy.double())
+
+
+class GiniAllocator(SharingAllocator):
+    """In proportion to the Gini coefficient of a layer's attention (PyramidKV's Table 4)."""
+
+    kind: Literal["gini"] = "gini"
+    needs_statistics: ClassVar[bool] = True
+
+    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+        from vllm_pyramid.ops.solve import sum_of_heads
+
+        assert statistics is not None
+        return sum_of_heads(statistics.gini.double())

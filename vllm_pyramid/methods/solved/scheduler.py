@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online sampling: some requests of an application are solved, the others use their average.
+
+XKV's online mode (arXiv:2412.05896): the budgets of one application look alike, so a sample of its
+requests is enough. The scheduler alone decides, when a request arrives, and sends the shares with
+it; the workers never count anything, so both sides agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_pyramid.methods.hooks import SchedulerHooks
+from vllm_pyramid.methods.solved import SolvingAllocator
+from vllm_pyramid.plans import OpenPlan, Plan, RetentionPlan
+
+MAX_APPLICATIONS = 1024  # clients name them, so they must not add up for ever
+
+
+@dataclass
+class _Application:
+    """`total` is `[layers]`, the sum of the shares of the `solved` requests so far."""
+
+    total: npt.NDArray[np.float64]
+    seen: int = 0
+    solved: int = 0
+
+
+class SampledShares(SchedulerHooks):
+    """The running averages of all applications.
+
+    Args:
+        solver: the policy's, with `sample_first` or `sample_share`. num_layers: of the model.
+    """
+
+    def __init__(self, solver: SolvingAllocator, num_layers: int) -> None:
+        assert solver.samples
+        self._first, self._share = solver.sample_first, solver.sample_share
+        self._num_layers = num_layers
+        self._applications: OrderedDict[str, _Application] = OrderedDict()
+        self._of_request: dict[str, _Application] = {}  # sampled ones that are not solved yet
+        self._averaged: dict[str, int] = {}  # requests with averaged shares: prompts they are of
+
+    def arrived(self, request_id: str, application: str, plan: Plan) -> dict[str, Any] | None:
+        """Let the request be solved, or give it its application's average."""
+        if not plan.is_open:
+            return None
+        found = self.shares_for(request_id, application)
+        if found is None:
+            return None
+        shares, self._averaged[request_id] = found
+        return {"kind": "shares", "shares": shares}
+
+    def evicted(self, request_id: str, plan: Plan, settled: RetentionPlan) -> None:
+        """See the base."""
+        if isinstance(plan, OpenPlan):
+            self.add(request_id, plan, settled)
+
+    def finished(self, request_id: str) -> dict[str, Any]:
+        """See the base."""
+        self._of_request.pop(request_id, None)
+        prompts = self._averaged.pop(request_id, None)
+        return {} if prompts is None else {"averaged_over": prompts}
+
+    def shares_for(self, request_id: str, application: str) -> tuple[tuple[float, ...], int] | None:
+        """A request has come that could be solved: the shares to use instead, or None to solve it.
+
+        Solved are the first requests, or an even sample beginning with the first one; and every one
+        that comes before an average is known.
+
+        Returns:
+            The shares, a number a layer that sum to about 1, and how many prompts they are of.
+        """
+        known = self._applications.setdefault(application, _Application(np.zeros(self._num_layers)))
+        self._applications.move_to_end(application)
+        if len(self._applications) > MAX_APPLICATIONS:
+            self._applications.popitem(last=False)
+        index = known.seen
+        known.seen += 1
+        if known.solved == 0 or self._is_sampled(index):
+            self._of_request[request_id] = known
+            return None
+        mean = known.total / known.solved
+        return tuple(round(share, 9) for share in mean.tolist()), known.solved
+
+    def _is_sampled(self, index: int) -> bool:
+        if self._first is not None:
+            return index < self._first
+        assert self._share is not None
+        return index == 0 or math.floor(index * self._share) > math.floor((index - 1) * self._share)
+
+    def add(self, request_id: str, plan: OpenPlan, settled: RetentionPlan) -> None:
+        """A sampled request has been solved. Solved again after a preemption, it counts once."""
+        known = self._of_request.pop(request_id, None)
+        chosen = settled.keep.astype(np.float64) - plan.floor
+        if known is not None and chosen.sum() > 0:
+            known.total += chosen / chosen.sum()
+            known.solved += 1

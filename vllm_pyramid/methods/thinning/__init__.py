@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens leave the forward pass between layers (PyramidInfer, arXiv:2405.12532, section 4).
+
+A piece of a prompt is its recent sequence, the last tokens, and its context, the tokens before. The
+layers thin the context on the way up, so what a layer keeps is also all that the next one computes:
+
+    layer 0   [ context                    | recent ]      r(0) = 1: nothing leaves
+    layer 2   [ context      ]             | recent ]      keeps int(context * r(2))
+    layer 4   [ context  ]                 | recent ]      keeps int(that * r(4))
+
+Four parts that only go together: the allocator `decay` (lengths), the scorer `recent_ensemble`, the
+selector `top_k_shared`, and, if generated tokens are to be thinned too, the schedule
+`thin_generated`. `step.py` and `worker.py` do the work in a step, `generated.py` what is generated.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from vllm_pyramid.methods.accumulated import AccumulatingScorer
+from vllm_pyramid.methods.allocator import Allocator
+from vllm_pyramid.methods.schedules import Schedule
+from vllm_pyramid.methods.selectors import Selector
+from vllm_pyramid.plans import Budget, IntArray, Piece, Plan, RetentionPlan
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
+    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.step.batch import EvictionBatch
+
+Integers = npt.NDArray[np.int64]
+_STEPS = 40  # of the bisection: finer than a token in any prompt
+
+
+class RecentEnsembleScorer(AccumulatingScorer):
+    """Attention that the recent sequence pays to a context token (PyramidInfer, section 4).
+
+    The softmax over all keys is averaged over the recent queries, later ones weighing more, and
+    over all query heads: one score a token, so that a layer keeps one set for all its heads.
+
+    While a prompt is processed, it is taken from the piece. It is gathered in every step only with
+    the schedule `thin_generated`, of generated tokens, from the queries of the sliding window.
+
+    Attributes:
+        distance_weight: weight of the last query of a piece's recent sequence; they rise linearly
+            from 1 at the first. The queries of the sliding window weigh alike.
+    """
+
+    kind: Literal["recent_ensemble"] = "recent_ensemble"
+    mass_kind: ClassVar[str | None] = "sum"
+    distance_weight: float = Field(default=1.2, gt=0)
+
+    @property
+    def works_in_every_step(self) -> bool:
+        """See the base; the schedule says whether steps that generate gather."""
+        return False
+
+    @property
+    def works_during_prompt(self) -> bool:
+        """See the base."""
+        return True
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        parts = (policy.scorer, policy.allocator, policy.selector)
+        wanted = (RecentEnsembleScorer, DecayAllocator, TopKSharedSelector)
+        if not all(isinstance(part, cls) for part, cls in zip(parts, wanted, strict=True)):
+            raise _only_together(policy)
+        if policy.schedule.every and not isinstance(policy.schedule, ThinGeneratedSchedule):
+            raise ValueError(
+                f"policy {policy.name!r} thins prompts between layers; what is generated is "
+                f"thinned by the schedule thin_generated, not by {policy.schedule.kind!r}"
+            )
+
+    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
+        """See the base."""
+        if not isinstance(policy.schedule, ThinGeneratedSchedule):
+            return None
+        from vllm_pyramid.methods.thinning.generated import GeneratedMass
+
+        return GeneratedMass(policy, self, policy.schedule, side)
+
+
+def _only_together(policy: Policy) -> ValueError:
+    return ValueError(
+        f"policy {policy.name!r}: the scorer recent_ensemble, the allocator decay and the selector "
+        "top_k_shared thin prompts between layers and only go together, not with "
+        f"{policy.scorer.kind!r}, {policy.allocator.kind!r} and {policy.selector.kind!r}"
+    )
+
+
+class DecayAllocator(Allocator):
+    """Each layer keeps a share of the context that reaches it; the shares fall with depth.
+
+    The share of layer l of m is `r(l) = decay_ratio + (1 - decay_ratio) * f(l / m)`; only every
+    `interval`-th layer thins. Defaults are those of the authors' repository for Llama 2 13B. The
+    lengths follow from the schedule, not from a budget; a budget is an upper limit, for which the
+    shares are lowered (`DecayAllocator.lengths`).
+
+    Attributes:
+        decay_curve: f falls from 1 as half a `cosine` or is `linear`.
+        decay_ratio: the share towards which r(l) falls.
+        interval: layers 0, interval, 2 * interval, ... thin.
+        min_context: context tokens that every layer keeps, where there are so many.
+        recent_ratio: the recent sequence's share of a piece.
+        piece_tokens: longer prompts are thinned in pieces of so many tokens, each as a prompt of
+            its own that also attends to what is left of the pieces before.
+    """
+
+    kind: Literal["decay"] = "decay"
+    decay_curve: Literal["cosine", "linear"] = "cosine"
+    decay_ratio: float = Field(default=0.8, ge=0, le=1)
+    interval: int = Field(default=2, ge=1)
+    min_context: int = Field(default=64, ge=1)
+    recent_ratio: float = Field(default=0.2, gt=0, le=1)
+    piece_tokens: int = Field(default=2048, ge=2)
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        if not isinstance(policy.scorer, RecentEnsembleScorer):
+            raise _only_together(policy)
+        if policy.window or policy.sinks > self.min_context:
+            raise ValueError(
+                f"policy {policy.name!r} thins prompts between layers: `window` must be 0 (recent "
+                f"tokens are the recent_ratio), not {policy.window}, and `sinks` at most the "
+                f"min_context of {self.min_context}, not {policy.sinks}"
+            )
+
+    def check_budget(self, policy: Policy, budget: Budget) -> None:
+        """See the base."""
+        if budget.percent is None:
+            raise ValueError(
+                f"policy {policy.name!r} keeps shares of each piece of a prompt, so its budget, an "
+                f"upper limit, is a percentage such as 50%, not {budget} tokens"
+            )
+
+    def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
+        """See the base."""
+        from vllm_pyramid.methods.thinning.engine import check_thinning_args
+
+        check_thinning_args(args, policy, self)
+
+    def check_config(self, policy: Policy, config: VllmConfig) -> None:
+        """See the base."""
+        from vllm_pyramid.methods.thinning.engine import check_thinning_config
+
+        check_thinning_config(config, policy, self)
+
+    def check_request(self, policy: Policy, params: SamplingParams) -> None:
+        """See the base."""
+        if params.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs with policy {policy.name!r}: tokens of the prompt leave the "
+                "forward pass before they have any; leave them out, or send "
+                '{"kv_policy": "full"} along'
+            )
+
+    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
+        """See the base."""
+        from vllm_pyramid.methods.thinning.worker import Thinner
+
+        assert isinstance(policy.scorer, RecentEnsembleScorer)
+        return Thinner(policy, policy.scorer, side)
+
+    def plan(
+        self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
+    ) -> Plan:
+        """A plan of pieces; later evictions thin what was generated."""
+        plan = thinning_plan(
+            self,
+            prompt_len,
+            num_layers,
+            block_size,
+            budget=budget,
+            sinks=policy.sinks,
+            fill_blocks=policy.fill_blocks,
+        )
+        if not policy.schedule.every:
+            return plan
+        return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan))
+
+    def recent(self, tokens: int) -> int:
+        """Tokens of the recent sequence of a piece of `tokens`; at least one, its last."""
+        return min(tokens, max(1, int(tokens * self.recent_ratio)))
+
+    def contexts(self, context: int, num_layers: int, decay_ratio: float) -> Integers:
+        """Context tokens that each layer keeps, `[num_layers]`, never more than the one below."""
+        kept = np.empty(num_layers, np.int64)
+        floor = min(context, self.min_context)
+        for layer in range(num_layers):
+            if layer % self.interval == 0:
+                depth = layer / num_layers
+                falls = (math.cos(math.pi * depth) + 1) / 2
+                if self.decay_curve == "linear":
+                    falls = 1 - depth
+                context = max(floor, int(context * (decay_ratio + (1 - decay_ratio) * falls)))
+            kept[layer] = context
+        return kept
+
+    def lengths(self, tokens: int, num_layers: int, share: float = 1.0) -> Integers:
+        """Tokens that each layer keeps of a piece, its recent sequence included: `[num_layers]`.
+
+        Args:
+            tokens: of the piece. share: at most this part of `tokens * num_layers` is kept, by a
+                lower decay ratio; where floor and recent sequence alone are more, they are kept.
+        """
+        recent = self.recent(tokens)
+        kept = recent + self.contexts(tokens - recent, num_layers, self.decay_ratio)
+        most = math.floor(share * tokens * num_layers)
+        if int(kept.sum()) <= most:
+            return kept
+        low, high = 0.0, self.decay_ratio
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            total = recent * num_layers + self.contexts(tokens - recent, num_layers, middle).sum()
+            low, high = (middle, high) if total <= most else (low, middle)
+        return recent + self.contexts(tokens - recent, num_layers, low)
+
+
+@lru_cache(maxsize=8192)
+def piece_lengths(
+    allocator: DecayAllocator, tokens: int, num_layers: int, share: float, block_size: int
+) -> tuple[Integers, Integers]:
+    """Of a piece: tokens the method keeps and tokens held, `[num_layers]` each.
+
+    Args:
+        block_size: each layer gives up whole blocks of this many tokens; 1 for exactly the method's
+            number. What is held never rises with depth, as it is the method's number rounded up to
+            the same grid in every layer.
+    """
+    keep = allocator.lengths(tokens, num_layers, share)
+    held = tokens - (tokens - keep) // block_size * block_size
+    return keep, held
+
+
+def thinning_plan(
+    allocator: DecayAllocator,
+    prompt_len: int,
+    num_layers: int,
+    block_size: int,
+    *,
+    budget: Budget,
+    sinks: int,
+    fill_blocks: bool,
+) -> RetentionPlan:
+    """What each layer keeps of a prompt that is thinned piece by piece.
+
+    Pieces end at multiples of `piece_tokens` and at the prompt's end, whatever else runs.
+
+    Args:
+        budget: a percentage, the upper limit. sinks: first tokens of the prompt, always kept.
+    """
+    assert budget.percent is not None, "the budget was not checked"
+    share = float(budget.percent) / 100
+    pieces = []
+    keep, held = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
+    for start in range(0, prompt_len, allocator.piece_tokens):
+        tokens = min(allocator.piece_tokens, prompt_len - start)
+        unit = block_size if fill_blocks else 1
+        of_piece = piece_lengths(allocator, tokens, num_layers, share, unit)
+        pieces.append(
+            Piece(
+                start=start,
+                end=start + tokens,
+                recent=allocator.recent(tokens),
+                sinks=sinks if start == 0 else 0,
+                before=held.astype(np.int32),
+                held=of_piece[1].astype(np.int32),
+            )
+        )
+        keep += of_piece[0]
+        held += of_piece[1]
+    return RetentionPlan.of_pieces(prompt_len, block_size, keep, pieces)
+
+
+@lru_cache(maxsize=8192)
+def _later_plan(policy: Policy, prompt: RetentionPlan, computed: int) -> RetentionPlan:
+    """What is kept at the eviction after `computed` tokens of a prompt that was thinned.
+
+    The room that was filled at the prompt's end stays filled: the prompt's tokens are not touched.
+    """
+    schedule = policy.schedule
+    keep = schedule.keep(prompt, computed, prompt)
+    return RetentionPlan.of(
+        computed,
+        prompt.block_size,
+        -(-int(keep.sum()) // len(keep)),
+        keep,
+        policy.fill_blocks,
+        front=schedule.front(prompt, computed),
+        recent=schedule.recent(prompt, computed),
+    )
+
+
+class TopKSharedSelector(Selector):
+    """The best-scored tokens, one set for all heads of a layer; ties go to the lower position."""
+
+    kind: Literal["top_k_shared"] = "top_k_shared"
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        if not isinstance(policy.scorer, RecentEnsembleScorer):
+            raise _only_together(policy)
+
+    def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
+        """See the base; scores of generated tokens are the same in all heads already."""
+        kept: torch.Tensor = batch.call.ops.select(
+            batch.protect(scores), batch.lens, batch.keeps, window=0, max_keep=batch.max_keep
+        )
+        return kept
+
+
+class ThinGeneratedSchedule(Schedule):
+    """Generated tokens that left a sliding recent window are thinned (PyramidInfer, section 4).
+
+        held    [ the prompt's | kept of groups that left | recent: `gen_window` ]
+        leaves                                 [ group ]      every `gen_interval` tokens
+
+    Of all the generated tokens that have left the window, layer l of m keeps the share
+    `gen_compress_ratio * r(l)`, `r(l) = d + (1 - d) * (cos(pi * l / m) + 1) / 2` with
+    d = `gen_decay_ratio`, rounded down. What the prompt left is not touched. Goes with the scorer
+    `recent_ensemble`.
+
+    Attributes:
+        gen_window: generated tokens that are recent, a multiple of `gen_interval`: the queries of
+            the window are then exactly those that came after the group which leaves it.
+        gen_interval: tokens of a group, the authors' exceed_length_to_compress.
+        gen_compress_ratio: the share that the lowest layer keeps.
+        gen_decay_ratio: towards which part of it the shares fall with depth.
+    """
+
+    kind: Literal["thin_generated"] = "thin_generated"
+    gen_window: int = Field(default=64, ge=1)
+    gen_interval: int = Field(default=16, ge=1)
+    gen_compress_ratio: float = Field(default=0.9, ge=0, le=1)
+    gen_decay_ratio: float = Field(default=0.1, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> ThinGeneratedSchedule:
+        if self.gen_window % self.gen_interval:
+            raise ValueError(
+                f"gen_window {self.gen_window} must be a multiple of gen_interval "
+                f"{self.gen_interval}: generated tokens leave the window in groups of that many"
+            )
+        return self
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        if not isinstance(policy.scorer, RecentEnsembleScorer):
+            raise ValueError(
+                f"policy {policy.name!r} has the schedule {self.kind!r}, which goes on as the "
+                "scorer recent_ensemble began with the prompt, but its scorer is "
+                f"{policy.scorer.kind!r}: choose the schedule interval"
+            )
+
+    @property
+    def every(self) -> int:
+        """See the base."""
+        return self.gen_interval
+
+    def kept(self, left: int, num_layers: int) -> IntArray:
+        """Of `left` generated tokens, all that left the window by then: `[num_layers]`."""
+        share = self.gen_decay_ratio
+        falls = [(math.cos(math.pi * layer / num_layers) + 1) / 2 for layer in range(num_layers)]
+        rates = [self.gen_compress_ratio * (share + (1 - share) * fall) for fall in falls]
+        return np.array([int(left * rate) for rate in rates], np.int32)
+
+    def kept_of_group(self, group: int, num_layers: int) -> IntArray:
+        """Of group number `group`, 1 the first that leaves the window: `[num_layers]`."""
+        return _kept_of_group(self, group, num_layers)
+
+    def keep(self, prompt: RetentionPlan, computed: int, usual: RetentionPlan) -> IntArray:
+        """All that is held of the prompt, what is kept of the groups, the window."""
+        recent = self.recent(prompt, computed)
+        left = computed - prompt.prompt_len - recent
+        return prompt.held + self.kept(left, prompt.num_layers) + recent
+
+    def front(self, prompt: RetentionPlan, computed: int) -> IntArray:
+        return prompt.held
+
+    def recent(self, prompt: RetentionPlan, computed: int) -> int:
+        return min(self.gen_window, computed - prompt.prompt_len)
+
+
+@lru_cache(maxsize=4096)  # every layer asks for its number of the same groups
+def _kept_of_group(schedule: ThinGeneratedSchedule, group: int, num_layers: int) -> IntArray:
+    left = group * schedule.gen_interval
+    before = left - schedule.gen_interval
+    return schedule.kept(left, num_layers) - schedule.kept(before, num_layers)

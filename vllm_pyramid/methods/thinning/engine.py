@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy that thins prompts between layers asks of vLLM's configuration.
+
+Called before and after vLLM resolves its defaults.
+"""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_pyramid.compat.thin_forward import ARCHITECTURES, refusal
+from vllm_pyramid.methods.thinning import DecayAllocator
+from vllm_pyramid.policy.base import Policy
+
+logger = init_logger(f"vllm.{__name__}")
+
+# vLLM's defaults on the CPU: of LLM(...), and of --max-num-seqs for `vllm serve`.
+USUAL_BATCHED_TOKENS = 4096
+USUAL_SEQS = 256
+
+
+def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocator) -> None:
+    """What the user asked for and does not go together with tokens that leave the forward pass.
+
+    A step gets room for a piece beside a full batch that decodes, unless its size was set: vLLM's
+    own default for servers is one piece, which would wait until nothing decodes.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    if current_platform.device_type != "cpu":
+        raise ValueError(
+            f"policy {policy.name!r} runs on the CPU only: vLLM's CUDA attention takes one "
+            "query_start_loc and one slot mapping for all layers of a step, and here they differ; "
+            "choose another policy, such as pyramidkv"
+        )
+    if args.enable_lora:
+        raise ValueError(
+            f"policy {policy.name!r} does not work with --enable-lora: adapters are chosen by the "
+            "place of a token in the step, and tokens leave it between layers; leave the flag out"
+        )
+    if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
+        room = thinner.piece_tokens + (args.max_num_seqs or USUAL_SEQS)
+        args.max_num_batched_tokens = max(room, USUAL_BATCHED_TOKENS)
+        logger.info(
+            "kv-policy %s: --max-num-batched-tokens %d, so that a piece of a prompt finds room "
+            "beside requests that decode",
+            policy.name,
+            args.max_num_batched_tokens,
+        )
+
+
+def check_thinning_config(config: VllmConfig, policy: Policy, thinner: DecayAllocator) -> None:
+    """The model's loop is known, a step can hold a whole piece, the budget can be met.
+
+    Raises:
+        ValueError: naming the model or the flag to change.
+    """
+    model = config.model_config
+    if model.architecture not in ARCHITECTURES:
+        raise ValueError(refusal(policy.name, model.architecture))
+    if config.use_v2_model_runner:
+        raise ValueError(
+            f"policy {policy.name!r} works with vLLM's first model runner only: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    longest = min(thinner.piece_tokens, model.max_model_len)
+    scheduler = config.scheduler_config
+    for flag, tokens in (
+        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
+    ):
+        if tokens and tokens < longest:
+            raise ValueError(
+                f"{flag} {tokens} is too small for policy {policy.name!r}: a piece of {longest} "
+                "tokens is processed in one step, so a prompt could wait for ever; raise the flag, "
+                f"or set --kv-policy-args '{{\"piece_tokens\": {tokens}}}' (which changes results)"
+            )
+    if scheduler.max_num_batched_tokens < longest + scheduler.max_num_seqs:
+        logger.warning(
+            "kv-policy %s: prompts are processed in pieces of %d tokens, which find room in a step "
+            "of --max-num-batched-tokens %d only while at most %d requests are decoding; others "
+            "wait. Raise that flag to %d",
+            policy.name,
+            longest,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_batched_tokens - longest,
+            longest + scheduler.max_num_seqs,
+        )
+    share = policy.budget.percent
+    assert share is not None
+    layers = model.get_num_layers(config.parallel_config)
+    least = int(thinner.lengths(longest, layers, 0.0).sum()) / (layers * longest)
+    if least * 100 > share:
+        raise ValueError(
+            f"budget {policy.budget} is out of reach of policy {policy.name!r}: over {layers} "
+            f"layers, pieces of {longest} tokens keep at least {least:.1%} with recent_ratio "
+            f"{thinner.recent_ratio}, interval {thinner.interval} and min_context "
+            f"{thinner.min_context}; raise the budget or lower these"
+        )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated tokens are thinned in groups, as they leave a sliding window.
+
+                |<- tokens ->|<-        window        ->|
+        ........[  leaving   ]...........[   newest     ]end
+
+The attention that generated tokens are given is gathered (`accumulated/gather.py`). When a group
+leaves the window, its best tokens are marked to stay and the others to go, once and for all; when
+the others go is up to the selection, by whole blocks. The newest group begins with nothing, so that
+when it leaves it will have been given something by the queries of the window behind it alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_pyramid.methods.accumulated.gather import KeyMass
+from vllm_pyramid.methods.hooks import WorkerSide
+from vllm_pyramid.methods.thinning import RecentEnsembleScorer, ThinGeneratedSchedule
+from vllm_pyramid.step.batch import EvictionBatch
+from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.base import Policy
+
+# Marked keys have this mass, or minus it: whatever is added later vanishes beside it, and the sum
+# over all heads is still finite.
+MARK = 2.0**100
+
+
+class GeneratedMass(KeyMass):
+    """The mass of generated tokens; one set of tokens stays for all heads of all ranks."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        scorer: RecentEnsembleScorer,
+        schedule: ThinGeneratedSchedule,
+        side: WorkerSide,
+    ) -> None:
+        super().__init__(policy, scorer, side)
+        self.schedule, self.ranks = schedule, side.ranks
+
+    def counts(self, step: Step) -> npt.NDArray[np.bool_]:
+        """Prompts are thinned by what their pieces say."""
+        return step.numbers > 0
+
+    def shared(self, mass: torch.Tensor) -> torch.Tensor:
+        """The sum over all heads of all ranks, in each head: `[S, G, T]`."""
+        total = self.ranks.of_the_first(self.ranks.add_up(mass.sum(dim=1, keepdim=True)))
+        return total.repeat(1, mass.shape[1], 1)
+
+    def after_attention(self, call: LayerCall) -> None:
+        """Gather, then mark the groups that leave the window in this step."""
+        super().after_attention(call)
+        evictions = self.side.step().evictions
+        if evictions is None:
+            return
+        numbers = np.array(evictions.numbers)
+        past = np.flatnonzero(numbers > 1)
+        if not past.size:
+            return
+        schedule = self.schedule
+        groups = numbers[past] - 1 - schedule.gen_window // schedule.every
+        winners = [
+            schedule.kept_of_group(group, self.side.num_layers)[call.layer] if group > 0 else -1
+            for group in groups.tolist()
+        ]
+        batch = evictions.batch(call, self.policy, past)
+        self.mark_group(batch, upload(np.array(winners, np.int32), call.query.device))
+
+    def mark_group(self, batch: EvictionBatch, winners: torch.Tensor) -> None:
+        """A group of tokens leaves the window of each request.
+
+        Args:
+            winners: `[S]` int32, how many of the leaving group stay; negative where none leaves.
+        """
+        tokens, ends = self.schedule.every, batch.lens
+        columns = torch.arange(tokens, device=ends.device)
+        heads = torch.arange(self.pages.shape[1], device=ends.device)[:, None]
+
+        def slots(back: int, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            places = (ends[rows] - back)[:, None] + columns
+            blocks = batch.tables[rows].gather(1, places // self.pages.shape[2]).long()
+            return blocks[:, None], heads, (places % self.pages.shape[2])[:, None]
+
+        leaving = torch.nonzero(winners >= 0)[:, 0]
+        if leaving.numel():
+            group = slots(self.schedule.gen_window + tokens, leaving)
+            best_first = self.shared(self.pages[group]).argsort(stable=True, dim=2, descending=True)
+            mark = torch.where(columns < winners[leaving][:, None], MARK, -MARK)
+            marks = torch.empty(best_first.shape, device=ends.device)
+            marks.scatter_(2, best_first, mark[:, None].expand_as(best_first))
+            self.pages[group] = marks
+        self.pages[slots(tokens, torch.arange(len(ends), device=ends.device))] = 0.0

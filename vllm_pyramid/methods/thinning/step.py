@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are thinned between layers (PyramidInfer): what each layer of a step sees of them.
+
+A piece of a prompt is processed in one step. Layer l computes `enters[l]` tokens of it and keeps
+`held[l]`; nothing else reaches layer l + 1. In the layer's table, in positions:
+
+    before the step       [ dead | before ]                         ends at start
+    while it runs         [ dead | before ][ enters        ]        ends at start + enters
+    behind its attention  [ dead            | before ][ held  ]     ends at end
+
+New tokens are written behind what is held of earlier pieces, so the layer's sequence is
+`start + enters` long and skips `start - before`. Then everything that stays moves to the tail of
+the piece, which at the prompt's end is where every other policy leaves its survivors. All of this
+follows from the plan; only which tokens survive is found in the step.
+
+Shape legend: L layers, R requests of the step, E those that are thinned in it, T_l tokens that
+layer l computes, of all requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_pyramid.plans import IntArray, Piece
+from vllm_pyramid.step.step import WorkerRequest
+from vllm_pyramid.step.upload import upload
+
+
+@dataclass
+class StepThinning:
+    """The pieces of a step, and the shape of the step in every layer.
+
+    Args:
+        requests: E records. rows: `[E]` int64, their rows of the batch. pieces: E pieces.
+        scheduled: `[R]` tokens of the step. computed: `[R]` tokens before it.
+        step_skips: `[L, R]` int32, of requests that are past their prompt.
+
+    Attributes:
+        survivors: set by each layer's attention for the layer above: `[T_l+1]` int64, rows of layer
+            l that layer l + 1 computes; None where that is all of them.
+    """
+
+    requests: list[WorkerRequest]
+    rows: npt.NDArray[np.int64]
+    pieces: list[Piece]
+    scheduled: npt.NDArray[np.int32]
+    computed: npt.NDArray[np.int32]
+    step_skips: IntArray
+    survivors: torch.Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for row, piece in zip(self.rows, self.pieces, strict=True):
+            assert self.scheduled[row] == piece.tokens, "a step does not hold a whole piece"
+        self.starts = np.array([piece.start for piece in self.pieces], np.int32)
+        self.ends = np.array([piece.end for piece in self.pieces], np.int32)
+        self.recents = np.array([piece.recent for piece in self.pieces], np.int32)
+        self.sinks = np.array([piece.sinks for piece in self.pieces], np.int32)
+        self.before = np.stack([piece.before for piece in self.pieces], axis=1)
+        self.enters = np.stack([piece.enters for piece in self.pieces], axis=1)
+        self.held = np.stack([piece.held for piece in self.pieces], axis=1)
+
+    @cached_property
+    def query_starts(self) -> IntArray:
+        """`[L, R + 1]` int32: where each request's tokens begin in a layer."""
+        lens = np.repeat(self.scheduled[None].astype(np.int32), len(self.enters), axis=0)
+        lens[:, self.rows] = self.enters
+        starts = np.zeros((lens.shape[0], lens.shape[1] + 1), np.int32)
+        np.cumsum(lens, axis=1, out=starts[:, 1:])
+        return starts
+
+    @cached_property
+    def seq_lens(self) -> IntArray:
+        """`[L, R]` int32: where each request's sequence ends in a layer's table."""
+        lens = np.repeat((self.computed + self.scheduled)[None], len(self.enters), axis=0)
+        lens[:, self.rows] = self.starts + self.enters
+        return lens.astype(np.int32)
+
+    @cached_property
+    def skips(self) -> IntArray:
+        """`[L, R]` int32: tokens below which a layer's table is not valid."""
+        skips = self.step_skips.copy()
+        skips[:, self.rows] = self.starts - self.before
+        return skips
+
+    def rows_below(self, layer: int, lower: int) -> npt.NDArray[np.int64]:
+        """`[T_layer]`: for each row of a layer the row of a lower one at the same place in its
+        request, counted from the request's first."""
+        lens = np.diff(self.query_starts[layer])
+        shift = self.query_starts[lower][:-1] - self.query_starts[layer][:-1]
+        return np.arange(int(lens.sum())) + np.repeat(shift, lens)
+
+    def slots(self, layer: int, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Of a step's slots, `[T_0]`, those of the layer's tokens: each piece's first ones."""
+        return slot_mapping[upload(self.rows_below(layer, 0), slot_mapping.device)]
+
+
+class ThinnedPositions:
+    """For traces: the positions of what every layer holds of a request, piece by piece."""
+
+    def __init__(self) -> None:
+        self._entered = torch.empty(0, dtype=torch.int32)
+        self._held: dict[int, list[torch.Tensor]] = {}
+
+    def record(self, layer: int, piece: Piece, kept: torch.Tensor) -> None:
+        """Layer `layer` holds the rows `kept`, `[held]`, of those that it computed."""
+        if layer == 0:
+            self._entered = torch.arange(piece.start, piece.end, dtype=torch.int32)
+            if piece.start == 0:
+                self._held = {}
+        self._entered = self._entered[kept.cpu().long()]
+        self._held.setdefault(layer, []).append(self._entered)
+
+    def layers(self) -> list[torch.Tensor]:
+        """Positions held over all pieces, ascending, of each layer."""
+        return [torch.cat(self._held[layer]) for layer in sorted(self._held)]

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of one prompt, in numbers. Plain Python and NumPy; imports nothing of this package.
+
+`Budget` is what a user asks for; a `Plan` says what it comes to for one prompt: how many tokens
+every layer keeps and gives back. Scheduler and workers make the same plans on their own.
+"""
+
+from vllm_pyramid.plans.budget import Budget
+from vllm_pyramid.plans.retention import (
+    Eviction,
+    IntArray,
+    OpenPlan,
+    Piece,
+    Plan,
+    RetentionPlan,
+)
+
+__all__ = ["Budget", "Eviction", "IntArray", "OpenPlan", "Piece", "Plan", "RetentionPlan"]

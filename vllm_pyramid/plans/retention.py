@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of one prompt: known beforehand, or solved from its scores.
+
+    Policy.plan(prompt_len, ...) ---> RetentionPlan               lengths known beforehand
+                                 \\-> OpenPlan --settle(keep)--> RetentionPlan
+
+Both answer the same questions; `is_open` tells them apart. Everything that frees blocks or hides
+tokens works with a `RetentionPlan` alone. Where the policy evicts during generation too, it has one
+for every eviction: `RetentionPlan.after`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Tokens `start .. end - 1` of a prompt that are processed in one step and thinned in it.
+
+    Attributes:
+        recent: the last tokens, which score the others and are kept. sinks: first ones, kept too.
+        before: `[num_layers]` int32, tokens held of the pieces before it.
+        held: `[num_layers]` int32, tokens of it that are held: what layer l + 1 computes is what
+            layer l holds, so it never rises.
+    """
+
+    start: int
+    end: int
+    recent: int
+    sinks: int
+    before: IntArray
+    held: IntArray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the piece, all of which the first layer computes."""
+        return self.end - self.start
+
+    @cached_property
+    def enters(self) -> IntArray:
+        """Tokens of the piece that each layer computes, `[num_layers]` int32."""
+        return np.concatenate([[self.tokens], self.held[:-1]]).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class RetentionPlan:
+    """What is kept of one prompt, per layer. All arrays are `[num_layers]` int32 and read-only.
+
+    Attributes:
+        prompt_len: tokens of the prompt; in the plan of a later eviction, tokens computed by then.
+        block_size: tokens of a cache block.
+        budget_tokens: the mean of `keep`, rounded up; at most `prompt_len`.
+        keep: tokens the policy keeps per KV head, window and sinks included: the paper's number.
+        skip: tokens whose slots are given back: `prompt_len - keep`, rounded down to a block if
+            the policy fills blocks. Survivors stand in positions `skip .. prompt_len - 1`.
+        front: how many of the first tokens that a layer holds stay in any case.
+        recent: how many of the last tokens that a layer holds stay in any case.
+        every: tokens between two evictions after the prompt's; 0 if that is the only one.
+        later: the plan of a later eviction, by the tokens computed by then.
+        pieces: of a prompt that is thinned between layers; none where it is evicted from at its
+            end, or keeps everything.
+    """
+
+    prompt_len: int
+    block_size: int
+    budget_tokens: int
+    keep: IntArray
+    skip: IntArray
+    front: IntArray
+    recent: IntArray
+    every: int = 0
+    later: Callable[[int], RetentionPlan] | None = None
+    pieces: tuple[Piece, ...] = ()
+    is_open: ClassVar[Literal[False]] = False
+    exact: ClassVar[bool] = True
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the plan is for."""
+        return len(self.keep)
+
+    @classmethod
+    def of(
+        cls,
+        prompt_len: int,
+        block_size: int,
+        budget_tokens: int,
+        keep: npt.NDArray[Any],
+        fill_blocks: bool,
+        *,
+        front: npt.NDArray[Any] | int = 0,
+        recent: npt.NDArray[Any] | int = 0,
+    ) -> RetentionPlan:
+        """The plan that keeps `keep`, `[num_layers]` whole numbers, once."""
+        skip = prompt_len - keep
+        if fill_blocks:
+            skip = skip // block_size * block_size
+        zeros = np.zeros_like(keep)
+        return cls(
+            prompt_len,
+            block_size,
+            budget_tokens,
+            _read_only(keep),
+            _read_only(skip),
+            front=_read_only(zeros + front),
+            recent=_read_only(zeros + recent),
+        )
+
+    def estimate(self) -> RetentionPlan:
+        """The plan itself; see `OpenPlan.estimate`."""
+        return self
+
+    def settled(self, keep: Sequence[int] | None) -> RetentionPlan:
+        """The plan itself.
+
+        Raises:
+            ValueError: lengths are given, and they were known.
+        """
+        if keep is not None:
+            raise ValueError("lengths were solved for a request whose lengths are known")
+        return self
+
+    def repeated(self, every: int, later: Callable[[int], RetentionPlan]) -> RetentionPlan:
+        """The same with evictions every so many tokens; see `every` and `later`."""
+        return replace(self, every=every, later=later)
+
+    # Evictions are numbered: 0 is "none yet", 1 the prompt's end, 2 the first one after it.
+
+    def evictions_by(self, computed: int) -> int:
+        """The number of the latest eviction once `computed` tokens have been computed."""
+        if computed < self.prompt_len:
+            return 0
+        return 1 + ((computed - self.prompt_len) // self.every if self.every else 0)
+
+    def computed_at(self, number: int) -> int:
+        """Tokens computed at an eviction, `number` >= 1."""
+        return self.prompt_len + (number - 1) * self.every
+
+    def next_eviction(self, computed: int) -> int | None:
+        """Tokens computed at the first eviction after `computed` tokens, or None."""
+        number = self.evictions_by(computed) + 1
+        return None if number > 1 and not self.every else self.computed_at(number)
+
+    def after(self, number: int) -> RetentionPlan:
+        """What is kept from an eviction on, `number` >= 1."""
+        if number == 1:
+            return self
+        assert self.later is not None, f"eviction {number} of a plan that evicts once"
+        return self.later(self.computed_at(number))
+
+    def skip_after(self, number: int) -> IntArray:
+        """The skips that hold from an eviction on; none before the first."""
+        return self.after(number).skip if number else np.zeros_like(self.skip)
+
+    @classmethod
+    def of_pieces(
+        cls, prompt_len: int, block_size: int, keep: npt.NDArray[Any], pieces: Sequence[Piece]
+    ) -> RetentionPlan:
+        """The plan that holds what its pieces hold. `keep` is `[num_layers]`, their sums unfilled.
+
+        Each piece gives up whole blocks of its own, if the policy fills blocks.
+        """
+        held = sum((piece.held for piece in pieces), np.zeros(len(keep), np.int32))
+        skip = prompt_len - held
+        mean = -(-int(keep.sum()) // len(keep))
+        thinned = tuple(pieces) if skip.any() else ()
+        none = _read_only(np.zeros_like(keep))
+        return cls(
+            prompt_len,
+            block_size,
+            mean,
+            _read_only(keep),
+            _read_only(skip),
+            front=none,
+            recent=none,
+            pieces=thinned,
+        )
+
+    def piece_at(self, computed: int) -> Piece | None:
+        """The piece that comes after `computed` tokens; None where the plan asks for no pieces.
+
+        A piece is processed in one step, so `computed` is where one begins.
+        """
+        if not self.pieces or computed >= self.prompt_len:
+            return None
+        piece = self.pieces[computed // self.pieces[0].end]
+        assert piece.start == computed, f"a step ended inside a piece, at token {computed}"
+        return piece
+
+    @cached_property
+    def held(self) -> IntArray:
+        """Tokens really kept per KV head, `prompt_len - skip`: `keep`, or up to a block more."""
+        return _read_only(self.prompt_len - self.skip)
+
+    @cached_property
+    def blocks(self) -> IntArray:
+        """Blocks each layer holds after the eviction, the prompt's last one included."""
+        return _read_only(-(-self.prompt_len // self.block_size) - self.skip // self.block_size)
+
+    def blocks_in(self, block_sizes: npt.NDArray[Any]) -> IntArray:
+        """`blocks` where layers have blocks of different sizes: `block_sizes` is `[num_layers]`.
+
+        `block_size` is then a multiple of each, so that skipped blocks are whole in all of them.
+        """
+        return _read_only(-(-self.prompt_len // block_sizes) - self.skip // block_sizes)
+
+    @cached_property
+    def evicts(self) -> bool:
+        """True if any layer gives a slot back, at the prompt's end or perhaps later."""
+        return self.every > 0 or bool(self.skip.any())
+
+
+@dataclass(frozen=True)
+class OpenPlan:
+    """What is known of a prompt's retention before its scores are: a promise about the lengths.
+
+    It evicts once, at the prompt's end.
+
+    Attributes:
+        prompt_len: tokens of the prompt. block_size: tokens of a cache block.
+        num_layers: layers that share the total.
+        budget_tokens: mean tokens a layer keeps, window and sinks included, or may keep at most.
+        floor: tokens that every layer keeps: window and sinks.
+        exact: the total is `budget_tokens` times the layers; otherwise at most that.
+        fill_blocks: as in `Policy`.
+    """
+
+    prompt_len: int
+    block_size: int
+    num_layers: int
+    budget_tokens: int
+    floor: int
+    exact: bool
+    fill_blocks: bool
+    every: ClassVar[int] = 0
+    pieces: ClassVar[tuple[Piece, ...]] = ()
+    is_open: ClassVar[Literal[True]] = True
+
+    @property
+    def evicts(self) -> bool:
+        """True: until it is settled, a prompt is to be treated as one that gives slots back."""
+        return True
+
+    def evictions_by(self, computed: int) -> int:
+        """See `RetentionPlan.evictions_by`."""
+        return int(computed >= self.prompt_len)
+
+    def computed_at(self, number: int) -> int:
+        """See `RetentionPlan.computed_at`."""
+        assert number == 1, number
+        return self.prompt_len
+
+    def next_eviction(self, computed: int) -> int | None:
+        """See `RetentionPlan.next_eviction`."""
+        return self.prompt_len if computed < self.prompt_len else None
+
+    def after(self, number: int) -> OpenPlan:
+        """See `RetentionPlan.after`."""
+        assert number == 1, number
+        return self
+
+    def skip_after(self, number: int) -> IntArray:
+        """See `RetentionPlan.skip_after`; an open plan knows only that there is none before."""
+        assert number == 0, "the prompt has ended and its lengths were not solved"
+        return np.zeros(self.num_layers, np.int32)
+
+    def piece_at(self, computed: int) -> None:
+        """See `RetentionPlan.piece_at`."""
+        return
+
+    @property
+    def held(self) -> IntArray:
+        """Tokens held until the lengths are solved: all of them."""
+        return np.full(self.num_layers, self.prompt_len, np.int32)
+
+    @property
+    def mean(self) -> int:
+        """B: mean tokens a layer has to choose, or at most."""
+        return self.budget_tokens - self.floor
+
+    @property
+    def capacity(self) -> int:
+        """C: tokens of the prompt beyond window and sinks."""
+        return self.prompt_len - self.floor
+
+    def settle(self, keep: Sequence[int] | npt.NDArray[Any]) -> RetentionPlan:
+        """The final plan from the solved lengths, once they are checked against the promise.
+
+        Args:
+            keep: `[num_layers]` tokens kept per KV head, window and sinks included.
+
+        Raises:
+            ValueError: another number of layers, a layer outside floor .. prompt, or another total.
+        """
+        lengths = np.asarray(keep, np.int64)
+        if lengths.shape != (self.num_layers,):
+            raise ValueError(f"{lengths.size} lengths for {self.num_layers} layers")
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < self.floor or high > self.prompt_len:
+            raise ValueError(
+                f"lengths between {low} and {high}; each layer keeps at least {self.floor} tokens "
+                f"(window and sinks) and at most the prompt's {self.prompt_len}"
+            )
+        total, promised = int(lengths.sum()), self.budget_tokens * self.num_layers
+        if total > promised or (self.exact and total != promised):
+            raise ValueError(
+                f"the lengths add up to {total} tokens; the budget of {self.budget_tokens} for "
+                f"{self.num_layers} layers is {'' if self.exact else 'at most '}{promised}"
+            )
+        mean = -(-total // self.num_layers)
+        return RetentionPlan.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
+
+    def settled(self, keep: Sequence[int] | None) -> RetentionPlan:
+        """`settle`, of lengths that somebody reports.
+
+        Raises:
+            ValueError: as `settle`, or no lengths are given.
+        """
+        if keep is None:
+            raise ValueError("no lengths were reported")
+        return self.settle(keep)
+
+    def estimate(self) -> RetentionPlan:
+        """The plan with the budget in every layer alike: for estimates, never for eviction."""
+        return self.settle(np.full(self.num_layers, self.budget_tokens))
+
+
+Plan: TypeAlias = RetentionPlan | OpenPlan
+
+
+class Eviction(NamedTuple):
+    """What the worker did at one eviction of a request.
+
+    Attributes:
+        tokens: evicted now, summed over all layers.
+        keep: tokens that the policy keeps in each layer, where they were solved from the prompt's
+            scores; None where the scheduler knows them.
+        number: which eviction of the request, see `RetentionPlan.evictions_by`.
+    """
+
+    tokens: int
+    keep: tuple[int, ...] | None = None
+    number: int = 1
+
+
+def _read_only(values: npt.NDArray[Any]) -> IntArray:
+    result = values.astype(np.int32)
+    result.flags.writeable = False
+    return result

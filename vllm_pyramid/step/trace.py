@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--kv-trace DIR`: what every request kept, for whoever wants to check or plot it."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_pyramid.step.step import StepEvictions
+
+
+def _file_name(request_id: str) -> str:
+    """The request's name where it can be one; clients choose it, so it may be anything."""
+    name = re.sub(r"^\.|[^A-Za-z0-9_.-]", "_", request_id)[:128]
+    if name != request_id:
+        name += f"-{zlib.crc32(request_id.encode()):08x}"  # two odd names stay two files
+    return name
+
+
+class TraceWriter:
+    """Writes one `.npz` an eviction into a folder, at the end of its step.
+
+    The file of a prompt's end has the request's name and holds `request_id`, `prompt_len`, `budget`
+    (mean tokens a layer asked for), `held` (`[L]` int32, tokens kept per KV head), `kept_<layer>`
+    (`[G, held[layer]]` int32, ascending positions; layers and requests that kept everything too)
+    and `recall_<layer>` (`[G]` float32, the share of the attention of the prompt's last queries to
+    the tokens before them that the kept ones hold: `ops.recall.kept_mass`; 1 where everything was
+    kept, NaN for a prompt that is not longer than the window, and for one that was thinned between
+    layers, whose full attention nobody computed). With tensor parallelism each rank
+    writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
+    has characters that a file's cannot have, is shortened and gets a checksum. A request that is
+    preempted and evicts again replaces its files.
+
+    A policy that evicts during generation too adds a file for each later eviction, named
+    `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence,
+    `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN.
+
+    Args:
+        folder: made if need be. num_kv_heads: of each layer, on this rank.
+        rank: of this worker. world_size: ranks that share the KV heads.
+    """
+
+    def __init__(
+        self, folder: str, num_kv_heads: Sequence[int], rank: int, world_size: int
+    ) -> None:
+        self.folder = Path(folder).expanduser()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.num_kv_heads = list(num_kv_heads)
+        self.suffix = f"-rank{rank}" if world_size > 1 else ""
+        self._placed: dict[str, list[torch.Tensor]] = {}
+        self._open: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        # The tokens computed at a request's latest eviction, and what each layer has held since,
+        # `[G, held]`; only of requests that will evict again.
+        self._holds: dict[str, tuple[int, dict[int, np.ndarray]]] = {}
+
+    def record(
+        self,
+        evictions: StepEvictions,
+        index: int,
+        layer: int,
+        positions: torch.Tensor,
+        recall: torch.Tensor,
+    ) -> None:
+        """Take what request `index` keeps in `layer`, and its recall.
+
+        Args:
+            positions: `[G, held]`, places among the tokens that the layer held until now; at a
+                prompt's end these are the prompt's positions.
+        """
+        request_id = evictions.request_ids[index]
+        layers = self._open.setdefault(request_id, {})
+        places = positions.cpu().numpy()
+        held = self._held_before(evictions, index, layer)
+        kept = np.take_along_axis(held, places.astype(np.int64), axis=1)
+        layers[layer] = (kept, recall.cpu().numpy().copy())
+
+    def place(self, request_id: str, layers: list[torch.Tensor]) -> None:
+        """A method that evicts by itself says what a request holds at its prompt's end.
+
+        Args:
+            layers: of each layer the positions, `[held]` int32, ascending: all heads hold the same.
+        """
+        self._placed[request_id] = layers
+
+    def _held_before(self, evictions: StepEvictions, index: int, layer: int) -> np.ndarray:
+        """The positions that the layer held before this eviction: `[G, prompt_len - before]`."""
+        end, heads = int(evictions.prompt_lens[index]), self.num_kv_heads[layer]
+        if evictions.numbers[index] == 1:
+            return np.tile(np.arange(end, dtype=np.int32), (heads, 1))
+        start, older = self._holds[evictions.request_ids[index]]
+        newer = np.tile(np.arange(start, end, dtype=np.int32), (heads, 1))
+        return np.concatenate([older[layer], newer], axis=1)
+
+    def forget(self, request_id: str) -> None:
+        """The request has finished."""
+        self._holds.pop(request_id, None)
+        self._placed.pop(request_id, None)
+
+    def finish_step(self, evictions: StepEvictions) -> None:
+        """Write the requests that came to an eviction, once all layers of the step are done."""
+        for index, request_id in enumerate(evictions.request_ids):
+            layers = self._open.pop(request_id, {})
+            end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
+            arrays: dict[str, Any] = {"prompt_len" if number == 1 else "computed": end}
+            placed = self._placed.pop(request_id, None)
+            for layer, heads in enumerate(self.num_kv_heads):
+                if placed is not None:
+                    kept = np.tile(placed[layer].numpy(), (heads, 1))
+                    layers[layer] = (kept, np.full(heads, np.nan, np.float32))
+                elif layer not in layers:
+                    layers[layer] = (
+                        self._held_before(evictions, index, layer),
+                        np.full(heads, 1.0 if number == 1 else np.nan, np.float32),
+                    )
+                arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = layers[layer]
+            plan = evictions.plans[index]
+            if number > 1 or plan.every:
+                self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
+            name = _file_name(request_id) + ("" if number == 1 else f"@{end}") + self.suffix
+            partial = self.folder / f".{name}.part"
+            with partial.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    request_id=request_id,
+                    budget=int(evictions.budgets[index]),
+                    held=evictions.helds[:, index],
+                    **arrays,
+                )
+            partial.rename(self.folder / f"{name}.npz")

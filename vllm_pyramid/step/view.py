@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scorer sees: one request in one layer, at an eviction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from vllm_pyramid.ops.reference import gather_tokens
+
+
+@dataclass
+class LayerView:
+    """Keys, values and queries of one request in one layer. Everything is a copy in float32.
+
+    Shape legend: G KV heads of this rank, H query heads of this rank (G groups of H / G), D head
+    size, T tokens that the layer holds of the request, W queries.
+
+    The first `sinks` and the last `window` of the T tokens are kept whatever their score.
+
+    Attributes:
+        num_tokens: T. window, sinks: of the policy.
+        num_query_heads: H. num_kv_heads: G. head_size: D.
+        first_kv_head: place of this rank's first KV head among those of all ranks.
+        layer: index from the bottom. num_layers: of the model.
+        scale: of the logits. soft_cap: of the logits, 0 for none.
+        queries: `[W, H, D]`, rotary embedding applied: those of this step, of which the last
+            stands at the last token. W is at least `window` where the scorer needs queries.
+        key_cache, value_cache, block_row, start: where the tokens lie; see `keys` and `values`.
+        logit_sinks: `[H]` learned sinks, or None.
+        at_prompt_end: whether this is the first eviction: then the T tokens are the whole prompt,
+            and a token's place is its position.
+    """
+
+    num_tokens: int
+    window: int
+    sinks: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    first_kv_head: int
+    layer: int
+    num_layers: int
+    scale: float
+    soft_cap: float
+    queries: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_row: torch.Tensor
+    start: int = 0
+    logit_sinks: torch.Tensor | None = None
+    at_prompt_end: bool = True
+
+    def _gather(self, cache: torch.Tensor) -> torch.Tensor:
+        rows = gather_tokens(cache, self.block_row, self.start, self.start + self.num_tokens)
+        return rows.transpose(0, 1).float()
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """`[G, T, D]`, rotary embedding applied, as they lie in the cache."""
+        return self._gather(self.key_cache)
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """`[G, T, D]`."""
+        return self._gather(self.value_cache)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """`[T]`: 0 .. T - 1; the positions of the tokens at a prompt's end."""
+        return torch.arange(self.num_tokens, device=self.queries.device)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+    def window_queries(self, count: int | None = None) -> torch.Tensor:
+        """The last `count` queries, `[count, H, D]` float32; None: the window's."""
+        count = max(self.window, 1) if count is None else count
+        return self.queries[-count:].float()
+
+    def logits(self, count: int | None = None) -> torch.Tensor:
+        """What the last `count` queries give each key before the softmax, `[H, count, T]`.
+
+        Scaled and capped; -inf where a key comes after the query.
+        """
+        queries = self.window_queries(count)
+        grouped = queries.unflatten(1, (self.num_kv_heads, self.group))
+        logits = torch.einsum("wgqd,gtd->gqwt", grouped, self.keys).flatten(0, 1) * self.scale
+        if self.soft_cap:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        places = self.places
+        later = places > places[-len(queries) :, None]
+        return logits.masked_fill_(later, -math.inf)
+
+    def attention(self, count: int | None = None) -> torch.Tensor:
+        """The attention of the last `count` queries over all T keys: `[H, count, T]`.
+
+        Learned sinks are left out, as the papers' scores know none.
+        """
+        return self.logits(count).softmax(dim=-1)
+
+    def reduce_groups(self, values: torch.Tensor, how: str = "mean") -> torch.Tensor:
+        """From one number a query head to one a KV head: `[H, T]` to `[G, T]`.
+
+        Args:
+            how: `mean`, `max` or `sum` over the query heads of a group.
+        """
+        grouped = values.unflatten(0, (self.num_kv_heads, self.group))
+        if how == "max":
+            return grouped.amax(dim=1)
+        return grouped.mean(dim=1) if how == "mean" else grouped.sum(dim=1)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention of a prompt's last queries, for traces: what share of it the kept tokens hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_pyramid.ops.recall import kept_mass
+from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.step.batch import EvictionBatch
+
+
+@dataclass(frozen=True)
+class WindowMass:
+    """One layer's attention mass, taken before anything in it moves.
+
+    Attributes:
+        window: queries it is summed over.
+        rows: `[E]` int64 on the host, which of the S requests have it: those whose prompt ends, if
+            its last chunk had enough queries; fewer come only with prompts that are shorter than
+            the window.
+        mass: `[E, G, >= context]` float32, None if E is 0.
+    """
+
+    window: int
+    rows: np.ndarray
+    mass: torch.Tensor | None
+
+    def recall(
+        self, kept: torch.Tensor, prompt_lens: torch.Tensor, keeps: torch.Tensor
+    ) -> torch.Tensor:
+        """What the kept tokens hold, `[S, G]` float32 on the host (see `ops.recall.kept_mass`).
+
+        NaN for prompts without mass.
+
+        Args:
+            kept: `[S, G, K]` int32. prompt_lens, keeps: `[S]` int32.
+        """
+        result = torch.full(kept.shape[:2], math.nan)
+        if self.mass is not None:
+            rows = upload(self.rows, kept.device)
+            share = kept_mass(
+                self.mass, kept[rows], prompt_lens[rows], keeps[rows], window=self.window
+            )
+            result[torch.from_numpy(self.rows)] = share.cpu()
+        return result
+
+
+def window_mass(batch: EvictionBatch) -> WindowMass:
+    """The mass of one layer for the requests of `batch`."""
+    call, evictions, window = batch.call, batch.evictions, batch.policy.trace_window
+    lens = evictions.prompt_lens[batch.chosen]
+    at_prompt_end = np.array(evictions.numbers)[batch.chosen] == 1
+    enough = (evictions.query_lens[batch.chosen] >= window) & (lens > window)
+    rows = np.flatnonzero(at_prompt_end & enough)
+    if rows.size == 0:
+        return WindowMass(window, rows, None)
+    index = upload(rows, call.query.device)
+    mass = call.ops.window_scores(
+        call.query,
+        call.key_cache,
+        batch.tables[index],
+        batch.query_ends[index],
+        batch.lens[index],
+        window=window,
+        scale=call.scale,
+        soft_cap=call.soft_cap,
+        gqa_reduce="mean",
+        pooling="none",
+        kernel_size=1,
+        max_prompt_len=int(lens[rows].max()),
+    )
+    return WindowMass(window, rows, mass)
