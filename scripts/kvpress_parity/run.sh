@@ -39,6 +39,15 @@ if ! "$VENV/bin/python" -c "import kvpress, transformers, torch" 2>/dev/null; th
         "torch==$TORCH" "kvpress==$KVPRESS" "transformers==$TRANSFORMERS"
 fi
 
+# The scorers alone, on made-up keys and queries: the presses' own modules, in our environment.
+mkdir -p "$OUT"
+readonly WHEEL="$OUT/kvpress-$KVPRESS"
+if [[ ! -d "$WHEEL" ]]; then
+    "$PY" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$OUT" "kvpress==$KVPRESS"
+    "$PY" -m zipfile -e "$OUT/kvpress-$KVPRESS-py3-none-any.whl" "$WHEEL"
+fi
+"$PY" "$HERE/scorers.py" "$WHEEL"
+
 "$PY" "$HERE/ours.py" --out "$OUT" "$@"
 "$VENV/bin/python" "$HERE/theirs.py" --out "$OUT"
 "$PY" "$HERE/compare.py" --out "$OUT"

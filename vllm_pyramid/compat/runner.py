@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
@@ -28,6 +29,7 @@ from vllm_pyramid.engine_config import SLIDING_WINDOW_REASON
 from vllm_pyramid.plans import Eviction
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.step.rotary import Rotary
 
 _KINDS = (FullAttentionSpec, SlidingWindowSpec)  # themselves, nothing that derives from them
 
@@ -100,6 +102,22 @@ def _with_values_alike(name: str, spec: LayerKVCacheSpec) -> LayerKVCacheSpec:
 def attention_layer(config: VllmConfig, name: str) -> Any:
     """The attention module that vLLM registered under `name`."""
     return config.compilation_config.static_forward_context[name]
+
+
+def rotary_of_layer(model: torch.nn.Module, name: str) -> Rotary | None:
+    """The rotary embedding beside the attention layer `name`; None where there is none.
+
+    Raises:
+        ValueError: one whose rotation is not a function of a token's place alone.
+    """
+    parent = model.get_submodule(name.rpartition(".")[0])
+    found = getattr(parent, "rotary_emb", None)
+    if found is None:
+        return None
+    cache = getattr(found, "cos_sin_cache", None)
+    if not isinstance(cache, torch.Tensor) or getattr(found, "mrope_section", None):
+        raise ValueError(f"layer {name} has a {type(found).__name__}, which is not known here")
+    return Rotary(cache, halves=bool(found.is_neox_style))
 
 
 def send_report(output: Any, evictions: dict[str, Eviction], methods: dict[str, Any]) -> Any:

@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """The tensor-parallel ranks: each has some of the KV heads, and all must agree on lengths."""
+    """The tensor-parallel ranks: each has some of the KV heads, and all must agree on lengths.
+
+    Attributes:
+        rank: of this worker, from 0. size: how many there are.
+    """
+
+    rank: int
+    size: int
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
@@ -43,6 +50,9 @@ class Ranks(Protocol):
 
 class OneRank:
     """No tensor parallelism."""
+
+    rank = 0
+    size = 1
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """See `Ranks`."""

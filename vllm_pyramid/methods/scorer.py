@@ -25,6 +25,7 @@ class Scorer(Component):
             one chunk, with all keys in the cache.
         needs_positions: `score` looks at positions, which are known at a prompt's end alone:
             survivors of an eviction do not remember theirs.
+        needs_rotary: `score` undoes the rotary embedding (`LayerView.rotary`).
         attention_mass: the scores are attention, so not negative, and their share of a layer's sum
             says how much of it is kept: what allocators that solve the lengths need.
         gives_statistics: `scores` can return the window's statistics beside the scores.
@@ -34,6 +35,7 @@ class Scorer(Component):
     evicts: ClassVar[bool] = True
     needs_queries: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
+    needs_rotary: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     gives_statistics: ClassVar[bool] = False
 

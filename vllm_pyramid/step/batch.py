@@ -163,7 +163,7 @@ class EvictionBatch:
             num_query_heads=call.query.shape[1],
             num_kv_heads=heads,
             head_size=call.query.shape[2],
-            first_kv_head=call.rank * heads,
+            first_kv_head=heads * (call.ranks.rank if call.ranks is not None else 0),
             layer=call.layer,
             num_layers=len(self.evictions.helds),
             scale=call.scale,
@@ -175,6 +175,10 @@ class EvictionBatch:
             start=int(self.host_deads[row]),
             logit_sinks=call.sinks,
             at_prompt_end=self.evictions.numbers[self.chosen[row]] == 1,
+            last_position=int(self.evictions.prompt_lens[self.chosen[row]]) - 1,
+            prompt_len=int(self.evictions.of_prompts[self.chosen[row]]),
+            rotary=call.rotary,
+            ranks=call.ranks,
         )
 
     def score_each(self, kind: str, score: Callable[[LayerView], torch.Tensor]) -> torch.Tensor:

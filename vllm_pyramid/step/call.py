@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.hooks import Ranks
+    from vllm_pyramid.step.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,9 @@ class LayerCall:
         block_table: `[>= R, M]` int32. query_start_loc: `[R + 1]` int32. seq_lens: `[R]` int32.
         skips: `[R]` int32, tokens of the table that are not valid.
         scale: softmax scale. soft_cap: of the logits, 0 for none. sliding_window: 0 for none.
-        sinks: `[H]` logits of keys without a value, or None. rank: of this worker among those that
-            share the KV heads.
+        sinks: `[H]` logits of keys without a value, or None.
+        ranks: that share the KV heads; None for one.
+        rotary: of this layer, or None where it has none or nobody knows it.
         offsets: `[R]` int32, tokens that each row of the table begins behind; None where every row
             begins with the request's first token.
         log_sum_exp: `[T, H]` float32 of this attention, or None.
@@ -42,7 +48,8 @@ class LayerCall:
     soft_cap: float = 0.0
     sliding_window: int = 0
     sinks: torch.Tensor | None = None
-    rank: int = 0
+    ranks: Ranks | None = None
+    rotary: Rotary | None = None
     offsets: torch.Tensor | None = None
     log_sum_exp: torch.Tensor | None = None
     max_query_len: int | None = None

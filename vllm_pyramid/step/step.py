@@ -92,6 +92,7 @@ class StepEvictions:
         gives: `[E]` bool, whether the request has something to report: its plan shortens a layer,
             or was open.
         tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
+        of_prompts: `[E]` int32, tokens of the prompts; not given: `prompt_lens`.
         block_size: tokens of the largest cache block.
     """
 
@@ -103,6 +104,7 @@ class StepEvictions:
     plans: list[Plan]
     numbers: list[int] = field(default_factory=list)
     befores: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    of_prompts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     block_size: int = 16
     helds: IntArray = field(init=False)
     budgets: IntArray = field(init=False)
@@ -118,6 +120,8 @@ class StepEvictions:
         self._on_device: dict[bytes, _DeviceEvictions] = {}
         self.helds = np.stack([plan.held for plan in self.plans], axis=1)
         self.numbers = self.numbers or [1] * len(self.plans)
+        if not self.of_prompts.size:
+            self.of_prompts = self.prompt_lens
         if not self.befores.size:
             self.befores = np.zeros_like(self.helds)
         assert (self.helds <= self.prompt_lens - self.befores).all(), (
@@ -257,7 +261,7 @@ class Step:
             num_query_heads=call.query.shape[1],
             num_kv_heads=heads,
             head_size=call.query.shape[2],
-            first_kv_head=call.rank * heads,
+            first_kv_head=heads * (call.ranks.rank if call.ranks is not None else 0),
             layer=call.layer,
             num_layers=len(self.skips),
             scale=call.scale,
@@ -269,6 +273,10 @@ class Step:
             start=skip % size if call.shifted else skip,
             logit_sinks=call.sinks,
             at_prompt_end=bool(self.numbers[row] == 0),
+            last_position=computed + scheduled - 1,
+            prompt_len=int(self.prompt_lens[row]),
+            rotary=call.rotary,
+            ranks=call.ranks,
         )
 
     def report(self) -> dict[str, Eviction]:

@@ -6,10 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_pyramid.ops.reference import gather_tokens
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.hooks import Ranks
+    from vllm_pyramid.step.rotary import Rotary
 
 
 @dataclass
@@ -31,8 +36,11 @@ class LayerView:
             stands at the last token. W is at least `window` where the scorer needs queries.
         key_cache, value_cache, block_row, start: where the tokens lie; see `keys` and `values`.
         logit_sinks: `[H]` learned sinks, or None.
-        at_prompt_end: whether this is the first eviction: then the T tokens are the whole prompt,
-            and a token's place is its position.
+        at_prompt_end: whether nothing was evicted before: then the T tokens are the request's
+            first ones, and a token's place is its position.
+        last_position: of the last query. prompt_len: tokens of the prompt.
+        rotary: of the layer; None where it has none.
+        ranks: that share the heads; None for one.
     """
 
     num_tokens: int
@@ -53,6 +61,10 @@ class LayerView:
     start: int = 0
     logit_sinks: torch.Tensor | None = None
     at_prompt_end: bool = True
+    last_position: int = 0
+    prompt_len: int = 0
+    rotary: Rotary | None = None
+    ranks: Ranks | None = None
 
     def _gather(self, cache: torch.Tensor) -> torch.Tensor:
         rows = gather_tokens(cache, self.block_row, self.start, self.start + self.num_tokens)
@@ -74,6 +86,12 @@ class LayerView:
         return torch.arange(self.num_tokens, device=self.queries.device)
 
     @property
+    def query_positions(self) -> torch.Tensor:
+        """`[W]` positions of `queries`."""
+        first = self.last_position - len(self.queries) + 1
+        return torch.arange(first, self.last_position + 1, device=self.queries.device)
+
+    @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_query_heads // self.num_kv_heads
@@ -83,18 +101,27 @@ class LayerView:
         count = max(self.window, 1) if count is None else count
         return self.queries[-count:].float()
 
+    def slices(self, count: int) -> list[slice]:
+        """The queries, `count` at a time: what is `[H, W, T]` at once may not fit."""
+        return [slice(i, min(i + count, len(self.queries))) for i in range(0, len(self.queries), count)]
+
     def logits(self, count: int | None = None) -> torch.Tensor:
         """What the last `count` queries give each key before the softmax, `[H, count, T]`.
 
         Scaled and capped; -inf where a key comes after the query.
         """
-        queries = self.window_queries(count)
+        count = max(self.window, 1) if count is None else count
+        return self.logits_of(slice(len(self.queries) - count, len(self.queries)))
+
+    def logits_of(self, which: slice) -> torch.Tensor:
+        """The same of some queries, by their place in `queries`."""
+        queries = self.queries[which].float()
         grouped = queries.unflatten(1, (self.num_kv_heads, self.group))
         logits = torch.einsum("wgqd,gtd->gqwt", grouped, self.keys).flatten(0, 1) * self.scale
         if self.soft_cap:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        places = self.places
-        later = places > places[-len(queries) :, None]
+        own = self.num_tokens - len(self.queries) + torch.arange(which.start, which.stop)
+        later = self.places > own[:, None].to(self.places.device)
         return logits.masked_fill_(later, -math.inf)
 
     def attention(self, count: int | None = None) -> torch.Tensor:
@@ -103,6 +130,27 @@ class LayerView:
         Learned sinks are left out, as the papers' scores know none.
         """
         return self.logits(count).softmax(dim=-1)
+
+    def unrotated_queries(self, count: int | None = None) -> torch.Tensor:
+        """The last `count` queries before their rotary embedding, `[count, H, D]` float32."""
+        queries = self.window_queries(count)
+        if self.rotary is None:
+            return queries
+        return self.rotary.turn_back(queries, self.query_positions[-len(queries) :])
+
+    def at_future_positions(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """`x`, `[..., D]` without rotary embedding, at the next `count` positions on average."""
+        if self.rotary is None:
+            return x
+        first = self.last_position + 1
+        return self.rotary.mean_turn(x, torch.arange(first, first + count, device=x.device))
+
+    def mean_of_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over all query heads of all ranks: `[H, T]` to `[T]`."""
+        if self.ranks is None or self.ranks.size == 1:
+            return values.mean(dim=0)
+        total = self.ranks.of_the_first(self.ranks.add_up(values.sum(dim=0)))
+        return total / (self.num_query_heads * self.ranks.size)
 
     def reduce_groups(self, values: torch.Tensor, how: str = "mean") -> torch.Tensor:
         """From one number a query head to one a KV head: `[H, T]` to `[G, T]`.

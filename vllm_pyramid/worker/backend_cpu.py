@@ -250,7 +250,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             soft_cap=self.soft_cap,
             sliding_window=self.sliding_window,
             sinks=self.sinks,
-            rank=context.rank if context is not None else 0,
+            ranks=context.ranks if context is not None else None,
+            rotary=context.rotary if context is not None else None,
             log_sum_exp=log_sum_exp,
         )
         if context is None or not context.attend(call, out):

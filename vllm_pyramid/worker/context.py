@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_pyramid.methods.hooks import WorkerHooks
+from vllm_pyramid.methods.hooks import Ranks, WorkerHooks
 from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step import Step, StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.evict import evict_layer
@@ -23,7 +24,8 @@ class LayerContext:
     Attributes:
         retention: the runner's, shared by all layers. layer: index of this one, from the bottom.
         hooks: of the methods at work, shared by all layers.
-        rank: of this worker among those that share the KV heads.
+        ranks: that share the KV heads; None for one.
+        rotary: of this layer; None where it has none.
         trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: beside K.
@@ -32,7 +34,8 @@ class LayerContext:
     retention: Retention
     layer: int
     hooks: list[WorkerHooks] = field(default_factory=list)
-    rank: int = 0
+    ranks: Ranks | None = None
+    rotary: Rotary | None = None
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
     values: torch.Tensor | None = None

@@ -163,6 +163,7 @@ class Retention:
             plans=[plan.after(number) for plan, number in zip(plans, of_ending, strict=True)],
             numbers=of_ending,
             befores=skips[:, ending],
+            of_prompts=np.array([requests[row].promised.prompt_len for row in ending], np.int32),
             block_size=self.block_size,
         )
 

@@ -18,11 +18,13 @@ from vllm_pyramid.compat.runner import (
     attention_layer,
     extend_runner,
     per_layer_specs,
+    rotary_of_layer,
     send_report,
 )
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.context import LayerContext
@@ -35,6 +37,7 @@ class _TensorParallelRanks:
 
     def __init__(self, group: Any) -> None:
         self.group = group
+        self.rank, self.size = group.rank_in_group, group.world_size
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = self.group.all_reduce(values)
@@ -146,10 +149,11 @@ class PyramidRunnerMixin:
             RuntimeError: a layer that vLLM gave an attention which does not follow a policy.
             ValueError: a layer whose attention an evicted cache would falsify.
         """
-        retention = self.retention
-        rank = get_tensor_model_parallel_rank()
+        retention, ranks = self.retention, _TensorParallelRanks(get_tp_group())
         self._contexts = {
-            name: LayerContext(retention, layer, self.hooks, rank, self._trace)
+            name: LayerContext(
+                retention, layer, self.hooks, ranks, self._rotary_of(name), self._trace
+            )
             for layer, name in enumerate(self._specs)
         }
         layers_of_groups = []
@@ -178,6 +182,23 @@ class PyramidRunnerMixin:
         self.set_tables([self.shifted.tables[layer] for layer in layers_of_groups])
         for context in self._contexts.values():
             context.shifted = self.shifted
+
+    def _rotary_of(self, name: str) -> Rotary | None:
+        """The rotary embedding of a layer, where the policy's scorer needs it.
+
+        Raises:
+            ValueError: the layer has one that scorers cannot undo.
+        """
+        scorer = self.retention.policy.scorer
+        if not scorer.needs_rotary:
+            return None
+        try:
+            return rotary_of_layer(self.get_model(), name)
+        except ValueError as error:
+            raise ValueError(
+                f"policy {self.retention.policy.name!r} has the scorer {scorer.kind!r}, which "
+                f"looks at queries without their rotary embedding: {error}"
+            ) from error
 
     def _values_of(self, name: str, layer: int) -> torch.Tensor | None:
         """V of a layer, where a method keeps it somewhere else than beside K."""

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers that are functions of what they are for: the same in any batch, on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_WORD = 0xFFFFFFFF
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """A hash of 32-bit words held in int64: two rounds of shift, exclusive or, and multiply.
+
+    The constants are odd, so that each step can be undone and no two words meet, and small enough
+    for a product that int64 holds.
+    """
+    for shift, factor in ((16, 0x045D9F3B), (15, 0x2C1B3C6D), (16, 1)):
+        x = ((x ^ (x >> shift)) * factor) & _WORD
+    return x
+
+
+def uniform(seed: int, *axes: torch.Tensor) -> torch.Tensor:
+    """Numbers in (0, 1), float32, in the shape that `axes`, integers, broadcast to."""
+    import torch
+
+    word = torch.full((), seed & _WORD, dtype=torch.int64, device=axes[0].device)
+    for axis in axes:
+        word = _mixed((word + 0x9E3779B9 + axis.long()) & _WORD)
+    return ((word >> 8).float() + 0.5) / 2**24
