@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what future queries are expected to attend to (Expected Attention, arXiv:2510.00636)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.step.view import LayerView
+
+
+class ExpectedAttentionScorer(Scorer):
+    """The attention of a query drawn from a normal distribution, times the norm of V.
+
+    Mean m and covariance S are those of the window's queries without rotary embedding, turned to
+    the positions to come on average. The expected weight of key k is the softmax over the keys of
+    `m k / sqrt(D) + k S k / (2 D)`; its mean over the group, plus `epsilon`, times `||v||`. Sinks
+    take no part in the softmax.
+
+    The paper takes the statistics of all the prompt's queries; here they are those of the last
+    `window` queries, since a long prompt comes in chunks.
+
+    Attributes:
+        future_positions: how many positions to come the queries are turned to.
+        covariance: use S; otherwise the mean alone.
+        epsilon: added to the weight, so that V counts where the weight is next to nothing.
+    """
+
+    needs_queries: ClassVar[bool] = True
+    needs_positions: ClassVar[bool] = True
+    needs_rotary: ClassVar[bool] = True
+    kind: Literal["expected_attention"] = "expected_attention"
+    future_positions: int = Field(default=512, ge=1)
+    covariance: bool = True
+    epsilon: float = Field(default=0.0, ge=0.0)
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """See the base."""
+        import torch.nn.functional as F
+
+        queries = view.unrotated_queries().transpose(0, 1)  # [H, W, D]
+        mean = queries.mean(dim=1)
+        spread = (queries - mean[:, None]) / len(queries[0]) ** 0.5
+        mean, spread = (view.at_future_positions(x, self.future_positions) for x in (mean, spread))
+        keys = view.keys[:, view.sinks :].repeat_interleave(view.group, dim=0)
+        logits = (keys @ mean[..., None])[..., 0] / view.head_size**0.5
+        if self.covariance:  # k S k is the sum of the squares of k times each query's deviation
+            logits += (keys @ spread.transpose(1, 2)).square().sum(dim=-1) / (2 * view.head_size)
+        weights = view.reduce_groups(logits.softmax(dim=-1))
+        scores = (weights + self.epsilon) * view.values[:, view.sinks :].norm(dim=-1)
+        return F.pad(scores, (view.sinks, 0))
