@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what the last query attends to (TOVA, EMNLP 2024, arXiv:2401.06104)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.step.view import LayerView
+
+
+class TovaScorer(Scorer):
+    """The attention of the last query, its mean over all heads of the layer.
+
+    So all heads keep the same tokens. With `window: 1` it can evict at any time, as the paper does
+    at every token; a wider window protects more tokens and leaves the scores as they are.
+    """
+
+    needs_queries: ClassVar[bool] = True
+    kind: Literal["tova"] = "tova"
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """See the base."""
+        return view.mean_of_heads(view.attention(1)[:, 0]).expand(view.num_kv_heads, -1)
