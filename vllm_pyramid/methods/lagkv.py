@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what stands out against the tokens that follow (LagKV, arXiv:2504.04704)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.step.view import LayerView
+
+
+class LagKVScorer(Scorer):
+    """How uneven a token's channels are, measured by the ranges of the next `lag` tokens.
+
+    Behind the sinks the tokens are cut into parts of `lag`. In each head, K and V of a part are
+    scaled channel by channel to the minimum and maximum of the part that follows; the standard
+    deviation over the channels, softmax over the part, mean of K and V, gives an order within the
+    part. The last full part and what is behind it have no successor and come first, later tokens
+    before earlier ones. Looks at no query, so it can evict at any time.
+
+    Attributes:
+        lag: tokens of a part.
+    """
+
+    kind: Literal["lagkv"] = "lagkv"
+    lag: int = Field(default=128, ge=2)
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """See the base: 0 .. 1 is the rank within a part, 1 and more the most recent tokens."""
+        scores = (1 + view.places / view.num_tokens).repeat(view.num_kv_heads, 1)
+        parts = (view.num_tokens - view.sinks) // self.lag - 1
+        if parts >= 1:
+            end = view.sinks + parts * self.lag
+            both = (self._unevenness(x, view.sinks, parts) for x in (view.keys, view.values))
+            ranks = sum(both).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)  # type: ignore[union-attr]
+            scores[:, view.sinks : end] = ranks.flatten(1) / self.lag
+        return scores
+
+    def _unevenness(self, x: torch.Tensor, first: int, parts: int) -> torch.Tensor:
+        """`[G, parts, lag]` of K or V, `[G, T, D]`."""
+        cut = x[:, first : first + (parts + 1) * self.lag].unflatten(1, (parts + 1, self.lag))
+        lows, highs = cut[:, 1:].amin(dim=2, keepdim=True), cut[:, 1:].amax(dim=2, keepdim=True)
+        scaled = (cut[:, :-1] - lows) / (highs - lows).clamp(min=1e-6)  # some channels are constant
+        return scaled.std(dim=-1).softmax(dim=-1)
