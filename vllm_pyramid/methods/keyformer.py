@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accumulated attention with Gumbel noise (Keyformer, MLSys 2024, arXiv:2403.09054)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from vllm_pyramid.methods.accumulated import AccumulatingScorer
+from vllm_pyramid.methods.noise import uniform
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.step.view import LayerView
+
+_QUERIES_AT_ONCE = 64  # their logits and noise are `[H, queries, T]`
+
+
+class KeyformerScorer(AccumulatingScorer):
+    """`softmax((logits + noise) / tau)`, summed over all queries so far and the group's heads.
+
+    The noise, Gumbel(0, 1), is another number for each head, query and key; it makes up for the
+    keys that are no longer there, over which a plain softmax would spread. tau rises linearly from
+    `tau_start`, while the prompt is read, to `tau_end` after `generated` tokens.
+
+    Attributes:
+        generated: tokens after which tau has risen to `tau_end`. seed: of the noise.
+    """
+
+    kind: Literal["keyformer"] = "keyformer"
+    tau_start: float = Field(default=1.0, gt=0)
+    tau_end: float = Field(default=2.0, gt=0)
+    generated: int = Field(default=512, ge=1)
+    seed: int = 0
+
+    def observe(self, view: LayerView) -> torch.Tensor:
+        """See the base."""
+        import torch
+
+        heads = torch.arange(view.num_query_heads, device=view.queries.device)
+        heads = heads + view.first_kv_head * view.group + view.layer * 2**16
+        behind = (view.query_positions - view.prompt_len + 1).clamp(0, self.generated)
+        taus = self.tau_start + (self.tau_end - self.tau_start) * behind / self.generated
+        total = torch.zeros(view.num_query_heads, view.num_tokens, device=view.queries.device)
+        for queries in view.slices(_QUERIES_AT_ONCE):
+            positions, tau = view.query_positions[queries, None], taus[queries, None]
+            noise = uniform(self.seed, heads[:, None, None], positions, view.places)
+            logits = view.logits_of(queries) - (-noise.log()).log()
+            total += (logits / tau).softmax(dim=-1).sum(dim=1)
+        return view.reduce_groups(total, "sum")
