@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep tokens at random: the control that every comparison needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from vllm_pyramid.methods.noise import uniform
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.step.view import LayerView
+
+
+class RandomScorer(Scorer):
+    """A number for each position, KV head and layer, the same for all requests and runs.
+
+    Attributes:
+        seed: another one gives other numbers.
+    """
+
+    needs_positions: ClassVar[bool] = True
+    kind: Literal["random"] = "random"
+    seed: int = 0
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """See the base."""
+        import torch
+
+        heads = torch.arange(view.num_kv_heads, device=view.places.device) + view.first_kv_head
+        return uniform(self.seed, (heads + view.layer * 2**16)[:, None], view.places)
