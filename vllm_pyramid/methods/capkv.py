@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what adds most to the information in V (CapKV, ICML 2026, arXiv:2604.25975)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from vllm_pyramid.methods.scorer import Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.step.view import LayerView
+
+
+class CapKVScorer(Scorer):
+    """The leverage of a value, `w v A^-1 v` with `A = I + sum(w v v)`, over the tokens of a head.
+
+    `w = exp(tau cos(k, m))`, over its largest, with m the mean of the window's queries without
+    rotary embedding, turned to the positions to come on average. Values that say the same share
+    their leverage, so a copy is worth less than something new. The mean over the group's heads;
+    sinks take no part.
+
+    As released by the authors; the paper writes a dot product for the cosine, and takes the mean of
+    all the prompt's queries where this takes the last `window`, since a long prompt is chunked.
+
+    Attributes:
+        tau: weight of the likeness between key and mean query; 5 is the paper's best on average.
+        future_positions: how many positions to come the queries are turned to.
+    """
+
+    needs_queries: ClassVar[bool] = True
+    needs_positions: ClassVar[bool] = True
+    needs_rotary: ClassVar[bool] = True
+    kind: Literal["capkv"] = "capkv"
+    tau: float = Field(default=5.0, ge=0)
+    future_positions: int = Field(default=512, ge=1)
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """See the base."""
+        import torch
+        import torch.nn.functional as F
+
+        mean = view.unrotated_queries().mean(dim=0)
+        mean = F.normalize(view.at_future_positions(mean, self.future_positions), dim=-1)
+        keys, values = F.normalize(view.keys[:, view.sinks :], dim=-1), view.values[:, view.sinks :]
+        total = torch.zeros(keys.shape[:2], device=keys.device)
+        for head in mean.unflatten(0, (view.num_kv_heads, view.group)).unbind(dim=1):
+            likeness = (keys @ head[..., None])[..., 0].clamp(-1, 1)
+            weights = (self.tau * (likeness - likeness.amax(dim=-1, keepdim=True))).exp()
+            scaled = values * (weights + 1e-6).sqrt()[..., None]
+            gram = torch.eye(view.head_size, device=keys.device) + scaled.transpose(1, 2) @ scaled
+            root = torch.linalg.cholesky(gram)
+            half = torch.linalg.solve_triangular(root, values.transpose(1, 2), upper=False)
+            total += weights * half.square().sum(dim=1)
+        return F.pad(total / view.group, (view.sinks, 0))
