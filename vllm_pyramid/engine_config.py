@@ -160,6 +160,7 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
     for part in policy.parts:
         part.check_config(policy, config)
     _check_graphs(config, policy)
+    _probe(config, policy)
     if current_platform.device_type == "cuda":
         served = replace(served, backend=_take_backend(config, policy))
     else:
@@ -238,6 +239,15 @@ def _check_resolved(config: VllmConfig) -> None:
     for what, present, why in resolved:
         if present:
             _refuse(what, why)
+
+
+def _probe(config: VllmConfig, policy: Policy) -> None:
+    """Try what the policy scores and selects with, in the shape of this model."""
+    from vllm_pyramid.step.probe import probe
+
+    model, parallel = config.model_config, config.parallel_config
+    heads = model.get_num_attention_heads(parallel)
+    probe(policy, heads, model.get_num_kv_heads(parallel), model.get_head_size())
 
 
 def _take_backend(config: VllmConfig, policy: Policy) -> str:

@@ -72,6 +72,10 @@ class Scorer(Component):
         assert not statistics, f"{self.kind} gives no statistics"
         return batch.score_each(self.kind, self.score), None
 
+    def probed(self, view: LayerView) -> torch.Tensor | None:
+        """What is tried once at start-up: `score`; None where it is a kernel's alone."""
+        return None if type(self).score is Scorer.score else self.score(view)
+
     @classmethod
     def check_class(cls) -> None:
         """A class that scores nothing is a mistake."""

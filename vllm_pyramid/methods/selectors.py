@@ -52,6 +52,10 @@ class Selector(Component):
         """
         return batch.select_each(self.kind, self.select, scores)
 
+    def probed(self, scores: torch.Tensor, keep: int) -> torch.Tensor | None:
+        """What is tried once at start-up: `select`; None where it is a kernel's alone."""
+        return None if type(self).select is Selector.select else self.select(scores, keep)
+
     @classmethod
     def check_class(cls) -> None:
         """A class that selects nothing is a mistake."""

@@ -48,6 +48,10 @@ class AccumulatingScorer(Scorer):
         """
         raise NotImplementedError
 
+    def probed(self, view: LayerView) -> torch.Tensor | None:
+        """See the base; what is gathered scores later."""
+        return None if self.mass_kind is not None else self.observe(view)
+
     @property
     def works_in_every_step(self) -> bool:
         """See the base."""

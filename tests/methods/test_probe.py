@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every preset passes the trial at start-up, and a class that returns the wrong thing does not."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+
+from vllm_pyramid.methods.accumulated import AccumulatingScorer
+from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.methods.selectors import Selector
+from vllm_pyramid.policy import load_policy, policy_names
+from vllm_pyramid.step.probe import probe
+from vllm_pyramid.step.view import LayerView
+
+pytestmark = pytest.mark.cpu
+
+
+class Returning(Scorer):
+    """Scores as a test says."""
+
+    kind: Literal["returning"] = "returning"
+    what: ClassVar[object] = None
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        if isinstance(self.what, Exception):
+            raise self.what
+        return self.what  # type: ignore[return-value]
+
+
+class Gathering(AccumulatingScorer):
+    """Gathers what cannot be added up."""
+
+    kind: Literal["gathering"] = "gathering"
+
+    def observe(self, view: LayerView) -> torch.Tensor:
+        return torch.zeros(view.num_kv_heads, view.num_tokens, dtype=torch.float64)
+
+
+class Choosing(Selector):
+    """Selects as a test says."""
+
+    kind: Literal["choosing"] = "choosing"
+    what: ClassVar[object] = None
+
+    def select(self, scores: torch.Tensor, keep: int) -> torch.Tensor:
+        return self.what if isinstance(self.what, torch.Tensor) else torch.zeros(2, keep).long()
+
+
+@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("shape", [(6, 2, 16), (3, 3, 64)])
+def test_presets_pass(name: str, shape: tuple[int, int, int]) -> None:
+    probe(load_policy(name), *shape)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (torch.zeros(2, 3), r"returned \[2, 3\] torch.float32: `score` must return a float32"),
+        (torch.zeros(2, 46).double(), r"returned \[2, 46\] torch.float64"),
+        (torch.full((2, 46), torch.nan), "returned NaN"),
+        ([1.0], "returned a list"),
+        (KeyError("x"), r"failed on a made-up request: KeyError: 'x'"),
+    ],
+)
+def test_wrong_scores_are_one_sentence(
+    what: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Returning, "what", what)
+    policy = load_policy("random", None, {"sinks": 2, "window": 4})
+    policy = policy.model_copy(update={"scorer": Returning()})
+    with pytest.raises(ValueError, match=message) as error:
+        probe(policy, 6, 2, 16)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_gathered_is_tried_too() -> None:
+    policy = load_policy("h2o").model_copy(update={"scorer": Gathering()})
+    with pytest.raises(ValueError, match=r"the scorer 'gathering' returned \[2, 40\] torch.float64"):
+        probe(policy, 6, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (None, "returned wrong places"),  # one place again and again
+        (torch.arange(26).repeat(2, 1) + 30, "returned wrong places"),  # behind the end
+        (torch.arange(5).repeat(2, 1), r"returned \[2, 5\]: `select` must return \[G, keep\]"),
+        (torch.arange(26.0).repeat(2, 1), "returned torch.float32"),
+    ],
+)
+def test_wrong_selections_are_one_sentence(
+    what: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choosing, "what", what)
+    policy = load_policy("random", None, {"sinks": 2, "window": 4})
+    policy = policy.model_copy(update={"selector": Choosing()})
+    with pytest.raises(ValueError, match=message):
+        probe(policy, 6, 2, 16)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scorers against their papers' formulas, written with loops in float64.
+
+On the same keys and queries as kvpress they are compared by `scripts/kvpress_parity/scorers.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.methods.views import MadeUp
+from vllm_pyramid.methods.accumulated import AccumulatingScorer
+from vllm_pyramid.methods.hooks import OneRank
+from vllm_pyramid.methods.kinds import built_in_kinds, parse_component
+from vllm_pyramid.methods.noise import uniform
+from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy import load_policy
+
+pytestmark = pytest.mark.cpu
+
+WINDOW, SINKS = 8, 2
+Oracle = Callable[[MadeUp, int, int], float]
+
+
+def weights(data: MadeUp, head: int, query: int) -> torch.Tensor:
+    """The softmax of one query of a query head over the keys that it sees: `[query + 1]`."""
+    keys = data.keys[head * data.kv_heads // data.heads, : query + 1].double()
+    return (keys @ data.queries[query, head].double() / math.sqrt(data.size)).softmax(dim=0)
+
+
+def group(data: MadeUp, head: int) -> range:
+    """The query heads of a KV head."""
+    count = data.heads // data.kv_heads
+    return range(head * count, (head + 1) * count)
+
+
+def knorm(data: MadeUp, head: int, token: int) -> float:
+    return -math.sqrt(sum(x * x for x in data.keys[head, token].tolist()))
+
+
+def keydiff(data: MadeUp, head: int, token: int) -> float:
+    unit = [k / k.norm() for k in data.keys[head].double()]
+    mean = sum(unit, torch.zeros(data.size, dtype=torch.float64)) / data.tokens
+    return -float(unit[token] @ mean / mean.norm())
+
+
+def tova(data: MadeUp, head: int, token: int) -> float:
+    last = data.tokens - 1
+    return sum(float(weights(data, h, last)[token]) for h in range(data.heads)) / data.heads
+
+
+def value_aware(data: MadeUp, head: int, token: int) -> float:
+    total = 0.0
+    for query in range(max(token, data.tokens - WINDOW), data.tokens):
+        total += sum(float(weights(data, h, query)[token]) for h in group(data, head))
+    mean = total / WINDOW / len(group(data, head))
+    return mean * float(data.values[head, token].double().abs().sum())
+
+
+def _turned(data: MadeUp, x: torch.Tensor, count: int) -> torch.Tensor:
+    """`x`, `[D]` without rotary embedding, at the next `count` positions on average."""
+    half, total = data.size // 2, torch.zeros(data.size, dtype=torch.float64)
+    for position in range(data.tokens, data.tokens + count):
+        for i in range(half):
+            angle = position * 1e4 ** (-2 * i / data.size)
+            a, b = float(x[i]), float(x[i + half])
+            total[i] += a * math.cos(angle) - b * math.sin(angle)
+            total[i + half] += b * math.cos(angle) + a * math.sin(angle)
+    return total / count
+
+
+def _mean_query(data: MadeUp, head: int, count: int) -> torch.Tensor:
+    return _turned(data, data.plain[-WINDOW:, head].double().mean(dim=0), count)
+
+
+def expected_attention(data: MadeUp, head: int, token: int) -> float:
+    total = 0.0
+    for h in group(data, head):
+        queries = data.plain[-WINDOW:, h].double()
+        spread = [_turned(data, q - queries.mean(dim=0), 16) for q in queries]
+        covariance = sum((torch.outer(s, s) for s in spread), torch.zeros(1)) / WINDOW
+        mean = _mean_query(data, h, 16)
+        logits = [
+            float(k @ mean / math.sqrt(data.size) + k @ covariance @ k / (2 * data.size))
+            for k in data.keys[head, SINKS:].double()
+        ]
+        total += float(torch.tensor(logits, dtype=torch.float64).softmax(dim=0)[token - SINKS])
+    norm = float(data.values[head, token].double().norm())
+    return (total / len(group(data, head)) + 0.01) * norm
+
+
+def capkv(data: MadeUp, head: int, token: int) -> float:
+    keys, values = data.keys[head, SINKS:].double(), data.values[head, SINKS:].double()
+    total = 0.0
+    for h in group(data, head):
+        mean = _mean_query(data, h, 16)
+        likeness = keys @ mean / keys.norm(dim=1) / mean.norm()
+        weight = torch.exp(5.0 * (likeness - likeness.max()))
+        gram = torch.eye(data.size, dtype=torch.float64)
+        for w, v in zip(weight, values, strict=True):
+            gram += (w + 1e-6) * torch.outer(v, v)
+        v = values[token - SINKS]
+        total += float(weight[token - SINKS] * (v @ torch.linalg.inv(gram) @ v))
+    return total / len(group(data, head))
+
+
+ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
+    "knorm": ({}, knorm),
+    "keydiff": ({}, keydiff),
+    "tova": ({}, tova),
+    "value_aware": ({}, value_aware),
+    "expected_attention": ({"future_positions": 16, "epsilon": 0.01}, expected_attention),
+    "capkv": ({"future_positions": 16}, capkv),
+}
+
+
+@pytest.mark.parametrize("kind", list(ORACLES))
+def test_scores_are_the_papers(kind: str) -> None:
+    settings, oracle = ORACLES[kind]
+    data = MadeUp(tokens=41)
+    scorer = parse_component(Scorer, {"kind": kind, **settings})
+    scores = scorer.score(data.view(WINDOW, SINKS))
+    assert scores.shape == (data.kv_heads, data.tokens) and scores.dtype == torch.float32
+    for head in range(data.kv_heads):
+        for token in range(SINKS, data.tokens - WINDOW):
+            wanted = oracle(data, head, token)
+            assert float(scores[head, token]) == pytest.approx(wanted, rel=2e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [41, 57])
+def test_lagkv_ranks_each_part_by_the_next(tokens: int) -> None:
+    data, lag = MadeUp(tokens=tokens), 10
+    scores = parse_component(Scorer, {"kind": "lagkv", "lag": lag}).score(data.view(0, SINKS))
+    parts = (tokens - SINKS) // lag - 1
+    assert parts >= 2
+    for head in range(data.kv_heads):
+        for part in range(parts):
+            begin = SINKS + part * lag
+            total = torch.zeros(lag, dtype=torch.float64)
+            for rows in (data.keys[head].double(), data.values[head].double()):
+                following = rows[begin + lag : begin + 2 * lag]
+                low, high = following.min(dim=0).values, following.max(dim=0).values
+                scaled = (rows[begin : begin + lag] - low) / (high - low)
+                total += scaled.std(dim=1).softmax(dim=0)
+            order = sorted(range(lag), key=lambda i: float(total[i]))
+            found = scores[head, begin : begin + lag]
+            assert [int(i) for i in found.argsort()] == order
+            assert found.min() >= 0 and found.max() < 1
+        rest = scores[head, SINKS + parts * lag :]
+        assert rest.min() >= 1 and (rest.diff() > 0).all(), "the most recent first"
+
+
+def test_lagkv_survives_constant_channels() -> None:
+    data = MadeUp(tokens=41)
+    data.keys[..., 3] = 1.0
+    data.values[..., :] = 0.0
+    scores = parse_component(Scorer, {"kind": "lagkv", "lag": 10}).score(data.view(0, SINKS))
+    assert scores.isfinite().all()
+
+
+def test_keyformer_adds_up_noisy_attention_however_a_prompt_is_cut() -> None:
+    data = MadeUp(tokens=30)
+    scorer = parse_component(
+        Scorer, {"kind": "keyformer", "tau_start": 1.0, "tau_end": 3.0, "generated": 4}
+    )
+    assert isinstance(scorer, AccumulatingScorer)
+    view = data.view(0, 0, queries=data.tokens)
+    view.prompt_len = 28  # the last two queries are of generated tokens
+    given = scorer.observe(view)
+    for head in range(data.kv_heads):
+        total = torch.zeros(data.tokens, dtype=torch.float64)
+        for h in group(data, head):
+            for query in range(data.tokens):
+                tau = 1.0 + 2.0 * max(0, query - 28 + 1) / 4
+                place = torch.arange(query + 1)
+                noise = uniform(0, torch.tensor(h + 3 * 2**16), torch.tensor(query), place)
+                gumbel = -(-noise.double().log()).log()
+                keys = data.keys[head, : query + 1].double()
+                logits = keys @ data.queries[query, h].double() / math.sqrt(data.size)
+                total[: query + 1] += ((logits + gumbel) / tau).softmax(dim=0)
+        torch.testing.assert_close(given[head].double(), total, rtol=2e-5, atol=1e-7)
+
+
+def test_noise_is_even_and_the_same_whatever_else_is_asked_for() -> None:
+    rows, columns = torch.arange(64)[:, None], torch.arange(4096)
+    found = uniform(7, rows, columns)
+    assert found.min() > 0 and found.max() < 1
+    torch.testing.assert_close(found.mean(), torch.tensor(0.5), atol=2e-3, rtol=0)
+    torch.testing.assert_close(found.var(), torch.tensor(1 / 12), atol=1e-3, rtol=0)
+    correlation = torch.corrcoef(found)[~torch.eye(64, dtype=torch.bool)]
+    assert correlation.abs().max() < 0.08
+    assert torch.equal(found[5, :100], uniform(7, torch.tensor(5), torch.arange(100)))
+    assert not torch.equal(found[5], uniform(8, torch.tensor(5), columns))
+
+
+def test_random_differs_between_heads_and_layers_and_not_between_runs() -> None:
+    scorer = parse_component(Scorer, "random")
+    view, longer = MadeUp(tokens=40).view(), MadeUp(tokens=60, seed=4).view()
+    assert torch.equal(scorer.score(view), scorer.score(longer)[:, :40])
+    assert not torch.equal(scorer.score(view)[0], scorer.score(view)[1])
+    longer.layer = 4
+    assert not torch.equal(scorer.score(view), scorer.score(longer)[:, :40])
+
+
+class TwoRanks(OneRank):
+    """Rank 0 of two that have the same heads."""
+
+    size = 2
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values
+
+
+def test_a_mean_over_all_heads_goes_over_all_ranks() -> None:
+    scorer, view = parse_component(Scorer, "tova"), MadeUp().view(1)
+    alone = scorer.score(view)
+    view.ranks = TwoRanks()
+    torch.testing.assert_close(scorer.score(view), alone)
+
+
+SCORING = [
+    kind
+    for kind, cls in built_in_kinds(Scorer).items()
+    if cls.score is not Scorer.score and kind != "recency"  # which scores places
+]
+
+
+@pytest.mark.parametrize("kind", SCORING)
+def test_dead_tokens_and_the_order_of_pages_change_nothing(kind: str) -> None:
+    scorer = parse_component(Scorer, kind)
+    data = MadeUp()
+    plain, moved = data.view(WINDOW, SINKS), data.view(WINDOW, SINKS, start=5)
+    torch.testing.assert_close(scorer.score(plain), scorer.score(moved))
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_rotations_are_undone(halves: bool) -> None:
+    from tests.methods.views import cos_sin
+    from vllm_pyramid.step.rotary import Rotary
+
+    rotary = Rotary(1.3 * cos_sin(8, 64), halves)  # scaled as YaRN does, 8 of 12 channels
+    x = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([0, 3, 9, 30, 63])
+    cos, sin = rotary.at(positions)
+    turned = rotary.turn(x, cos[:, None], sin[:, None])
+    assert not torch.allclose(turned, x)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    torch.testing.assert_close(rotary.turn_back(turned, positions), x)
+    one = rotary.mean_turn(x[0], torch.tensor([9]))
+    torch.testing.assert_close(one, rotary.turn(x[0], *rotary.at(torch.tensor(9))))
+
+
+def test_what_presets_say_of_their_scorers_holds() -> None:
+    """Scorers that look at keys alone evict at any time; others say why they cannot."""
+    for name in ("knorm", "keydiff", "lagkv", "tova"):
+        policy = load_policy(name, 64, {"schedule": {"kind": "interval", "interval": 8}})
+        assert policy.schedule.every == 8 and policy.works_in_every_step
+    for name in ("random", "capkv", "expected-attention", "value-aware", "snapkv-max"):
+        with pytest.raises(ValueError, match=r"(positions|no scores during generation)"):
+            load_policy(name, 128, {"schedule": "interval"})

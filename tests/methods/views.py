@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up requests as scorers see them, over pages in random order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_pyramid.step.rotary import Rotary
+from vllm_pyramid.step.view import LayerView
+
+BLOCK = 8
+
+
+def cos_sin(size: int, positions: int) -> torch.Tensor:
+    """`[positions, size]` as vLLM's layers hold it: cosines, then sines."""
+    angles = torch.arange(positions)[:, None] * 1e4 ** (-torch.arange(0, size, 2) / size)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+@dataclass
+class MadeUp:
+    """Keys and values `[G, T, D]`, and queries `[T, H, D]` with and without rotary embedding."""
+
+    kv_heads: int = 2
+    heads: int = 6
+    size: int = 16
+    tokens: int = 90
+    seed: int = 0
+    keys: torch.Tensor = field(init=False)
+    values: torch.Tensor = field(init=False)
+    plain: torch.Tensor = field(init=False)
+    queries: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        source = torch.Generator().manual_seed(self.seed)
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=source)
+
+        self.keys = noise(self.kv_heads, self.tokens, self.size)
+        self.values = noise(self.kv_heads, self.tokens, self.size)
+        self.plain = noise(self.tokens, self.heads, self.size) + noise(self.heads, self.size)
+        self.rotary = Rotary(cos_sin(self.size, 4096))
+        cos, sin = self.rotary.at(torch.arange(self.tokens))
+        self.queries = self.rotary.turn(self.plain, cos[:, None], sin[:, None])
+
+    def view(
+        self, window: int = 8, sinks: int = 2, *, queries: int | None = None, start: int = 0
+    ) -> LayerView:
+        """The last eviction of a request: `queries` of its queries, `start` dead tokens."""
+        entries = -(-(self.tokens + start) // BLOCK)
+        order = torch.randperm(entries + 3, generator=torch.Generator().manual_seed(self.seed))
+        row = order[:entries].int()
+        caches = torch.full((2, entries + 3, self.kv_heads, BLOCK, self.size), torch.nan)
+        places = torch.arange(start, start + self.tokens)
+        for cache, rows in zip(caches, (self.keys, self.values), strict=True):
+            cache[row[places // BLOCK].long(), :, places % BLOCK] = rows.transpose(0, 1)
+        return LayerView(
+            num_tokens=self.tokens,
+            window=window,
+            sinks=sinks,
+            num_query_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_size=self.size,
+            first_kv_head=0,
+            layer=3,
+            num_layers=5,
+            scale=self.size**-0.5,
+            soft_cap=0.0,
+            queries=self.queries[-(queries or window) :],
+            key_cache=caches[0],
+            value_cache=caches[1],
+            block_row=row,
+            start=start,
+            last_position=self.tokens - 1,
+            prompt_len=self.tokens,
+            rotary=self.rotary,
+        )

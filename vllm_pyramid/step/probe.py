@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Try a policy's scorer and selector on a made-up request, before an engine depends on them.
+
+A class of the user's own that returns the wrong thing is then one sentence at start-up, not the end
+of a server that has been answering.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_pyramid.step.batch import check_scores, check_selection
+from vllm_pyramid.step.rotary import Rotary
+from vllm_pyramid.step.view import LayerView
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.base import Policy
+
+_TOKENS = 40  # of the request, beyond window and sinks
+
+
+def probe(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    """Score and select once, on the CPU.
+
+    Args:
+        num_heads, num_kv_heads: of a worker.
+
+    Raises:
+        ValueError: the scorer or the selector failed, or returned something else than it should.
+    """
+    view = _made_up(policy, num_heads, num_kv_heads, head_size)
+    scorer, selector = policy.scorer, policy.selector
+    try:
+        scores = scorer.probed(view)
+        if scores is None:
+            scores = torch.rand(num_kv_heads, view.num_tokens)
+        check_scores(scorer.kind, scores, num_kv_heads, view.num_tokens)
+        keep = policy.window + policy.sinks + _TOKENS // 2
+        scores = scores.clone()
+        scores[:, : policy.sinks] = scores[:, view.num_tokens - policy.window :] = torch.inf
+        if (chosen := selector.probed(scores, keep)) is not None:
+            check_selection(selector.kind, chosen, num_kv_heads, keep, view.num_tokens)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"policy {policy.name!r}: its scorer {scorer.kind!r} or selector {selector.kind!r} "
+            f"failed on a made-up request: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> LayerView:
+    tokens = policy.window + policy.sinks + _TOKENS
+    source = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 1, num_kv_heads, tokens, head_size, generator=source)
+    angles = torch.rand(tokens + 1, head_size // 2, generator=source)
+    return LayerView(
+        num_tokens=tokens,
+        window=policy.window,
+        sinks=policy.sinks,
+        num_query_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        first_kv_head=0,
+        layer=0,
+        num_layers=1,
+        scale=head_size**-0.5,
+        soft_cap=0.0,
+        queries=torch.randn(max(policy.window, 1), num_heads, head_size, generator=source),
+        key_cache=rows[0],
+        value_cache=rows[1],
+        block_row=torch.zeros(1, dtype=torch.int32),
+        last_position=tokens - 1,
+        prompt_len=tokens,
+        rotary=Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1)),
+    )
