@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-gpu lint format build-ext sanitize clean
+.PHONY: help setup demo test test-gpu lint docs format build-ext sanitize clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ setup: $(STAMP)  ## Create .venv and install everything (done by the other comma
 demo: $(STAMP)  ## Run one real-text prompt through full, streaming-llm and pyramidkv.
 	@$(PY) -m vllm_pyramid.demo
 
-test: lint  ## Lint, then all tests that need no GPU.
+test: lint docs  ## Lint, the site, then all tests that need no GPU.
 	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
 
@@ -43,6 +43,9 @@ lint: $(STAMP)  ## ruff (rules and format) and mypy.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy vllm_pyramid
+
+docs: $(STAMP)  ## Build the site of docs/ into build/site, offline; a broken link fails.
+	$(PY) -m mkdocs build --strict --quiet
 
 format: $(STAMP)  ## Rewrite the sources as `make lint` wants them, where ruff can.
 	$(PY) -m ruff check --fix .

@@ -210,7 +210,7 @@ def show(console: Console, cases: Cases, rows: list[Agreement]) -> None:
 
 
 def as_markdown(rows: list[Agreement]) -> str:
-    """The table of docs/quality.md."""
+    """The table of docs/results/kvpress.md."""
     lines = [
         "| Policy | Budget | Mean agreement | Lowest head | Tokens that differ | Distance from the "
         "cut | With the next head | Equal answers |",

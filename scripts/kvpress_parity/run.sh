@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Do our policies keep the tokens that kvpress's presses keep? Runs both on the same prompts and
-# compares them; see docs/quality.md. Further arguments go to ours.py.
+# compares them; see docs/results/kvpress.md. Further arguments go to ours.py.
 #
 #   scripts/kvpress_parity/run.sh                              the built-in model
 #   scripts/kvpress_parity/run.sh --model PATH --samples 3     another one, three times the prompts

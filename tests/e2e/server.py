@@ -15,6 +15,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 _SAMPLE = re.compile(r"^(vllm_pyramid:\w+)\{(.*)\} (\S+)$")
@@ -34,14 +35,21 @@ class Server:
         url: of its root. process: the front end, leader of a process group of its own.
     """
 
-    def __init__(self, model: Path, *flags: str, log: Path, unset: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        log: Path,
+        unset: tuple[str, ...] = (),
+        command: tuple[str, ...] = (*VLLM, "serve"),
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        command = [*VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+        place = ("--host", "127.0.0.1", "--port", str(port))
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command,
+                [*command, str(model), *place, *flags],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={
@@ -107,11 +115,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(
-    model: Path, *flags: str, log: Path, seconds: float = 400, unset: tuple[str, ...] = ()
-) -> Iterator[Server]:
-    """A server that answers; whatever is left of it afterwards is killed."""
-    server = Server(model, *flags, log=log, unset=unset)
+def serving(model: Path, *flags: str, seconds: float = 400, **settings: Any) -> Iterator[Server]:
+    """A server that answers; whatever is left of it afterwards is killed. As for `Server`."""
+    server = Server(model, *flags, **settings)
     try:
         server.wait_until_ready(seconds)
         yield server

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of the site (mkdocs.yml): CONTRIBUTING.md and CHANGELOG.md become pages beside docs/.
+
+They stay in the root of the repository, where people look for them. Links to and from them are
+those of the repository and are changed to those of the site.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+TO_THEM = re.compile(r"\]\(\.\./((?:\.\./)*(?:CONTRIBUTING|CHANGELOG)\.md)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages."""
+    for name in PAGES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Change the links of a page."""
+    if page.file.src_uri in PAGES:
+        return markdown.replace("](docs/", "](")
+    return TO_THEM.sub(r"](\1", markdown)
