@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_pyramid.version import __version__
+
 if TYPE_CHECKING:
     from vllm_pyramid.llm import LLM
-
-__version__ = "0.1.0"
 
 __all__ = ["LLM", "__version__"]
 

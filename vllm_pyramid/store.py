@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import vllm_pyramid
+from vllm_pyramid.version import __version__
 
 __all__ = ["Store", "identity_of_model", "key_of"]
 
@@ -68,12 +68,12 @@ def identity_of_model(model: str) -> list[Any]:
             for path in sorted(folder.iterdir())
             if path.is_file()
         }
-    return [vllm_pyramid.__version__, hash_of_package(), model, files]
+    return [__version__, hash_of_package(), model, files]
 
 
 def hash_of_package() -> str:
     """Changes with every source file and compiled kernel of this package."""
-    package = Path(vllm_pyramid.__file__).parent
+    package = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
         if path.suffix in (".py", ".so", ".yaml"):

@@ -9,6 +9,10 @@ coordinator     kv_cache_manager.get_kv_cache_coordinator, while the scheduler i
                 Why: one counter a request for all layers. Remove when specs name a coordinator.
                 KVCacheManager.empty_kv_cache_blocks (`scheduler/coordinator.py: NoBlocks`)
                 Why: vLLM's walks every layer to find nothing. Remove when it is a constant.
+cache           KVCacheSpecRegistry._ensure_registered,
+                SingleTypeKVCacheManager._remove_blocks_in_range
+                Why: stock specs go first; the head of a request's blocks goes back. Remove when
+                both are public.
 scheduler       Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
                 ._reserve_prefill_lookahead, ._free_request
                 Why: ending one request with an error; the last word on a chunk, and whether a
@@ -20,7 +24,9 @@ stats           StatLoggerManager.record
                 Why: our counters reach Prometheus and the log. Remove with side_channel.
 runner          class of worker.model_runner (V1 and V2), static_forward_context, attn_groups
                 Why: specs and step state. Remove when vLLM has a runner_cls.
-worker.runner*  V1: _update_states, _build_attention_metadata, input_batch, the device tensors of
+runner_v1       GPUModelRunner._update_states, ._build_attention_metadata
+                Why: which requests come and go, what a step holds. Remove with `runner`.
+worker.runner*  V1: input_batch, the device tensors of
                 input_batch.block_table and its compute_slot_mapping (CPU). V2: add_requests,
                 finish_requests, prepare_attn, prepare_dummy_attn, capture_model, req_states,
                 block_tables.input_block_tables and init_block_table_layout_tensors. Both:

@@ -1,21 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending one request with an error.
+"""Where vLLM's schedulers let another one have a word, under public names.
 
-Target: `Scheduler.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a dictionary of errors in
-0.33. Why: an exception in the scheduler would end the engine. Remove when `add_request` may refuse.
+Target: `Scheduler._reserve_prefill_lookahead`, `._free_request`, and `.grammar_compile_error_reqs`:
+a set of ids in vLLM 0.32, a dictionary of errors in 0.33. Why: the last word on the size of a chunk
+and on whether a request starts at all; the report of a request; an exception in the scheduler would
+end the engine. Remove when schedulers have hooks for these.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
-def end_with_error(scheduler: Any, request_id: str, reason: str) -> None:
-    """Let the request end with an error in the next step; from vLLM 0.33 on with its reason."""
-    failed = scheduler.grammar_compile_error_reqs
-    if isinstance(failed, set):
-        failed.add(request_id)
-        return
-    from vllm.outputs import RequestError
 
-    failed[request_id] = RequestError(code="validation_error", message=reason)
+class SchedulerPoints(Scheduler):
+    """Mixed into vLLM's schedulers; ours override `next_chunk` and `report_of`."""
+
+    def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
+        """Tokens of a request's next chunk.
+
+        Args:
+            computed: tokens of the request. tokens: that vLLM would schedule, 0 if none.
+        """
+        return self.stock_chunk(request, computed, tokens)
+
+    def stock_chunk(self, request: Request, computed: int, tokens: int) -> int:
+        """vLLM's own answer."""
+        chunk: int = super()._reserve_prefill_lookahead(request, computed, tokens)
+        return chunk
+
+    def report_of(self, request: Request) -> dict[str, Any]:
+        """What a request's response says, as `kv_transfer_params`: all that vLLM passes on.
+
+        Called when the request has ended and still holds its blocks.
+        """
+        return {}
+
+    def freed(self, request: Request) -> None:
+        """The request has ended and its blocks are gone."""
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        return self.next_chunk(request, num_computed_tokens, num_new_tokens)
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        report = self.report_of(request)
+        kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
+        self.freed(request)
+        return kv_transfer_params or report, ec_transfer_params
+
+    def end_with_error(self, request_id: str, reason: str) -> None:
+        """Let a request end with an error in the next step; from 0.33 on with its reason."""
+        failed: Any = self.grammar_compile_error_reqs
+        if isinstance(failed, set):
+            failed.add(request_id)
+            return
+        from vllm.outputs import RequestError
+
+        failed[request_id] = RequestError(code="validation_error", message=reason)

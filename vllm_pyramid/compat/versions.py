@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-import vllm_pyramid
+from vllm_pyramid.version import __version__
 
 SUPPORTED = ("0.32", "0.33")
 # Distributions that hold the module; two of them write over each other's files.
@@ -50,7 +50,7 @@ def check_vllm() -> None:
     installed = vllm_version()
     if not installed.startswith(tuple(f"{supported}." for supported in SUPPORTED)):
         raise WrongVLLMError(
-            f"vllm-pyramid {vllm_pyramid.__version__} works with {_either('vLLM')}, but vLLM "
+            f"vllm-pyramid {__version__} works with {_either('vLLM')}, but vLLM "
             f"{installed} is installed: install a matching pair, or uninstall vllm-pyramid"
         )
     found = {name: there for name in _DISTRIBUTIONS if (there := _distribution(name))}

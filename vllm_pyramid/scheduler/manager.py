@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from vllm_pyramid.compat.cache import return_head
+
 
 class LayerKVCacheManager(FullAttentionManager):
     """Blocks of one layer for every request; `LockstepCoordinator` decides when they change.
@@ -24,7 +26,7 @@ class LayerKVCacheManager(FullAttentionManager):
             How many blocks were really given back (0 when it was done before).
         """
         before = self.block_pool.get_num_free_blocks()
-        self._remove_blocks_in_range(request_id, 0, num_blocks)
+        return_head(self, request_id, num_blocks)
         return self.block_pool.get_num_free_blocks() - before
 
     def num_held(self, request_id: str) -> int:

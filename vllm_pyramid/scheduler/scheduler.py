@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
-from vllm_pyramid.compat.scheduler import end_with_error
+from vllm_pyramid.compat.scheduler import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_report
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.plans import Plan
@@ -32,7 +32,7 @@ from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 logger = init_logger(f"vllm.{__name__}")
 
 
-class PyramidSchedulerMixin(Scheduler):
+class PyramidSchedulerMixin(SchedulerPoints):
     """What eviction asks of a scheduler, and nothing else.
 
     - a request's plan (what every layer keeps) is made when it arrives; where the lengths depend on
@@ -128,7 +128,7 @@ class PyramidSchedulerMixin(Scheduler):
             request.sampling_params = copy.copy(params)
             request.sampling_params.extra_args = None  # the worker would follow it
             logger.error("request %s: %s", request.request_id, reason)
-            end_with_error(self, request.request_id, str(reason))
+            self.end_with_error(request.request_id, str(reason))
             return ServedRequest(self.kv_policy, error=str(reason))
 
     def _replan(
@@ -150,9 +150,7 @@ class PyramidSchedulerMixin(Scheduler):
             plan.prompt_len, plan.num_layers, plan.block_size, served.budget
         )
 
-    def _reserve_prefill_lookahead(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
+    def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """vLLM's last word on the size of a chunk; ours ends it at the next eviction.
 
         |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
@@ -164,7 +162,7 @@ class PyramidSchedulerMixin(Scheduler):
         where blocks are missing, so it is told that they are. (No tokens would do in vLLM 0.32; in
         0.33 the requests behind would overtake it.)
         """
-        if not num_new_tokens:
+        if not tokens:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
         plan = self.coordinator.plan_of(request.request_id)
@@ -173,33 +171,29 @@ class PyramidSchedulerMixin(Scheduler):
             or self._admission is None
             or self._admission.admits(request, plan, self.running)
         ):
-            tokens = self._chunk(request, plan, num_computed_tokens, num_new_tokens)
-            if tokens or not waits:
-                return tokens
+            chunk = self._chunk(request, plan, computed, tokens)
+            if chunk or not waits:
+                return chunk
         self.coordinator.refused = request.request_id
-        return num_new_tokens
+        return tokens
 
-    def _chunk(
-        self, request: Request, plan: Plan, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        """Tokens of the next chunk, `num_new_tokens` at most; 0 if the step has no room for it."""
-        num_new_tokens = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, num_new_tokens
-        )
-        if num_computed_tokens >= plan.prompt_len and not plan.every:
-            return num_new_tokens  # all has been evicted: nearly every request, every step
-        stop = plan.next_eviction(num_computed_tokens) if plan.evicts else None
+    def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
+        """Tokens of the next chunk, `tokens` at most; 0 if the step has no room for it."""
+        tokens = self.stock_chunk(request, computed, tokens)
+        if computed >= plan.prompt_len and not plan.every:
+            return tokens  # all has been evicted: nearly every request, every step
+        stop = plan.next_eviction(computed) if plan.evicts else None
         if stop is None:
-            left = plan.prompt_len - num_computed_tokens
+            left = plan.prompt_len - computed
             splits = self.kv_policy.splits_at_prompt_end and left > 0
-            return min(num_new_tokens, left) if splits else num_new_tokens
-        if piece := plan.piece_at(num_computed_tokens):
-            return piece.tokens if num_new_tokens >= piece.tokens else 0
-        num_new_tokens = min(num_new_tokens, stop - num_computed_tokens)
-        left = stop - num_computed_tokens - num_new_tokens
-        if num_computed_tokens < plan.prompt_len and 0 < left < self._min_last_chunk:
-            num_new_tokens -= self._min_last_chunk - left
-        return max(num_new_tokens, 0)
+            return min(tokens, left) if splits else tokens
+        if piece := plan.piece_at(computed):
+            return piece.tokens if tokens >= piece.tokens else 0
+        tokens = min(tokens, stop - computed)
+        left = stop - computed - tokens
+        if computed < plan.prompt_len and 0 < left < self._min_last_chunk:
+            tokens -= self._min_last_chunk - left
+        return max(tokens, 0)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -224,18 +218,14 @@ class PyramidSchedulerMixin(Scheduler):
                 self._admission.evicted(request_id, settled, number)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _free_request(
-        self, request: Request, delay_free_blocks: bool = False
-    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        report = self._report(request)
-        kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
+    def freed(self, request: Request) -> None:
+        """See the base."""
         self.coordinator.forget_plan(request.request_id)
         if self._admission is not None:
             self._admission.ended(request)
-        return kv_transfer_params or report, ec_transfer_params
 
-    def _report(self, request: Request) -> dict[str, Any]:
-        """What the request kept, for its response (`kv_transfer_params`, all that vLLM passes)."""
+    def report_of(self, request: Request) -> dict[str, Any]:
+        """What the request kept."""
         plan = self.coordinator.plan_of(request.request_id)
         blocks_before = self.coordinator.full_blocks(plan.prompt_len)
         whole = -(-plan.prompt_len // self.coordinator.block_sizes)

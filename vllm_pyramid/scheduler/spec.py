@@ -9,6 +9,7 @@ from typing import Self
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_pyramid.compat.cache import register_stock_specs
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
 
 
@@ -74,7 +75,7 @@ def register_spec() -> None:
     vLLM registers its own specs only if the registry is still empty, so they go first. Called when
     this module is imported: a worker imports it to make specs, the engine core by unpickling them.
     """
-    KVCacheSpecRegistry._ensure_registered()
+    register_stock_specs()
     for spec in (LayerKVCacheSpec, KeyOnlyKVCacheSpec):
         KVCacheSpecRegistry.register(
             spec, manager_class=LayerKVCacheManager, uniform_type_base_spec=LayerKVCacheSpec

@@ -103,7 +103,9 @@ class LayerView:
 
     def slices(self, count: int) -> list[slice]:
         """The queries, `count` at a time: what is `[H, W, T]` at once may not fit."""
-        return [slice(i, min(i + count, len(self.queries))) for i in range(0, len(self.queries), count)]
+        return [
+            slice(i, min(i + count, len(self.queries))) for i in range(0, len(self.queries), count)
+        ]
 
     def logits(self, count: int | None = None) -> torch.Tensor:
         """What the last `count` queries give each key before the softmax, `[H, count, T]`.

@@ -27,8 +27,6 @@ class PyramidBuilderMixin:
         context: set by the model runner.
     """
 
-    # Full graphs may replay decode steps only: an eviction is Python, which a graph leaves out.
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
     reads_shifted_tables = True
     context: LayerContext | None = None
@@ -37,13 +35,14 @@ class PyramidBuilderMixin:
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Decode steps of one token, whatever the stock kernel could do.
 
-        None at all where a policy works in every step; vLLM then runs attention between piecewise
-        graphs, or says that the mode which was asked for cannot be.
+        An eviction is Python, which a graph leaves out. None at all where a policy works in every
+        step; vLLM then runs attention between piecewise graphs, or says that the mode which was
+        asked for cannot be.
         """
         settings = ServedSettings.of(vllm_config)
         if settings is not None and settings.policy.works_in_every_step:
             return AttentionCGSupport.NEVER
-        return cls._cudagraph_support
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self,

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_pyramid.compat.runner_v1 import RunnerV1Points
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
 from vllm_pyramid.worker.slots import HostSlots
 
 
-class PyramidRunnerV1(PyramidRunnerMixin):
+class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
     """Reads the step from `input_batch`, just before the metadata of the layers is built."""
 
     input_batch: Any
@@ -43,7 +44,8 @@ class PyramidRunnerV1(PyramidRunnerMixin):
         for group, table in zip(self.input_batch.block_table.block_tables, tables, strict=True):
             group.block_table.gpu = table
 
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+    def requests_change(self, scheduler_output: SchedulerOutput) -> None:
+        """See the base."""
         for request_id in scheduler_output.finished_req_ids:
             self.forget_request(request_id)
         for request in scheduler_output.scheduled_new_reqs:
@@ -53,35 +55,21 @@ class PyramidRunnerV1(PyramidRunnerMixin):
                 request.prompt_len,
                 params.extra_args if params is not None else None,
             )
-        return super()._update_states(scheduler_output)  # type: ignore[misc]
 
-    def _build_attention_metadata(
-        self,
-        num_tokens: int,
-        num_reqs: int,
-        *args: Any,
-        num_scheduled_tokens: dict[str, int] | None = None,
-        num_reqs_padded: int | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def metadata_is_due(
+        self, num_reqs: int, num_rows: int, scheduled: dict[str, int] | None
+    ) -> None:
+        """See the base: the step's retention, and shifted tables where attention needs them."""
         host_lens = None
-        if num_scheduled_tokens:
+        if scheduled:
             batch = self.input_batch
             request_ids = batch.req_ids[:num_reqs]
-            scheduled = np.array([num_scheduled_tokens[name] for name in request_ids], np.int32)
+            tokens = np.array([scheduled[name] for name in request_ids], np.int32)
             computed = batch.num_computed_tokens_cpu[:num_reqs]
             step = self.retention.begin_step(
-                request_ids, batch.num_prompt_tokens[:num_reqs], computed, scheduled
+                request_ids, batch.num_prompt_tokens[:num_reqs], computed, tokens
             )
-            host_lens = computed + scheduled
+            host_lens = computed + tokens
         else:  # profiling, warm-up, graph capture
             step = self.retention.idle_step(num_reqs)
-        self.shift_tables(self.seq_lens[: num_reqs_padded or num_reqs], step, host_lens)
-        return super()._build_attention_metadata(  # type: ignore[misc]
-            num_tokens,
-            num_reqs,
-            *args,
-            num_scheduled_tokens=num_scheduled_tokens,
-            num_reqs_padded=num_reqs_padded,
-            **kwargs,
-        )
+        self.shift_tables(self.seq_lens[:num_rows], step, host_lens)

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.batch import EvictionBatch, check_scores
 from vllm_pyramid.step.call import LayerCall
@@ -31,6 +30,7 @@ from vllm_pyramid.step.step import Step, StepEvictions
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
+    from vllm_pyramid.methods.accumulated import AccumulatingScorer
     from vllm_pyramid.policy.base import Policy
 
 # A position that no query reaches: the mass of such a request is not needed.

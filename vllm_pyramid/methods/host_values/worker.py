@@ -11,7 +11,6 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory, gib
 from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
@@ -19,6 +18,7 @@ from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.step.step import Step
 
 if TYPE_CHECKING:
+    from vllm_pyramid.methods.host_values import HostValues
     from vllm_pyramid.policy.base import Policy
 
 logger = init_logger(f"vllm.{__name__}")
@@ -168,4 +168,4 @@ class HostValueCache(WorkerHooks):
 
 def _top_n(policy: Policy) -> int:
     """Of a request's policy; 0, all keys, with one that keeps V on the device."""
-    return policy.values.top_n if isinstance(policy.values, HostValues) else 0
+    return int(getattr(policy.values, "top_n", 0))

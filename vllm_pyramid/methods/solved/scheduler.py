@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.methods.hooks import SchedulerHooks
-from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.plans import OpenPlan, Plan, RetentionPlan
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.solved import SolvingAllocator
 
 MAX_APPLICATIONS = 1024  # clients name them, so they must not add up for ever
 

@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.plans import OpenPlan
 from vllm_pyramid.step.batch import EvictionBatch
 from vllm_pyramid.step.call import LayerCall
@@ -30,6 +29,7 @@ from vllm_pyramid.step.upload import upload
 from vllm_pyramid.step.window_mass import WindowMass, window_mass
 
 if TYPE_CHECKING:
+    from vllm_pyramid.methods.solved import SolvingAllocator
     from vllm_pyramid.policy.base import Policy
 
 

@@ -6,14 +6,18 @@ Called before and after vLLM resolves its defaults.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.thin_forward import ARCHITECTURES, refusal
-from vllm_pyramid.methods.thinning import DecayAllocator
-from vllm_pyramid.policy.base import Policy
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.thinning import DecayAllocator
+    from vllm_pyramid.policy.base import Policy
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -20,13 +20,13 @@ import torch
 
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.methods.hooks import WorkerSide
-from vllm_pyramid.methods.thinning import RecentEnsembleScorer, ThinGeneratedSchedule
 from vllm_pyramid.step.batch import EvictionBatch
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
+    from vllm_pyramid.methods.thinning import RecentEnsembleScorer, ThinGeneratedSchedule
     from vllm_pyramid.policy.base import Policy
 
 # Marked keys have this mass, or minus it: whatever is added later vanishes beside it, and the sum

@@ -16,7 +16,6 @@ import torch
 
 from vllm_pyramid.compat.thin_forward import thin_between_layers
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.methods.thinning import RecentEnsembleScorer
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plans import Piece
 from vllm_pyramid.step.call import LayerCall
@@ -24,6 +23,7 @@ from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
+    from vllm_pyramid.methods.thinning import RecentEnsembleScorer
     from vllm_pyramid.policy.base import Policy
 
 
