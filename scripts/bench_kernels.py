@@ -23,7 +23,7 @@ import csv
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_pyramid.ops import cpu, cpu_library, reference
+from vllm_pyramid.ops.contract import AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -120,18 +121,17 @@ def bench_decode(
     pages = torch.cat([(row * args.kv_heads + heads).flatten() for row in order]).int()
     page_bytes = used // len(pages)
     read, read_pages = cpu_library.load().pyr_read, cpu_library.load().pyr_read_pages
-    threads = torch.get_num_threads()
+    threads, softmax = torch.get_num_threads(), Softmax(0.1)
     if args.refcheck:
-        small = (query, *split(first), table, starts, seq_lens, skips)
-        cpu.paged_attention(out, *small, scale=0.1)
+        small = AttentionBatch(query, *split(first), table, starts, seq_lens, skips)
+        cpu.paged_attention(out, small, softmax)
         exact = torch.empty(query.shape, dtype=torch.float64)
-        reference.paged_attention(exact, *small, scale=0.1, compute_dtype=torch.float64)
+        reference.paged_attention(exact, small, softmax, compute_dtype=torch.float64)
         confirm(f"decode {lens} head {head_size} group {group}", out, exact, dtype)
         sums = torch.zeros_like(mass)
-        keyed = (query, small[1], *small[3:])
-        reference.add_key_mass(sums, *keyed, scale=0.1, compute_dtype=torch.float64)
-        cpu.paged_attention(out, *small, scale=0.1, log_sum_exp=lse)
-        cpu.add_key_mass(mass, *keyed, scale=0.1, log_sum_exp=lse)
+        reference.add_key_mass(sums, small, softmax, compute_dtype=torch.float64)
+        cpu.paged_attention(out, small, softmax, log_sum_exp=lse)
+        cpu.add_key_mass(mass, small, softmax, log_sum_exp=lse)
         confirm(f"mass {lens} head {head_size} group {group}", mass, sums, dtype)
 
     def sdpa(cache: torch.Tensor) -> None:
@@ -149,12 +149,10 @@ def bench_decode(
         there = (caches[(turn + 1 + copies // 3) % copies].data_ptr(), pages.data_ptr())
         paged.append(timed(read_pages, *there, len(pages), page_bytes, threads))
         key, value = split(caches[turn % copies])
-        inputs = (out, query, key, value, table, starts, seq_lens, skips)
-        options = {"scale": 0.1, "log_sum_exp": lse}
-        ours.append(timed(cpu.paged_attention, *inputs, **options))
+        batch = AttentionBatch(query, key, value, table, starts, seq_lens, skips)
+        ours.append(timed(cpu.paged_attention, out, batch, softmax, log_sum_exp=lse))
         if not uneven:
-            keyed = (query, key, table, starts, seq_lens, skips)
-            masses.append(timed(cpu.add_key_mass, mass, *keyed, **options))
+            masses.append(timed(cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
             theirs_sdpa.append(timed(sdpa, caches[(turn + 1) % copies]))
     mine, theirs = statistics.median(ours), statistics.median(plain)
     common = (threads, args.dtype, head_size, group, requests, context, used / 1e6)
@@ -172,23 +170,19 @@ def bench_decode(
     return [decode, Row("mass / decode", *common, "ms", *share)]
 
 
-def check_prompt(inputs: tuple[torch.Tensor, ...], scale: float, keep: int) -> None:
+def check_prompt(out: torch.Tensor, batch: AttentionBatch, softmax: Softmax, keep: int) -> None:
     """The last queries of the prefill, the scores, the choice and the move, against float64."""
-    out, query, key, value, table, _, length, nothing = inputs
+    query, key, value = batch.query, batch.key_cache, batch.value_cache
+    table, length = batch.block_table, batch.seq_lens
     context, last = query.shape[0], min(64, query.shape[0])
-    cpu.paged_attention(*inputs, scale=scale)
+    cpu.paged_attention(out, batch, softmax)
     exact = torch.empty(last, *query.shape[1:], dtype=torch.float64)
-    reference.paged_attention(
-        *(exact, query[-last:], key, value, table, integers(0, last), length, nothing),
-        scale=scale,
-        compute_dtype=torch.float64,
-    )
+    end = replace(batch, query=query[-last:], query_start_loc=integers(0, last))
+    reference.paged_attention(exact, end, softmax, compute_dtype=torch.float64)
     confirm(f"prefill of {context}", out[-last:], exact, key.dtype)
-    options = {"window": 8, "scale": scale}
-    scores = cpu.window_scores(query, key, table, length, length, **options)
-    right = reference.window_scores(
-        query, key, table, length, length, **options, compute_dtype=torch.float64
-    )
+    scoring = (WindowBatch(query, key, table, length, length, window=8), softmax, Reduction())
+    scores = cpu.window_scores(*scoring)
+    right = reference.window_scores(*scoring, compute_dtype=torch.float64)
     confirm(f"scores of {context}", scores, right, key.dtype)
     kept = cpu.select(scores, length, integers(keep), window=8)
     if not torch.equal(kept, reference.select(scores, length, integers(keep), window=8)):
@@ -213,23 +207,24 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
     length, nothing, keep = integers(context), integers(0), min(args.keep, context)
     q = torch.randn(1, heads, context, head_size, dtype=dtype)
     k, v = (torch.randn(1, args.kv_heads, context, head_size, dtype=dtype) for _ in range(2))
-    scale = head_size**-0.5
-    inputs = (out, query, key, value, table, integers(0, context), length, nothing)
+    softmax = Softmax(head_size**-0.5)
+    batch = AttentionBatch(query, key, value, table, integers(0, context), length, nothing)
+    prompt = WindowBatch(query, key, table, length, length, window=8)
 
     def sdpa() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def evict() -> None:
-        scores = cpu.window_scores(query, key, table, length, length, window=8, scale=scale)
+        scores = cpu.window_scores(prompt, softmax, Reduction())
         kept = cpu.select(scores, length, integers(keep), window=8)
         cpu.compact(key, value, table, kept, length, integers(keep))
 
     if args.refcheck:
-        check_prompt(inputs, scale, keep)
+        check_prompt(out, batch, softmax, keep)
     times: dict[str, list[float]] = {"ours": [], "sdpa": [], "evict": []}
     for _ in range(args.rounds):
         times["sdpa"].append(timed(sdpa))
-        times["ours"].append(timed(cpu.paged_attention, *inputs, scale=scale))
+        times["ours"].append(timed(cpu.paged_attention, out, batch, softmax))
         times["evict"].append(timed(evict))
     mine, theirs, eviction = (statistics.median(times[name]) * 1e3 for name in times)
     size = 2 * context * args.kv_heads * head_size * dtype.itemsize / 1e6

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_pyramid.ops import cpu
+from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
 from vllm_pyramid.policy import load_policy
 
@@ -45,10 +46,10 @@ def attention_seconds(tokens: int, heads: int, kv_heads: int, head_size: int) ->
     lens = torch.tensor([tokens], dtype=torch.int32)
     starts = torch.tensor([0, tokens], dtype=torch.int32)
 
+    batch = AttentionBatch(query, key, value, table, starts, lens, lens * 0)
+
     def attend() -> None:
-        cpu.paged_attention(
-            out, query, key, value, table, starts, lens, lens * 0, scale=head_size**-0.5
-        )
+        cpu.paged_attention(out, batch, Softmax(head_size**-0.5))
 
     return cpu_seconds(attend)
 

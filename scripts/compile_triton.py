@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
 from vllm_pyramid.ops import triton_ops
+from vllm_pyramid.ops.contract import AttentionBatch, Reduction, Softmax, WindowBatch
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).
@@ -159,36 +160,29 @@ def call_everything(case: Case) -> None:
         key, key, key_cache, value_cache, torch.zeros(tokens, dtype=torch.int64)
     )
     lse, out = torch.zeros(query.shape[:2]), torch.empty_like(query)
-    batch = (table, ints(0, 1, tokens), lens, ints(0, 0))
-    attention = {
-        "scale": size**-0.5,
-        "sliding_window": case.sliding_window,
-        "soft_cap": case.soft_cap,
-        "sinks": torch.zeros(heads * case.group) if case.sinks else None,
-    }
-    splits = {**attention, "num_splits": case.splits}
-    caches = (key_cache, value_cache)
+    batch = AttentionBatch(
+        query, key_cache, value_cache, table, ints(0, 1, tokens), lens, ints(0, 0)
+    )
+    softmax = Softmax(
+        size**-0.5,
+        soft_cap=case.soft_cap,
+        sliding_window=case.sliding_window,
+        sinks=torch.zeros(heads * case.group) if case.sinks else None,
+    )
+    splits = {"num_splits": case.splits}
     mass = torch.zeros(key_cache.shape[:3])
     for known in (None, lse):
-        triton_ops.paged_attention(out, query, *caches, *batch, **splits, log_sum_exp=known)
+        triton_ops.paged_attention(out, batch, softmax, **splits, log_sum_exp=known)
         for kind, first in (("sum", None), ("below_average", ints(0, 0))):
-            triton_ops.add_key_mass(
-                mass, query, key_cache, *batch, **splits, kind=kind, first_queries=first,
-                log_sum_exp=known,
-            )  # fmt: skip
-    triton_ops.topn_attention(out, query, *caches, *batch, ints(128, 0), **attention)
-    arguments = (query, key_cache, table, ints(tokens, tokens), lens)
-    options = {"window": case.window, "scale": size**-0.5, "soft_cap": case.soft_cap}
-    scores = triton_ops.window_scores(
-        *arguments, **options, gqa_reduce=case.reduce, pooling=case.pooling
-    )
-    triton_ops.window_scores(
-        *arguments,
-        **options,
-        gqa_reduce=case.reduce,
-        pooling="none",
-        log_sum_exp=lse,
-    )
+            options = {**splits, "kind": kind, "first_queries": first, "log_sum_exp": known}
+            triton_ops.add_key_mass(mass, batch, softmax, **options)
+    triton_ops.topn_attention(out, batch, softmax, ints(128, 0))
+    ends = ints(tokens, tokens)
+    prompts = WindowBatch(query, key_cache, table, ends, lens, case.window)
+    reduction = Reduction(case.reduce, case.pooling)
+    scores = triton_ops.window_scores(prompts, softmax, reduction)
+    reduction = Reduction(case.reduce, "none")
+    triton_ops.window_scores(prompts, softmax, reduction, log_sum_exp=lse)
     kept = triton_ops.select(scores, lens, keeps, window=case.window, sinks=4)
     triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
     if case.dtype != torch.float32:

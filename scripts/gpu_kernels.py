@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from vllm_pyramid.ops.contract import AttentionBatch, Reduction, Softmax, WindowBatch
+
 BLOCK_SIZE, KV_HEADS, GROUP, HEAD_SIZE = 16, 8, 4, 128  # Llama 3 8B, bfloat16
 WINDOW, KEEP = 32, 1024
 ROUNDS = 15
@@ -51,7 +53,7 @@ def median_times(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 @dataclass
 class Layers:
-    """Paged caches of several layers with one table; shapes as in ops/reference.py."""
+    """Paged caches of several layers with one table; shapes as in ops/contract.py."""
 
     caches: list[tuple[torch.Tensor, torch.Tensor]]
     table: torch.Tensor
@@ -103,11 +105,11 @@ def bench_decode(requests: int, context: int, copy: Callable[[], object], copied
     outs = [torch.empty_like(query) for _ in range(count)]
     masses = [torch.zeros(key.shape[:3], device="cuda") for key, _ in layers.caches]
     workspace = triton_ops.Workspace.allocate(KV_HEADS * GROUP, KV_HEADS, HEAD_SIZE, "cuda")
+    softmax = Softmax(HEAD_SIZE**-0.5)
 
     def decode(with_mass: bool) -> None:
         for i, (key_cache, value_cache) in enumerate(layers.caches):
-            triton_ops.paged_attention(
-                outs[i],
+            batch = AttentionBatch(
                 query,
                 key_cache,
                 value_cache,
@@ -115,25 +117,12 @@ def bench_decode(requests: int, context: int, copy: Callable[[], object], copied
                 starts,
                 layers.lens,
                 skips,
-                scale=HEAD_SIZE**-0.5,
                 max_query_len=1,
                 max_seq_len=context,
-                workspace=workspace,
             )
+            triton_ops.paged_attention(outs[i], batch, softmax, workspace=workspace)
             if with_mass:
-                triton_ops.add_key_mass(
-                    masses[i],
-                    query,
-                    key_cache,
-                    layers.table,
-                    starts,
-                    layers.lens,
-                    skips,
-                    scale=HEAD_SIZE**-0.5,
-                    max_query_len=1,
-                    max_seq_len=context,
-                    workspace=workspace,
-                )
+                triton_ops.add_key_mass(masses[i], batch, softmax, workspace=workspace)
 
     plain, with_mass = capture(lambda: decode(False)), capture(lambda: decode(True))
     for length in (context, context - 5):  # replays read the lengths of the day
@@ -185,17 +174,10 @@ def bench_eviction(requests: int, context: int, copy: Callable[[], object], copi
     lens, keeps = layers.lens, torch.full_like(layers.lens, KEEP)
     ends = torch.arange(1, requests + 1, dtype=torch.int32, device="cuda") * WINDOW
 
+    prompts = WindowBatch(query, key_cache, layers.table, ends, lens, WINDOW, context)
+
     def score() -> torch.Tensor:
-        return triton_ops.window_scores(
-            query,
-            key_cache,
-            layers.table,
-            ends,
-            lens,
-            window=WINDOW,
-            scale=HEAD_SIZE**-0.5,
-            max_prompt_len=context,
-        )
+        return triton_ops.window_scores(prompts, Softmax(HEAD_SIZE**-0.5), Reduction())
 
     scores = score()
 

@@ -2,16 +2,17 @@
 // The C ABI between the shared library and vllm_pyramid/ops/cpu_records.py.
 //
 // Every function takes one packed record of 8-byte fields, so that a call costs one pointer
-// instead of thirty converted arguments. The field order here and the `struct` formats over there
-// must agree; `pyr_abi_version` is checked at load. Strides are in elements. Functions return 0,
-// or nonzero with the reason in `pyr_last_error()`.
+// instead of thirty converted arguments. Each record has a class of the same name and fields over
+// there; `pyr_abi_version` and the records' sizes are compared when the library is loaded, names
+// and order by tests/ops/test_cpu_records.py. Strides are in elements. Functions return 0, or
+// nonzero with the reason in `pyr_last_error()`.
 //
 // Letters: R requests, T query tokens, H query heads, G KV heads, D head size, N tokens a block,
 // P physical blocks, M table entries a request.
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 7
+#define PYR_ABI_VERSION 8
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
@@ -123,6 +124,8 @@ struct PyrCacheWrite {
 };
 
 PYR_EXPORT int64_t pyr_abi_version();
+// The bytes of a record by its name, such as "PyrAttention"; -1 where there is none of that name.
+PYR_EXPORT int64_t pyr_record_size(const char* name);
 PYR_EXPORT const char* pyr_last_error();
 // Chooses the instruction set: a name ("amx", "avx512bf16", "avx512", "avx2", "portable"), or null for
 // the best the CPU has. Nonzero where the CPU or the build lacks the one named.

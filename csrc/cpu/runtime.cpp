@@ -155,6 +155,18 @@ int check_table(const int32_t* table, int64_t table_r, int64_t r, int64_t first,
 }  // namespace pyr
 
 int64_t pyr_abi_version() { return PYR_ABI_VERSION; }
+int64_t pyr_record_size(const char* name) {
+  const struct {
+    const char* name;
+    size_t bytes;
+  } records[] = {{"PyrAttention", sizeof(PyrAttention)},   {"PyrKeyMass", sizeof(PyrKeyMass)},
+                 {"PyrTopn", sizeof(PyrTopn)},             {"PyrScores", sizeof(PyrScores)},
+                 {"PyrRecentMass", sizeof(PyrRecentMass)}, {"PyrSelect", sizeof(PyrSelect)},
+                 {"PyrCompact", sizeof(PyrCompact)},       {"PyrCacheWrite", sizeof(PyrCacheWrite)}};
+  for (const auto& record : records)
+    if (!strcmp(name, record.name)) return int64_t(record.bytes);
+  return -1;
+}
 const char* pyr_last_error() { return pyr::last_error; }
 const char* pyr_isa() { return pyr::chosen ? pyr::chosen->name : ""; }
 void pyr_set_parallel(void* address) {

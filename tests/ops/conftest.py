@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import cpu
+from vllm_pyramid.ops.contract import AttentionBatch, WindowBatch
 from vllm_pyramid.ops.cpu_library import EMULATED, ISAS
 
 STALE_BLOCK = 10**6  # an id far outside every pool: reading the entry is an error or a crash
@@ -17,7 +18,7 @@ STALE_BLOCK = 10**6  # an id far outside every pool: reading the entry is an err
 
 @dataclass
 class Batch:
-    """Inputs of `paged_attention` and `window_scores`; shapes as in `ops/reference.py`."""
+    """What an `AttentionBatch` and a `WindowBatch` are made of, for a test to change."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -27,8 +28,8 @@ class Batch:
     seq_lens: torch.Tensor
     skips: torch.Tensor
 
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        return (
+    def attention(self) -> AttentionBatch:
+        return AttentionBatch(
             self.query,
             self.key_cache,
             self.value_cache,
@@ -36,6 +37,19 @@ class Batch:
             self.query_start_loc,
             self.seq_lens,
             self.skips,
+        )
+
+    def windows(self, window: int, max_prompt_len: int | None = None) -> WindowBatch:
+        """The last queries of the requests, whose prompts end in this step."""
+        ends = self.query_start_loc[1:]
+        return WindowBatch(
+            self.query,
+            self.key_cache,
+            self.block_table,
+            ends,
+            self.seq_lens,
+            window,
+            max_prompt_len,
         )
 
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import Softmax
 
 pytestmark = pytest.mark.cpu
 
@@ -20,14 +23,15 @@ QUERY_LENS = [1, 5, 300, 1, 0]
 
 def attend(batch: Any, **options: Any) -> torch.Tensor:
     out = torch.full(batch.query.shape, 7.0, dtype=torch.float32)
-    cpu.paged_attention(out, *batch.inputs(), scale=batch.query.shape[2] ** -0.5, **options)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    cpu.paged_attention(out, batch.attention(), softmax, **options)
     return out
 
 
 def exact(batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> torch.Tensor:
     out = torch.full(batch.query.shape, 7.0, dtype=torch.float64)
-    scale = batch.query.shape[2] ** -0.5
-    reference.paged_attention(out, *batch.inputs(), scale=scale, compute_dtype=dtype, **options)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    reference.paged_attention(out, batch.attention(), softmax, compute_dtype=dtype, **options)
     return out
 
 
@@ -99,10 +103,11 @@ def test_layouts_and_skips(make_batch, assert_close, layout, block_size) -> None
 def test_window_leaves_freed_blocks_alone(make_batch) -> None:
     """Blocks before a sliding window are freed: their entries name nothing that may be read."""
     batch = make_batch([500, 200], [1, 4], skips=[480, 150])
-    narrow = batch.inputs()[:-1]
     out, seen = (torch.empty(batch.query.shape) for _ in range(2))
-    cpu.paged_attention(out, *narrow, torch.zeros(2, dtype=torch.int32), scale=1, sliding_window=16)
-    cpu.paged_attention(seen, *batch.inputs(), scale=1, sliding_window=16)
+    softmax = Softmax(1, sliding_window=16)
+    everything = replace(batch.attention(), skips=torch.zeros(2, dtype=torch.int32))
+    cpu.paged_attention(out, everything, softmax)
+    cpu.paged_attention(seen, batch.attention(), softmax)
     assert not out.isnan().any()
     torch.testing.assert_close(out, seen, rtol=0, atol=2e-6)
 
@@ -127,17 +132,15 @@ def test_bits_do_not_depend_on_the_batch_or_threads(make_batch, two_threads, dty
     for r in range(len(lens)):
         begin, end = batch.query_start_loc[r : r + 2].tolist()
         out = torch.empty(batch.query[begin:end].shape)
-        cpu.paged_attention(
-            out,
-            batch.query[begin:end],
-            batch.key_cache,
-            batch.value_cache,
-            batch.block_table[r : r + 1],
-            torch.tensor([0, end - begin], dtype=torch.int32),
-            batch.seq_lens[r : r + 1],
-            batch.skips[r : r + 1],
-            scale=batch.query.shape[2] ** -0.5,
+        alone = replace(
+            batch.attention(),
+            query=batch.query[begin:end],
+            block_table=batch.block_table[r : r + 1],
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=batch.seq_lens[r : r + 1],
+            skips=batch.skips[r : r + 1],
         )
+        cpu.paged_attention(out, alone, Softmax(batch.query.shape[2] ** -0.5))
         assert torch.equal(together[begin:end], out)
 
 
@@ -149,7 +152,7 @@ def test_mixed_dtypes(make_batch, each_isa, query_dtype, out_dtype) -> None:
     right = exact(batch)
     for _ in each_isa():
         out = torch.empty(batch.query.shape, dtype=out_dtype)
-        cpu.paged_attention(out, *batch.inputs(), scale=0.125)
+        cpu.paged_attention(out, batch.attention(), Softmax(0.125))
         torch.testing.assert_close(out.double(), right, atol=2e-2, rtol=1e-2)
 
 
@@ -198,7 +201,7 @@ def test_bad_tensors_raise(make_batch) -> None:
     refused("differ", value_cache=batch.value_cache.bfloat16())
     refused("float64", query=batch.query.double())
     with pytest.raises(ValueError, match="scale must be positive"):
-        cpu.paged_attention(torch.empty(5, 4, 64), *batch.inputs(), scale=0.0)
+        cpu.paged_attention(torch.empty(5, 4, 64), batch.attention(), Softmax(0.0))
     small = make_batch([10], [1], head_size=12)
     with pytest.raises(ValueError, match="head size 12"):
         attend(small)

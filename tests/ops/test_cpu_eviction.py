@@ -12,15 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ops.arguments import take_reduction, take_softmax
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import (
+    GQA_REDUCTIONS,
+    POOLINGS,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
 
 pytestmark = pytest.mark.cpu
 
 
-def scores_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
-    ends = batch.query_start_loc[1:]
-    inputs = (batch.query, batch.key_cache, batch.block_table, ends, batch.seq_lens)
-    return module.window_scores(*inputs, scale=batch.query.shape[2] ** -0.5, **options)
+def scores_of(module: Any, batch: Any, window: int, **options: Any) -> torch.Tensor:
+    prompts = batch.windows(window, options.pop("max_prompt_len", None))
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    return module.window_scores(prompts, softmax, take_reduction(options), **options)
 
 
 @pytest.fixture
@@ -32,15 +40,14 @@ def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
         right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
         finite = ~right.isneginf()
         lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
-        attention = {"scale": batch.query.shape[2] ** -0.5, "log_sum_exp": lse}
-        attention["soft_cap"] = options.get("soft_cap", 0.0)
+        softmax = Softmax(batch.query.shape[2] ** -0.5, options.get("soft_cap", 0.0))
         for _ in each_isa():
-            cpu.paged_attention(out, *batch.inputs(), **attention)
+            cpu.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
             for given_lse in (None, lse):
                 found = scores_of(cpu, batch, **options, log_sum_exp=given_lse)
                 assert torch.equal(found.isneginf(), ~finite)
                 torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
-        reference.paged_attention(out, *batch.inputs(), **attention)
+        reference.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
         found = scores_of(reference, batch, **options, log_sum_exp=lse)
         torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
         lse += math.log(2)  # it is used
@@ -59,8 +66,8 @@ def test_window_scores(make_batch, assert_scores, dtype, group, head_size) -> No
     assert_scores(make_batch([1100, 57, 300], [20, 16, 9], **shape), window=8)
 
 
-@pytest.mark.parametrize("gqa_reduce", reference.GQA_REDUCTIONS)
-@pytest.mark.parametrize("pooling", reference.POOLINGS)
+@pytest.mark.parametrize("gqa_reduce", GQA_REDUCTIONS)
+@pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("kernel_size", [1, 5, 7, 31])
 def test_reductions_and_pooling(
     make_batch, assert_scores, gqa_reduce, pooling, kernel_size
@@ -80,26 +87,29 @@ def test_scores_without_room_for_the_logits(make_batch) -> None:
     batch = make_batch([2100] * 2, [64] * 2, kv_heads=2, group=8, head_size=32)
     alone = [
         cpu.window_scores(
-            batch.query,
-            batch.key_cache,
-            batch.block_table[r : r + 1],
-            batch.query_start_loc[r + 1 : r + 2],
-            batch.seq_lens[r : r + 1],
-            window=64,
-            scale=0.2,
+            WindowBatch(
+                batch.query,
+                batch.key_cache,
+                batch.block_table[r : r + 1],
+                batch.query_start_loc[r + 1 : r + 2],
+                batch.seq_lens[r : r + 1],
+                window=64,
+            ),
+            Softmax(0.2),
+            Reduction(),
         )
         for r in range(2)
     ]
     repeated = torch.tensor([0, 1] * 10)
-    many = cpu.window_scores(
+    prompts = WindowBatch(
         batch.query,
         batch.key_cache,
         batch.block_table[repeated].contiguous(),
         batch.query_start_loc[1:][repeated].contiguous(),
         batch.seq_lens[repeated].contiguous(),
         window=64,
-        scale=0.2,
     )
+    many = cpu.window_scores(prompts, Softmax(0.2), Reduction())
     for i, r in enumerate(repeated.tolist()):
         assert torch.equal(many[i], alone[r][0])
 
@@ -120,7 +130,7 @@ def test_bad_scores_raise(make_batch) -> None:
         scores_of(cpu, batch, window=9)
     with pytest.raises(ValueError, match="gqa_reduce 'median'"):
         scores_of(cpu, batch, window=8, gqa_reduce="median")
-    with pytest.raises(ValueError, match="kernel_size 4 odd"):
+    with pytest.raises(ValueError, match="kernel_size 4 must be positive and odd"):
         scores_of(cpu, batch, window=8, kernel_size=4)
     with pytest.raises(ValueError, match="more than the output holds"):
         scores_of(cpu, batch, window=8, max_prompt_len=50)

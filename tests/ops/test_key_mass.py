@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.ops.arguments import take_softmax
 from tests.ops.conftest import STALE_BLOCK
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import Softmax
 
 pytestmark = pytest.mark.cpu
 
@@ -26,8 +29,8 @@ def new_mass(batch: Any, start: float = 0.0) -> torch.Tensor:
 def mass_of(module: Any, batch: Any, start: float = 0.0, **options: Any) -> torch.Tensor:
     """The mass in its pages; it begins at `start` everywhere."""
     mass = new_mass(batch, start)
-    query, key_cache, _, *rest = batch.inputs()
-    module.add_key_mass(mass, query, key_cache, *rest, scale=query.shape[2] ** -0.5, **options)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    module.add_key_mass(mass, batch.attention(), softmax, **options)
     return mass
 
 
@@ -41,8 +44,8 @@ def lse_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
     """The log-sum-exp that the module's attention finds."""
     lse = torch.full(batch.query.shape[:2], float("nan"))
     out = torch.empty_like(batch.query)
-    scale = batch.query.shape[2] ** -0.5
-    module.paged_attention(out, *batch.inputs(), scale=scale, log_sum_exp=lse, **options)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    module.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse, **options)
     return lse
 
 
@@ -214,16 +217,17 @@ def test_chunks_do_not_change_the_bits(make_batch, each_isa, dtype) -> None:
     """The queries of a prompt in one step, or in several of more than one: what eviction sees is
     the same."""
     batch = make_batch([300], [90], dtype=dtype, group=3)
-    query, key_cache, _, table, *_ = batch.inputs()
     for isa in each_isa():
         at_once = mass_of(cpu, batch)
         mass = new_mass(batch)
         for begin, end in ((0, 2), (2, 34), (34, 77), (77, 90)):
-            starts = torch.tensor([0, end - begin], dtype=torch.int32)
-            length = torch.tensor([210 + end], dtype=torch.int32)
-            cpu.add_key_mass(
-                mass, query[begin:end], key_cache, table, starts, length, batch.skips, scale=0.125
+            chunk = replace(
+                batch.attention(),
+                query=batch.query[begin:end],
+                query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+                seq_lens=torch.tensor([210 + end], dtype=torch.int32),
             )
+            cpu.add_key_mass(mass, chunk, Softmax(0.125))
         assert torch.equal(mass, at_once), isa
 
 
@@ -233,9 +237,8 @@ def test_threads_and_strides(make_batch, two_threads) -> None:
     torch.set_num_threads(1)
     blocks, heads, rows = right.shape
     wide = torch.zeros(heads + 1, blocks, rows + 5)
-    query, key_cache, _, *rest = batch.inputs()
     view = wide.transpose(0, 1)[:, :heads, :rows]
-    cpu.add_key_mass(view, query, key_cache, *rest, scale=0.125)
+    cpu.add_key_mass(view, batch.attention(), Softmax(0.125))
     assert torch.equal(view, right)
     view.zero_()
     assert not wide.any()
@@ -244,8 +247,8 @@ def test_threads_and_strides(make_batch, two_threads) -> None:
 @pytest.mark.parametrize("module", [cpu, reference])
 def test_bad_arguments_raise(make_batch, module) -> None:
     batch = make_batch([100, 95], [4, 1])
-    query, key_cache, _, *rest = batch.inputs()
-    blocks, heads, rows = key_cache.shape[:3]
+    blocks, heads, rows = batch.key_cache.shape[:3]
+    inputs = (batch.attention(), Softmax(0.125))
     for shape, dtype, kind, message in [
         ((blocks, heads, rows + 1), torch.float32, "sum", "as the cache's blocks"),
         ((blocks, heads, rows), torch.float64, "sum", "must be float32"),
@@ -253,14 +256,14 @@ def test_bad_arguments_raise(make_batch, module) -> None:
     ]:
         mass = torch.zeros(shape, dtype=dtype)
         with pytest.raises(ValueError, match=message):
-            module.add_key_mass(mass, query, key_cache, *rest, scale=0.125, kind=kind)
-    mass, out = torch.zeros(blocks, heads, rows), torch.empty_like(query)
+            module.add_key_mass(mass, *inputs, kind=kind)
+    mass, out = torch.zeros(blocks, heads, rows), torch.empty_like(batch.query)
     for lse in (torch.zeros(5, 3), torch.zeros(5, 4, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
-            module.add_key_mass(mass, query, key_cache, *rest, scale=0.125, log_sum_exp=lse)
+            module.add_key_mass(mass, *inputs, log_sum_exp=lse)
         with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
-            module.paged_attention(out, *batch.inputs(), scale=0.125, log_sum_exp=lse)
+            module.paged_attention(out, *inputs, log_sum_exp=lse)
     if module is cpu:
         lse = torch.zeros(4, 5).T
         with pytest.raises(ValueError, match="log_sum_exp must be contiguous"):
-            cpu.add_key_mass(mass, query, key_cache, *rest, scale=0.125, log_sum_exp=lse)
+            cpu.add_key_mass(mass, *inputs, log_sum_exp=lse)

@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ops.arguments import take_reduction, take_softmax
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import GQA_REDUCTIONS, POOLINGS, Softmax
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
 
 pytestmark = pytest.mark.cpu
@@ -55,15 +57,18 @@ def test_by_definition(values: list[float]) -> None:
     assert found.entropy.item() == pytest.approx(-(share * np.log(share)).sum(), abs=1e-6)
 
 
-def scores_of(module: Any, batch: Any, **options: Any) -> Any:
-    ends = batch.query_start_loc[1:]
-    inputs = (batch.query, batch.key_cache, batch.block_table, ends, batch.seq_lens)
-    return module.window_scores(*inputs, scale=batch.query.shape[2] ** -0.5, **options)
+def scores_of(module: Any, batch: Any, window: int, **options: Any) -> Any:
+    prompts = batch.windows(window, options.pop("max_prompt_len", None))
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    reduction = take_reduction(options)
+    if options.pop("statistics", False):
+        return module.window_scores_and_statistics(prompts, softmax, reduction, **options)
+    return module.window_scores(prompts, softmax, reduction, **options)
 
 
-@pytest.mark.parametrize("gqa_reduce", reference.GQA_REDUCTIONS)
+@pytest.mark.parametrize("gqa_reduce", GQA_REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pooling", reference.POOLINGS)
+@pytest.mark.parametrize("pooling", POOLINGS)
 def test_statistics_of_the_kernels(
     make_batch: Any, each_isa: Callable[[], Iterator[str]], gqa_reduce: str, dtype: Any, pooling
 ) -> None:
@@ -92,8 +97,7 @@ def test_mean_mass_is_the_attention_paid_to_the_context(make_batch: Any) -> None
     batch = make_batch([90], [16], group=4)
     _, found = scores_of(cpu, batch, window=16, statistics=True)
     pages = torch.zeros(batch.key_cache.shape[:3])
-    query, key_cache, _, *rest = batch.inputs()
-    cpu.add_key_mass(pages, query, key_cache, *rest, scale=0.125)
+    cpu.add_key_mass(pages, batch.attention(), Softmax(0.125))
     mass = reference.gather_tokens(pages[..., None], batch.block_table[0], 0, 90)[..., 0].T[None]
     torch.testing.assert_close(found.mass, mass[..., :74].sum(-1) / 4, rtol=1e-4, atol=1e-5)
 

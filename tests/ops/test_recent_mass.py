@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import RecentBatch, Softmax
 
 pytestmark = pytest.mark.cpu
 
@@ -22,7 +24,8 @@ CONTEXTS = [8, 24, 180, 363]
 def mass_of(
     module: Any, batch: Any, recents: list[int], contexts: list[int], **options: Any
 ) -> Any:
-    return module.recent_mass(
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    recent = RecentBatch(
         batch.query,
         batch.key_cache,
         batch.block_table,
@@ -31,8 +34,9 @@ def mass_of(
         batch.skips,
         torch.tensor(recents, dtype=torch.int32),
         torch.tensor(contexts, dtype=torch.int32),
-        **{"scale": batch.query.shape[2] ** -0.5, "distance_weight": 1.2, **options},
+        options.pop("max_context", None),
     )
+    return module.recent_mass(recent, softmax, **{"distance_weight": 1.2, **options})
 
 
 def assert_equal(
@@ -41,9 +45,9 @@ def assert_equal(
     """On every instruction set, also with attention's log-sum-exp."""
     right = mass_of(reference, batch, recents, contexts, compute_dtype=torch.float64, **o)
     lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
-    attention = {"scale": batch.query.shape[2] ** -0.5, "soft_cap": o.get("soft_cap", 0.0)}
+    softmax = Softmax(batch.query.shape[2] ** -0.5, o.get("soft_cap", 0.0))
     for isa in each_isa():
-        cpu.paged_attention(out, *batch.inputs(), **attention, log_sum_exp=lse)
+        cpu.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
         for given in (None, lse):
             found = mass_of(cpu, batch, recents, contexts, **o, log_sum_exp=given)
             torch.testing.assert_close(
@@ -51,7 +55,7 @@ def assert_equal(
             )
             for r, context in enumerate(contexts):
                 assert not found[r, :, context:].any()
-    reference.paged_attention(out, *batch.inputs(), **attention, log_sum_exp=lse)
+    reference.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
     found = mass_of(reference, batch, recents, contexts, **o, log_sum_exp=lse)
     torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-7)
     lse += math.log(2)  # it is used

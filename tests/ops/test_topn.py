@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import Softmax
 
 pytestmark = pytest.mark.cpu
 
@@ -23,11 +25,12 @@ def run(module: Any, batch: Any, top_ns: list[int], **options: Any) -> tuple[tor
     """`(out, value_rows)`; the count begins at 7."""
     out = torch.full(batch.query.shape, float("nan"), dtype=torch.float32)
     rows = torch.full((len(top_ns),), 7)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
     module.topn_attention(
         out,
-        *batch.inputs(),
+        batch.attention(),
+        softmax,
         torch.tensor(top_ns, dtype=torch.int32),
-        scale=batch.query.shape[2] ** -0.5,
         value_rows=rows,
         **options,
     )
@@ -123,7 +126,7 @@ def test_all_keys_are_paged_attention_bit_for_bit(make_batch, each_isa) -> None:
     plain = torch.empty(batch.query.shape)
     starts = batch.query_start_loc.tolist()
     for _ in each_isa():
-        cpu.paged_attention(plain, *batch.inputs(), scale=0.125)
+        cpu.paged_attention(plain, batch.attention(), Softmax(0.125))
         out, _ = run(cpu, batch, [0, 37, 300, 701, 0, 130, 9999])
         assert torch.equal(out, plain)
         out, _ = run(cpu, batch, TOP_NS)
@@ -182,7 +185,6 @@ def test_bad_arguments_raise(make_batch, module) -> None:
         (torch.zeros(3, dtype=torch.int32), None, "top_ns must be int32"),
         (torch.zeros(2, dtype=torch.int32), torch.zeros(2), "value_rows must be int64"),
     ):
+        out = torch.empty(batch.query.shape)
         with pytest.raises(ValueError, match=message):
-            module.topn_attention(
-                torch.empty(batch.query.shape), *batch.inputs(), top_ns, scale=0.1, value_rows=rows
-            )
+            module.topn_attention(out, batch.attention(), Softmax(0.1), top_ns, value_rows=rows)

@@ -70,20 +70,19 @@ class ObservationWindowScorer(Scorer):
         self, batch: EvictionBatch, *, statistics: bool = False
     ) -> tuple[torch.Tensor, WindowStatistics | None]:
         """See the base: `ops.window_scores`, one launch for all requests."""
+        from vllm_pyramid.ops.contract import Reduction, WindowBatch
+
         call = batch.call
-        result = call.ops.window_scores(
+        prompts = WindowBatch(
             call.query,
             call.key_cache,
             batch.tables,
             batch.query_ends,
             batch.lens,
-            window=batch.policy.window,
-            scale=call.scale,
-            soft_cap=call.soft_cap,
-            gqa_reduce=self.gqa_reduce,
-            pooling=self.pooling,
-            kernel_size=self.kernel_size,
+            batch.policy.window,
             max_prompt_len=batch.longest,
-            statistics=statistics,
         )
-        return result if statistics else (result, None)
+        reduction = Reduction(self.gqa_reduce, self.pooling, self.kernel_size)
+        if statistics:
+            return call.ops.window_scores_and_statistics(prompts, call.softmax, reduction)
+        return call.ops.window_scores(prompts, call.softmax, reduction), None

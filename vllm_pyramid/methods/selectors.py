@@ -99,11 +99,9 @@ class TopKSelector(Selector):
         """See the base: `ops.select`, which protects sinks and window by itself."""
         window, sinks = batch.policy.window, batch.policy.sinks
         if not batch.protects_more_than(window, sinks):
-            kept: torch.Tensor = batch.call.ops.select(
+            return batch.call.ops.select(
                 scores, batch.lens, batch.keeps, window=window, sinks=sinks, max_keep=batch.max_keep
             )
-            return kept
-        kept = batch.call.ops.select(
+        return batch.call.ops.select(
             batch.protect(scores), batch.lens, batch.keeps, window=0, max_keep=batch.max_keep
         )
-        return kept

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels: one contract (`reference.py`), three back ends."""
+"""The kernels: one contract (`contract.py`), three back ends."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from types import ModuleType
+
+from vllm_pyramid.ops.contract import Ops
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -13,8 +14,8 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 @functools.cache
-def get_ops(device_type: str) -> ModuleType:
-    """The module with the kernels for a device: `reference.py` names its functions.
+def get_ops(device_type: str) -> Ops:
+    """The module with the kernels for a device.
 
     On CPU these are the C++ kernels, or, where they were not built, the PyTorch reference after one
     warning.

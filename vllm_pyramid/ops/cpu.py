@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ kernels: the functions of `reference.py`, whose docstrings are the contract.
+"""The C++ kernels: an `Ops` (see `contract.py`).
 
 A call packs its arguments into one record (csrc/cpu/abi.h) and hands over its address: a few
 microseconds, no tensor is created. What costs nothing is checked here (`cpu_checks.py`), what needs
@@ -17,7 +17,13 @@ from vllm_pyramid.ops.cpu_attention import (
     reshape_and_cache,
     topn_attention,
 )
-from vllm_pyramid.ops.cpu_eviction import compact, recent_mass, select, window_scores
+from vllm_pyramid.ops.cpu_eviction import (
+    compact,
+    recent_mass,
+    select,
+    window_scores,
+    window_scores_and_statistics,
+)
 from vllm_pyramid.ops.cpu_library import current_isa, set_isa
 from vllm_pyramid.ops.recall import kept_mass
 
@@ -35,6 +41,7 @@ __all__ = [
     "set_isa",
     "topn_attention",
     "window_scores",
+    "window_scores_and_statistics",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_pyramid.ops.contract import MASS_KINDS, AttentionBatch, Softmax
 from vllm_pyramid.ops.cpu_checks import (
     check_caches,
     check_head_size,
@@ -14,11 +15,23 @@ from vllm_pyramid.ops.cpu_checks import (
     table_stride,
     vector_address,
 )
-from vllm_pyramid.ops.cpu_records import ATTENTION, CACHE_WRITE, KEY_MASS, TOPN, run
-from vllm_pyramid.ops.reference_mass import MASS_KINDS, check_mass
+from vllm_pyramid.ops.cpu_library import run
+from vllm_pyramid.ops.cpu_records import (
+    PyrAttention,
+    PyrCacheWrite,
+    PyrKeyMass,
+    PyrTopn,
+    packer,
+)
+from vllm_pyramid.ops.reference_mass import check_mass
 from vllm_pyramid.ops.topn import check_value_rows
 
 INT32_MAX = 2**31 - 1
+
+_pack_attention = packer(PyrAttention)
+_pack_key_mass = packer(PyrKeyMass)
+_pack_topn = packer(PyrTopn)
+_pack_cache_write = packer(PyrCacheWrite)
 
 
 def reshape_and_cache(
@@ -28,7 +41,7 @@ def reshape_and_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """See `reference.reshape_and_cache`."""
+    """See `Ops.reshape_and_cache`."""
     strides = check_caches(key_cache, value_cache)
     blocks, heads, block_size, head_size = key_cache.shape
     if key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
@@ -50,7 +63,7 @@ def reshape_and_cache(
             f"slot_mapping must be contiguous and no longer than key and value, got {tokens} slots "
             f"of stride {slot_mapping.stride(0)} for {key.shape[0]} and {value.shape[0]} tokens"
         )
-    record = CACHE_WRITE.pack(
+    record = _pack_cache_write(
         key.data_ptr(),
         value.data_ptr(),
         key_cache.data_ptr(),
@@ -67,116 +80,77 @@ def reshape_and_cache(
 
 def paged_attention(
     out: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
     *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     log_sum_exp: torch.Tensor | None = None,
 ) -> None:
-    """See `reference.paged_attention`. Queries that see nothing get zeros.
+    """See `Ops.paged_attention`. Queries that see nothing get zeros.
 
     A request's result does not depend on the rest of the batch, on the number of threads, or on
     where in its table the visible positions lie: the same tokens give the same bits.
     """
-    inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
-    options = (scale, sliding_window, soft_cap, sinks)
-    run("paged_attention", _attention_record(out, *inputs, *options, log_sum_exp))
+    run("paged_attention", _attention(out, batch, batch.value_cache, softmax, log_sum_exp))
 
 
 def add_key_mass(
     mass: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
     *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
     log_sum_exp: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
 ) -> None:
-    """See `reference_mass.add_key_mass`. One thread a request and KV head.
+    """See `Ops.add_key_mass`. One thread a request and KV head.
 
     Queries are added one after the other: how a prompt is cut into chunks of more than one query
-    does not change the bits (but attention's, and so the log-sum-exp's). The maxima are not needed.
+    does not change the bits (but attention's, and so the log-sum-exp's).
     """
-    del max_query_len, max_seq_len
-    check_mass(mass, key_cache, kind)
+    check_mass(mass, batch.key_cache, kind)
     first = 0
     if first_queries is not None:
-        first = vector_address("first_queries", first_queries, seq_lens.shape[0])
-    inputs = (query, key_cache, key_cache, block_table, query_start_loc, seq_lens, skips)
-    options = (scale, sliding_window, soft_cap, sinks)
-    record = _attention_record(query, *inputs, *options, log_sum_exp)
+        first = vector_address("first_queries", first_queries, batch.seq_lens.shape[0])
+    # Neither the output nor V is used: K stands for V, which may be in another memory.
+    attention = _attention(batch.query, batch, batch.key_cache, softmax, log_sum_exp)
     own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
-    run("key_mass", record + KEY_MASS.pack(*own))
+    run("key_mass", _pack_key_mass(attention, *own))
 
 
 def topn_attention(
     out: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
     top_ns: torch.Tensor,
     *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     renormalize: bool = False,
     value_rows: torch.Tensor | None = None,
 ) -> None:
-    """See `topn.topn_attention`.
+    """See `Ops.topn_attention`.
 
     Requests that use all their keys get the bits of `paged_attention`.
     """
-    inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
-    options = (scale, sliding_window, soft_cap, sinks)
-    record = _attention_record(out, *inputs, *options, None)
-    requests = seq_lens.shape[0]
+    attention = _attention(out, batch, batch.value_cache, softmax, None)
+    requests = batch.seq_lens.shape[0]
     rows_address = 0
     if value_rows is not None:
         check_value_rows(value_rows, requests)
         rows_address = value_rows.data_ptr()
     top_n_address = vector_address("top_ns", top_ns, requests)
-    run("topn_attention", record + TOPN.pack(top_n_address, rows_address, renormalize))
+    run("topn_attention", _pack_topn(attention, top_n_address, rows_address, renormalize))
 
 
-def _attention_record(
+def _attention(
     out: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
+    batch: AttentionBatch,
     value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
+    softmax: Softmax,
     log_sum_exp: torch.Tensor | None,
 ) -> bytes:
-    """The checked arguments of attention as csrc/cpu/abi.h wants them."""
+    """The checked arguments as a `PyrAttention`."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    scale, soft_cap, sinks = softmax.scale, softmax.soft_cap, softmax.sinks
+    sliding_window = softmax.sliding_window
     strides = check_caches(key_cache, value_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
     check_head_size(head_size)
@@ -185,7 +159,7 @@ def _attention_record(
     tokens, heads = query.shape[:2]
     if out.shape != query.shape:
         raise ValueError(f"out {tuple(out.shape)} and query {tuple(query.shape)} must be alike")
-    requests = seq_lens.shape[0]
+    requests = batch.seq_lens.shape[0]
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
     if sliding_window < 0 or soft_cap < 0:
@@ -195,15 +169,15 @@ def _attention_record(
         sinks_address, sinks_code = sinks.data_ptr(), dtype_code("sinks", sinks)
         if sinks.shape != (heads,) or (heads > 1 and sinks.stride(0) != 1):
             raise ValueError(f"sinks must be contiguous [{heads}], got {tuple(sinks.shape)}")
-    return ATTENTION.pack(
+    return _pack_attention(
         out.data_ptr(),
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         block_table.data_ptr(),
-        vector_address("query_start_loc", query_start_loc, requests + 1),
-        vector_address("seq_lens", seq_lens, requests),
-        vector_address("skips", skips, requests),
+        vector_address("query_start_loc", batch.query_start_loc, requests + 1),
+        vector_address("seq_lens", batch.seq_lens, requests),
+        vector_address("skips", batch.skips, requests),
         sinks_address,
         lse_address(log_sum_exp, query),
         *(dtype_code("out", out), dtype_code("query", query)),

@@ -5,6 +5,14 @@ from __future__ import annotations
 
 import torch
 
+from vllm_pyramid.ops.contract import (
+    GQA_REDUCTIONS,
+    POOLINGS,
+    RecentBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
 from vllm_pyramid.ops.cpu_checks import (
     check_cache,
     check_caches,
@@ -15,56 +23,79 @@ from vllm_pyramid.ops.cpu_checks import (
     table_stride,
     vector_address,
 )
-from vllm_pyramid.ops.cpu_records import COMPACT, RECENT_MASS, SCORES, SELECT, run
+from vllm_pyramid.ops.cpu_library import run
+from vllm_pyramid.ops.cpu_records import (
+    PyrCompact,
+    PyrRecentMass,
+    PyrScores,
+    PyrSelect,
+    packer,
+)
 from vllm_pyramid.ops.recall import WindowStatistics
-from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS
+
+_pack_scores = packer(PyrScores)
+_pack_recent_mass = packer(PyrRecentMass)
+_pack_select = packer(PyrSelect)
+_pack_compact = packer(PyrCompact)
 
 
 def window_scores(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_ends: torch.Tensor,
-    prompt_lens: torch.Tensor,
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
     *,
-    window: int,
-    scale: float,
-    soft_cap: float = 0.0,
-    gqa_reduce: str = "mean",
-    pooling: str = "avg",
-    kernel_size: int = 5,
-    max_prompt_len: int | None = None,
-    statistics: bool = False,
     log_sum_exp: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, WindowStatistics]:
-    """See `reference.window_scores`."""
+) -> torch.Tensor:
+    """See `Ops.window_scores`."""
+    return _window_scores(batch, softmax, reduction, log_sum_exp, None)
+
+
+def window_scores_and_statistics(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, WindowStatistics]:
+    """See `Ops.window_scores_and_statistics`."""
+    shape = (3, batch.prompt_lens.shape[0], batch.key_cache.shape[1])
+    numbers = torch.empty(shape, dtype=torch.float32)
+    scores = _window_scores(batch, softmax, reduction, log_sum_exp, numbers)
+    return scores, WindowStatistics(*numbers)
+
+
+def _window_scores(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    log_sum_exp: torch.Tensor | None,
+    statistics: torch.Tensor | None,
+) -> torch.Tensor:
+    """The scores; `statistics`, `[3, R, G]` float32, is written where it is given."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    prompt_lens, window = batch.prompt_lens, batch.window
     key_strides = check_cache("key_cache", key_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
     check_head_size(head_size)
     query_strides = check_heads("query", query, kv_heads, head_size)
     requests = prompt_lens.shape[0]
-    if gqa_reduce not in GQA_REDUCTIONS or pooling not in POOLINGS:
+    if window < 1 or softmax.soft_cap < 0 or requests == 0:
         raise ValueError(
-            f"gqa_reduce {gqa_reduce!r} must be one of {GQA_REDUCTIONS} and pooling {pooling!r} "
-            f"one of {POOLINGS}"
+            f"window {window} must be >= 1, soft_cap {softmax.soft_cap} >= 0 and requests "
+            f"{requests} >= 1"
         )
-    if window < 1 or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"window {window} must be >= 1 and kernel_size {kernel_size} odd")
-    if soft_cap < 0 or requests == 0:
-        raise ValueError(f"soft_cap {soft_cap} must be >= 0 and requests {requests} >= 1")
-    longest = int(prompt_lens.max()) if max_prompt_len is None else max_prompt_len
+    longest = int(prompt_lens.max()) if batch.max_prompt_len is None else batch.max_prompt_len
     if longest <= window:
         raise ValueError(f"prompts of {longest} tokens have none before a window of {window}")
     out = torch.empty((requests, kv_heads, longest - window), dtype=torch.float32)
-    numbers = torch.empty((3, requests, kv_heads), dtype=torch.float32) if statistics else None
-    record = SCORES.pack(
+    record = _pack_scores(
         out.data_ptr(),
-        0 if numbers is None else numbers.data_ptr(),
+        0 if statistics is None else statistics.data_ptr(),
         lse_address(log_sum_exp, query),
         query.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
-        vector_address("query_ends", query_ends, requests),
+        vector_address("query_ends", batch.query_ends, requests),
         vector_address("prompt_lens", prompt_lens, requests),
         *(dtype_code("query", query), dtype_code("key_cache", key_cache)),
         *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
@@ -72,54 +103,47 @@ def window_scores(
         *query_strides,
         *key_strides,
         table_stride(block_table, requests),
-        *(window, GQA_REDUCTIONS.index(gqa_reduce), POOLINGS.index(pooling), kernel_size),
-        torch.get_num_threads(),
-        *(scale, soft_cap),
+        *(window, GQA_REDUCTIONS.index(reduction.gqa_reduce), POOLINGS.index(reduction.pooling)),
+        *(reduction.kernel_size, torch.get_num_threads()),
+        *(softmax.scale, softmax.soft_cap),
     )
     run("window_scores", record)
-    return out if numbers is None else (out, WindowStatistics(*numbers))
+    return out
 
 
 def recent_mass(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_ends: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
-    recents: torch.Tensor,
-    contexts: torch.Tensor,
+    batch: RecentBatch,
+    softmax: Softmax,
     *,
-    scale: float,
     distance_weight: float,
-    soft_cap: float = 0.0,
     log_sum_exp: torch.Tensor | None = None,
-    max_context: int | None = None,
 ) -> torch.Tensor:
-    """See `reference.recent_mass`."""
+    """See `Ops.recent_mass`."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    scale, soft_cap = softmax.scale, softmax.soft_cap
     key_strides = check_cache("key_cache", key_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
     check_head_size(head_size)
     query_strides = check_heads("query", query, kv_heads, head_size)
-    requests = seq_lens.shape[0]
+    requests = batch.seq_lens.shape[0]
     if not scale > 0 or soft_cap < 0 or not distance_weight > 0:
         raise ValueError(
             f"scale {scale} and distance_weight {distance_weight} must be positive, soft_cap "
             f"{soft_cap} at least 0"
         )
-    columns = int(contexts.max()) if max_context is None else max_context
+    columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
     out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)
-    record = RECENT_MASS.pack(
+    record = _pack_recent_mass(
         out.data_ptr(),
         lse_address(log_sum_exp, query),
         query.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
-        vector_address("query_ends", query_ends, requests),
-        vector_address("seq_lens", seq_lens, requests),
-        vector_address("skips", skips, requests),
-        vector_address("recents", recents, requests),
-        vector_address("contexts", contexts, requests),
+        vector_address("query_ends", batch.query_ends, requests),
+        vector_address("seq_lens", batch.seq_lens, requests),
+        vector_address("skips", batch.skips, requests),
+        vector_address("recents", batch.recents, requests),
+        vector_address("contexts", batch.contexts, requests),
         *(dtype_code("query", query), dtype_code("key_cache", key_cache)),
         *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
         *(block_table.shape[1], columns),
@@ -141,7 +165,7 @@ def select(
     sinks: int = 0,
     max_keep: int | None = None,
 ) -> torch.Tensor:
-    """See `reference.select`."""
+    """See `Ops.select`."""
     if scores.dim() != 3 or scores.dtype != torch.float32 or scores.stride(2) != 1:
         raise ValueError(
             f"scores must be float32 [R, G, columns] with unit stride in the last dimension, got "
@@ -152,7 +176,7 @@ def select(
         raise ValueError(f"window {window}, sinks {sinks} must be >= 0, requests {requests} >= 1")
     longest = int(keeps.max()) if max_keep is None else max_keep
     out = torch.empty((requests, heads, max(longest, 0)), dtype=torch.int32)
-    record = SELECT.pack(
+    record = _pack_select(
         out.data_ptr(),
         scores.data_ptr(),
         vector_address("prompt_lens", prompt_lens, requests),
@@ -174,7 +198,7 @@ def compact(
     *,
     max_keep: int | None = None,
 ) -> None:
-    """See `reference.compact`. Any element type; `max_keep` is not needed here."""
+    """See `Ops.compact`. Any element type; `max_keep` is not needed here."""
     del max_keep
     strides = check_caches(key_cache, value_cache)
     blocks, heads, block_size, head_size = key_cache.shape
@@ -186,7 +210,7 @@ def compact(
         )
     if kept.shape[2] > 1 and kept.stride(2) != 1:
         raise ValueError(f"rows of kept must be contiguous, got strides {kept.stride()}")
-    record = COMPACT.pack(
+    record = _pack_compact(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         block_table.data_ptr(),

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
+from vllm_pyramid.ops.cpu_records import RECORDS
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
@@ -28,12 +30,17 @@ ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 EMULATED = "amx-emulated"
 KERNELS = (
     "paged_attention",
+    "key_mass",
+    "topn_attention",
     "window_scores",
     "recent_mass",
     "select",
     "compact",
     "reshape_and_cache",
 )
+
+
+REBUILD = "rebuild it with `python setup.py build_ext --inplace`"
 
 
 class LibraryError(RuntimeError):
@@ -89,7 +96,7 @@ def load() -> ctypes.CDLL:
     """Load the library once and choose its instruction set.
 
     Raises:
-        LibraryError: it is missing, does not load, or is of another version.
+        LibraryError: it is missing, does not load, or is of another version or other records.
         ValueError: `VLLM_PYRAMID_CPU_ISA` names an instruction set that this CPU lacks, or
             `VLLM_PYRAMID_CPU_LIBRARY` a file that is not there.
     """
@@ -103,8 +110,9 @@ def load() -> ctypes.CDLL:
     if version != ABI_VERSION:
         raise LibraryError(
             f"{path} has version {version} of the kernels' interface, this package needs "
-            f"{ABI_VERSION}; rebuild it with `python setup.py build_ext --inplace`"
+            f"{ABI_VERSION}; {REBUILD}"
         )
+    _check_records(library, path)
     library.pyr_last_error.restype = ctypes.c_char_p
     library.pyr_isa.restype = ctypes.c_char_p
     library.pyr_set_isa.argtypes = [ctypes.c_char_p]
@@ -116,11 +124,33 @@ def load() -> ctypes.CDLL:
     library.pyr_read_pages.restype = ctypes.c_double
     for name in KERNELS:
         getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
-    for name in ("key_mass", "topn_attention"):
-        getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
     _share_threads(library)
     _choose(library, os.environ.get(ISA_VARIABLE) or None)
     return library
+
+
+def _check_records(library: ctypes.CDLL, path: Path) -> None:
+    """Raise LibraryError unless the library's records are as large as ours."""
+    library.pyr_record_size.argtypes = [ctypes.c_char_p]
+    library.pyr_record_size.restype = ctypes.c_int64
+    for record in RECORDS:
+        theirs, ours = library.pyr_record_size(record.__name__.encode()), ctypes.sizeof(record)
+        if theirs != ours:
+            raise LibraryError(
+                f"{path} takes {record.__name__} in {theirs} bytes (-1: not at all), this package "
+                f"packs {ours}; {REBUILD}"
+            )
+
+
+def run(name: str, record: bytes) -> None:
+    """Call `pyr_<name>` with a packed record.
+
+    Raises:
+        ValueError: values of tensors do not fit; the reason is the kernel's.
+    """
+    library = load()
+    if getattr(library, f"pyr_{name}")(record):
+        raise ValueError(library.pyr_last_error().decode())
 
 
 def _choose(library: ctypes.CDLL, isa: str | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`add_key_mass` in plain PyTorch: what the queries of a step give each key (see `reference.py`).
+"""`add_key_mass` in plain PyTorch: what the queries of a step give each key (see `contract.py`).
 
 The result is kept beside the cache, in its pages' layout: the mass of the token in block b, row i
 of KV head g stands at `mass[b, g, i]`. So it is found by the block table, needs no memory of its
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-MASS_KINDS = ("sum", "below_average")
+from vllm_pyramid.ops.contract import MASS_KINDS, AttentionBatch, Softmax
+
 # A weight is below the average if it is below this share of it: keys that are all alike have the
 # average, whichever way a softmax in float32 was rounded.
 BELOW = 1 - 1e-5
@@ -19,51 +20,22 @@ BELOW = 1 - 1e-5
 
 def add_key_mass(
     mass: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
     *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
     log_sum_exp: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Add what each visible key is given by the queries of a step.
-
-    The softmax of `paged_attention` once more, without V. With `kind="sum"` its probabilities are
-    added up (the accumulated attention of H2O, arXiv:2306.14048); with `kind="below_average"` a key
-    counts 1 for every query that gives it less than 1 / (the keys which that query sees)
-    (Scissorhands, arXiv:2305.17118, the counter of its algorithm for compressing the cache). Both
-    over all query heads of the KV head.
-
-    Args: beyond those of `paged_attention`:
-        mass: `[P, G, N]` float32, unit stride in N, one block each of the cache. Only the slots of
-            visible keys are touched.
-        kind: one of `MASS_KINDS`.
-        first_queries: `[R]` int32; queries at positions below it add nothing. None: all add.
-        log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the same batch; saves one of
-            two passes over K. None: found here. The weights of a query are then off by a common
-            factor, that of the last bit of its log-sum-exp.
-        max_query_len, max_seq_len: the most queries and tokens of a request, if the caller knows
-            them, so that a device need not be asked.
-
-    Raises:
-        ValueError: `mass` or `log_sum_exp` has another shape or dtype, or an unknown kind.
-    """
+    """See `Ops.add_key_mass`."""
+    query, key_cache, seq_lens, skips = batch.query, batch.key_cache, batch.seq_lens, batch.skips
+    soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     check_mass(mass, key_cache, kind)
     if log_sum_exp is not None:
         check_lse(log_sum_exp, query)
     block_size, group = key_cache.shape[2], query.shape[1] // key_cache.shape[1]
-    starts = query_start_loc.tolist()
+    starts = batch.query_start_loc.tolist()
     for r, (seq_len, skip) in enumerate(zip(seq_lens.tolist(), skips.tolist(), strict=True)):
         position = seq_len - (starts[r + 1] - starts[r])
         begin = starts[r]
@@ -78,10 +50,10 @@ def add_key_mass(
         key_pos = torch.arange(first, seq_len, device=query.device)
         if not key_pos.numel():
             continue
-        blocks, rows = block_table[r, key_pos // block_size].long(), key_pos % block_size
+        blocks, rows = batch.block_table[r, key_pos // block_size].long(), key_pos % block_size
         q = query[begin : starts[r + 1]].to(compute_dtype)
         k = key_cache[blocks, :, rows].to(compute_dtype).repeat_interleave(group, dim=1)
-        logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+        logits = torch.einsum("qhd,khd->hqk", q, k) * softmax.scale
         if soft_cap:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         query_pos = torch.arange(position, seq_len, device=query.device)

@@ -69,9 +69,3 @@ def lse_or(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> torch.Tenso
     if not log_sum_exp.is_contiguous():
         raise ValueError(f"log_sum_exp must be contiguous, got strides {log_sum_exp.stride()}")
     return log_sum_exp
-
-
-def check_float32(compute_dtype: torch.dtype) -> None:
-    """Raise ValueError for any other `compute_dtype` of the contract."""
-    if compute_dtype != torch.float32:
-        raise ValueError(f"the Triton kernels compute in float32, not {compute_dtype}")

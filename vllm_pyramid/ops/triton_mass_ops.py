@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.reference_mass import check_mass
 from vllm_pyramid.ops.triton_checks import (
     check_cache,
-    check_float32,
     check_query,
     check_table,
     lse_or,
@@ -27,41 +27,33 @@ LOG2_E = 1.4426950408889634
 
 def add_key_mass(
     mass: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
     *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     kind: str = "sum",
     first_queries: torch.Tensor | None = None,
     log_sum_exp: torch.Tensor | None = None,
-    compute_dtype: torch.dtype = torch.float32,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
     num_splits: int | None = None,
     workspace: Workspace | None = None,
 ) -> None:
-    """See `reference_mass.add_key_mass`. Two launches: the rows' softmax, then the keys' sums.
+    """See `Ops.add_key_mass`. Two launches: the rows' softmax, then the keys' sums.
 
     With `log_sum_exp` only the second, and no scratch. Else the scratch comes from `workspace`
     where it is large enough, which it is for a decode step of as many requests as fill the device
     or fewer; where it is not, it is allocated.
 
     Args:
-        max_query_len, max_seq_len, num_splits, workspace: see `triton_ops.paged_attention`;
-            `max_seq_len` bounds the visible keys too.
+        batch: its `max_seq_len` bounds the visible keys.
+        num_splits, workspace: see `triton_attention_ops.paged_attention`.
 
     Raises:
         ValueError: shapes, dtypes, strides or the kind do not fit.
     """
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
+    max_query_len, max_seq_len = batch.max_query_len, batch.max_seq_len
+    soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     check_cache(key_cache, key_cache)
-    check_float32(compute_dtype)
     group = check_query(query, key_cache)
     check_mass(mass, key_cache, kind)
     lse = lse_or(log_sum_exp, query)
@@ -100,7 +92,7 @@ def add_key_mass(
     first = seq_lens if first_queries is None else first_queries
     inputs = (query, key_cache, block_table, query_start_loc, seq_lens, skips, first)
     sink_logits = sinks if sinks is not None else seq_lens
-    scalars = (scale * LOG2_E, soft_cap * LOG2_E, sliding_window)
+    scalars = (softmax.scale * LOG2_E, soft_cap * LOG2_E, sliding_window)
     strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     switches = {
         "NUM_KV_HEADS": num_kv_heads,

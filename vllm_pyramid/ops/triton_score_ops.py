@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from vllm_pyramid.ops.contract import Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
-from vllm_pyramid.ops.reference import GQA_REDUCTIONS, POOLINGS
 from vllm_pyramid.ops.reference_mass import check_lse
-from vllm_pyramid.ops.triton_checks import check_cache, check_float32, check_query, check_table
+from vllm_pyramid.ops.triton_checks import check_cache, check_query, check_table
 from vllm_pyramid.ops.triton_config import score_config
 from vllm_pyramid.ops.triton_score import (
     join_log_sum_exp_kernel,
@@ -23,46 +23,47 @@ KEYS_PER_SPLIT = 512
 
 
 def window_scores(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_ends: torch.Tensor,
-    prompt_lens: torch.Tensor,
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
     *,
-    window: int,
-    scale: float,
-    soft_cap: float = 0.0,
-    gqa_reduce: str = "mean",
-    pooling: str = "avg",
-    kernel_size: int = 5,
-    compute_dtype: torch.dtype = torch.float32,
-    max_prompt_len: int | None = None,
-    statistics: bool = False,
     log_sum_exp: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, WindowStatistics]:
-    """See `reference.window_scores`.
+) -> torch.Tensor:
+    """See `Ops.window_scores`. `log_sum_exp` may have any strides here."""
+    mass = _window_mass(batch, softmax, reduction.gqa_reduce, log_sum_exp)
+    return _pooled(mass, batch, reduction)
 
-    Args:
-        max_prompt_len: the result has `max_prompt_len - window` columns.
-        log_sum_exp: may have any strides here.
-        statistics: computed from the unpooled mass by PyTorch, outside the kernels: they are for
-            the end of a prompt, not for the path of every step. Nothing is read back.
+
+def window_scores_and_statistics(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, WindowStatistics]:
+    """See `Ops.window_scores_and_statistics`.
+
+    The statistics are computed from the unpooled mass by PyTorch, outside the kernels: they are for
+    the end of a prompt, not for the path of every step. Nothing is read back.
     """
+    mass = _window_mass(batch, softmax, reduction.gqa_reduce, log_sum_exp)
+    statistics = window_statistics(mass, batch.prompt_lens, window=batch.window)
+    return _pooled(mass, batch, reduction), statistics
+
+
+def _window_mass(
+    batch: WindowBatch, softmax: Softmax, gqa_reduce: str, log_sum_exp: torch.Tensor | None
+) -> torch.Tensor:
+    """The scores before they are pooled: `[R, G, max_prompt_len - window]` float32."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    prompt_lens, window, max_prompt_len = batch.prompt_lens, batch.window, batch.max_prompt_len
     check_cache(key_cache, key_cache)
-    check_float32(compute_dtype)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     group = check_query(query, key_cache)
     num_requests = prompt_lens.shape[0]
     check_table(block_table, num_requests)
-    if gqa_reduce not in GQA_REDUCTIONS or pooling not in POOLINGS:
-        raise ValueError(
-            f"gqa_reduce {gqa_reduce!r} must be one of {GQA_REDUCTIONS}, "
-            f"pooling {pooling!r} one of {POOLINGS}"
-        )
-    if window < 1 or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(
-            f"window {window} must be positive, kernel_size {kernel_size} positive and odd"
-        )
+    if window < 1:
+        raise ValueError(f"window {window} must be positive")
     if log_sum_exp is not None:
         check_lse(log_sum_exp, query)
     if max_prompt_len is None:
@@ -81,11 +82,11 @@ def window_scores(
         "WINDOW": window,
         "HEAD_SIZE": head_size,
         "BLOCK_SIZE": block_size,
-        "HAS_SOFT_CAP": soft_cap != 0,
+        "HAS_SOFT_CAP": softmax.soft_cap != 0,
         **config,
     }
-    inputs = (query, key_cache, block_table, query_ends, prompt_lens)
-    scalars = (scale * LOG2_E, soft_cap * LOG2_E)
+    inputs = (query, key_cache, block_table, batch.query_ends, prompt_lens)
+    scalars = (softmax.scale * LOG2_E, softmax.soft_cap * LOG2_E)
     strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     lse_by_token = log_sum_exp is not None
     if log_sum_exp is None:
@@ -128,18 +129,20 @@ def window_scores(
         REDUCE=gqa_reduce,
         **switches,
     )
-    scores = mass
-    if pooling != "none" and kernel_size > 1:
-        scores = pool(mass, prompt_lens, window, kernel_size, average=pooling == "avg")
-    if statistics:
-        return scores, window_statistics(mass, prompt_lens, window=window)
-    return scores
+    return mass
+
+
+def _pooled(mass: torch.Tensor, batch: WindowBatch, reduction: Reduction) -> torch.Tensor:
+    if reduction.pooling == "none" or reduction.kernel_size == 1:
+        return mass
+    average = reduction.pooling == "avg"
+    return pool(mass, batch.prompt_lens, batch.window, reduction.kernel_size, average=average)
 
 
 def pool(
     mass: torch.Tensor, prompt_lens: torch.Tensor, window: int, kernel_size: int, *, average: bool
 ) -> torch.Tensor:
-    """The pooling of `reference.window_scores`, on the mass `[R, G, columns]`."""
+    """The pooling of `Ops.window_scores`, on the mass `[R, G, columns]`."""
     num_requests, num_kv_heads, num_columns = mass.shape
     pooled = torch.empty_like(mass)
     block = min(1024, max(128, triton.next_power_of_2(num_columns)))

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 
+from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.topn import check_value_rows
+from vllm_pyramid.ops.triton_attention_ops import paged_attention
 from vllm_pyramid.ops.triton_checks import check_cache, check_query
 from vllm_pyramid.ops.triton_config import decode_config, padded_head_size
 from vllm_pyramid.ops.triton_topn import (
@@ -20,40 +24,30 @@ LOG2_E = 1.4426950408889634
 
 def topn_attention(
     out: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    skips: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
     top_ns: torch.Tensor,
     *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     renormalize: bool = False,
     value_rows: torch.Tensor | None = None,
     choosers: torch.Tensor | None = None,
     max_top_n: int | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
 ) -> None:
-    """See `topn.topn_attention`. `value_cache` may be memory of the host that the device addresses.
+    """See `Ops.topn_attention`. `value_cache` may be memory of the host that the device addresses.
 
     Args:
         choosers: `[S, 2]` int32, request and index of each query that chooses: all queries of the
             requests whose `top_ns` is above 0 and below what their last query sees. They are read
             back from the device if None.
         max_top_n: at least the largest of their `top_ns`; read back if None.
-        max_query_len, max_seq_len: see `triton_ops.paged_attention`.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    from vllm_pyramid.ops.triton_ops import paged_attention
-
+    query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
+    block_table, query_start_loc = batch.block_table, batch.query_start_loc
+    seq_lens, skips, max_seq_len = batch.seq_lens, batch.skips, batch.max_seq_len
+    soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     check_cache(key_cache, value_cache)
     group = check_query(query, key_cache)
     num_requests = seq_lens.shape[0]
@@ -69,12 +63,7 @@ def topn_attention(
         seen = seen.clamp(max=sliding_window)
     chooses = (top_ns > 0) & (top_ns < seen) & (queries > 0)
     # Requests that choose show nothing here: no V of theirs is read.
-    paged_attention(
-        out, query, key_cache, value_cache, block_table, query_start_loc,
-        torch.where(chooses, skips, seq_lens), skips,
-        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-        max_query_len=max_query_len, max_seq_len=max_seq_len,
-    )  # fmt: skip
+    paged_attention(out, replace(batch, seq_lens=torch.where(chooses, skips, seq_lens)), softmax)
     if choosers is None:
         choosers = _choosers(chooses, queries)
     if max_top_n is None:
@@ -109,7 +98,7 @@ def topn_attention(
     tiles = triton.cdiv(columns, config["BLOCK_K"])
     topn_logits_kernel[(num_choosers * num_kv_heads, tiles)](
         logits, query, key_cache, block_table, query_start_loc, seq_lens, skips, choosers,
-        scale * LOG2_E, soft_cap * LOG2_E, sliding_window, columns,
+        softmax.scale * LOG2_E, soft_cap * LOG2_E, sliding_window, columns,
         *query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         HAS_SOFT_CAP=soft_cap != 0, **window, **config,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_pyramid.ops.contract import Reduction, WindowBatch
 from vllm_pyramid.ops.recall import kept_mass
 from vllm_pyramid.step.upload import upload
 
@@ -63,18 +64,16 @@ def window_mass(batch: EvictionBatch) -> WindowMass:
     if rows.size == 0:
         return WindowMass(window, rows, None)
     index = upload(rows, call.query.device)
-    mass = call.ops.window_scores(
+    prompts = WindowBatch(
         call.query,
         call.key_cache,
         batch.tables[index],
         batch.query_ends[index],
         batch.lens[index],
-        window=window,
-        scale=call.scale,
-        soft_cap=call.soft_cap,
-        gqa_reduce="mean",
-        pooling="none",
-        kernel_size=1,
+        window,
         max_prompt_len=int(lens[rows].max()),
+    )
+    mass = call.ops.window_scores(
+        prompts, call.softmax, Reduction("mean", pooling="none", kernel_size=1)
     )
     return WindowMass(window, rows, mass)

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_pyramid.ops import get_ops
+from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.worker.backend_names import CPU_BLOCK_SIZE
 from vllm_pyramid.worker.context import LayerContext
@@ -175,9 +176,12 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size = head_size
         self.scale = float(scale)
-        self.sliding_window = sliding_window or 0
-        self.soft_cap = float(logits_soft_cap or 0.0)
-        self.sinks = sinks
+        self.softmax = Softmax(
+            self.scale,
+            soft_cap=float(logits_soft_cap or 0.0),
+            sliding_window=sliding_window or 0,
+            sinks=sinks,
+        )
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.ops = get_ops("cpu")
 
@@ -236,9 +240,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         log_sum_exp = None
         if context is not None and context.step.wants_log_sum_exp:
             log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
-        call = LayerCall(
-            self.ops,
-            context.layer if context is not None else 0,
+        batch = AttentionBatch(
             query,
             key_cache,
             value_cache,
@@ -246,30 +248,18 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             meta.query_start_loc,
             meta.seq_lens,
             meta.skips,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            sliding_window=self.sliding_window,
-            sinks=self.sinks,
+        )
+        call = LayerCall(
+            self.ops,
+            context.layer if context is not None else 0,
+            batch,
+            self.softmax,
             ranks=context.ranks if context is not None else None,
             rotary=context.rotary if context is not None else None,
             log_sum_exp=log_sum_exp,
         )
         if context is None or not context.attend(call, out):
-            self.ops.paged_attention(
-                out,
-                query,
-                key_cache,
-                value_cache,
-                meta.block_table,
-                meta.query_start_loc,
-                meta.seq_lens,
-                meta.skips,
-                scale=self.scale,
-                sliding_window=self.sliding_window,
-                soft_cap=self.soft_cap,
-                sinks=self.sinks,
-                log_sum_exp=log_sum_exp,
-            )
+            self.ops.paged_attention(out, batch, self.softmax, log_sum_exp=log_sum_exp)
         if context is not None:
             context.after_attention(call)
         return output

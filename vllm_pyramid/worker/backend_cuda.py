@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.ops import get_ops
+from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.worker.context import LayerContext
 
@@ -118,26 +119,32 @@ class PyramidImplMixin:
         if attn_metadata.kv_step.evictions is None and not context.hooks:
             return result
         requests = attn_metadata.kv_no_skips.shape[0]
+        batch = AttentionBatch(
+            query[: attn_metadata.num_actual_tokens],
+            kv_cache[..., : self.head_size],
+            kv_cache[..., self.head_size :],
+            # The layer's shifted row begins with the first block that it holds.
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc[: requests + 1],
+            attn_metadata.seq_lens[:requests],
+            attn_metadata.kv_no_skips,
+            max_query_len=attn_metadata.max_query_len,
+            max_seq_len=attn_metadata.max_seq_len,
+        )
+        softmax = Softmax(
+            self.scale,
+            soft_cap=self.logits_soft_cap or 0.0,
+            sinks=getattr(self, "sinks", None),
+        )
         context.after_attention(
             LayerCall(
                 get_ops(query.device.type),
                 context.layer,
-                query[: attn_metadata.num_actual_tokens],
-                kv_cache[..., : self.head_size],
-                kv_cache[..., self.head_size :],
-                # The layer's shifted row begins with the first block that it holds.
-                attn_metadata.block_table,
-                attn_metadata.query_start_loc[: requests + 1],
-                attn_metadata.seq_lens[:requests],
-                attn_metadata.kv_no_skips,
-                scale=self.scale,
-                soft_cap=self.logits_soft_cap or 0.0,
-                sinks=getattr(self, "sinks", None),
+                batch,
+                softmax,
                 ranks=context.ranks,
                 rotary=context.rotary,
                 offsets=attn_metadata.kv_offsets,
-                max_query_len=attn_metadata.max_query_len,
-                max_seq_len=attn_metadata.max_seq_len,
             )
         )
         return result

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import reference, triton_ops
+from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -59,33 +62,17 @@ def run_both(
     starts = [0]
     for count in queries:
         starts.append(starts[-1] + count)
-    shared = (paged.block_table, ints(starts), ints(lens), ints(skips))
-    scale = head_size**-0.5
+    maxima = {name: launch.pop(name, None) for name in ("max_query_len", "max_seq_len")}
+    batch = paged.attention(query, ints(starts), ints(lens), ints(skips), **maxima)
+    softmax = take_softmax(extras, head_size**-0.5)
+    assert not extras
     expected = torch.full(query.shape, -7.0, dtype=torch.float64, device=device)
     lse, right_lse = (torch.full(query.shape[:2], -7.0, device=device) for _ in range(2))
     reference.paged_attention(
-        expected,
-        query,
-        paged.key_cache,
-        paged.value_cache,
-        *shared,
-        scale=scale,
-        log_sum_exp=right_lse,
-        compute_dtype=torch.float64,
-        **extras,
+        expected, batch, softmax, log_sum_exp=right_lse, compute_dtype=torch.float64
     )
     out = torch.full_like(query, -7.0)
-    triton_ops.paged_attention(
-        out,
-        query,
-        paged.key_cache,
-        paged.value_cache,
-        *shared,
-        scale=scale,
-        log_sum_exp=lse,
-        **extras,
-        **launch,
-    )
+    triton_ops.paged_attention(out, batch, softmax, log_sum_exp=lse, **launch)
     torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
     tolerance = 2e-5 if dtype == torch.float32 else 2.0 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
@@ -195,8 +182,7 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
     for pool in (cache, data):
         pool.copy_(data)
         out = torch.empty_like(query)
-        triton_ops.paged_attention(
-            out,
+        batch = AttentionBatch(
             query,
             pool[..., :head_size],
             pool[..., head_size:],
@@ -204,9 +190,8 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
             ints([0, 1, 9]),
             ints([40, 40]),
             ints([3, 0]),
-            scale=0.125,
-            num_splits=2,
         )
+        triton_ops.paged_attention(out, batch, Softmax(0.125), num_splits=2)
         outs.append(out)
     assert torch.equal(outs[0], outs[1])
 
@@ -214,18 +199,11 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
 def test_bad_arguments_name_the_numbers(make_paged, ints):
     paged = make_paged([20], 2, 32, torch.float32)
     query = torch.zeros(1, 3, 32, device=paged.key_cache.device)
-    good = (paged.block_table, ints([0, 1]), ints([20]), ints([0]))
 
     def call(query, value_cache=paged.value_cache, **keywords):
-        triton_ops.paged_attention(
-            torch.empty_like(query),
-            query,
-            paged.key_cache,
-            value_cache,
-            *good,
-            scale=1.0,
-            **keywords,
-        )
+        batch = paged.attention(query, ints([0, 1]), ints([20]), ints([0]))
+        batch = replace(batch, value_cache=value_cache)
+        triton_ops.paged_attention(torch.empty_like(query), batch, Softmax(1.0), **keywords)
 
     with pytest.raises(ValueError, match="multiple of 2 heads"):
         call(query)
@@ -234,7 +212,5 @@ def test_bad_arguments_name_the_numbers(make_paged, ints):
         call(query.bfloat16())
     with pytest.raises(ValueError, match="power of two, got 3"):
         call(query, num_splits=3)
-    with pytest.raises(ValueError, match="float64"):
-        call(query, compute_dtype=torch.float64)
     with pytest.raises(ValueError, match="stride 1"):
         call(query, value_cache=torch.empty(*paged.key_cache.shape[:2], 32, 16).mT)

@@ -17,15 +17,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
-from vllm_pyramid.ops import reference, triton_ops, triton_tables
-from vllm_pyramid.ops.cpu_library import KERNELS
+from vllm_pyramid.ops import triton_ops, triton_tables
+from vllm_pyramid.ops.contract import AttentionBatch, Ops, Reduction, Softmax, WindowBatch
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
 # One list for all tests: Triton keeps a compiled kernel, and the launcher it was compiled with.
 LAUNCHED: list[str] = []
-# Kernels of policies that are refused on CUDA at start-up: pyramidinfer.
-CPU_ONLY = ["recent_mass"]
+SOFTMAX = Softmax(0.125)
 
 
 class Recorder(TorchDispatchMode):
@@ -65,28 +64,19 @@ def small_batch(queries):
     query = torch.zeros(sum(queries), 8, 64, dtype=torch.bfloat16)
     lens = torch.full((len(queries),), 40, dtype=torch.int32)
     table = torch.zeros(len(queries), 4, dtype=torch.int32)
-    return query, pool[..., :64], pool[..., 64:], table, starts, lens
+    caches = (pool[..., :64], pool[..., 64:])
+    skips, longest = torch.zeros_like(lens), max(queries)
+    return AttentionBatch(query, *caches, table, starts, lens, skips, max_query_len=longest)
 
 
 def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
-    query, key_cache, value_cache, table, starts, lens = small_batch([1, 1])
-    out, skips = torch.empty_like(query), torch.zeros_like(lens)
+    batch = small_batch([1, 1])
+    out = torch.empty_like(batch.query)
     workspace = triton_ops.Workspace.allocate(8, 2, 64, "cpu", rows=2 * 8 * 4)
     with Recorder() as recorder:
         for num_splits in (4, 1):
             triton_ops.paged_attention(
-                out,
-                query,
-                key_cache,
-                value_cache,
-                table,
-                starts,
-                lens,
-                skips,
-                scale=0.125,
-                max_query_len=1,
-                workspace=workspace,
-                num_splits=num_splits,
+                out, batch, SOFTMAX, workspace=workspace, num_splits=num_splits
             )
     assert recorder.names == []
     # The second call shows that one split needs neither scratch nor a second kernel.
@@ -94,49 +84,34 @@ def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
 
 
 def test_key_mass_takes_its_scratch_from_the_workspace(launches):
-    query, key_cache, _, table, starts, lens = small_batch([1, 1])
-    skips, mass = torch.zeros_like(lens), torch.zeros(key_cache.shape[:3])
+    batch = small_batch([1, 1])
+    mass = torch.zeros(batch.key_cache.shape[:3])
     workspace = triton_ops.Workspace.allocate(8, 2, 64, "cpu", rows=2 * 8 * 4)
-    inputs = (mass, query, key_cache, table, starts, lens, skips)
     with Recorder() as recorder:
-        triton_ops.add_key_mass(
-            *inputs, scale=0.125, max_query_len=1, num_splits=4, workspace=workspace
-        )
+        triton_ops.add_key_mass(mass, batch, SOFTMAX, num_splits=4, workspace=workspace)
     assert recorder.names == []
     assert launches == ["row_statistics_kernel", "key_mass_kernel"]
 
 
 def test_key_mass_by_the_log_sum_exp_is_one_launch(launches):
-    query, key_cache, _, table, starts, lens = small_batch([1, 30])
-    skips, mass = torch.zeros_like(lens), torch.zeros(key_cache.shape[:3])
-    inputs = (mass, query, key_cache, table, starts, lens, skips)
-    lse = torch.zeros(query.shape[:2])
+    batch = small_batch([1, 30])
+    mass, lse = torch.zeros(batch.key_cache.shape[:3]), torch.zeros(batch.query.shape[:2])
     with Recorder() as recorder:
-        triton_ops.add_key_mass(*inputs, scale=0.125, max_query_len=30, log_sum_exp=lse)
+        triton_ops.add_key_mass(mass, batch, SOFTMAX, log_sum_exp=lse)
     assert recorder.names == []
     assert launches == ["key_mass_kernel"]
 
 
 def test_nothing_is_read_back_where_the_maxima_are_given(launches):
-    query, key_cache, value_cache, table, starts, lens = small_batch([1, 30])
-    skips, keeps = torch.zeros_like(lens), torch.full_like(lens, 20)
+    batch = small_batch([1, 30])
+    key_cache, value_cache, table = batch.key_cache, batch.value_cache, batch.block_table
+    lens, skips = batch.seq_lens, batch.skips
+    keeps = torch.full_like(lens, 20)
     with Recorder() as recorder:
-        triton_ops.paged_attention(
-            torch.empty_like(query),
-            query,
-            key_cache,
-            value_cache,
-            table,
-            starts,
-            lens,
-            skips,
-            scale=0.125,
-            max_query_len=30,
-            num_splits=2,
-        )
-        scores = triton_ops.window_scores(
-            query, key_cache, table, starts[1:], lens, window=8, scale=0.125, max_prompt_len=40
-        )
+        triton_ops.paged_attention(torch.empty_like(batch.query), batch, SOFTMAX, num_splits=2)
+        ends = batch.query_start_loc[1:]
+        prompts = WindowBatch(batch.query, key_cache, table, ends, lens, 8, max_prompt_len=40)
+        scores = triton_ops.window_scores(prompts, SOFTMAX, Reduction())
         kept = triton_ops.select(scores, lens, keeps, window=8, max_keep=20)
         triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
         triton_ops.shift_block_tables_(table[None], skips[None], 16, num_columns=3)
@@ -187,17 +162,19 @@ def test_the_split_count_follows_only_what_the_host_knows():
         assert splits == 1 or splits * pairs <= 528  # so a workspace never is too small
 
 
-@pytest.mark.parametrize("name", CPU_ONLY)
-def test_what_is_left_out_is_missing(name):
-    assert name in KERNELS and not hasattr(triton_ops, name)
+def test_what_is_left_out_says_so():
+    with pytest.raises(NotImplementedError, match="recent_mass has no CUDA kernel"):
+        triton_ops.recent_mass(None, None, distance_weight=1.0)
 
 
-@pytest.mark.parametrize("name", [*(k for k in KERNELS if k not in CPU_ONLY), "kept_mass"])
+@pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])
 def test_every_call_of_the_contract_is_accepted(name):
     """The engine calls whichever back end it has with the same arguments."""
     ours = inspect.signature(getattr(triton_ops, name)).parameters
-    for key, parameter in inspect.signature(getattr(reference, name)).parameters.items():
+    wanted = dict(inspect.signature(getattr(Ops, name)).parameters)
+    del wanted["self"]
+    for key, parameter in wanted.items():
         assert key in ours, f"{name} of Triton does not take {key}"
-        assert (ours[key].kind, ours[key].default) == (parameter.kind, parameter.default)
-    extra = set(ours) - set(inspect.signature(getattr(reference, name)).parameters)
+        assert ours[key] == parameter
+    extra = set(ours) - set(wanted)
     assert all(ours[key].default is not inspect.Parameter.empty for key in extra)

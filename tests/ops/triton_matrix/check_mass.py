@@ -8,7 +8,16 @@ import os
 import pytest
 import torch
 
+from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import reference, triton_ops
+from vllm_pyramid.ops.contract import (
+    GQA_REDUCTIONS,
+    POOLINGS,
+    AttentionBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -44,23 +53,17 @@ def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pa
     query = torch.randn(sum(queries), num_kv_heads * group, head_size, generator=generator)
     query = query.to(dtype).to(device)
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
-    shared = (query, paged.key_cache, paged.block_table, ints(starts), ints(lens), ints(skips))
+    batch = paged.attention(query, ints(starts), ints(lens), ints(skips))
+    softmax = take_softmax(extras, head_size**-0.5)
     expected, actual = (
         torch.full(paged.key_cache.shape[:3], START, device=device) for _ in range(2)
     )
-    options = {"scale": head_size**-0.5, **extras}
     if one_pass:
-        attention = {
-            name: value for name, value in options.items() if name not in ("kind", "first_queries")
-        }
         lse = torch.full(query.shape[:2], float("nan"), device=device)
-        caches = (paged.key_cache, paged.value_cache)
-        reference.paged_attention(
-            torch.empty_like(query), query, *caches, *shared[2:], **attention, log_sum_exp=lse
-        )
+        reference.paged_attention(torch.empty_like(query), batch, softmax, log_sum_exp=lse)
         launch = {**launch, "log_sum_exp": lse}
-    reference.add_key_mass(expected, *shared, **options, compute_dtype=torch.float64)
-    triton_ops.add_key_mass(actual, *shared, **options, **launch)
+    reference.add_key_mass(expected, batch, softmax, **extras, compute_dtype=torch.float64)
+    triton_ops.add_key_mass(actual, batch, softmax, **extras, **launch)
     if extras.get("kind") == "below_average":
         # The last bit may decide where a weight is nearly the average.
         assert ((actual - expected).abs() <= 1).all() and (actual != expected).sum() <= 2
@@ -158,13 +161,13 @@ def test_strides(make_paged, ints, device):
     paged = make_paged([70], 2, 64, torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(1, 8, 64, generator=generator).to(torch.bfloat16).to(device)
-    inputs = (query, paged.key_cache, paged.block_table, ints([0, 1]), ints([70]), ints([0]))
+    inputs = (paged.attention(query, ints([0, 1]), ints([70]), ints([0])), Softmax(0.125))
     blocks, heads, rows = paged.key_cache.shape[:3]
     whole = torch.zeros(blocks, heads, rows, device=device)
-    triton_ops.add_key_mass(whole, *inputs, scale=0.125)
+    triton_ops.add_key_mass(whole, *inputs)
     wide = torch.zeros(heads + 1, blocks, rows + 3, device=device)
     view = wide.transpose(0, 1)[:, :heads, :rows]
-    triton_ops.add_key_mass(view, *inputs, scale=0.125)
+    triton_ops.add_key_mass(view, *inputs)
     assert torch.equal(view, whole) and whole.any()
     view.zero_()
     assert not wide.any()
@@ -183,17 +186,16 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
     for pool, mass in ((cache, far), (data, near)):
         pool.copy_(data)
         mass.zero_()
-        triton_ops.add_key_mass(
-            mass,
+        batch = AttentionBatch(
             query,
             pool[..., :head_size],
+            pool[..., head_size:],
             ints([[2, 0, 1], [2, 1, 0], [1, 2, 0]]),
             ints([0, 1, 9, 10]),
             ints([40, 40, 35]),
             ints([3, 0, 0]),
-            scale=0.125,
-            num_splits=2,
         )
+        triton_ops.add_key_mass(mass, batch, Softmax(0.125), num_splits=2)
     assert torch.equal(far, near)
     torch.testing.assert_close(near.sum().item(), 20.0)
 
@@ -201,7 +203,7 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
 def test_refuses(make_paged, ints, device):
     paged = make_paged([70], 2, 64, torch.bfloat16)
     query = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=device)
-    inputs = (query, paged.key_cache, paged.block_table, ints([0, 1]), ints([70]), ints([0]))
+    inputs = (paged.attention(query, ints([0, 1]), ints([70]), ints([0])), Softmax(0.125))
     blocks, _, rows = paged.key_cache.shape[:3]
     for shape, dtype, kind, message in [
         ((blocks, 3, rows), torch.float32, "sum", "as the cache's blocks"),
@@ -210,26 +212,23 @@ def test_refuses(make_paged, ints, device):
     ]:
         mass = torch.zeros(shape, dtype=dtype, device=device)
         with pytest.raises(ValueError, match=message):
-            triton_ops.add_key_mass(mass, *inputs, scale=0.125, kind=kind)
+            triton_ops.add_key_mass(mass, *inputs, kind=kind)
 
 
 @pytest.mark.parametrize(
-    ("gqa_reduce", "pooling"), list(zip(reference.GQA_REDUCTIONS, reference.POOLINGS, strict=True))
+    ("gqa_reduce", "pooling"), list(zip(GQA_REDUCTIONS, POOLINGS, strict=True))
 )
 def test_window_statistics(make_paged, ints, device, gqa_reduce, pooling):
     lens = [9, 60, 33]
     paged = make_paged(lens, 2, 64, torch.bfloat16)
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(3 * 8, 8, 64, generator=generator).to(torch.bfloat16).to(device)
-    arguments = (query, paged.key_cache, paged.block_table, ints([8, 16, 24]), ints(lens))
-    options = {"window": 8, "scale": 0.25, "gqa_reduce": gqa_reduce, "pooling": pooling}
-    _, expected = reference.window_scores(
-        *arguments, **options, statistics=True, compute_dtype=torch.float64
-    )
-    scores, actual = triton_ops.window_scores(
-        *arguments, **options, statistics=True, max_prompt_len=70
-    )
-    assert torch.equal(scores, triton_ops.window_scores(*arguments, **options, max_prompt_len=70))
+    ends = ints([8, 16, 24])
+    batch = WindowBatch(query, paged.key_cache, paged.block_table, ends, ints(lens), 8, 70)
+    arguments = (batch, Softmax(0.25), Reduction(gqa_reduce, pooling))
+    _, expected = reference.window_scores_and_statistics(*arguments, compute_dtype=torch.float64)
+    scores, actual = triton_ops.window_scores_and_statistics(*arguments)
+    assert torch.equal(scores, triton_ops.window_scores(*arguments))
     for name in actual._fields:
         torch.testing.assert_close(
             getattr(actual, name), getattr(expected, name), rtol=2e-5, atol=2e-6, msg=name

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import reference, triton_ops
+from vllm_pyramid.ops.contract import Reduction, Softmax, WindowBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -37,18 +38,12 @@ def run_both(paged, ints, case, lens, before, seed=0, **keywords):
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(total + 1, num_kv_heads * group, head_size, generator=generator)
     query = (2 * query).to(dtype).to(device)
-    arguments = (query, paged.key_cache, paged.block_table, ints(ends), ints(lens))
-    options = {
-        "window": window,
-        "scale": head_size**-0.5,
-        "soft_cap": cap,
-        "gqa_reduce": reduce,
-        "pooling": pooling,
-        "kernel_size": kernel_size,
-    }
-    expected = reference.window_scores(*arguments, **options, compute_dtype=torch.float64)
-    actual = triton_ops.window_scores(*arguments, **options, **keywords)
-    return actual, expected, arguments, options
+    batch = WindowBatch(
+        query, paged.key_cache, paged.block_table, ints(ends), ints(lens), window, **keywords
+    )
+    arguments = (batch, Softmax(head_size**-0.5, cap), Reduction(reduce, pooling, kernel_size))
+    expected = reference.window_scores(*arguments, compute_dtype=torch.float64)
+    return triton_ops.window_scores(*arguments), expected, arguments
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)
@@ -56,7 +51,7 @@ def test_window_scores(make_paged, ints, case):
     num_kv_heads, _, head_size, dtype, window, *_ = case
     lens = [window + 1, window + 90, 2 * window + 30]
     paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=head_size == 64)
-    actual, expected, _, _ = run_both(paged, ints, case, lens, [0, 3, 2])
+    actual, expected, _ = run_both(paged, ints, case, lens, [0, 3, 2])
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
 
 
@@ -64,14 +59,14 @@ def test_scores_of_a_long_prompt_in_several_splits(make_paged, ints):
     """513 keys and a window of 8: the last split of the first pass lies inside the window."""
     case = (1, 2, 64, torch.bfloat16, 8, "mean", "avg", 5, 0.0)
     paged = make_paged([513, 1100], 1, 64, torch.bfloat16)
-    actual, expected, _, _ = run_both(paged, ints, case, [513, 1100], [0, 0])
+    actual, expected, _ = run_both(paged, ints, case, [513, 1100], [0, 0])
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
 
 
 def test_a_larger_maximum_only_widens(make_paged, ints):
     case = SCORE_CASES[0]
     paged = make_paged([60, 33], 2, 64, torch.bfloat16)
-    actual, expected, _, _ = run_both(paged, ints, case, [60, 33], [0, 0], max_prompt_len=90)
+    actual, expected, _ = run_both(paged, ints, case, [60, 33], [0, 0], max_prompt_len=90)
     assert actual.shape[2] == 90 - 8
     torch.testing.assert_close(actual[..., : 60 - 8], expected, rtol=2e-5, atol=1e-7)
     assert (actual[..., 60 - 8 :] == -math.inf).all()
@@ -80,19 +75,19 @@ def test_a_larger_maximum_only_widens(make_paged, ints):
 def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints):
     case = (2, 2, 64, torch.bfloat16, 8, "mean", "avg", 5, 3.0)
     paged = make_paged([70], 2, 64, torch.bfloat16)
-    expected, _, arguments, options = run_both(paged, ints, case, [70], [4])
-    query = arguments[0]
+    expected, _, arguments = run_both(paged, ints, case, [70], [4])
+    query = arguments[0].query
     keys = reference.gather_tokens(paged.key_cache, paged.block_table[0], 0, 70).double()
     logits = torch.einsum("thd,khd->thk", query.double(), keys.repeat_interleave(2, 1)) / 8
     logits = 3.0 * torch.tanh(logits / 3.0)
-    end = int(arguments[3][0])
+    end = int(arguments[0].query_ends[0])
     lse = torch.full(query.shape[:2], math.nan, device=query.device)
     for i in range(8):
         lse[end - 8 + i] = logits[end - 8 + i, :, : 70 - 8 + i + 1].logsumexp(-1).float()
-    actual = triton_ops.window_scores(*arguments, **options, log_sum_exp=lse)
+    actual = triton_ops.window_scores(*arguments, log_sum_exp=lse)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
     transposed = lse.T.contiguous().T
-    actual = triton_ops.window_scores(*arguments, **options, log_sum_exp=transposed)
+    actual = triton_ops.window_scores(*arguments, log_sum_exp=transposed)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
 
 
@@ -106,13 +101,13 @@ def test_scores_of_blocks_beyond_32_bit_offsets(make_huge, ints, device):
     query = torch.randn(16, 2, head_size, generator=generator).bfloat16().to(device)
     lse = torch.randn(16, 2, generator=generator).to(device)
     arguments = (ints([[2, 0, 1], [2, 1, 0]]), ints([8, 16]), ints([40, 33]))
-    options = {"window": 8, "scale": 0.125}
     for known in (None, lse):
         found = []
         for pool in (cache, data):
             pool.copy_(data)
+            batch = WindowBatch(query, pool, *arguments, window=8)
             found.append(
-                triton_ops.window_scores(query, pool, *arguments, **options, log_sum_exp=known)
+                triton_ops.window_scores(batch, Softmax(0.125), Reduction(), log_sum_exp=known)
             )
         assert torch.equal(found[0], found[1]) and found[0][:, :, :25].min() > 0
 
@@ -130,21 +125,15 @@ def test_window_scores_refuses(make_paged, ints):
         case[index] = value
         with pytest.raises(ValueError, match=message):
             triton_ops.window_scores(
-                query,
-                paged.key_cache,
-                paged.block_table,
-                ints([20]),
-                ints([20]),
-                window=case[4],
-                scale=1.0,
-                gqa_reduce=case[5],
-                pooling=case[6],
-                kernel_size=case[7],
+                WindowBatch(
+                    query, paged.key_cache, paged.block_table, ints([20]), ints([20]), case[4]
+                ),
+                Softmax(1.0),
+                Reduction(*case[5:8]),
             )
+    batch = WindowBatch(query, paged.key_cache, paged.block_table, ints([20]), ints([8]), 8)
     with pytest.raises(ValueError, match="8 tokens have none before a window of 8"):
-        triton_ops.window_scores(
-            query, paged.key_cache, paged.block_table, ints([20]), ints([8]), window=8, scale=1.0
-        )
+        triton_ops.window_scores(batch, Softmax(1.0), Reduction())
 
 
 def make_scores(kind, shape, device):

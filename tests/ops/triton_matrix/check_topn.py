@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import reference, triton_ops
+from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -35,22 +38,20 @@ def run_both(paged, ints, geometry, *, top_ns=TOP_NS, given=False, **options):
     query = torch.randn(sum(QUERIES), num_kv_heads * group, head_size, generator=generator)
     query = query.to(dtype).to(device)
     starts = [sum(QUERIES[:i]) for i in range(len(QUERIES) + 1)]
-    shared = (query, paged.key_cache, paged.value_cache, paged.block_table)
-    shared += (ints(starts), ints(LENS), ints(SKIPS), ints(top_ns))
-    options |= {"scale": head_size**-0.5}
+    batch = paged.attention(query, ints(starts), ints(LENS), ints(SKIPS))
+    softmax = take_softmax(options, head_size**-0.5)
     right = torch.empty(query.shape, dtype=torch.float64, device=device)
     rows = torch.full((len(LENS),), 5, device=device)
     reference.topn_attention(
-        right, *shared, **options, compute_dtype=torch.float64, value_rows=rows
+        right, batch, softmax, ints(top_ns), **options, compute_dtype=torch.float64, value_rows=rows
     )
     out = torch.full_like(query, float("nan"))
     found = torch.full_like(rows, 5)
     if given:  # what the host knows
         pairs = [(1, 0), (2, 0), (2, 1), (2, 2), *((5, i) for i in range(5))]
-        options |= {
-            "choosers": ints(pairs), "max_top_n": 40, "max_query_len": 16, "max_seq_len": 128,
-        }  # fmt: skip
-    triton_ops.topn_attention(out, *shared, **options, value_rows=found)
+        options |= {"choosers": ints(pairs), "max_top_n": 40}
+        batch = replace(batch, max_query_len=16, max_seq_len=128)
+    triton_ops.topn_attention(out, batch, softmax, ints(top_ns), **options, value_rows=found)
     assert found.tolist() == rows.tolist()
     error = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), right, rtol=error, atol=error)
@@ -95,10 +96,8 @@ def test_ties_go_to_the_lower_position(make_paged, ints, device):
     paged.value_cache[ids, :, rows] = places.float()[:, None, None].expand(-1, 1, 32)
     query = torch.randn(1, 2, 32, device=device)
     out = torch.empty_like(query)
-    triton_ops.topn_attention(
-        out, query, paged.key_cache, paged.value_cache, paged.block_table,
-        ints([0, 1]), ints([40]), ints([0]), ints([5]), scale=0.2, renormalize=True,
-    )  # fmt: skip
+    batch = paged.attention(query, ints([0, 1]), ints([40]), ints([0]))
+    triton_ops.topn_attention(out, batch, Softmax(0.2), ints([5]), renormalize=True)
     torch.testing.assert_close(out, torch.full_like(out, 2.0))
 
 
@@ -106,19 +105,17 @@ def test_only_the_chosen_rows_of_v_are_read(make_paged, ints, device):
     """Everything else in V is poison, and what is exact is not asked for it either."""
     paged = make_paged([90], 2, 32, torch.float32)
     query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(4)).to(device)
-    inputs = (query, paged.key_cache, paged.value_cache.clone(), paged.block_table)
-    rest = (ints([0, 1]), ints([90]), ints([0]), ints([4]))
+    batch = paged.attention(query, ints([0, 1]), ints([90]), ints([0]))
+    batch = replace(batch, value_cache=paged.value_cache.clone())
     right, out = torch.empty_like(query), torch.empty_like(query)
-    triton_ops.topn_attention(right, *inputs, *rest, scale=0.2)
+    triton_ops.topn_attention(right, batch, Softmax(0.2), ints([4]))
     k = reference.gather_tokens(paged.key_cache, paged.block_table[0], 0, 90)
     poisoned = torch.full_like(paged.value_cache, float("nan"))
     for head in range(4):
         best = (k[:, head // 2] @ query[0, head]).argsort(descending=True)[:4]
         blocks, places = paged.block_table[0, best // 16].long(), best % 16
         poisoned[blocks, head // 2, places] = paged.value_cache[blocks, head // 2, places]
-    triton_ops.topn_attention(
-        out, query, paged.key_cache, poisoned, paged.block_table, *rest, scale=0.2
-    )
+    triton_ops.topn_attention(out, replace(batch, value_cache=poisoned), Softmax(0.2), ints([4]))
     assert torch.equal(out, right)
 
 
@@ -134,8 +131,7 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
     for pool in (cache, data):
         pool.copy_(data)
         out = torch.full_like(query, float("nan"))
-        triton_ops.topn_attention(
-            out,
+        batch = AttentionBatch(
             query,
             pool[..., :head_size],
             pool[..., head_size:],
@@ -143,8 +139,7 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
             ints([0, 1, 3]),
             ints([40, 40]),
             ints([3, 0]),
-            ints([7, 0]),
-            scale=0.125,
         )
+        triton_ops.topn_attention(out, batch, Softmax(0.125), ints([7, 0]))
         outs.append(out)
     assert torch.equal(outs[0], outs[1]) and outs[0].isfinite().all()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from vllm_pyramid.ops.contract import AttentionBatch
+
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -26,6 +28,18 @@ class Paged:
     value_cache: torch.Tensor
     block_table: torch.Tensor
     garbage_block: int
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        skips: torch.Tensor,
+        **maxima: int | None,
+    ) -> AttentionBatch:
+        """Queries `[T, H, D]` of the requests, with the other fields of a batch."""
+        caches = (self.key_cache, self.value_cache)
+        return AttentionBatch(query, *caches, self.block_table, starts, lens, skips, **maxima)
 
     def hide(self, request: int, blocks: int) -> None:
         """Make the first table entries of a request stale."""

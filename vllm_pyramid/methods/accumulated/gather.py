@@ -114,15 +114,11 @@ class KeyMass(WorkerHooks):
             first_queries[:requests] = self._uploaded - call.offsets[:requests]
         call.ops.add_key_mass(
             self.pages,
-            *call.batch,
-            scale=call.scale,
-            soft_cap=call.soft_cap,
-            sinks=call.sinks,
+            call.batch,
+            call.softmax,
             kind=self.scorer.mass_kind,
             first_queries=first_queries,
             log_sum_exp=call.log_sum_exp,
-            max_query_len=call.max_query_len,
-            max_seq_len=call.max_seq_len,
         )
 
     def _observe(self, call: LayerCall) -> None:

@@ -131,18 +131,9 @@ class HostValueCache(WorkerHooks):
             return False
         call.ops.topn_attention(
             out,
-            call.query,
-            call.key_cache,
-            call.value_cache,
-            call.block_table,
-            call.query_start_loc,
-            call.seq_lens,
-            call.skips,
+            call.batch,
+            call.softmax,
             self._top_ns,
-            scale=call.scale,
-            sliding_window=call.sliding_window,
-            soft_cap=call.soft_cap,
-            sinks=call.sinks,
             value_rows=self._value_rows,
             renormalize=self.values.renormalize,
         )

@@ -94,7 +94,8 @@ class LayerSolver(WorkerHooks):
         evidence = self.solver.evidence(scores, statistics)
         mass = window_mass(batch) if self.trace is not None else None
         # The queries of all layers together would be as large as the cache.
-        waiting = replace(batch, call=replace(call, query=call.query[:0], log_sum_exp=None))
+        no_query = replace(call.batch, query=call.query[:0])
+        waiting = replace(batch, call=replace(call, batch=no_query, log_sum_exp=None))
         return ScoredLayer(waiting, scores, evidence, mass)
 
     def _solve(

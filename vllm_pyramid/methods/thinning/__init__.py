@@ -315,10 +315,9 @@ class TopKSharedSelector(Selector):
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
         """See the base; scores of generated tokens are the same in all heads already."""
-        kept: torch.Tensor = batch.call.ops.select(
+        return batch.call.ops.select(
             batch.protect(scores), batch.lens, batch.keeps, window=0, max_keep=batch.max_keep
         )
-        return kept
 
 
 class ThinGeneratedSchedule(Schedule):

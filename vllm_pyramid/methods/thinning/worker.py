@@ -17,6 +17,7 @@ import torch
 from vllm_pyramid.compat.thin_forward import thin_between_layers
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
+from vllm_pyramid.ops.contract import RecentBatch
 from vllm_pyramid.plans import Piece
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.step.step import Step, WorkerRequest
@@ -118,7 +119,7 @@ class Thinner(WorkerHooks):
         held, recents, starts = step.held[layer, dropping], step.recents[dropping], step.starts
         contexts = enters - recents
         tables = call.block_table.index_select(0, upload(rows, device))
-        mass = call.ops.recent_mass(
+        recent = RecentBatch(
             call.query,
             call.key_cache,
             tables,
@@ -127,11 +128,13 @@ class Thinner(WorkerHooks):
             upload(starts[dropping] - step.before[layer, dropping], device),
             upload(recents, device),
             upload(contexts, device),
-            scale=call.scale,
-            distance_weight=self.distance_weight,
-            soft_cap=call.soft_cap,
-            log_sum_exp=call.log_sum_exp,
             max_context=int(contexts.max()),
+        )
+        mass = call.ops.recent_mass(
+            recent,
+            call.softmax,
+            distance_weight=self.distance_weight,
+            log_sum_exp=call.log_sum_exp,
         )
         scores = torch.full((len(rows), 1, int(enters.max())), torch.inf, device=device)
         # All ranks must let the same tokens go: what one of them keeps the others need too.
@@ -141,7 +144,7 @@ class Thinner(WorkerHooks):
             column < upload(step.sinks[dropping], device)[:, None]
         )
         scores[:, 0, : total.shape[1]] = total.masked_fill(always, torch.inf)
-        kept: torch.Tensor = call.ops.select(
+        kept = call.ops.select(
             scores, upload(enters, device), upload(held, device), window=0, max_keep=int(held.max())
         )
         return kept[:, 0]
