@@ -63,7 +63,7 @@ def test_no_more_rows_of_v_than_there_are() -> None:
 
 def test_eviction_with_v_in_host_memory() -> None:
     """K and V of the survivors; blocks of 32 tokens in the swapped layer, and so in both."""
-    made = demand(TINY, "snapkv", 160, 9, 64, swap_v=True, top_n=8)
+    made = demand(TINY, "snapkv", 160, 9, 64, values="host", top_n=8)
     # 96 of 160 tokens go; 65 .. 72 are seen.
     assert made.step_bytes == 68.5 * (16 + 8) + 8 * 4 * ROW
     assert made.prompt_cache == (10 + 5) * BLOCK

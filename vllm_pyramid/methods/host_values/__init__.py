@@ -65,7 +65,7 @@ class HostValues(Values):
         """See the base."""
         if self.device_layers >= num_layers:
             raise ValueError(
-                f"the policy keeps V of {self.device_layers} layers on the device, and the model "
+                f"values: host keeps V of {self.device_layers} layers on the device, and the model "
                 f"has {num_layers}: nothing would be in host memory; lower `device_layers`"
             )
 

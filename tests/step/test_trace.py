@@ -11,9 +11,9 @@ import torch
 
 from tests.plans import plans_of
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.retention import Retention
-from vllm_pyramid.worker.step import StepEvictions
-from vllm_pyramid.worker.trace import TraceWriter
 
 pytestmark = pytest.mark.cpu
 

@@ -11,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.steps import make_call, make_retention, the_hooks
+from vllm_pyramid.methods.thinning.step import StepThinning
+from vllm_pyramid.methods.thinning.worker import Thinner
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.policy import RetentionPlan, load_policy
+from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.retention import Retention
-from vllm_pyramid.worker.thinner import Thinner
-from vllm_pyramid.worker.thinning import ThinnedPositions
 
 pytestmark = pytest.mark.cpu
 
@@ -49,6 +51,22 @@ class Cache:
         return k[:, 0, 0].int().tolist()
 
 
+class Placed:
+    """In place of a trace: what it was told that each request holds in each layer."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, list[list[int]]] = {}
+
+    def place(self, request_id: str, layers: list[torch.Tensor]) -> None:
+        self.layers[request_id] = [positions.tolist() for positions in layers]
+
+
+def _make(policy: Policy, requests: int) -> tuple[Retention, Thinner]:
+    retention = make_retention(policy, LAYERS, BLOCK, requests, heads=GROUPS)
+    thinner: Thinner = the_hooks(retention, Thinner)
+    return retention, thinner
+
+
 def _run_step(
     retention: Retention, thinner: Thinner, cache: Cache, rows: list[tuple[str, int, int, int]]
 ) -> dict[str, list[list[int]]]:
@@ -59,8 +77,8 @@ def _run_step(
     """
     columns = [np.array([row[i] for row in rows], np.int32) for i in (1, 2, 3)]
     step = retention.begin_step([row[0] for row in rows], *columns)
-    thinning = step.thinning
-    assert thinning is not None
+    thinning = step.layout
+    assert isinstance(thinning, StepThinning) and step.wants_log_sum_exp
     tokens = torch.cat([torch.arange(c, c + s) for _, _, c, s in rows])
     owner = torch.cat([torch.full((s,), i) for i, (*_, s) in enumerate(rows)])
     order = torch.tensor([int(row[0]) for row in rows])
@@ -88,10 +106,16 @@ def _run_step(
             new = entered[starts[i] : starts[i + 1]].tolist()
             assert seen[len(seen) - len(new) :] == new, "what the layer attends to ends in its own"
             assert seen == sorted(set(seen)) and end <= computed + scheduled
-        thinner.thin_layer(
-            cpu, thinning, layer, rotated, cache.keys, cache.values, cache.tables[layer][order],
-            scale=0.25, soft_cap=0.0,
-        )  # fmt: skip
+        thinner.after_attention(
+            make_call(
+                cache.tables[layer][order],
+                layer=layer,
+                ops=cpu,
+                query=rotated,
+                caches=(cache.keys, cache.values),
+                scale=0.25,
+            )
+        )
         for name, prompt_len, computed, scheduled in rows:
             plan = retention.policy.plan(prompt_len, LAYERS, BLOCK)
             assert isinstance(plan, RetentionPlan)
@@ -119,9 +143,9 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
     torch.manual_seed(seed)
     policy = load_policy("pyramidinfer", None, {**ARGS, "fill_blocks": fill_blocks})
     names = [str(i) for i in range(len(lengths))]
-    retention = Retention(policy, LAYERS, BLOCK, len(lengths))
-    thinner = Thinner(policy)
-    thinner.positions = ThinnedPositions()
+    retention, thinner = _make(policy, len(lengths))
+    placed = Placed()
+    thinner.trace = placed  # type: ignore[assignment]
     cache = Cache(len(lengths), max(lengths) + 8)
     for name, n in zip(names, lengths, strict=True):
         retention.add(name, n, None)
@@ -141,7 +165,7 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
             for r in rows  # type: ignore[union-attr]
         ):
             columns = [np.array([row[i] for row in rows], np.int32) for i in (1, 2, 3)]
-            assert retention.begin_step([r[0] for r in rows], *columns).thinning is None
+            assert retention.begin_step([r[0] for r in rows], *columns).layout is None
             break
         held = _run_step(retention, thinner, cache, rows)
         for name, n, before, scheduled in rows:
@@ -151,20 +175,21 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
             piece = plan.piece_at(before)
             if piece is not None:
                 below: set[int] = set(range(before + scheduled))
+                traced = retention._requests[name].state[Thinner.name].positions.layers()
                 for layer, tokens in enumerate(held[name]):
                     assert tokens == sorted(tokens) and set(tokens) <= below
                     assert set(range(piece.end - piece.recent, piece.end)) <= set(tokens)
                     assert set(range(min(n, 2))) <= set(tokens), "sinks"
-                    traced = thinner.positions.of(name, layer)
-                    assert traced is not None and traced.tolist() == tokens
+                    assert traced[layer].tolist() == tokens
                     below = set(tokens)
             computed[i] += scheduled
-        report = retention.take_report()
+        report, _ = retention.end_step()
         for name, n, before, scheduled in rows:
             plan = plans[int(name)]
             assert isinstance(plan, RetentionPlan)
             if plan.pieces and before + scheduled == n:
                 assert report[name].tokens == int(plan.skip.sum())
+                assert placed.layers[name] == held[name]
 
 
 def test_a_recomputed_prompt_counts_once() -> None:
@@ -172,20 +197,20 @@ def test_a_recomputed_prompt_counts_once() -> None:
     policy = load_policy("pyramidinfer", None, ARGS)
     plan = policy.plan(100, LAYERS, BLOCK)
     assert isinstance(plan, RetentionPlan)
-    retention, thinner = Retention(policy, LAYERS, BLOCK, 1), Thinner(policy)
+    retention, thinner = _make(policy, 1)
     retention.add("0", 100, None)
     cache = Cache(1, 100)
     _run_step(retention, thinner, cache, [("0", 100, 0, 48)])
-    assert retention.take_report() == {}
+    assert retention.end_step() == ({}, {})
     for computed, scheduled in ((0, 48), (48, 48), (96, 4)):
         _run_step(retention, thinner, cache, [("0", 100, computed, scheduled)])
-        report = retention.take_report()
+        report, _ = retention.end_step()
     assert report["0"].tokens == int(plan.skip.sum()) > 0
 
 
 def test_a_step_inside_a_piece_is_an_error() -> None:
     policy = load_policy("pyramidinfer", None, ARGS)
-    retention = Retention(policy, LAYERS, BLOCK, 1)
+    retention, _ = _make(policy, 1)
     retention.add("0", 100, None)
     one = [np.array([value], np.int32) for value in (100, 0, 40)]
     with pytest.raises(AssertionError, match="whole piece"):

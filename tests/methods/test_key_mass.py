@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.steps import make_call, make_evictions, make_retention, make_side, the_hooks
+from vllm_pyramid.methods.accumulated import AccumulatingScorer
+from vllm_pyramid.methods.accumulated.gather import KeyMass
+from vllm_pyramid.methods.schedules import IntervalSchedule
+from vllm_pyramid.methods.thinning.generated import MARK, GeneratedMass
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.policy import Policy, RetentionPlan, load_policy
-from vllm_pyramid.policy.plans import IntArray
-from vllm_pyramid.policy.schedules import IntervalSchedule
-from vllm_pyramid.policy.scorers import AccumulatingScorer
-from vllm_pyramid.worker.evict import EvictionUploads, evict_layer
-from vllm_pyramid.worker.key_mass import SETTLED, KeyMass
-from vllm_pyramid.worker.retention import Retention
-from vllm_pyramid.worker.solve import OneRank
+from vllm_pyramid.plans import IntArray, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.worker.evict import evict_layer
 
 pytestmark = pytest.mark.cpu
 
@@ -49,8 +49,7 @@ class Walk:
 
     def __init__(self, policy: Policy, ops: ModuleType) -> None:
         self.policy, self.ops = policy, ops
-        self.retention = Retention(policy, LAYERS, BLOCK, len(PROMPTS) + 1)
-        self.uploads = EvictionUploads(BLOCK)
+        self.retention = make_retention(policy, LAYERS, BLOCK, len(PROMPTS) + 1, heads=HEADS)
         self.random = random.Random(5)
         order = self.random.sample(range(1, BLOCKS), BLOCKS - 1)
         self.tables = torch.zeros(LAYERS, len(PROMPTS), WIDTH, dtype=torch.int32)
@@ -59,10 +58,10 @@ class Walk:
                 for entry in range(30):
                     self.tables[layer, row, entry] = order.pop()
         self.cache = torch.full((BLOCKS, HEADS, 2 * BLOCK, 8), -1.0)
-        scorer = policy.scorer
-        self.mass = None
-        if isinstance(scorer, AccumulatingScorer):
-            self.mass = KeyMass(scorer, BLOCKS, HEADS, BLOCK, torch.device("cpu"))
+        self.mass: KeyMass | None = None
+        if isinstance(policy.scorer, AccumulatingScorer):
+            self.mass = the_hooks(self.retention, KeyMass)
+            self.mass.allocate(BLOCKS)
             self.mass.pages.fill_(77.0)  # of owners before
         self.held: dict[tuple[int, str, int], list[tuple[int, float]]] = {
             (layer, name, head): []
@@ -81,7 +80,7 @@ class Walk:
             for source in (PROMPTS, self.computed, scheduled)
         ]
         for name in names:
-            if name not in self.retention._plans:
+            if name not in self.retention._requests:
                 self.retention.add(name, PROMPTS[name], None)
         step = self.retention.begin_step(names, *columns)
         for layer in range(LAYERS):
@@ -94,21 +93,14 @@ class Walk:
                     len(self.held[layer, name, 0]) == self.computed[name] + scheduled[name] - skip
                 )
             if step.evictions is not None:
-                evict_layer(
-                    self.ops,
-                    self.policy,
-                    step.evictions,
-                    self.uploads,
-                    layer,
-                    torch.zeros(1, HEADS, 8),
-                    self.cache[:, :, :BLOCK],
-                    self.cache[:, :, BLOCK:],
+                call = make_call(
                     table,
-                    scale=1.0,
-                    soft_cap=0.0,
-                    trace=None,
-                    mass=self.mass,
+                    layer=layer,
+                    ops=self.ops,
+                    query=torch.zeros(1, HEADS, 8),
+                    caches=(self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:]),
                 )
+                evict_layer(self.policy, call, step.evictions, self.retention.hooks)
                 for index, name in enumerate(step.evictions.request_ids):
                     plan = step.evictions.plans[index]
                     assert isinstance(plan, RetentionPlan)
@@ -116,7 +108,7 @@ class Walk:
                     self.evictions += 1
         for name in names:
             self.computed[name] += scheduled[name]
-        self.retention.take_report()
+        self.retention.end_step()
 
     def attend(self, layer: int, name: str, table: torch.Tensor, count: int) -> None:
         """New tokens are written, and everything that is held is given something."""
@@ -128,7 +120,7 @@ class Walk:
             values, values + 0.5, self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:], slots
         )
         if self.mass is not None:
-            self.mass.forget(torch.cat([slots, torch.tensor([-1])]))
+            self.mass.after_write(layer, torch.cat([slots, torch.tensor([-1])]))
         end = start + count
         for head in range(HEADS):
             held = self.held[layer, name, head]
@@ -144,7 +136,7 @@ class Walk:
         keep, front, recent = (int(n[layer]) for n in (plan.held, plan.front, plan.recent))
         for head in range(HEADS):
             held = self.held[layer, name, head]
-            sign = self.policy.scorer.sign if self.mass is not None else None
+            sign = self.mass.scorer.sign if self.mass is not None else None
             places = list(range(len(held)))
             late = min(recent, keep)
             certain = set(places[len(held) - late :]) | set(places[: min(front, keep - late)])
@@ -200,43 +192,54 @@ def test_evictions_against_lists(ops: ModuleType, policy: str, args: dict[str, A
     assert walk.evictions >= 3 * LAYERS * 3
 
 
+def make_mass(policy: Policy, num_blocks: int, heads: int = HEADS) -> KeyMass:
+    assert isinstance(policy.scorer, AccumulatingScorer)
+    mass = KeyMass(policy, policy.scorer, make_side(1, heads=heads, block_size=BLOCK))
+    mass.allocate(num_blocks)
+    return mass
+
+
 def test_starting_over_spares_other_peoples_blocks() -> None:
-    scorer = load_policy("scissorhands").scorer
-    assert isinstance(scorer, AccumulatingScorer)
-    mass = KeyMass(scorer, 10, HEADS, BLOCK, torch.device("cpu"))
+    """Of all requests that come to an eviction, shortened or not."""
+    mass = make_mass(load_policy("scissorhands"), 10)
     mass.pages.fill_(1.0)
     tables = torch.tensor([[3, 7, 5], [2, 5, 9]], dtype=torch.int32)  # 5 and 9 are stale
-    mass.start_over(tables, torch.tensor([8, 3], dtype=torch.int32))
+    evictions = make_evictions([8, 3], [[6, 3]], block_size=BLOCK)
+    mass.after_eviction(make_call(tables), evictions)
     zero = {block for block in range(10) if not mass.pages[block].any()}
     assert zero == {0, 3, 7, 2}  # block 0 is nobody's
     assert (mass.pages[[1, 4, 5, 6, 8, 9]] == 1.0).all()
 
 
+def test_sums_that_go_on_are_left_alone() -> None:
+    mass = make_mass(load_policy("h2o"), 10)
+    mass.pages.fill_(1.0)
+    tables = torch.tensor([[3, 7, 5]], dtype=torch.int32)
+    mass.after_eviction(make_call(tables), make_evictions([8], [[6]], block_size=BLOCK))
+    assert (mass.pages == 1.0).all()
+
+
 def test_smallest_counts_stay_and_older_ones_of_equals() -> None:
     policy = load_policy("scissorhands", 4, {"window": 1, "fill_blocks": False})
-    assert isinstance(policy.scorer, AccumulatingScorer)
-    mass = KeyMass(policy.scorer, 4, 1, BLOCK, torch.device("cpu"))
+    mass = make_mass(policy, 4, heads=1)
     mass.pages[1, 0] = torch.tensor([5.0, 1.0, 2.0, 2.0])
     mass.pages[3, 0] = torch.tensor([0.0, 2.0, 9.0, 0.0])
-    plan = policy.plan(7, 1, BLOCK)
-    kept = mass.select(
-        cpu,
-        [plan],
-        0,
-        torch.tensor([[1, 3]], dtype=torch.int32),
-        torch.tensor([7], dtype=torch.int32),
-        torch.tensor([0], dtype=torch.int32),
-        torch.tensor([4], dtype=torch.int32),
-        max_keep=4,
-    )
-    assert kept.tolist() == [[[1, 2, 4, 6]]]
+    evictions = make_evictions([7], plans=[policy.plan(7, 1, BLOCK)], block_size=BLOCK)
+    call = make_call(torch.tensor([[1, 3]], dtype=torch.int32), ops=cpu)
+    batch = evictions.batch(call, policy, np.array([0]))
+    scores = mass.scores(batch)
+    assert scores is not None
+    assert policy.selector.kept(scores, batch).tolist() == [[[1, 2, 4, 6]]]
 
 
-def test_a_group_is_settled_once_for_all_heads() -> None:
+def test_a_group_is_marked_once_for_all_heads() -> None:
     """The best of the leaving group by the sum over the heads, ties to the lower position."""
-    policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
-    assert policy.gatherer is not None
-    mass = KeyMass(policy.gatherer, 12, HEADS, BLOCK, torch.device("cpu"), OneRank())
+    args = {"schedule": "thin_generated", "gen_interval": 3, "gen_window": 6}
+    policy = load_policy("pyramidinfer", None, args)
+    side = make_side(1, heads=HEADS, block_size=BLOCK)
+    mass, _ = policy.worker_hooks(side)
+    assert isinstance(mass, GeneratedMass)
+    mass.allocate(12)
     mass.pages.fill_(0.5)
     # Groups of 3, a window of 6. Request 0 ends at token 11, so its tokens 2, 3 and 4 leave.
     tables = torch.tensor([[7, 2, 9], [3, 1, 4], [5, 11, 8]], dtype=torch.int32)
@@ -245,17 +248,13 @@ def test_a_group_is_settled_once_for_all_heads() -> None:
     mass.pages[2, :, 0] = torch.tensor([0.6, 0.4])
     # Request 2 ends at 9: none of 0, 1 and 2 is better, one stays. Request 1: none leaves yet.
     before = mass.pages.clone()
-    mass.settle_group(
-        tables,
-        torch.tensor([11, 6, 9], dtype=torch.int32),
-        torch.tensor([2, -1, 1], dtype=torch.int32),
-        tokens=3,
-        window=6,
-    )
+    evictions = make_evictions([11, 6, 9], block_size=BLOCK)
+    batch = evictions.batch(make_call(tables), policy, np.arange(3))
+    mass.mark_group(batch, torch.tensor([2, -1, 1], dtype=torch.int32))
     right = before
     for block, row, value in (
-        (7, 2, -SETTLED), (7, 3, SETTLED), (2, 0, SETTLED),
-        (5, 0, SETTLED), (5, 1, -SETTLED), (5, 2, -SETTLED),
+        (7, 2, -MARK), (7, 3, MARK), (2, 0, MARK),
+        (5, 0, MARK), (5, 1, -MARK), (5, 2, -MARK),
         (9, 0, 0.0), (9, 1, 0.0), (9, 2, 0.0),  # the newest of each: tokens 8 to 10,
         (3, 3, 0.0), (1, 0, 0.0), (1, 1, 0.0),  # 3 to 5,
         (11, 2, 0.0), (11, 3, 0.0), (8, 0, 0.0),  # and 6 to 8
@@ -263,5 +262,5 @@ def test_a_group_is_settled_once_for_all_heads() -> None:
         right[block, :, row] = value
     assert torch.equal(mass.pages, right)
     mass.pages += 1e6  # whatever comes later
-    assert (mass.pages[7, :, 2:] == torch.tensor([-SETTLED, SETTLED])).all()
-    assert mass.gather(tables).sum(dim=1).isfinite().all()
+    assert (mass.pages[7, :, 2:] == torch.tensor([-MARK, MARK])).all()
+    assert mass.gathered(tables).sum(dim=1).isfinite().all()

@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from vllm_pyramid.config import KVSettings
-from vllm_pyramid.policy import load_policy
-from vllm_pyramid.request_config import RequestOverride, resolve
-from vllm_pyramid.swap.pool import HostPool
-from vllm_pyramid.swap.space import capped_cache_bytes, check_host_memory
-from vllm_pyramid.swap.traffic import StepTraffic, SwapTraffic
+from vllm_pyramid.methods.host_values import HostValues
+from vllm_pyramid.methods.host_values.pool import HostPool
+from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory
+from vllm_pyramid.methods.host_values.traffic import StepTraffic, SwapTraffic
+from vllm_pyramid.methods.values import DeviceValues
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.request_config import RequestKeys, resolve
 
 pytestmark = pytest.mark.cpu
 
 GIB = 2**30
+HOST = {"values": "host"}
 
 
 def test_host_pages_mirror_device_pages() -> None:
@@ -61,15 +64,15 @@ def test_host_memory_that_is_not_there_is_refused() -> None:
 
 def test_traffic_is_summed_by_request() -> None:
     traffic = SwapTraffic()
-    traffic.add(None, ())
-    traffic.add(StepTraffic(["a", "b", "gone"], [100, 10, 1], [100, 70, 3], [0, 1, 1]), {"a", "b"})
-    traffic.add(StepTraffic(["b", "a"], [10, 10], [50, 60], [1, 1]), {"a", "b"})
+    alive = {"a", "b"}.__contains__
+    traffic.took_step(StepTraffic(["a", "b", "gone"], [100, 10, 1], [100, 70, 3], [0, 1, 1]), alive)
+    traffic.took_step(StepTraffic(["b", "a"], [10, 10], [50, 60], [1, 1]), alive)
     assert traffic.totals() == {"v_bytes_written": 131, "v_bytes_read": 283}
-    assert traffic.take("a") == {
+    assert traffic.finished("a") == {
         "v_bytes_written": 110, "v_bytes_read": 160, "v_bytes_read_per_token": 60.0,
     }  # fmt: skip
-    assert traffic.take("b")["v_bytes_read_per_token"] == 60.0
-    assert traffic.take("b") == traffic.take("gone") == {
+    assert traffic.finished("b")["v_bytes_read_per_token"] == 60.0
+    assert traffic.finished("b") == traffic.finished("gone") == {
         "v_bytes_written": 0, "v_bytes_read": 0, "v_bytes_read_per_token": 0.0,
     }  # fmt: skip
 
@@ -81,9 +84,10 @@ def test_a_wrong_swap_space(value: Any) -> None:
 
 
 def test_swap_space() -> None:
-    assert KVSettings("kcache").swap_space_bytes is None
-    assert KVSettings("kcache", kv_swap_space="0.5").swap_space_bytes == GIB // 2
-    settings = KVSettings("pyramidkv", kv_policy_args={"swap_v": True}, kv_swap_space=4)
+    for given, expected in ((None, None), ("0.5", GIB // 2)):
+        served = KVSettings("kcache", kv_swap_space=given).served()
+        assert served is not None and served.swap_space_bytes == expected
+    settings = KVSettings("pyramidkv", kv_policy_args=HOST, kv_swap_space=4)
     assert KVSettings.from_additional_config(settings.to_additional_config()) == settings
     with pytest.raises(ValueError, match="keeps on the device: leave it out, choose kcache"):
         KVSettings("pyramidkv", kv_swap_space=4)
@@ -93,27 +97,34 @@ def test_swap_space() -> None:
 
 def test_a_request_chooses_its_own_top_n() -> None:
     policy = load_policy("kcache")
-    chosen, _ = resolve(policy, RequestOverride.parse({"kv_top_n": 7}))
-    assert (chosen.top_n, chosen.device_layers, chosen.name) == (7, 1, "kcache")
-    assert resolve(policy, RequestOverride.parse({"kv_policy": "full"}))[0].name == "full"
+
+    def asking(served: Policy, **extra_args: Any) -> Policy:
+        return resolve(served, RequestKeys.parse(extra_args)).policy
+
+    chosen = asking(policy, kv_top_n=7)
+    assert chosen.values == HostValues(top_n=7, device_layers=1) and chosen.name == "kcache"
+    assert policy.values == HostValues(top_n=128, device_layers=1)
+    opted_out = asking(policy, kv_policy="full")
+    assert opted_out.name == "full" and opted_out.values == DeviceValues()
     for wrong in (0, -1, 2.0, "7", True):
         with pytest.raises(ValueError, match="kv_top_n of a request must be a number of keys"):
-            RequestOverride.parse({"kv_top_n": wrong})
-    for extra, served in (
-        ({"kv_top_n": 7}, "snapkv"),
-        ({"kv_top_n": 7, "kv_policy": "full"}, "kcache"),
-    ):
-        with pytest.raises(ValueError, match="kv_top_n has no effect on policy"):
-            resolve(load_policy(served), RequestOverride.parse(extra))
+            RequestKeys.parse({"kv_top_n": wrong})
+    with pytest.raises(ValueError, match="kv_top_n has no effect on policy"):
+        asking(load_policy("snapkv"), kv_top_n=7)
+    with pytest.raises(ValueError, match="kv_top_n has no effect on policy"):
+        asking(policy, kv_top_n=7, kv_policy="full")
     with pytest.raises(ValueError, match="keeps every token"):
-        resolve(policy, RequestOverride.parse({"kv_budget": 64}))
+        asking(policy, kv_budget=64)
 
 
 def test_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """No attention kernel for CUDA reads V from elsewhere yet: an error, not another method."""
+    import vllm.platforms
+
     from vllm_pyramid import engine_config
 
-    monkeypatch.setattr(engine_config, "current_platform", SimpleNamespace(device_type="cuda"))
+    for module in (engine_config, vllm.platforms):
+        monkeypatch.setattr(module, "current_platform", SimpleNamespace(device_type="cuda"))
     args = SimpleNamespace(
         **dict.fromkeys(
             ("kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_dbo",
@@ -128,7 +139,7 @@ def test_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         attention_config=SimpleNamespace(backend=None),
     )  # fmt: skip
     engine_config.prepare_args(args, KVSettings("pyramidkv"))
-    for settings in (KVSettings("kcache"), KVSettings("snapkv", kv_policy_args={"swap_v": True})):
+    for settings in (KVSettings("kcache"), KVSettings("snapkv", kv_policy_args=HOST)):
         with pytest.raises(ValueError, match="runs on CPUs only so far"):
             engine_config.prepare_args(args, settings)
 
@@ -172,5 +183,5 @@ def test_eval_takes_a_policy_without_a_token_budget() -> None:
     from vllm_pyramid.eval.run import budgets_of
 
     assert budgets_of(load_policy("kcache"), ("12%", "512")) == [None]
-    swapped = load_policy("snapkv", None, {"swap_v": True})
+    swapped = load_policy("snapkv", None, HOST)
     assert budgets_of(swapped, ("12%", "512")) == ["12%", "512"]

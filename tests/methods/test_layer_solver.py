@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -10,21 +11,33 @@ import numpy as np
 import pytest
 import torch
 
+from tests.steps import make_call, make_side
+from vllm_pyramid.methods.hooks import Ranks
+from vllm_pyramid.methods.solved import SolvingAllocator
+from vllm_pyramid.methods.solved.worker import LayerSolver
 from vllm_pyramid.ops import cpu, reference
 from vllm_pyramid.ops.recall import window_statistics
 from vllm_pyramid.ops.solve import best_lengths, least_lengths, minimum_budgets
-from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan, load_policy
-from vllm_pyramid.request_config import SHARES_KEY
+from vllm_pyramid.plans import OpenPlan, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.request_config import ALLOCATOR_KEY
+from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.step import StepEvictions
 from vllm_pyramid.worker.context import LayerContext
-from vllm_pyramid.worker.evict import EvictionUploads
 from vllm_pyramid.worker.retention import Retention
-from vllm_pyramid.worker.solve import LayerSolver
-from vllm_pyramid.worker.step import StepEvictions
 
 pytestmark = pytest.mark.cpu
 
 LAYERS, KV_HEADS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 4, 16, 8
 SCALE = HEAD_SIZE**-0.5
+
+
+def make_solver(policy: Policy, ranks: Ranks | None = None) -> LayerSolver:
+    """As the policy makes it for a worker."""
+    (solver,) = policy.worker_hooks(make_side(LAYERS, block_size=BLOCK, ranks=ranks))
+    assert isinstance(solver, LayerSolver) and isinstance(policy.allocator, SolvingAllocator)
+    assert solver.solver is policy.allocator
+    return solver
 
 
 class Step:
@@ -66,24 +79,21 @@ class Step:
                 cache[at[0], :, at[1]] = tokens
         return torch.cat(queries), key, value
 
-    def run(self, ops: ModuleType, layers: range = range(LAYERS), **options: Any) -> None:
-        solver = options.pop("solver", None) or LayerSolver(self.policy, LAYERS)
-        uploads = options.pop("uploads", None) or EvictionUploads(16)
+    def call(self, layer: int, ops: ModuleType = reference) -> LayerCall:
+        query, key, value = self.layers[layer]
+        return make_call(
+            self.tables, layer=layer, ops=ops, query=query, caches=(key, value), scale=SCALE
+        )
+
+    def run(
+        self,
+        ops: ModuleType,
+        layers: Iterable[int] = range(LAYERS),
+        solver: LayerSolver | None = None,
+    ) -> None:
+        solver = solver or make_solver(self.policy)
         for layer in layers:
-            query, key, value = self.layers[layer]
-            solver.evict_layer(
-                ops,
-                self.evictions,
-                uploads,
-                layer,
-                query,
-                key,
-                value,
-                self.tables,
-                scale=SCALE,
-                soft_cap=0.0,
-                trace=options.get("trace"),
-            )
+            solver.after_eviction(self.call(layer, ops), self.evictions)
 
     def keep(self, row: int) -> list[int]:
         plan = self.evictions.plans[row]
@@ -190,7 +200,7 @@ def test_lengths_and_caches(name: str, ops: ModuleType) -> None:
                 for head in range(KV_HEADS):
                     assert torch.equal(tail[:, head], whole[kept[head], head])
         assert step.evictions.tokens_done[row] == given
-    report = step.retention.take_report()
+    report, _ = step.retention.end_step()
     assert {done.keep for done in report.values()} == {tuple(step.keep(row)) for row in range(3)}
 
 
@@ -206,15 +216,12 @@ def test_lengths_do_not_depend_on_the_batch(name: str) -> None:
 
 def test_solved_and_averaged_prompts_in_one_step() -> None:
     """Each layer shortens the averaged ones at once; the solved ones wait for the last layer."""
-    shares = {SHARES_KEY: [1.0, 0.0, 3.0]}
+    shares = {ALLOCATOR_KEY: {"kind": "shares", "shares": [1.0, 0.0, 3.0]}}
     step = Step(POLICIES["xkv"], [90, 63, 41], overrides={"r0": shares, "r2": shares})
     assert step.evictions.unsolved.tolist() == [1]
-    solver, uploads = LayerSolver(step.policy, LAYERS), EvictionUploads(16)
-    for layer, (query, key, value) in enumerate(step.layers):
-        context = LayerContext(step.retention, layer, uploads, solver)
-        context.evict(
-            reference, step.evictions, query, key, value, step.tables, scale=SCALE, soft_cap=0.0
-        )
+    solver = make_solver(step.policy)
+    for layer in range(LAYERS):
+        LayerContext(step.retention, layer, [solver]).evict(step.call(layer), step.evictions)
         averaged = step.evictions.plans[0]
         assert isinstance(averaged, RetentionPlan)
         assert step.evictions.tokens_done[0] == averaged.skip[: layer + 1].sum()
@@ -246,23 +253,23 @@ def test_whole_prompts_among_solved_ones() -> None:
     assert step.evictions.tokens_done.tolist() == [0, alone.evictions.tokens_done[0], 0]
     whole = Step(POLICIES["xkv"], [20])
     whole.run(reference)
-    assert whole.retention.take_report() == {}
+    assert whole.retention.end_step() == ({}, {})
 
 
 def test_no_layer_is_touched_before_the_last_one() -> None:
     step = Step(POLICIES["xkv"], [90, 41])
-    solver, uploads = LayerSolver(step.policy, LAYERS), EvictionUploads(16)
-    step.run(reference, range(LAYERS - 1), solver=solver, uploads=uploads)
+    solver = make_solver(step.policy)
+    step.run(reference, range(LAYERS - 1), solver)
     for (_, key, value), before in zip(step.layers, step.before, strict=True):
         assert torch.equal(key, before[0]) and torch.equal(value, before[1])
     assert all(isinstance(plan, OpenPlan) for plan in step.evictions.plans)
-    step.run(reference, range(LAYERS - 1, LAYERS), solver=solver, uploads=uploads)
+    step.run(reference, [LAYERS - 1], solver)
     assert not any(isinstance(plan, OpenPlan) for plan in step.evictions.plans)
     assert not solver._layers, "the scores are kept no longer than needed"
 
 
 def test_a_step_that_broke_off_leaves_nothing_to_the_next() -> None:
-    solver = LayerSolver(POLICIES["xkv"], LAYERS)
+    solver = make_solver(POLICIES["xkv"])
     Step(POLICIES["xkv"], [90]).run(reference, range(2), solver=solver)
     step = Step(POLICIES["xkv"], [41])
     step.run(reference, solver=solver)
@@ -274,11 +281,13 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next() -> None:
 def test_a_layer_left_out_is_a_bug() -> None:
     step = Step(POLICIES["xkv"], [90])
     with pytest.raises(AssertionError, match="layer 2 came after 1 others"):
-        step.run(reference, [0, 2])  # type: ignore[arg-type]
+        step.run(reference, [0, 2])
 
 
 class TwoRanks:
     """Ranks with one KV head each, played one after the other."""
+
+    rank, size = 0, 2
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
@@ -309,11 +318,11 @@ def test_ranks_solve_from_all_heads(name: str) -> None:
         return step
 
     probe = TwoRanks()
-    rank(0).run(reference, solver=LayerSolver(POLICIES[name], LAYERS, probe))
+    rank(0).run(reference, solver=make_solver(POLICIES[name], probe))
     ranks = TwoRanks()
     ranks.others = list(probe.sent)
     second = rank(1)
-    second.run(reference, solver=LayerSolver(POLICIES[name], LAYERS, ranks))
+    second.run(reference, solver=make_solver(POLICIES[name], ranks))
     for row in range(2):
         assert second.keep(row) == whole.keep(row)
 
@@ -322,5 +331,5 @@ def test_the_first_ranks_lengths_are_everybodys() -> None:
     ranks = TwoRanks()
     ranks.lengths = torch.tensor([[30.0, 10.0, 8.0]], dtype=torch.float64)
     step = Step(POLICIES["xkv"], [90])
-    step.run(reference, solver=LayerSolver(step.policy, LAYERS, ranks))
+    step.run(reference, solver=make_solver(step.policy, ranks))
     assert step.keep(0) == [38, 18, 16]
