@@ -12,6 +12,7 @@ import pytest
 from vllm_pyramid.methods.curves import UniformAllocator
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.policy import load_policy, load_presets, policy_names
+from vllm_pyramid.step.probe import probe
 
 pytestmark = pytest.mark.cpu
 
@@ -61,15 +62,21 @@ def test_values_of_the_papers() -> None:
 def test_the_examples_of_the_documentation(
     preset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    format_example, own_example = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (format_example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
     packaged = load_policy("pyramidkv").model_dump(exclude={"description", "paper"})
     documented = load_policy(preset(format_example)).model_dump(exclude={"description", "paper"})
     assert documented == packaged
 
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    (tmp_path / "my_policies.py").write_text(code)
+    page = DOCS.with_name("write_a_method.md").read_text()
+    scorer, allocator = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (own_example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_methods.py").write_text(f"{scorer}\n{allocator}")
     monkeypatch.syspath_prepend(tmp_path)
-    plan = load_policy(preset(own_example)).plan(8192, 8, 16)
+    own = load_policy(preset(own_example))
+    assert own.scorer.model_dump() == {"kind": "my_methods:NormScorer", "weight": 0.5}
+    probe(own, 6, 2, 16)
+    args = {"allocator": {"kind": "my_methods:FirstLayersAllocator", "count": 3}, "sinks": 0}
+    plan = load_policy(preset(own_example), 512, args).plan(8192, 8, 16)
     assert plan.keep.tolist() == [1016, 1016, 1016, 210, 210, 210, 209, 209]
 
 
