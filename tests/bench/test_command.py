@@ -27,7 +27,7 @@ from vllm_pyramid.bench.plan import WARM_UP_SEED, Plan, Variant, variants_of
 from vllm_pyramid.bench.rows import job_row
 from vllm_pyramid.bench.server_metrics import Sampler, evictions
 from vllm_pyramid.bench.shapes import SHAPES
-from vllm_pyramid.child import ChildError
+from vllm_pyramid.child_process import ChildError
 from vllm_pyramid.cli import main
 
 pytestmark = pytest.mark.cpu

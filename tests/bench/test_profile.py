@@ -179,9 +179,9 @@ def test_the_parts_of_an_engine(engine: Any) -> None:
 
 def _own(engine: Any) -> list[Any]:
     """What the objects that a step goes through have of their own under the timed names."""
-    from vllm_pyramid.compat.step_parts import step_parts
+    from vllm_pyramid.compat.step_functions import step_functions
 
-    return [vars(owner).get(name) for _, owner, name in step_parts(engine.client)]
+    return [vars(owner).get(name) for _, owner, name in step_functions(engine.client)]
 
 
 @pytest.mark.engine

@@ -50,7 +50,7 @@ def _run_engines(args: argparse.Namespace, console: Any) -> int:
     from vllm_pyramid.bench.asked import plan_of, variants_asked
     from vllm_pyramid.bench.output import write
     from vllm_pyramid.bench.profile import table
-    from vllm_pyramid.child import ChildError, orderly_termination
+    from vllm_pyramid.child_process import ChildError, orderly_termination
 
     if args.repetitions < 1:
         raise ValueError(f"--repetitions must be at least 1, not {args.repetitions}")

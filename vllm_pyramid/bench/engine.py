@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One policy's engine in a process of its own, which is asked for one measurement after the other.
 
-Started by `sessions.py` through `vllm_pyramid.child`. The first task says what to start, the others
+Started by `sessions.py` through a child process. The first task says what to start, the others
 what to do; while it waits it sleeps. vLLM's engine core runs in this process, not in another: every
 step is timed and looked into, and an idle engine leaves the machine to those that measure.
 """
@@ -19,7 +19,7 @@ from vllm_pyramid.bench.machine import machine
 from vllm_pyramid.bench.measure import Step, Timing, summarise
 from vllm_pyramid.bench.profile import profile, refusal
 from vllm_pyramid.bench.watch import Watch
-from vllm_pyramid.child import read_tasks, say
+from vllm_pyramid.child_process import read_tasks, say
 
 __all__ = ["Engine"]
 

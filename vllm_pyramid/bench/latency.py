@@ -26,7 +26,7 @@ from vllm_pyramid.bench.plan import BLOCK_SIZE, Plan, Variant
 from vllm_pyramid.bench.rows import Row, job_row, percentile_fields, with_ratios
 from vllm_pyramid.bench.server_metrics import DIRECT, Sampler, evictions
 from vllm_pyramid.bench.sessions import gpu_share
-from vllm_pyramid.child import ChildError, end_group
+from vllm_pyramid.child_process import ChildError, end_group
 from vllm_pyramid.platform import HUGE_PAGES
 
 __all__ = ["flags_of", "latency", "serving"]

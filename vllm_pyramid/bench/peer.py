@@ -3,7 +3,7 @@
 
 Run as a file, `PYTHON -P peer.py`, since kvpress needs another Transformers than vLLM and so an
 environment of its own, in which this package is not: it imports nothing of ours. It speaks as
-`vllm_pyramid/child.py` says and answers as `engine.py` does.
+`vllm_pyramid/child_process.py` says and answers as `engine.py` does.
 
 Requests are decoded greedily in batches of equal lengths, as kvpress's pipeline does one: the press
 is in force for the prompts, and new tokens stand at their true positions.

@@ -4,7 +4,7 @@
     in the engine's process   `profile`       steps with and without timers, one by one
     in the bench's            `StepProfile`   what it says, and the table
 
-Timers are put around the functions of a step (`compat/step_parts.py`) and taken away again behind
+Timers are put around the functions of a step and taken away again behind
 it, so that every other step runs as it does without a profile. Both kinds of steps are reported:
 what the timers cost is the difference. Nothing is scaled.
 """
@@ -59,10 +59,10 @@ def has_timers(index: int) -> bool:
 
 def refusal(client: Any) -> str:
     """Why steps of vLLM's engine `client` cannot be profiled, in words; empty where they can."""
-    from vllm_pyramid.compat.step_parts import step_parts
+    from vllm_pyramid.compat.step_functions import step_functions
 
     try:
-        step_parts(client)
+        step_functions(client)
     except ValueError as error:
         return str(error)
     return ""
@@ -78,10 +78,10 @@ def profile(client: Any, step: Callable[[], float], count: int) -> dict[str, Any
         `with_timers` and `without`: seconds of every step. `parts`: seconds by part, over all steps
         with timers; their sum is that of `with_timers`.
     """
-    from vllm_pyramid.compat.step_parts import step_parts
+    from vllm_pyramid.compat.step_functions import step_functions
 
     clock, timers = PartClock(PARTS), Replacements()
-    for part, owner, name in step_parts(client):
+    for part, owner, name in step_functions(client):
         timers.plan(owner, name, clock.timed(part, getattr(owner, name)))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for index in range(count):

@@ -8,7 +8,7 @@ import urllib.request
 from threading import Event, Thread
 from types import TracebackType
 
-from vllm_pyramid.child import ChildError
+from vllm_pyramid.child_process import ChildError
 
 __all__ = ["DIRECT", "Sampler", "evictions"]
 

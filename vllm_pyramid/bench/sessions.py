@@ -16,7 +16,7 @@ from typing import Any
 from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.measure import Measurement, Timing, latencies
 from vllm_pyramid.bench.plan import KVPRESS, PRESSES, Plan, Variant
-from vllm_pyramid.child import Child
+from vllm_pyramid.child_process import Child
 
 __all__ = ["Sessions", "gpu_share"]
 

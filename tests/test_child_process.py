@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm_pyramid.child import Child
+from vllm_pyramid.child_process import Child
 
 pytestmark = pytest.mark.cpu
 

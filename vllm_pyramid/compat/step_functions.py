@@ -18,7 +18,7 @@ import torch
 from vllm.config import CompilationMode
 from vllm.model_executor.layers.linear import LinearBase
 
-__all__ = ["step_parts"]
+__all__ = ["step_functions"]
 
 Function = tuple[str, Any, str]  # part, object, name of its method
 
@@ -32,7 +32,7 @@ _KINDS = {
 }
 
 
-def step_parts(client: Any) -> list[Function]:
+def step_functions(client: Any) -> list[Function]:
     """The functions that make up a step of `client`, each with its part and the object it is of.
 
     Functions call one another: a part's time is that of its functions without those of other parts

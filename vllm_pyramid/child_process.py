@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an engine in a process of its own, so that its memory is gone before the next one starts.
 
-The child is `python -m MODULE`, or another program that speaks as follows. It reads tasks, JSON
-objects on a line each, from standard input and prints messages, JSON objects on lines that begin
-with `MARK`; other lines are vLLM's and are ignored. `run_child` gives a child one task;
-a `Child` is kept and asked again, and its answer to a task ends with a message that has `done`.
+The child is `python -m MODULE`, or another program with the same protocol. It reads tasks from
+standard input, one JSON object a line. It prints messages to standard output, one JSON object a
+line, each line beginning with `MARK`; all other lines are vLLM's and are ignored. `run_child` gives
+a child one task. A `Child` stays and gets further tasks; the last message of an answer has `done`.
 """
 
 from __future__ import annotations
