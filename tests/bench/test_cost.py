@@ -10,7 +10,7 @@ import pytest
 
 from vllm_pyramid.bench import cost
 from vllm_pyramid.bench.cost import Demand, Machine
-from vllm_pyramid.bench.paper import as_markdown, paper_rows
+from vllm_pyramid.bench.cost_table import as_markdown, cost_rows, displayed
 from vllm_pyramid.bench.shapes import SHAPES, Shape, shape_of_config, write_model
 
 pytestmark = pytest.mark.cpu
@@ -88,19 +88,19 @@ def test_end_to_end_adds_prefills_and_decode_steps() -> None:
 def test_eviction_pays_as_the_cache_outweighs_the_weights() -> None:
     """Longer prompts gain more; at 12 % never more than 1 / 0.12, but for whole requests."""
     machine = Machine(4.8e12, 989e12, 141e9)
-    rows = paper_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256, 100.0)
-    short, long = rows[1], rows[3]
-    assert rows[0].decode_ratio == 1.0
-    assert 1 < short.decode_ratio < long.decode_ratio <= 1.02 / 0.12
-    assert long.resident > rows[2].resident
-    assert [row.budget for row in rows] == ["100%", "12%"] * 2
+    rows = cost_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256, 100.0)
+    assert rows["budget"].tolist() == ["100%", "12%"] * 2
+    whole, short, again, long = rows["decode_ratio"]
+    assert whole == again == 1.0 and 1 < short < long <= 1.02 / 0.12
+    assert rows["resident"][3] > rows["resident"][2]
+    assert displayed(rows)["prompt"].tolist() == ["8,192"] * 2 + ["131,072"] * 2
     assert as_markdown(rows).count("\n") == 2 + 4
 
 
 def test_a_model_that_does_not_fit_says_so() -> None:
     machine = Machine(4.8e12, 989e12, 141e9)
     with pytest.raises(ValueError, match="141 GB of weights do not fit"):
-        paper_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256, 100.0)
+        cost_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256, 100.0)
 
 
 def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
@@ -119,5 +119,5 @@ def test_documented_tables_are_what_the_command_prints() -> None:
         ("llama-3-70b", 8),
     ):
         machine = Machine(4.8e12, 989e12, 141e9, devices)
-        rows = paper_rows(SHAPES[name], machine, lens, budgets, 256, 10000.0)
+        rows = cost_rows(SHAPES[name], machine, lens, budgets, 256, 10000.0)
         assert as_markdown(rows) in text, f"{name} on {devices}: run the command beside the table"

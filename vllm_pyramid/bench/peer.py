@@ -133,7 +133,7 @@ class Peer:
     def fill(self, prompts: list[list[int]], keep: int | None, batch: int) -> dict[str, Any]:
         """A batch that is then to decode."""
         self.prefill(prompts[:batch], keep)
-        return {"resident": min(batch, len(prompts))}
+        return {"resident_max": min(batch, len(prompts))}
 
     def steps(self, count: int) -> dict[str, Any]:
         """`count` decode steps of the batch."""
@@ -143,6 +143,10 @@ class Peer:
             self.step()
             seconds.append(time.perf_counter() - begin)
         return {"seconds": seconds, "batch": self.last.shape[0]}
+
+    def clear(self) -> None:
+        """End the batch."""
+        self.cache = self.last = None
 
 
 def main() -> None:

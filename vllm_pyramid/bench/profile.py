@@ -2,24 +2,23 @@
 """Where the time of a decode step goes: `vllm-pyramid bench throughput --decode-only --profile`.
 
     in the engine's process   `profile`       steps with and without timers, one by one
-    in the bench's            `StepProfile`   what it says, and the table
+    in the bench's            `StepProfile`   the result, and the table
 
-Timers are put around the functions of a step and taken away again behind
-it, so that every other step runs as it does without a profile. Both kinds of steps are reported:
-what the timers cost is the difference. Nothing is scaled.
+Every other step has timers around its functions (`compat/step_functions.py`). The others run as
+without a profile. Both kinds are reported: the difference is what the timers cost.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
-from vllm_pyramid.bench.clock import PartClock, Replacements
-
-__all__ = ["PARTS", "WINDOWS", "StepProfile", "profile", "refusal", "table"]
+__all__ = ["PARTS", "WINDOWS", "PartClock", "StepProfile", "profile", "refusal", "table"]
 
 # The parts of a step, by what the table calls the group of them.
 GROUPS: dict[str, dict[str, str]] = {
@@ -46,6 +45,45 @@ GROUPS: dict[str, dict[str, str]] = {
 PARTS = tuple(part for group in GROUPS.values() for part in group)
 WINDOWS = 2  # of the length of the timed ones: half of their steps have timers
 _BLOCK = 16
+
+
+class PartClock:
+    """Nanoseconds of each part.
+
+    For functions of one thread: what runs in others belongs to the part that waits for it.
+
+    Args:
+        parts: their names.
+
+    Attributes:
+        spent: nanoseconds by part; what runs outside of all timed functions is nobody's.
+    """
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self.spent = dict.fromkeys(parts, 0)
+        self._running: list[str] = []
+        self._since = 0
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose time is `part`'s but for what timed functions that it calls take."""
+        spent, running, now = self.spent, self._running, time.perf_counter_ns
+        assert part in spent, part
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = now()
+            if running:
+                spent[running[-1]] += begin - self._since
+            running.append(part)
+            self._since = begin
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end = now()
+                spent[part] += end - self._since
+                running.pop()
+                self._since = end
+
+        return call
 
 
 def has_timers(index: int) -> bool:
@@ -80,14 +118,17 @@ def profile(client: Any, step: Callable[[], float], count: int) -> dict[str, Any
     """
     from vllm_pyramid.compat.step_functions import step_functions
 
-    clock, timers = PartClock(PARTS), Replacements()
-    for part, owner, name in step_functions(client):
-        timers.plan(owner, name, clock.timed(part, getattr(owner, name)))
+    clock = PartClock(PARTS)
+    timers = [
+        mock.patch.object(owner, name, clock.timed(part, getattr(owner, name)))
+        for part, owner, name in step_functions(client)
+    ]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for index in range(count):
         with_timers = has_timers(index)
-        context: AbstractContextManager[None] = timers if with_timers else nullcontext()
-        with context:
+        with ExitStack() as stack:
+            for timer in timers if with_timers else ():
+                stack.enter_context(timer)
             seconds[with_timers].append(step())
     parts = {part: spent / 1e9 for part, spent in clock.spent.items()}
     # What is outside of all timed functions: the bench's own loop around the engine's step.

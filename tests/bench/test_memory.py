@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_pyramid.bench.cost import Demand, prefill_ops
-from vllm_pyramid.bench.demand import policy_demand
+from vllm_pyramid.bench.memory import PolicyMemory
 from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.policy import load_policy, policy_names
 
@@ -29,7 +29,7 @@ def demand(
     budget: int | str | None = None,
     **args: Any,
 ) -> Demand:
-    return policy_demand(shape, load_policy(name, budget, args), prompt_len, output_len, 16)
+    return PolicyMemory(shape, load_policy(name, budget, args)).demand(prompt_len, output_len)
 
 
 def test_full_is_what_nothing_kept_back_needs() -> None:
