@@ -12,6 +12,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -517,20 +518,21 @@ def test_the_log_of_a_server_that_ends_is_shown(
     def complain(*_: Any) -> None:
         raise ChildError("the client complains")
 
-    monkeypatch.setattr(server_load, "_load", complain)
-    unused: Any = None
+    monkeypatch.setattr(server_load, "_vllm_bench_serve", complain)
+    prepared: Any = SimpleNamespace(model="model")
+    job, stock = Job(SHAPES["small"], 64, 8, 1, 1.0), Variant("stock", None)
     program.write_text("import time; time.sleep(60)")
     with (
         Server("model", [], "full", {}) as server,
         pytest.raises(ChildError, match=r"^the client complains$"),
     ):
-        load(server, unused, unused, unused, 1.0, 0)
+        load(server, prepared, stock, job, 1.0, 0)
     program.write_text("print('the cause'); exit(3)")
     with Server("model", [], "full", {}) as server:
         with pytest.raises(ChildError, match=r"'full' failed(?s:.*)status 3(?s:.*)the cause"):
             server.wait_until_ready()
         with pytest.raises(ChildError, match=r"^the client complains(?s:.*)the cause"):
-            load(server, unused, unused, unused, 1.0, 0)
+            load(server, prepared, stock, job, 1.0, 0)
 
 
 def test_cost_on_paper(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,15 @@ from unittest import mock
 
 import pytest
 
+from vllm_pyramid.bench.job import Variant
 from vllm_pyramid.bench.profile import (
     GROUPS,
     PARTS,
     PartClock,
-    StepProfile,
     has_timers,
     profile,
     refusal,
+    step_profile,
     table,
 )
 
@@ -97,18 +98,20 @@ def test_the_table_adds_up(work: Work) -> None:
     parts = {part: float(index + 1) / 1e3 for index, part in enumerate(PARTS)}
     total = sum(parts.values())
     answer = {"with_timers": [total / 2, total / 2], "without": [0.02], "parts": parts}
-    made = StepProfile.of("snapkv", "12%", 3, answer)
-    assert made.step_ms == pytest.approx(1e3 * total / 2)
-    assert sum(made.parts_ms.values()) == pytest.approx(made.step_ms)
-    assert made.as_dict()["step_without_timers_ms"] == 20.0
+    made = step_profile(Variant("snapkv", "12%"), 3, answer)
+    assert made["step_ms"] == pytest.approx(1e3 * total / 2)
+    assert sum(made["parts_ms"].values()) == pytest.approx(made["step_ms"])
+    assert sum(made["shares"].values()) == pytest.approx(1)
+    assert made["step_without_timers_ms"] == 20.0
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table([made, made]))
     said = console.export_text()
     assert "snapkv 12%, batch 3" in said and "means of 2 steps" in said
     lines = {line.split("│")[1].strip(): line for line in said.splitlines() if "│" in line}
     for group, names in GROUPS.items():
-        spent = sum(made.parts_ms[part] for part in names)
-        assert lines[group].count(f"{spent:.2f} ({100 * spent / made.step_ms:.0f} %)") == 2
+        spent = sum(made["parts_ms"][part] for part in names)
+        cell = f"{spent:.2f} ({100 * spent / made['step_ms']:.0f} %)"
+        assert lines[group].count(cell) == 2
     assert "20.00" in lines["a step without timers"]
 
 

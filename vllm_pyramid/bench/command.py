@@ -15,16 +15,12 @@ from vllm_pyramid.bench.options import (
     MEASURES,
     Cost,
     EngineOptions,
-    Pressure,
     SchedulerSteps,
-    Throughput,
     add_flags,
     parse,
 )
 from vllm_pyramid.bench.shapes import SHAPES, shape_of_config
 from vllm_pyramid.command_parts import check_writable
-
-__all__ = ["add_command"]
 
 
 def add_command(commands: Any) -> None:
@@ -74,20 +70,17 @@ def _run_engines(measure: str, options: EngineOptions, console: Any) -> int:
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
-            kept = isinstance(options, Pressure) or (
-                isinstance(options, Throughput) and not options.decode_only
-            )
-            goes_on = f"the same command goes on with what is finished, in {options.out}"
-            console.print(f"Interrupted: {goes_on if kept else 'nothing of it is kept'}.")
+            kept = f"the same command goes on with what is finished, in {options.out}"
+            console.print(f"Interrupted: {kept if options.resumable else 'nothing of it is kept'}.")
             return 130
     return 0
 
 
 def _run_scheduler(options: SchedulerSteps, console: Any) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_pyramid.bench.progress import Progress
     from vllm_pyramid.bench.report import write
     from vllm_pyramid.bench.scheduler import scheduler_rows
+    from vllm_pyramid.command_parts import Progress
 
     total = len(options.layers) * len(options.requests) * options.steps
     with Progress(console, total) as progress:

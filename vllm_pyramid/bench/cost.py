@@ -12,19 +12,6 @@ from dataclasses import dataclass
 
 from vllm_pyramid.bench.shapes import BLOCK_SIZE, Shape
 
-__all__ = [
-    "MACHINES",
-    "Demand",
-    "Machine",
-    "blocks_bytes",
-    "decode_step",
-    "end_to_end",
-    "prefill",
-    "prefill_ops",
-    "prefill_share",
-    "resident",
-]
-
 
 @dataclass(frozen=True)
 class Machine:

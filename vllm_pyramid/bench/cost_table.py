@@ -13,8 +13,6 @@ from vllm_pyramid.bench.cost import Demand, Machine
 from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.policy import Budget
 
-__all__ = ["as_markdown", "cost_rows", "displayed"]
-
 CACHE_SHARE = 0.9  # of a server's memory; the KV cache gets what the weights leave of it
 # Column: heading and format. `cache_gb` is a request's when its prompt ends, `step_ms` of a decode
 # step with all resident requests, `requests_per_s` of one engine, end to end.

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm_pyramid.bench.machine import machine
 from vllm_pyramid.bench.profile import profile, refusal
 from vllm_pyramid.bench.samples import Sample, Step, Timing, engine_sample
 from vllm_pyramid.bench.scheduler_state import (
@@ -25,8 +24,7 @@ from vllm_pyramid.bench.scheduler_state import (
 )
 from vllm_pyramid.child_process import read_tasks, say
 
-__all__ = ["Engine"]
-
+_MACHINE_ROUNDS = 20
 _SETTLED_STEPS = 3  # without prefill: then nothing more comes in
 
 
@@ -266,6 +264,37 @@ def start(task: dict[str, Any]) -> Engine:
     if current_platform.is_cpu():
         args.setdefault("enforce_eager", True)
     return Engine(LLM(task["model"], **args), task["block_bytes"])
+
+
+def machine() -> dict[str, float]:
+    """Bytes/s of a streaming read and operations/s of a large bfloat16 product, of this device."""
+    import torch
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    device = "cpu" if on_cpu else "cuda"
+
+    def fastest(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(_MACHINE_ROUNDS):
+            begin = time.perf_counter()
+            function()
+            if not on_cpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    size = (256 if on_cpu else 4096) << 20
+    data = torch.ones(size // 8, dtype=torch.int64, device=device)
+    read: Callable[[], Any] = data.sum
+    if on_cpu:
+        from vllm_pyramid.ops.cpu_library import load
+
+        library, threads = load(), torch.get_num_threads()
+        read = lambda: library.pyr_read(data.data_ptr(), size, threads)  # noqa: E731
+    edge = 1024 if on_cpu else 8192
+    left, right = (torch.randn(edge, edge, device=device).bfloat16() for _ in range(2))
+    return {"bandwidth": size / fastest(read), "flops": 2 * edge**3 / fastest(lambda: left @ right)}
 
 
 def main() -> None:

@@ -19,8 +19,6 @@ from vllm_pyramid.bench.prepare import Prepared
 from vllm_pyramid.bench.samples import Sample, peer_sample
 from vllm_pyramid.child_process import Child
 
-__all__ = ["Engines", "gpu_share"]
-
 
 def gpu_share(engines: int) -> float:
     """The share of a GPU's memory for each of so many engines that are alive at once."""
@@ -130,12 +128,12 @@ class Engines:
             on_progress(message["progress"])
         raise AssertionError("an answer ends with `done`")
 
-    def machine(self) -> Machine:
-        """Rates of this machine, measured by one of the engines; zeros if there is none."""
+    def machine(self) -> Machine | None:
+        """Rates of this machine, measured by one of the engines; None if there is none."""
         for variant in self._prepared.variants:
             if not variant.is_peer:
                 return Machine(**self.ask(variant, "machine"))
-        return Machine(0.0, 0.0)
+        return None
 
     def limit_pool(self, variant: Variant, pool_prompts: float) -> None:
         """Leave an engine blocks for so many whole requests only. Peers have no block pool."""

@@ -15,8 +15,6 @@ from vllm_pyramid.bench.shapes import BLOCK_SIZE, Shape
 from vllm_pyramid.config import CONFIG_KEYS, NO_POLICY
 from vllm_pyramid.policy import Budget, load_policy
 
-__all__ = ["KVPRESS", "PRESSES", "WARM_UP_SEED", "Job", "Variant", "variants_of"]
-
 # Seed of the warm-up prompts; no repetition's. (Not -1: `random` takes the absolute value.)
 WARM_UP_SEED = 1 << 40
 # vLLM without this plugin: its own attention, its own block size.

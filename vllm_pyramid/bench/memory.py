@@ -23,8 +23,6 @@ from vllm_pyramid.bench.shapes import BLOCK_SIZE, Shape
 from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan
 from vllm_pyramid.policy.plans import Eviction
 
-__all__ = ["PolicyMemory", "evictions_to_report", "tokens_until_eviction"]
-
 Integers = npt.NDArray[np.int64]
 _MASS_BYTES = 8  # a float32 beside each key and KV head, read and written
 

@@ -31,8 +31,6 @@ from vllm_pyramid.bench.job import PEERS
 from vllm_pyramid.bench.shapes import SHAPES
 from vllm_pyramid.config import parse_engine_args
 
-__all__ = ["MEASURES", "EngineOptions", "add_flags", "parse"]
-
 
 def _split(value: Any) -> Any:
     """The parts of a list such as `full,snapkv`, each once."""
@@ -122,6 +120,17 @@ class EngineOptions(MeasureOptions):
         (4.0,), validation_alias="pool_prompts", description=f"whole requests {ROOM}"
     )
 
+    @property
+    def resumable(self) -> bool:
+        """Whether an interrupted run goes on: where the repetitions are whole jobs."""
+        return False
+
+    @property
+    def rounds(self) -> list[tuple[float, int]]:
+        """Each pool with each number of a repetition."""
+        pools = self.pools or (float(self.num_prompts),)
+        return [(pool, number) for pool in pools for number in range(self.repetitions)]
+
 
 class Throughput(EngineOptions):
     """tokens per second at equal cache memory"""
@@ -132,10 +141,13 @@ class Throughput(EngineOptions):
         "steps",
     )
     profile: bool = Field(
-        False,
-        description="with --decode-only, on the CPU: also where the time of a step goes",
+        False, description="with --decode-only, on the CPU: also where the time of a step goes"
     )
     fresh: bool = Field(False, description=FRESH)
+
+    @property
+    def resumable(self) -> bool:
+        return not self.decode_only
 
     @model_validator(mode="after")
     def _check_profile(self) -> Throughput:
@@ -167,6 +179,10 @@ class Pressure(EngineOptions):
         (16.0, 8.0, 4.0, 2.0, 1.0), description=f"numbers of whole requests {ROOM}"
     )
     fresh: bool = Field(False, description=FRESH)
+
+    @property
+    def resumable(self) -> bool:
+        return True
 
 
 class SchedulerSteps(MeasureOptions):

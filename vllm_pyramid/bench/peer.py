@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain Transformers generation, and kvpress's presses: what we are compared with outside of vLLM.
+"""Plain Transformers generation, and kvpress's presses: the peers outside of vLLM.
 
-Run as a file, `PYTHON -P peer.py`, since kvpress needs another Transformers than vLLM and so an
-environment of its own, in which this package is not: it imports nothing of ours. It speaks as
-`vllm_pyramid/child_process.py` says and answers as `engine.py` does.
+Run as a file, `PYTHON -P peer.py`. kvpress needs another Transformers than vLLM, and so its own
+environment, which does not have this package. The file therefore imports nothing of ours. It has
+the protocol of `vllm_pyramid/child_process.py` and the tasks of `engine.py`.
 
-Requests are decoded greedily in batches of equal lengths, as kvpress's pipeline does one: the press
-is in force for the prompts, and new tokens stand at their true positions.
+Requests are decoded greedily in batches as in kvpress: the press compresses the prompts,
+and new tokens have their true positions.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ import pandas as pd
 
 from vllm_pyramid.bench.results import labelled
 
-__all__ = ["draw"]
-
 TITLES = {
     "output_tokens_per_s": "output tokens/s, end to end",
     "output_ratio": "times the baseline's output tokens/s",

@@ -17,8 +17,6 @@ from vllm_pyramid.bench.shapes import SHAPES, named_shape, shape_of_config, writ
 from vllm_pyramid.compat.versions import runs_without_plugins, vllm_version
 from vllm_pyramid.store import identity_of_model
 
-__all__ = ["Prepared", "prepare", "processor"]
-
 BUILT_IN = "built-in"
 
 
@@ -76,13 +74,12 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
 
         model = str(model_path()) if options.model == BUILT_IN else options.model
         shape = shape_of_config(model)
-    pools = options.pools or (float(options.num_prompts),)
     job = Job(
         shape=shape,
         prompt_len=options.prompt_len,
         output_len=options.output_len,
         num_prompts=options.num_prompts,
-        pool_prompts=max(pools),
+        pool_prompts=max(pool for pool, _ in options.rounds),
         engine_args=options.engine_args,
         kv_swap_space=options.kv_swap_space,
     )

@@ -2,7 +2,7 @@
 """Where the time of a decode step goes: `vllm-pyramid bench throughput --decode-only --profile`.
 
     in the engine's process   `profile`       steps with and without timers, one by one
-    in the bench's            `StepProfile`   the result, and the table
+    in the bench's            `step_profile`  the result, and `table`
 
 Every other step has timers around its functions (`compat/step_functions.py`). The others run as
 without a profile. Both kinds are reported: the difference is what the timers cost.
@@ -14,11 +14,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
-__all__ = ["PARTS", "WINDOWS", "PartClock", "StepProfile", "profile", "refusal", "table"]
+from rich.table import Table
+
+from vllm_pyramid.bench.job import Variant
 
 # The parts of a step, by what the table calls the group of them.
 GROUPS: dict[str, dict[str, str]] = {
@@ -48,15 +49,13 @@ _BLOCK = 16
 
 
 class PartClock:
-    """Nanoseconds of each part.
+    """The time of each part of a step, for functions of one thread.
 
-    For functions of one thread: what runs in others belongs to the part that waits for it.
-
-    Args:
-        parts: their names.
+    Parts exclude each other: while a timed function runs inside another, the time is the inner
+    one's. A switch takes about a microsecond.
 
     Attributes:
-        spent: nanoseconds by part; what runs outside of all timed functions is nobody's.
+        spent: nanoseconds by part.
     """
 
     def __init__(self, parts: Sequence[str]) -> None:
@@ -136,78 +135,49 @@ def profile(client: Any, step: Callable[[], float], count: int) -> dict[str, Any
     return {"with_timers": seconds[True], "without": seconds[False], "parts": parts}
 
 
-@dataclass(frozen=True)
-class StepProfile:
-    """What became of the time of a policy's decode steps.
+def step_profile(variant: Variant, batch: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """Of a variant's decode steps, from the answer of `profile`.
 
-    Attributes:
-        batch: requests of a step. with_timers_ms, without_ms: of every step.
-        parts_ms: mean time by part of the steps with timers; the parts add up to a step.
+    Returns:
+        batch: requests of a step. with_timers_ms, without_ms: of every step. parts_ms: means of
+        the steps with timers by part, and shares: of such a step. step_ms, step_without_timers_ms:
+        mean steps; the timers cost what the first is more.
     """
-
-    policy: str
-    budget: str
-    batch: int
-    with_timers_ms: list[float]
-    without_ms: list[float]
-    parts_ms: dict[str, float]
-
-    @classmethod
-    def of(cls, policy: str, budget: str, batch: int, answer: dict[str, Any]) -> StepProfile:
-        """From the answer of `profile`."""
-        steps = len(answer["with_timers"])
-        return cls(
-            policy,
-            budget,
-            batch,
-            [1e3 * seconds for seconds in answer["with_timers"]],
-            [1e3 * seconds for seconds in answer["without"]],
-            {part: 1e3 * seconds / steps for part, seconds in answer["parts"].items()},
-        )
-
-    @property
-    def step_ms(self) -> float:
-        """Of a step with timers, on average."""
-        return statistics.fmean(self.with_timers_ms)
-
-    @property
-    def step_without_timers_ms(self) -> float:
-        """On average; the timers cost what the other is more."""
-        return statistics.fmean(self.without_ms)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        shares = {part: spent / self.step_ms for part, spent in self.parts_ms.items()}
-        return {
-            **asdict(self),
-            "step_ms": self.step_ms,
-            "step_without_timers_ms": self.step_without_timers_ms,
-            "shares": shares,
-        }
+    with_timers, without = ([1e3 * s for s in answer[kind]] for kind in ("with_timers", "without"))
+    step = statistics.fmean(with_timers)
+    parts = {part: 1e3 * spent / len(with_timers) for part, spent in answer["parts"].items()}
+    return {
+        "policy": variant.policy,
+        "budget": variant.budget or "100%",
+        "batch": batch,
+        "with_timers_ms": with_timers,
+        "without_ms": without,
+        "parts_ms": parts,
+        "step_ms": step,
+        "step_without_timers_ms": statistics.fmean(without),
+        "shares": {part: spent / step for part, spent in parts.items()},
+    }
 
 
-def table(profiles: Sequence[StepProfile]) -> Any:
-    """Parts in rows, policies in columns: milliseconds a step, and their share of it."""
-    from rich.table import Table
-
-    steps = min(len(profile.with_timers_ms) for profile in profiles)
+def table(profiles: Sequence[dict[str, Any]]) -> Table:
+    """Parts in rows, variants in columns: milliseconds of a step, and the share of it."""
+    steps = min(len(one["with_timers_ms"]) for one in profiles)
     made = Table(title=f"where a decode step's time goes: means of {steps} steps with timers")
     made.add_column("ms a step (share)", no_wrap=True)
     for one in profiles:
-        label = one.policy if one.budget == "100%" else f"{one.policy} {one.budget}"
-        made.add_column(f"{label}, batch {one.batch}", justify="right")
+        budget = "" if one["budget"] == "100%" else f" {one['budget']}"
+        made.add_column(f"{one['policy']}{budget}, batch {one['batch']}", justify="right")
     for group, parts in GROUPS.items():
         made.add_row(group, *(_cell(one, tuple(parts)) for one in profiles))
         for part, name in parts.items():
             if name:
                 made.add_row(f"  {name}", *(_cell(one, (part,)) for one in profiles), style="dim")
     made.add_section()
-    made.add_row("the step", *(f"{one.step_ms:.2f}" for one in profiles))
-    without = (f"{one.step_without_timers_ms:.2f}" for one in profiles)
-    made.add_row("a step without timers", *without)
+    for name, key in (("the step", "step_ms"), ("a step without timers", "step_without_timers_ms")):
+        made.add_row(name, *(f"{one[key]:.2f}" for one in profiles))
     return made
 
 
-def _cell(profile: StepProfile, parts: Sequence[str]) -> str:
-    spent = sum(profile.parts_ms[part] for part in parts)
-    return f"{spent:.2f} ({100 * spent / profile.step_ms:.0f} %)"
+def _cell(profile: dict[str, Any], parts: Sequence[str]) -> str:
+    spent = sum(profile["parts_ms"][part] for part in parts)
+    return f"{spent:.2f} ({100 * spent / profile['step_ms']:.0f} %)"

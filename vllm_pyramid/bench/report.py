@@ -20,8 +20,6 @@ from vllm_pyramid.bench.results import as_json, labelled
 from vllm_pyramid.bench.samples import now
 from vllm_pyramid.command_parts import has_matplotlib
 
-__all__ = ["rich_table", "tables", "write"]
-
 
 def _ratio(name: str) -> tuple[str, str]:
     """The median, and the range of the repetitions."""
@@ -150,6 +148,11 @@ def rich_table(title: str, columns: Iterable[tuple[str, Iterable[str]]]) -> Tabl
     return table
 
 
+def say(console: Any, text: str) -> None:
+    """A sentence, as long as it is."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
 def write(
     measure: str, options: MeasureOptions, console: Any, rows: pd.DataFrame, about: dict[str, Any]
 ) -> None:
@@ -173,7 +176,7 @@ def write(
             rows.to_csv(path, index=False)
     for table in tables(measure, rows):
         console.print(table)
-    console.print(_when_and_where(about), highlight=False, soft_wrap=True)
+    say(console, _when_and_where(about))
     written = [f"{measure}.json", f"{measure}.csv"]
     if not options.no_pictures:
         if has_matplotlib():
@@ -182,7 +185,7 @@ def write(
             console.print(
                 "No pictures: they need matplotlib (pip install 'vllm-pyramid\\[bench]')."
             )
-    console.print(f"In {options.out}: {', '.join(written)}.", highlight=False, soft_wrap=True)
+    say(console, f"In {options.out}: {', '.join(written)}.")
 
 
 def _when_and_where(about: Mapping[str, Any]) -> str:

@@ -14,8 +14,6 @@ from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.job import Job, Variant
 from vllm_pyramid.bench.samples import PERCENTILES, Sample
 
-__all__ = ["as_json", "labelled", "make_rows", "records"]
-
 # What a row holds, in the order of the files. A measure that does not give a value leaves it empty.
 #
 # output_tokens_per_s: end to end. decode_tokens_per_s, decode_batch: of steady decode steps.
@@ -61,7 +59,7 @@ def make_rows(
         variants: the first one is the baseline.
         samples: in the order in which they were measured. Beside what was measured a sample has
             `pool_prompts` and, over HTTP, `request_rate`.
-        machine: for the rates that the cost model allows; None or zeros: without them.
+        machine: for the rates that the cost model allows; None: without them.
     """
     frame = pd.DataFrame(
         [{"policy": v.policy, "budget": v.budget or "100%", **sample} for v, sample in samples],
@@ -118,7 +116,7 @@ def _predict(
         batch = min(job.num_prompts, cost.resident(pool_bytes, demand))
         made["predicted_resident"] = batch
         made["host_bytes"] = job.host_bytes(variant, pool_prompts)
-    if machine is None or not machine.bandwidth:
+    if machine is None:
         return made
     if not pd.isna(decode_batch):
         step = cost.decode_step(job.shape, machine, decode_batch, demand)

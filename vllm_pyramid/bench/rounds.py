@@ -9,11 +9,9 @@ from typing import Any
 from vllm_pyramid.bench.engines import Engines
 from vllm_pyramid.bench.job import WARM_UP_SEED, Variant
 from vllm_pyramid.bench.prepare import Prepared, processor
-from vllm_pyramid.bench.profile import WINDOWS, StepProfile
-from vllm_pyramid.bench.progress import Progress
-from vllm_pyramid.bench.samples import Sample, SampleStore, now
-
-__all__ = ["Samples", "capacity", "decode_windows", "whole_jobs"]
+from vllm_pyramid.bench.profile import WINDOWS, step_profile
+from vllm_pyramid.bench.samples import Sample, SampleStore
+from vllm_pyramid.command_parts import Progress
 
 Samples = list[tuple[Variant, Sample]]
 
@@ -30,18 +28,14 @@ def whole_jobs(
     A round has all variants: they are compared with each other.
     """
     job, variants = prepared.job, prepared.variants
-    rates: dict[str, float] = {}
-    ready = None
+    machine, ready = None, None
     samples: Samples = []
     for pool, number in rounds:
         measured = store.load(pool, number)
         if measured is not None:
             progress.advance(job.num_prompts * len(variants))
         else:
-            if not rates:
-                progress.stage("measuring the machine")
-                machine = engines.machine()
-                rates = {"bandwidth": machine.bandwidth, "flops": machine.flops}
+            machine = machine or engines.machine()
             if ready != pool:
                 _warm_up(prepared, engines, pool, progress)
                 ready = pool
@@ -50,8 +44,7 @@ def whole_jobs(
                 progress.stage(f"{variant.label}, {number + 1}")
                 sample = engines.run(variant, prompts, job.output_len, progress.advance)
                 measured.append(sample | {"pool_prompts": pool})
-            place = {"date": now(), "processor": processor(), **rates}
-            store.save(pool, number, measured, place)
+            store.save(pool, number, measured, processor(), machine)
         samples += zip(variants, measured, strict=True)
     return samples
 
@@ -83,7 +76,7 @@ def _fill(prepared: Prepared, engines: Engines, progress: Progress, *, clear: bo
 
 def decode_windows(
     prepared: Prepared, engines: Engines, repetitions: int, progress: Progress, *, profile: bool
-) -> tuple[Samples, list[StepProfile]]:
+) -> tuple[Samples, list[dict[str, Any]]]:
     """Windows of decode steps, of as many requests as each variant admits.
 
     Args:
@@ -116,11 +109,7 @@ def decode_windows(
         if variant in profiled:
             progress.stage(f"{variant.label}, profile")
             made = engines.ask(variant, "profile", count=WINDOWS * steps)
-            profiles.append(
-                StepProfile.of(
-                    variant.policy, variant.budget or "100%", sample["resident_max"], made
-                )
-            )
+            profiles.append(step_profile(variant, sample["resident_max"], made))
         engines.ask(variant, "clear")
     return samples, profiles
 

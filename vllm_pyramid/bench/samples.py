@@ -16,17 +16,6 @@ import numpy as np
 from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.store import Store, key_of
 
-__all__ = [
-    "PERCENTILES",
-    "Sample",
-    "SampleStore",
-    "Step",
-    "Timing",
-    "engine_sample",
-    "now",
-    "peer_sample",
-]
-
 Sample = dict[str, Any]
 PERCENTILES = (50, 90, 99)
 # Of fewer requests the 99th percentile says no more than the slowest, and is left out.
@@ -160,18 +149,24 @@ class SampleStore:
         return samples
 
     def save(
-        self, pool: float, number: int, samples: Sequence[Sample], place: dict[str, Any]
+        self,
+        pool: float,
+        number: int,
+        samples: Sequence[Sample],
+        processor: str,
+        machine: Machine | None,
     ) -> None:
         """Keep a repetition of all variants."""
+        place: dict[str, Any] = {"date": now(), "processor": processor}
+        if machine is not None:
+            place |= {"bandwidth": machine.bandwidth, "flops": machine.flops}
         self.places.append(place)
         # `Store` takes a line that ends with two braces for a whole one: the list comes last.
         entry = {"place": place, "samples": list(samples)}
         self._store.put(key_of(self._identity, pool, number), entry)
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> Machine | None:
         """The machine's rates: the best of all processes, since they are bounds."""
-        return Machine(
-            bandwidth=max((place.get("bandwidth", 0.0) for place in self.places), default=0.0),
-            flops=max((place.get("flops", 0.0) for place in self.places), default=0.0),
-        )
+        rates = [(place["bandwidth"], place["flops"]) for place in self.places if "flops" in place]
+        return Machine(*map(max, zip(*rates, strict=True))) if rates else None

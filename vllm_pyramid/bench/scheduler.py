@@ -28,15 +28,13 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pyramid.bench.memory import evictions_to_report
-from vllm_pyramid.bench.progress import Progress
 from vllm_pyramid.bench.shapes import BLOCK_SIZE
+from vllm_pyramid.command_parts import Progress
 from vllm_pyramid.compat.side_channel import attach_evictions
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.plugin import register
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
-
-__all__ = ["scheduler_rows"]
 
 ONE_GROUP, GROUPS, PYRAMID = "vLLM, one group", "vLLM, a group a layer", "vllm-pyramid"
 COLUMNS = [
@@ -132,11 +130,7 @@ def _groups(layers: int, per_layer: bool, own: bool) -> list[KVCacheGroupSpec]:
 
 
 def scheduler_rows(
-    layers: Sequence[int],
-    requests: Sequence[int],
-    steps: int,
-    prompt_len: int,
-    progress: Progress,
+    layers: Sequence[int], requests: Sequence[int], steps: int, prompt_len: int, progress: Progress
 ) -> pd.DataFrame:
     """Every number of layers with every number of running requests: a row for each scheduler.
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from vllm_pyramid.bench.memory import tokens_until_eviction
 
-__all__ = ["Batch", "BlockGrowth", "SchedulerLog", "finish_without_preemption", "steps_with_room"]
-
 
 class Batch(NamedTuple):
     """A batch whose results have come.

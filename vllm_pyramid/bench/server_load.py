@@ -28,13 +28,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_pyramid.bench.engines import gpu_share
 from vllm_pyramid.bench.job import Job, Variant
 from vllm_pyramid.bench.prepare import Prepared
-from vllm_pyramid.bench.progress import Progress
 from vllm_pyramid.bench.rounds import Samples
 from vllm_pyramid.bench.samples import PERCENTILES, Sample, percentiles_of
 from vllm_pyramid.bench.shapes import BLOCK_SIZE
 from vllm_pyramid.child_process import ChildError, LoggedProcess
-
-__all__ = ["Gauges", "Server", "evictions", "flags_of", "latencies_over_http", "with_slack"]
+from vllm_pyramid.command_parts import Progress
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 900
@@ -42,9 +40,13 @@ TEXT_SLACK = 64  # tokens by which a text's length may miss the one asked for
 LOOK_SECONDS = 0.5
 _LOG_TAIL = 4000
 _GAUGES = {"resident_max": "vllm:num_requests_running", "peak_blocks": "vllm_pyramid:blocks_held"}
-_QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 # The servers are on this machine, whatever proxy the environment names.
-_NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+_CLIENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+}
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -165,84 +167,77 @@ def load(
         rate: requests/s, `inf` for all at once. most: requests under way; None for no limit.
 
     Raises:
-        ChildError: it failed, a request failed, the server ended, or it counts fewer evictions than
+        ChildError: it failed, a request failed, or the server ended or counts fewer evictions than
             requests.
     """
+    evicts = variant.budget is not None
+    before = evictions(server.url) if evicts else 0
     try:
-        return _load(server.url, prepared, variant, job, rate, seed, most)
+        with Gauges(server.url) as gauges:
+            result = _vllm_bench_serve(server.url, prepared.model, variant, job, rate, seed, most)
+        done, evicted = result["completed"], evictions(server.url) - before if evicts else None
     except ChildError as error:
-        if not server.has_ended:
-            raise
-        raise ChildError(f"{error}\n\n{server.error()}") from None
+        if server.has_ended:  # what the client says is not the cause
+            raise ChildError(f"{error}\n\n{server.error()}") from None
+        raise
+    if done != job.num_prompts or (evicted is not None and evicted < job.num_prompts):
+        raise ChildError(
+            f"{done} of {job.num_prompts} requests to {variant.label} came back, and the server "
+            f"counts {evicted} evictions"
+        )
+    return as_sample(result, job, rate) | gauges.largest
 
 
-def _load(
-    url: str,
-    prepared: Prepared,
-    variant: Variant,
-    job: Job,
-    rate: float,
-    seed: int,
-    most: int | None,
-) -> Sample:
-    extra = {} if variant.budget is None else {"vllm_xargs": {"kv_budget": variant.budget}}
-    before = 0 if variant.budget is None else evictions(url)
+def _vllm_bench_serve(
+    url: str, model: str, variant: Variant, job: Job, rate: float, seed: int, most: int | None
+) -> dict[str, Any]:
+    """Its result file."""
     arguments = {
         "backend": "openai",
         "base_url": url,
         "endpoint": "/v1/completions",
-        "model": prepared.model,
+        "model": model,
         "dataset_name": "random",
-        "random_input_len": job.prompt_len,
         "random_range_ratio": "0",
+        "seed": seed,
+        "random_input_len": job.prompt_len,
         "random_output_len": job.output_len,
         "num_prompts": job.num_prompts,
+        "num_warmups": 0,
+        "temperature": 0,
         "request_rate": str(rate),
         "max_concurrency": most,
-        "seed": seed,
-        "temperature": 0,
-        "num_warmups": 0,
+        "extra_body": {"vllm_xargs": {"kv_budget": variant.budget}} if variant.budget else {},
         "percentile_metrics": "ttft,tpot",
         "metric_percentiles": ",".join(map(str, PERCENTILES)),
-        "extra_body": extra,
         "result_filename": "result.json",
     }
-    switches = ["--ignore-eos", "--disable-tqdm", "--save-result"]
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
-        flags = [*flags_of(arguments), *switches, "--result-dir", folder]
-        command = [*VLLM, "bench", "serve", *flags]
-        environment = {**os.environ, **_QUIET, **_NO_PROXY}
-        with Gauges(url) as gauges:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        switches = ["--ignore-eos", "--disable-tqdm", "--save-result", "--result-dir", folder]
+        done = subprocess.run(
+            [*VLLM, "bench", "serve", *flags_of(arguments), *switches],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **_CLIENT},
+        )
         path = Path(folder, "result.json")
         if done.returncode or not path.is_file():
             log = (done.stdout + done.stderr)[-_LOG_TAIL:]
             raise ChildError(f"`vllm bench serve` failed; its output ends:\n\n{log}")
         result: dict[str, Any] = json.loads(path.read_text())
-    if result["completed"] != job.num_prompts:
-        raise ChildError(
-            f"{result['completed']} of {job.num_prompts} requests to {variant.label} came back"
-        )
-    if variant.budget is not None and (made := evictions(url) - before) < job.num_prompts:
-        raise ChildError(
-            f"{job.num_prompts} requests to {variant.label} came back, and the server counts "
-            f"{made} evictions"
-        )
-    return as_sample(result, job, rate) | gauges.largest
+        return result
 
 
 def as_sample(result: Mapping[str, Any], job: Job, rate: float) -> Sample:
     """What we keep of a result of `vllm bench serve`."""
-    times = {
-        f"{metric}_p{percent}_ms": result[f"p{percent}_{metric}_ms"]
-        for metric in ("ttft", "tpot")
-        for percent in percentiles_of(job.num_prompts)
-    }
     return {
         "pool_prompts": job.pool_prompts,
         "request_rate": None if rate == inf else rate,
         "output_tokens_per_s": result["output_throughput"],
-        **times,
+    } | {
+        f"{metric}_p{percent}_ms": result[f"p{percent}_{metric}_ms"]
+        for metric in ("ttft", "tpot")
+        for percent in percentiles_of(job.num_prompts)
     }
 
 

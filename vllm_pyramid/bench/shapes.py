@@ -10,8 +10,6 @@ from pathlib import Path
 
 from vllm_pyramid.model_shape import DTYPE_BYTES
 
-__all__ = ["BLOCK_SIZE", "SHAPES", "Shape", "named_shape", "shape_of_config", "write_model"]
-
 BLOCK_SIZE = 16  # tokens of a KV cache block in every engine of the bench
 
 
