@@ -112,5 +112,6 @@ def _run_cost(options: Cost, console: Any) -> int:
         return 0
     title = f"{options.model} on {options.devices} x {options.machine}, {options.output_len} out"
     title += f"; engines for {options.request_rate:,.0f} requests/s"
-    console.print(rich_table(title, displayed(rows).items()))
+    text = displayed(rows)
+    console.print(rich_table(title, text.columns, text.to_numpy().tolist()))
     return 0

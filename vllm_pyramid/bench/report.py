@@ -6,7 +6,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from string import Formatter
 from typing import Any
 
 import pandas as pd
@@ -20,131 +19,91 @@ from vllm_pyramid.bench.results import as_json, labelled
 from vllm_pyramid.bench.samples import now
 from vllm_pyramid.command_parts import has_matplotlib
 
-
-def _ratio(name: str) -> tuple[str, str]:
-    """The median, and the range of the repetitions."""
-    return (
-        "of baseline",
-        f"{{{name}_ratio:.2f}} ({{{name}_ratio_low:.2f}}–{{{name}_ratio_high:.2f}})",
-    )
-
-
-def _times(heading: str, name: str) -> tuple[str, ...]:
-    """Median and 99th percentile; the median alone where there is no 99th."""
-    middle = f"{{{name}_p50_ms:,.1f}}"
-    return heading, f"{middle} ({{{name}_p99_ms:,.1f}})", middle
-
-
-# A column: its heading, and formats. A cell has the first format whose values are all there.
-Column = tuple[str, ...]
-_DECODE: list[Column] = [
-    ("decode tok/s", "{decode_tokens_per_s:,.0f}"),
-    _ratio("decode"),
-    ("allowed", "{predicted_decode_tokens_per_s:,.0f}"),
-    ("batch", "{decode_batch:.1f}"),
-    ("finish so", "{to_their_end}"),
-    ("blocks", "{decode_blocks:,}"),
-    ("V on host, MB", "{host_mb:,.0f}"),
-]
-_LATENCIES: list[Column] = [
-    _times("TTFT ms (p99)", "ttft"),
-    _ratio("ttft"),
-    _times("TPOT ms (p99)", "tpot"),
-    _ratio("tpot"),
-]
-_END_TO_END: list[Column] = [
-    ("output tok/s", "{output_tokens_per_s:,.0f}"),
-    _ratio("output"),
-    (
-        "prefill (model)",
-        "{prefill_share:.0%} ({predicted_prefill_share:.0%})",
-        "{prefill_share:.0%}",
-    ),
-    ("resident", "{resident_max}"),
-    ("preempted", "{preemptions}"),
-    ("peak blocks", "{peak_blocks:,}"),
-]
-_CAPACITY: list[Column] = [
-    ("decode at once", "{resident_max}"),
-    ("finish so", "{to_their_end}"),
-    ("by the cost model", "{predicted_resident}"),
-    ("before one waits", "{before_queueing}"),
-    ("blocks", "{decode_blocks:,}"),
-    ("peak blocks", "{peak_blocks:,}"),
-    ("V on host, MB", "{host_mb:,.0f}"),
-]
-_POOL: Column = ("pool", "{pool_prompts:,.1f}")
-_RATE: Column = ("rate/s", "{request_rate:g}", "at once")
-# Seen twice a second; there may have been more in between.
-_SEEN: list[Column] = [("running ≥", "{resident_max}"), ("blocks ≥", "{peak_blocks:,}")]
-_SCHEDULER: list[Column] = [
-    ("layers", "{layers}"),
-    ("requests", "{requests}"),
-    ("schedule() ms", "{schedule_ms:.2f}"),
-    ("ratio", "{schedule_ratio:.2f}"),
-    ("step ms", "{step_ms:.2f}"),
-    ("ratio", "{step_ratio:.2f}"),
-]
-# The tables of a measure, each narrow enough for a terminal.
-_TABLES: dict[str, dict[str, list[Column]]] = {
-    "throughput": {
-        "end to end": _END_TO_END,
-        "steady decode, all prompts prefilled": _DECODE,
-        "all requests sent at once": _LATENCIES,
-    },
-    "capacity": {"requests that fit": _CAPACITY},
-    "latency": {"over HTTP": [_RATE, *_LATENCIES, *_SEEN]},
-    "pressure": {
-        "end to end": [_POOL, *_END_TO_END],
-        "steady decode": [_POOL, *_DECODE],
-        "all requests sent at once": [_POOL, *_LATENCIES],
-    },
-    "scheduler": {"a decode step": _SCHEDULER},
+# The lines of a table, in order. Those of a ratio have the range of the repetitions too.
+_LINES = {
+    "output_tokens_per_s": "output tok/s, end to end",
+    "output_ratio": "  of baseline",
+    "prefill_share": "share of prefill",
+    "predicted_prefill_share": "  by the cost model",
+    "decode_tokens_per_s": "decode tok/s, steady",
+    "decode_ratio": "  of baseline",
+    "predicted_decode_tokens_per_s": "  allowed",
+    "decode_batch": "decode batch",
+    "resident_max": "requests at once",
+    "to_their_end": "  finish without preemption",
+    "predicted_resident": "  by the cost model",
+    "before_queueing": "before one waits",
+    "preemptions": "preempted",
+    "ttft_p50_ms": "TTFT ms, median",
+    "ttft_p99_ms": "  99th percentile",
+    "ttft_ratio": "  of baseline",
+    "tpot_p50_ms": "TPOT ms, median",
+    "tpot_p99_ms": "  99th percentile",
+    "tpot_ratio": "  of baseline",
+    "decode_blocks": "blocks, decoding",
+    "peak_blocks": "blocks, at most",
+    "host_bytes": "V on host, bytes",
+    "schedule_ms": "schedule() ms",
+    "schedule_ratio": "  of the first",
+    "step_ms": "step ms",
+    "step_ratio": "  of the first",
 }
-# A table with nothing but these is left out.
-_NOT_ALONE = {"pool", "rate/s", "resident", "peak blocks", "V on host, MB"}
+# Of the requests of a row, or of the layers and requests of a scheduler: a table for each.
+_CONDITIONS = {
+    "pool_prompts": "room for {:g} whole requests",
+    "request_rate": "{:g} requests/s",
+    "layers": "{} layers",
+    "requests": "{} requests",
+}
 
 
-def _cell(row: Mapping[str, Any], formats: Iterable[str]) -> str:
-    for form in formats:
-        fields = [name for _, name, _, _ in Formatter().parse(form) if name]
-        if not any(pd.isna(row[name]) for name in fields):
-            return form.format_map(row)
-    return ""
+def _number(value: float) -> str:
+    if pd.isna(value):
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def tables(measure: str, rows: pd.DataFrame) -> list[Table]:
-    """The tables of a measure, without empty columns."""
-    first = rows.iloc[0]
-    if measure == "scheduler":
-        heading, labels, job, repetitions = "scheduler", rows["scheduler"], [], first["steps"]
-    else:
-        heading, labels, repetitions = "policy", labelled(rows)["label"], first["repetitions"]
-        rows = rows.assign(host_mb=rows["host_bytes"] / 1e6)
-        size = f"{first['prompt_len']:,} + {first['output_len']} tokens"
-        job = [f"{first['num_prompts']} requests of {size}"]
-        if measure != "pressure":
-            job[0] += f", room for {first['pool_prompts']:g} whole ones"
-    medians = [] if measure == "capacity" else [f"medians of {repetitions}"]
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    text = _number(row[name])
+    if text and f"{name}_low" in row:
+        text = f"{row[name]:.2f} ({row[f'{name}_low']:.2f}–{row[f'{name}_high']:.2f})"
+    return text
+
+
+def tables(rows: pd.DataFrame) -> list[Table]:
+    """A table for each condition: variants (or schedulers) side by side, without empty lines."""
+    label = "scheduler" if "scheduler" in rows else "label"
+    rows = rows if label in rows else labelled(rows)
+    present = {name: form for name, form in _CONDITIONS.items() if name in rows}
     made = []
-    for title, columns in _TABLES[measure].items():
-        cells = [(name, [_cell(row, forms) for row in rows.to_dict("records")])
-                 for name, *forms in columns]  # fmt: skip
-        filled = [(name, column) for name, column in cells if any(column)]
-        if {name for name, _ in filled} - _NOT_ALONE:
-            title = f"{title}: {'; '.join([*job, *medians])}"
-            made.append(rich_table(title, [(heading, labels.tolist()), *filled]))
+    for values, group in rows.groupby(list(present), sort=False, dropna=False):
+        title = [
+            form.format(value)
+            for value, form in zip(values, present.values(), strict=True)
+            if not pd.isna(value)
+        ]
+        row = group.iloc[0]
+        if "num_prompts" in row:
+            size = f"{row['prompt_len']:,} + {row['output_len']} tokens"
+            title = [f"{row['num_prompts']} requests of {size}", *title]
+            title.append(f"medians of {row['repetitions']}")
+        records = group.to_dict("records")
+        lines = [
+            [heading, *(_cell(one, name) for one in records)]
+            for name, heading in _LINES.items()
+            if name in group and group[name].notna().any()
+        ]
+        made.append(rich_table("; ".join(title), ["", *group[label]], lines))
     return made
 
 
-def rich_table(title: str, columns: Iterable[tuple[str, Iterable[str]]]) -> Table:
-    """A table of text, the first column to the left."""
-    table, cells = Table(title=title), []
-    for index, (heading, column) in enumerate(columns):
+def rich_table(title: str, headings: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
+    """A table of text, with the first column to the left."""
+    table = Table(title=title)
+    for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", no_wrap=not index)
-        cells.append(list(column))
-    for row in zip(*cells, strict=True):
-        table.add_row(*row)
+    for line in lines:
+        table.add_row(*line)
     return table
 
 
@@ -174,7 +133,7 @@ def write(
     for path in (options.out / f"{measure}.csv", options.csv_file):
         if path is not None:
             rows.to_csv(path, index=False)
-    for table in tables(measure, rows):
+    for table in tables(rows):
         console.print(table)
     say(console, _when_and_where(about))
     written = [f"{measure}.json", f"{measure}.csv"]
