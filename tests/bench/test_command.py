@@ -324,35 +324,35 @@ def test_variants_and_what_they_keep() -> None:
         *("stock", "full", "snapkv 12%", "snapkv 256"),
         *("kvpress-snapkv 12%", "kvpress-snapkv 256", "transformers"),
     ]
-    plan = Job(SHAPES["small"], 2048, 2, 32, 4.0)
-    layers, token = plan.shape.layers, plan.shape.token_bytes
+    job = Job(SHAPES["small"], 2048, 2, 32, 4.0)
+    layers, token = job.shape.layers, job.shape.token_bytes
     # In the only decode step, the token that goes in is there too.
-    kept = [plan.demand(variant).step_bytes / (layers * token) - 1 for variant in variants]
+    kept = [job.needs(variant).step_bytes / (layers * token) - 1 for variant in variants]
     assert kept[:2] == [2048.0, 2048.0] and kept[3:] == [256.0, 246.0, 256.0, 2048.0]
     assert 246 <= kept[2] < 246 + 16  # whole blocks
-    assert [plan.v_on_host(variant) for variant in variants] == [False] * 7
+    assert [job.v_on_host(variant) for variant in variants] == [False] * 7
     # A limit that nothing has to be lowered for.
     (thinned,) = variants_of(["pyramidinfer"], ["100%"], 2048, SHAPES["small"])
     assert thinned == Variant("pyramidinfer", "100%")
     (kcache,) = variants_of(["kcache"], ["12%"], 2048, SHAPES["small"])
-    assert kcache == Variant("kcache", None) and plan.v_on_host(kcache)
+    assert kcache == Variant("kcache", None) and job.v_on_host(kcache)
 
 
 def test_stock_vllm_has_room_for_as_many_requests_in_its_own_blocks() -> None:
     engine_args = {"kv_admission": "prompt", "dtype": "float32"}
-    plan = Job(SHAPES["small"], 2048, 64, 32, 4.0, engine_args)
+    job = Job(SHAPES["small"], 2048, 64, 32, 4.0, engine_args)
     stock, caching = Variant("stock", None), Variant("stock-prefix-caching", None)
     # 2,112 tokens: 17 blocks of 128, or 132 of 16.
-    assert plan.pool_blocks(Variant("full", None), 4.0) == 4 * 132 * 8
-    assert plan.pool_blocks(stock, 4.0) == plan.pool_blocks(caching, 4.0) == 4 * 17 * 8 * 8
-    ours, made = plan.engine_arguments(Variant("full", None)), plan.engine_arguments(stock)
+    assert job.pool_blocks(Variant("full", None), 4.0) == 4 * 132 * 8
+    assert job.pool_blocks(stock, 4.0) == job.pool_blocks(caching, 4.0) == 4 * 17 * 8 * 8
+    ours, made = job.engine_arguments(Variant("full", None)), job.engine_arguments(stock)
     assert ours["block_size"] == 16 and ours["kv_admission"] == "prompt"
     assert made["block_size"] is None and "kv_admission" not in made
     assert made["dtype"] == "float32" and made["max_model_len"] == ours["max_model_len"]
     # What it rounds down and keeps back, two blocks of its own, comes on top and is then held.
-    assert made["kv_cache_memory_bytes"] == (4 * 17 + 2) * 8 * 8 * plan.shape.block_bytes
+    assert made["kv_cache_memory_bytes"] == (4 * 17 + 2) * 8 * 8 * job.shape.block_bytes
     assert made["enable_prefix_caching"] is False
-    assert plan.engine_arguments(caching)["enable_prefix_caching"] is True
+    assert job.engine_arguments(caching)["enable_prefix_caching"] is True
     assert stock.environment == caching.environment == {"VLLM_PLUGINS": ""}
     assert Variant("full", None).environment == {}
     with pytest.raises(ValueError, match="takes part as 'stock'"):
@@ -360,18 +360,18 @@ def test_stock_vllm_has_room_for_as_many_requests_in_its_own_blocks() -> None:
 
 
 def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
-    plan = Job(SHAPES["small"], 2048, 64, 32, 4.0)
+    job = Job(SHAPES["small"], 2048, 64, 32, 4.0)
     kcache, h2o = Variant("kcache", None), Variant("h2o", "12%")
-    blocks = plan.pool_blocks(Variant("full", None), 4.0)
+    blocks = job.pool_blocks(Variant("full", None), 4.0)
     assert blocks == 4 * 132 * 8
     # As much host memory again, a page for a page.
-    assert plan.pool_blocks(kcache, 4.0) == blocks and "kv_swap_space" not in plan.engine_arguments(
+    assert job.pool_blocks(kcache, 4.0) == blocks and "kv_swap_space" not in job.engine_arguments(
         kcache
     )
-    assert plan.host_bytes(kcache, 4.0) == blocks * 16384
+    assert job.host_bytes(kcache, 4.0) == blocks * 16384
     # 16 x 4 numbers of 4 bytes beside 16 KiB.
-    assert plan.pool_blocks(h2o, 4.0) == blocks * 64 // 65 and plan.host_bytes(h2o, 4.0) is None
-    small = replace(plan, kv_swap_space=2000 * 16384 / 2**30)
+    assert job.pool_blocks(h2o, 4.0) == blocks * 64 // 65 and job.host_bytes(h2o, 4.0) is None
+    small = replace(job, kv_swap_space=2000 * 16384 / 2**30)
     assert (
         small.pool_blocks(kcache, 4.0) == 1999 and small.pool_blocks(h2o, 4.0) == 64 * blocks // 65
     )
@@ -387,16 +387,16 @@ def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
 
 
 def test_pools_and_batches_are_of_equal_bytes() -> None:
-    plan = Job(SHAPES["small"], 2048, 64, 32, 4.0)
-    assert plan.pool_bytes == (4 * 132 + 1) * 8 * 16 * 2 * 4 * 64 * 2
-    assert plan.peer_batch(Variant("transformers", None)) == 4
+    job = Job(SHAPES["small"], 2048, 64, 32, 4.0)
+    assert job.pool_bytes == (4 * 132 + 1) * 8 * 16 * 2 * 4 * 64 * 2
+    assert job.peer_batch(Variant("transformers", None)) == 4
     # 4 x 2112 tokens hold 27 requests of 246 + 64.
-    assert plan.peer_batch(Variant("kvpress-snapkv", "12%")) == 27
-    assert plan.prompts(1) == plan.prompts(1) != plan.prompts(2)
-    warm_up = plan.prompts(WARM_UP_SEED)[0]
-    assert all(warm_up not in plan.prompts(repetition) for repetition in range(5))
-    assert {len(prompt) for prompt in plan.prompts(1)} == {2048}
-    assert plan.engine_arguments(Variant("full", None))["max_num_batched_tokens"] == 2048 + 32
+    assert job.peer_batch(Variant("kvpress-snapkv", "12%")) == 27
+    assert job.prompts(1) == job.prompts(1) != job.prompts(2)
+    warm_up = job.prompts(WARM_UP_SEED)[0]
+    assert all(warm_up not in job.prompts(repetition) for repetition in range(5))
+    assert {len(prompt) for prompt in job.prompts(1)} == {2048}
+    assert job.engine_arguments(Variant("full", None))["max_num_batched_tokens"] == 2048 + 32
 
 
 def test_flags_of_a_server() -> None:
@@ -420,15 +420,15 @@ def test_what_is_kept_of_a_result_of_vllm() -> None:
 
 @pytest.mark.parametrize(("pool", "blocks"), [(1.0, 21), (4.0, 4 * 17)])
 def test_a_server_has_room_for_a_text_that_is_a_little_longer(pool: float, blocks: int) -> None:
-    plan = Job(SHAPES["small"], 256, 8, 1, pool)
+    job = Job(SHAPES["small"], 256, 8, 1, pool)
     # vLLM keeps one block of a layer back, and starts if one of the longest fits into the others.
-    expected = (blocks + 1) * 8 * plan.shape.block_bytes
+    expected = (blocks + 1) * 8 * job.shape.block_bytes
     full, h2o = Variant("full", None), Variant("h2o", "12%")
-    assert with_slack(plan, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
+    assert with_slack(job, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
     # All servers have the memory that the one with the most beside its blocks needs.
-    most = max(expected, (21 + 1) * 8 * (plan.shape.block_bytes + 256))
-    assert with_slack(plan, [full, h2o])["kv_cache_memory_bytes"] == most
-    given = replace(plan, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
+    most = max(expected, (21 + 1) * 8 * (job.shape.block_bytes + 256))
+    assert with_slack(job, [full, h2o])["kv_cache_memory_bytes"] == most
+    given = replace(job, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
     assert with_slack(given, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": 5}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_pyramid.bench import cost
-from vllm_pyramid.bench.cost import Demand, Machine
+from vllm_pyramid.bench.cost import Machine, RequestNeeds
 from vllm_pyramid.bench.cost_table import as_markdown, cost_rows, displayed
 from vllm_pyramid.bench.shapes import SHAPES, Shape, shape_of_config, write_model
 
@@ -38,7 +38,7 @@ def test_named_shapes_have_the_parameters_of_their_models() -> None:
 
 def test_decode_step_by_hand() -> None:
     weights, tokens = 2 * TINY.step_parameters, 3 * 2 * 50
-    fifty = Demand.plain(TINY, 64, 4, kept=48)  # and half of the 4 that are generated
+    fifty = RequestNeeds.plain(TINY, 64, 4, kept=48)  # and half of the 4 that are generated
     slow_memory = Machine(bandwidth=1000.0, flops=1e12)
     assert cost.decode_step(TINY, slow_memory, 3, fifty) == pytest.approx(
         (weights + tokens * TINY.token_bytes) / 1000
@@ -56,8 +56,8 @@ def test_prefill_by_hand() -> None:
     machine = Machine(bandwidth=1.0, flops=1000.0)
     linear = 2 * 2 * TINY.layer_parameters * 10
     attention = 4 * 4 * 2 * 2 * 10 * 10 / 2
-    demand = Demand.plain(TINY, 10, 4, kept=10)
-    assert cost.prefill(machine, demand) == pytest.approx((linear + attention) / 1000)
+    needs = RequestNeeds.plain(TINY, 10, 4, kept=10)
+    assert cost.prefill(machine, needs) == pytest.approx((linear + attention) / 1000)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_prefill_by_hand() -> None:
     ],
 )
 def test_resident(requests: float, kept: float, fit: int) -> None:
-    demand = Demand.plain(TINY, prompt_len=160, output_len=16, kept=kept)
+    needs = RequestNeeds.plain(TINY, prompt_len=160, output_len=16, kept=kept)
     pool = requests * 11 * 16 * TINY.layers * TINY.token_bytes
-    assert cost.resident(pool, demand) == fit
+    assert cost.resident(pool, needs) == fit
 
 
 def test_end_to_end_adds_prefills_and_decode_steps() -> None:
     machine = Machine(bandwidth=1e3, flops=1e3)
-    demand = Demand.plain(TINY, prompt_len=64, output_len=9, kept=64)
-    step, prefills = cost.decode_step(TINY, machine, 4, demand), 8 * cost.prefill(machine, demand)
+    needs = RequestNeeds.plain(TINY, prompt_len=64, output_len=9, kept=64)
+    step, prefills = cost.decode_step(TINY, machine, 4, needs), 8 * cost.prefill(machine, needs)
     seconds = prefills + 2 * 8 * step
-    assert cost.end_to_end(TINY, machine, demand, 8, 4) == pytest.approx(8 * 9 / seconds)
-    share = cost.prefill_share(TINY, machine, demand, 8, 4)
+    assert cost.end_to_end(TINY, machine, needs, 8, 4) == pytest.approx(8 * 9 / seconds)
+    share = cost.prefill_share(TINY, machine, needs, 8, 4)
     assert share == pytest.approx(prefills / seconds) and 0 < share < 1
 
 

@@ -34,7 +34,7 @@ MACHINES = {"h200": Machine(4.8e12, 989e12, 141e9)}
 
 
 @dataclass(frozen=True)
-class Demand:
+class RequestNeeds:
     """What one request needs of a machine.
 
     Attributes:
@@ -55,7 +55,7 @@ class Demand:
     decode_cache: float
 
     @classmethod
-    def plain(cls, shape: Shape, prompt_len: int, output_len: int, kept: float) -> Demand:
+    def plain(cls, shape: Shape, prompt_len: int, output_len: int, kept: float) -> RequestNeeds:
         """A request whose layers keep `kept` tokens of the prompt, on average over the layers."""
         cached = shape.layers * (kept + output_len / 2)
         return cls(
@@ -74,18 +74,18 @@ def blocks_bytes(shape: Shape, tokens: float) -> float:
     return -(-tokens // BLOCK_SIZE) * shape.block_bytes * shape.layers
 
 
-def decode_step(shape: Shape, machine: Machine, batch: float, demand: Demand) -> float:
+def decode_step(shape: Shape, machine: Machine, batch: float, needs: RequestNeeds) -> float:
     """Seconds of a decode step of `batch` requests.
 
     t = max(s P / w, 2 P B / f) + B max(r / w, o / f)
 
     P weights of s bytes, batch B, r bytes and o operations of a request's attention
-    (`Demand.step_bytes`, `step_ops`), w bytes/s and f operations/s of all devices together.
+    (`RequestNeeds.step_bytes`, `step_ops`), w bytes/s and f operations/s of all devices together.
     """
     bandwidth, flops = machine.bandwidth * machine.devices, machine.flops * machine.devices
     weights = shape.element_bytes * shape.step_parameters
     linear = max(weights / bandwidth, 2 * shape.step_parameters * batch / flops)
-    return linear + batch * max(demand.step_bytes / bandwidth, demand.step_ops / flops)
+    return linear + batch * max(needs.step_bytes / bandwidth, needs.step_ops / flops)
 
 
 def prefill_ops(shape: Shape, prompt_len: int) -> float:
@@ -99,44 +99,44 @@ def prefill_ops(shape: Shape, prompt_len: int) -> float:
     return linear + attention
 
 
-def prefill(machine: Machine, demand: Demand) -> float:
+def prefill(machine: Machine, needs: RequestNeeds) -> float:
     """Seconds of one prompt's prefill; arithmetic alone."""
-    return demand.prefill_ops / (machine.flops * machine.devices)
+    return needs.prefill_ops / (machine.flops * machine.devices)
 
 
-def resident(pool_bytes: float, demand: Demand) -> int:
+def resident(pool_bytes: float, needs: RequestNeeds) -> int:
     """Requests that decode at once in a KV cache of `pool_bytes`.
 
     The last one to be admitted needs its whole prompt for a moment. With b bytes for a whole prompt
     and e for the most that a request holds after it: 1 + (pool - b) / e, and at most pool / e.
     """
-    whole, most = demand.prompt_cache, demand.decode_cache
+    whole, most = needs.prompt_cache, needs.decode_cache
     if pool_bytes < max(whole, most):
         return 0
     return int(min(1 + (pool_bytes - whole) // most, pool_bytes // most))
 
 
 def _seconds(
-    shape: Shape, machine: Machine, demand: Demand, num_prompts: int, batch: int
+    shape: Shape, machine: Machine, needs: RequestNeeds, num_prompts: int, batch: int
 ) -> tuple[float, float]:
     """Seconds of the prefills and of the decode steps of `num_prompts`, `batch` at a time."""
     batch = min(batch, num_prompts)
-    steps = num_prompts / batch * (demand.output_len - 1)  # the prefill gives the first token
-    decoding = steps * decode_step(shape, machine, batch, demand)
-    return num_prompts * prefill(machine, demand), decoding
+    steps = num_prompts / batch * (needs.output_len - 1)  # the prefill gives the first token
+    decoding = steps * decode_step(shape, machine, batch, needs)
+    return num_prompts * prefill(machine, needs), decoding
 
 
 def end_to_end(
-    shape: Shape, machine: Machine, demand: Demand, num_prompts: int, batch: int
+    shape: Shape, machine: Machine, needs: RequestNeeds, num_prompts: int, batch: int
 ) -> float:
     """Output tokens/s of `num_prompts` requests, `batch` decoding at a time."""
-    seconds = sum(_seconds(shape, machine, demand, num_prompts, batch))
-    return num_prompts * demand.output_len / seconds
+    seconds = sum(_seconds(shape, machine, needs, num_prompts, batch))
+    return num_prompts * needs.output_len / seconds
 
 
 def prefill_share(
-    shape: Shape, machine: Machine, demand: Demand, num_prompts: int, batch: int
+    shape: Shape, machine: Machine, needs: RequestNeeds, num_prompts: int, batch: int
 ) -> float:
     """The share of prefill in the time of `end_to_end`."""
-    prefills, decoding = _seconds(shape, machine, demand, num_prompts, batch)
+    prefills, decoding = _seconds(shape, machine, needs, num_prompts, batch)
     return prefills / (prefills + decoding)

@@ -9,7 +9,7 @@ from math import ceil
 import pandas as pd
 
 from vllm_pyramid.bench import cost
-from vllm_pyramid.bench.cost import Demand, Machine
+from vllm_pyramid.bench.cost import Machine, RequestNeeds
 from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.policy import Budget
 
@@ -54,13 +54,13 @@ def cost_rows(
     for prompt_len in prompt_lens:
         for budget in (None, *budgets):
             kept = prompt_len if budget is None else Budget.parse(budget).tokens_for(prompt_len, 1)
-            demand = Demand.plain(shape, prompt_len, output_len, kept)
-            batch = cost.resident(pool, demand)
+            needs = RequestNeeds.plain(shape, prompt_len, output_len, kept)
+            batch = cost.resident(pool, needs)
             if not batch:
                 raise ValueError(f"a prompt of {prompt_len} tokens does not fit beside the weights")
-            step = cost.decode_step(shape, machine, batch, demand)
+            step = cost.decode_step(shape, machine, batch, needs)
             # A thousand waves: the last one, which drains, does not count.
-            requests = cost.end_to_end(shape, machine, demand, 1000 * batch, batch) / output_len
+            requests = cost.end_to_end(shape, machine, needs, 1000 * batch, batch) / output_len
             rows.append(
                 {
                     "prompt_len": prompt_len,
@@ -69,7 +69,7 @@ def cost_rows(
                     "resident": batch,
                     "step_ms": 1e3 * step,
                     "decode_tokens_per_s": batch / step,
-                    "prefill_s": cost.prefill(machine, demand),
+                    "prefill_s": cost.prefill(machine, needs),
                     "requests_per_s": requests,
                     "engines": ceil(request_rate / requests),
                 }

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from vllm_pyramid.bench.memory import evictions_counted
 from vllm_pyramid.bench.profile import profile, refusal
 from vllm_pyramid.bench.samples import Sample, Step, Timing, engine_sample
 from vllm_pyramid.bench.scheduler_state import (
@@ -180,7 +181,7 @@ class Engine:
                 did not evict.
         """
         self._log.preemptions = 0
-        evictions = self._evictions()
+        evictions = evictions_counted(self.scheduler)
         self.add(prompts, max_tokens, budget)
         resident, before_queueing, idle, peak = 0, None, 0, 0
         while idle < _SETTLED_STEPS:  # what an eviction frees is free a step later
@@ -196,7 +197,7 @@ class Engine:
                 f"{resident - step.decoding} finished before all that fit were admitted: give a "
                 "longer --output-len"
             )
-        evicted = self._evictions() - evictions
+        evicted = evictions_counted(self.scheduler) - evictions
         if budget is not None and evicted < resident:
             raise RuntimeError(
                 f"with the budget {budget} {resident} requests decode, and the scheduler counts "
@@ -215,11 +216,6 @@ class Engine:
             "tokens_left": tokens_left,
             "steps_left": steps_with_room(running, free, tokens_left),
         }
-
-    def _evictions(self) -> int:
-        """Evictions since the start; 0 without a policy."""
-        coordinator = getattr(self.scheduler, "coordinator", None)
-        return 0 if coordinator is None else int(coordinator.num_evictions)
 
     def steps(self, count: int) -> dict[str, Any]:
         """`count` decode steps of the running requests.

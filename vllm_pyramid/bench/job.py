@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from vllm_pyramid.bench.cost import Demand
+from vllm_pyramid.bench.cost import RequestNeeds
 from vllm_pyramid.bench.memory import PolicyMemory, check_budget_evicts
 from vllm_pyramid.bench.shapes import BLOCK_SIZE, Shape
 from vllm_pyramid.config import CONFIG_KEYS, NO_POLICY
@@ -63,11 +63,9 @@ class Variant:
 
     def tokens_kept(self, prompt_len: int) -> int:
         """Tokens of a prompt that each layer of a peer keeps (of stock vLLM: all)."""
-        return prompt_len if self.budget is None else _budget_tokens(self.budget, prompt_len)
-
-
-def _budget_tokens(budget: str, prompt_len: int) -> int:
-    return Budget.parse(budget).tokens_for(prompt_len, 1)
+        if self.budget is None:
+            return prompt_len
+        return Budget.parse(self.budget).tokens_for(prompt_len, 1)
 
 
 def _memory(shape: Shape, variant: Variant) -> PolicyMemory | None:
@@ -93,7 +91,7 @@ def variants_of(
         without_budget = Variant(policy, None)
         if not policy.startswith(KVPRESS):
             memory = None if policy == TRANSFORMERS else _memory(shape, without_budget)
-            if memory is None or not memory.policy.evicts:
+            if memory is None or not memory.evicts:
                 variants.append(without_budget)
                 continue
         for variant in (Variant(policy, budget) for budget in budgets):
@@ -143,12 +141,12 @@ class Job:
         memory = self.memory(variant)
         return memory is not None and memory.v_on_host
 
-    def demand(self, variant: Variant) -> Demand:
+    def needs(self, variant: Variant) -> RequestNeeds:
         """What one request needs, for the cost model."""
         if (memory := self.memory(variant)) is not None:
-            return memory.demand(self.prompt_len, self.output_len)
+            return memory.needs(self.prompt_len, self.output_len)
         kept = variant.tokens_kept(self.prompt_len)
-        return Demand.plain(self.shape, self.prompt_len, self.output_len, kept)
+        return RequestNeeds.plain(self.shape, self.prompt_len, self.output_len, kept)
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Random token ids, the same for every variant."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.bench.cost import Demand, prefill_ops
+from vllm_pyramid.bench.cost import RequestNeeds, prefill_ops
 from vllm_pyramid.bench.shapes import BLOCK_SIZE, Shape
 from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan
 from vllm_pyramid.policy.plans import Eviction
@@ -32,6 +32,12 @@ def tokens_until_eviction(scheduler: Any, request: Any) -> int | None:
     coordinator = getattr(scheduler, "coordinator", None)
     plan = coordinator and coordinator.confirmed_plan(request.request_id)
     return plan.every if plan is not None and plan.every else None
+
+
+def evictions_counted(scheduler: Any) -> int:
+    """Evictions since the start of a scheduler; 0 without a policy."""
+    coordinator = getattr(scheduler, "coordinator", None)
+    return 0 if coordinator is None else int(coordinator.num_evictions)
 
 
 def evictions_to_report(scheduler: Any, names: Iterable[str]) -> dict[str, Eviction]:
@@ -52,6 +58,16 @@ class PolicyMemory:
     def __init__(self, shape: Shape, policy: Policy) -> None:
         self.shape = shape
         self.policy = policy
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it ever evicts, so that a budget means something."""
+        return self.policy.evicts
+
+    @property
+    def definition(self) -> str:
+        """All of the policy's settings."""
+        return self.policy.model_dump_json()
 
     @property
     def v_on_host(self) -> bool:
@@ -101,13 +117,13 @@ class PolicyMemory:
         plan = self.policy.plan(prompt_len, self.shape.layers, int(self._block_sizes.max()))
         return plan.even() if isinstance(plan, OpenPlan) else plan
 
-    def demand(self, prompt_len: int, output_len: int) -> Demand:
+    def needs(self, prompt_len: int, output_len: int) -> RequestNeeds:
         """What a request needs. `output_len` is at least 2: prefill gives the first token."""
         assert output_len >= 2, output_len
         plan = self._plan(prompt_len)
         step_bytes, step_ops = self._attention(plan, output_len)
         block_bytes = self.shape.block_bytes
-        return Demand(
+        return RequestNeeds(
             prompt_len,
             output_len,
             self._prefill(plan),

@@ -42,7 +42,7 @@ class Prepared:
     def identity(self, measure: str) -> list[Any]:
         """All that the results depend on, beside the pools and the number of repetitions."""
         memories = [self.job.memory(variant) for variant in self.variants]
-        policies = [memory.policy.model_dump_json() for memory in memories if memory is not None]
+        policies = [memory.definition for memory in memories if memory is not None]
         versions = [metadata.version(name) for name in ("torch", "transformers")]
         return [
             *(identity_of_model(self.name), measure, asdict(self.job)),

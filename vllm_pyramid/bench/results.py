@@ -109,20 +109,20 @@ def _predict(
 ) -> dict[str, float | None]:
     """What the cost model says of a row: `_PREDICTED`, and `host_bytes`."""
     made: dict[str, float | None] = {}
-    demand = job.demand(variant)
+    needs = job.needs(variant)
     batch = 0
     if not variant.is_peer:
         pool_bytes = job.pool_blocks(variant, pool_prompts) * job.shape.block_bytes
-        batch = min(job.num_prompts, cost.resident(pool_bytes, demand))
+        batch = min(job.num_prompts, cost.resident(pool_bytes, needs))
         made["predicted_resident"] = batch
         made["host_bytes"] = job.host_bytes(variant, pool_prompts)
     if machine is None:
         return made
     if not pd.isna(decode_batch):
-        step = cost.decode_step(job.shape, machine, decode_batch, demand)
+        step = cost.decode_step(job.shape, machine, decode_batch, needs)
         made["predicted_decode_tokens_per_s"] = decode_batch / step
     if batch and not pd.isna(whole_job):
-        share = cost.prefill_share(job.shape, machine, demand, job.num_prompts, batch)
+        share = cost.prefill_share(job.shape, machine, needs, job.num_prompts, batch)
         made["predicted_prefill_share"] = share
     return made
 

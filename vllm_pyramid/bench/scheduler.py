@@ -27,7 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_pyramid.bench.memory import evictions_to_report
+from vllm_pyramid.bench.memory import evictions_counted, evictions_to_report
 from vllm_pyramid.bench.shapes import BLOCK_SIZE
 from vllm_pyramid.command_parts import Progress
 from vllm_pyramid.compat.side_channel import attach_evictions
@@ -43,7 +43,7 @@ COLUMNS = [
 ]
 
 
-class Lane:
+class SchedulerDriver:
     """A scheduler with all its requests decoding, and the times of its steps."""
 
     def __init__(
@@ -156,27 +156,31 @@ def _compare(
     longest = prompt_len + BLOCK_SIZE + steps + 128
     stock = _config(requests, longest, {})
     ours = _config(requests, longest, {"kv_policy": "pyramidkv", "kv_budget": "12%"})
-    lanes = {
-        ONE_GROUP: Lane(Scheduler, stock, _groups(layers, False, False), prompt_lens, steps),
-        GROUPS: Lane(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
-        PYRAMID: Lane(PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps),
+    drivers = {
+        ONE_GROUP: SchedulerDriver(
+            Scheduler, stock, _groups(layers, False, False), prompt_lens, steps
+        ),
+        GROUPS: SchedulerDriver(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
+        PYRAMID: SchedulerDriver(
+            PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps
+        ),
     }
-    pyramid = lanes[PYRAMID].scheduler
-    assert isinstance(pyramid, PyramidScheduler)
-    if pyramid.coordinator.num_evictions != requests:
-        raise RuntimeError(f"{pyramid.coordinator.num_evictions} of {requests} were evicted")
+    if (evicted := evictions_counted(drivers[PYRAMID].scheduler)) != requests:
+        raise RuntimeError(f"{evicted} of {requests} requests were evicted")
     gc.collect()
     gc.freeze()  # as the engine core does, so that collections do not walk the three pools
     try:
         for _ in range(steps):
-            for lane in lanes.values():
-                lane.times.append(lane.step())
+            for driver in drivers.values():
+                driver.times.append(driver.step())
             progress.advance()
     finally:
         gc.unfreeze()
-    rows = pd.DataFrame({name: pd.DataFrame(lane.times).median() for name, lane in lanes.items()}).T
+    rows = pd.DataFrame(
+        {name: pd.DataFrame(driver.times).median() for name, driver in drivers.items()}
+    ).T
     for name in ("schedule", "step"):
         rows[f"{name}_ratio"] = rows[f"{name}_ms"] / rows[f"{name}_ms"].iloc[0]
-    held = [lane.blocks_held for lane in lanes.values()]
+    held = [driver.blocks_held for driver in drivers.values()]
     rows = rows.assign(layers=layers, requests=requests, steps=steps, blocks_held=held)
     return rows.rename_axis("scheduler").reset_index()[COLUMNS]
