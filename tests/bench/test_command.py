@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import pytest
 from vllm_pyramid.bench import measures, prepare, server_load
 from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.job import WARM_UP_SEED, Job, Variant, variants_of
+from vllm_pyramid.bench.options import parse
 from vllm_pyramid.bench.prepare import Prepared, processor
 from vllm_pyramid.bench.results import make_rows, records
 from vllm_pyramid.bench.server_load import (
@@ -33,9 +35,11 @@ from vllm_pyramid.bench.server_load import (
 )
 from vllm_pyramid.bench.shapes import SHAPES
 from vllm_pyramid.child_process import ChildError
-from vllm_pyramid.cli import main
+from vllm_pyramid.cli import _build_parser, main
 
 pytestmark = pytest.mark.cpu
+
+RESULTS = sorted((Path(__file__).parents[2] / "docs" / "results").glob("bench-*.json"))
 
 
 @pytest.mark.parametrize(
@@ -277,6 +281,37 @@ def test_what_is_finished_is_measured_afresh(
     run("--repetitions", "2", "--fresh")
     assert len(fake.runs) == 4
     assert "Going on" in capsys.readouterr().out
+
+
+def test_samples_are_kept_until_the_results_are_written(
+    fake: type[FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["bench", "throughput", *JOB, "--repetitions", "2", "--out", str(tmp_path)]
+
+    def fails(*_: Any) -> None:
+        raise ValueError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measures, "write", fails)
+        assert main(command) == 2
+    assert len(fake.runs) == 4 and (tmp_path / "samples.jsonl").stat().st_size
+    assert main(command) == 0
+    assert len(fake.runs) == 4 and not (tmp_path / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_commands_of_kept_results_are_still_options(path: Path) -> None:
+    kept = json.loads(path.read_text())
+    words = shlex.split(kept["command"])[1:]
+    if "--peer-python" in words:  # an environment that is not here
+        words[words.index("--peer-python") + 1] = sys.executable
+    args = _build_parser().parse_args(words)
+    options = parse(args.measure, vars(args))
+    for row in kept["rows"]:
+        assert row["prompt_len"] == options.prompt_len and row["num_prompts"] == options.num_prompts
+        assert row["repetitions"] == options.repetitions
+        assert row["pool_prompts"] in [pool for pool, _ in options.rounds]
+        assert row["policy"] in (*options.policies, "full")  # the first policy was `full` once
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
     if isinstance(options, Cost):
         return _run_cost(options, console)
-    result = options.out / f"{args.measure}.json"
-    check_writable(options.out, (result, options.json_file, options.csv_file))
+    samples = options.out / "samples.jsonl"
+    check_writable(options.out, (samples, options.json_file, options.csv_file))
     if isinstance(options, SchedulerSteps):
         return _run_scheduler(options, console)
     return _run_engines(args.measure, options, console)

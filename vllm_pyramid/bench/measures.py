@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from vllm_pyramid.bench.cost import Machine
@@ -27,16 +28,20 @@ def run_measure(measure: str, options: EngineOptions, prepared: Prepared, consol
     if isinstance(options, Latency):
         rounds = options.repetitions * len(options.rates)
     total = len(prepared.variants) * prepared.job.num_prompts * rounds
-    if isinstance(options, Throughput | Pressure) and options.resumable:
-        samples, machine, found = _whole_jobs(measure, options, prepared, console, total)
-    else:
-        with Progress(console, total) as progress:
-            samples, machine, found = _at_once(options, prepared, progress)
-    rates = {"bandwidth": machine.bandwidth, "flops": machine.flops} if machine else None
-    baseline = prepared.variants[0].label
-    about = {"threads": prepared.threads, "machine": rates, **found, "baseline": baseline}
-    rows = make_rows(measure, prepared.job, prepared.variants, samples, machine)
-    write(measure, options, console, rows, about)
+    with ExitStack() as stack:
+        if isinstance(options, Throughput | Pressure) and options.resumable:
+            identity = [prepared.identity(measure), options.rounds]
+            store = SampleStore(options.out / "samples.jsonl", identity, fresh=options.fresh)
+            stack.enter_context(store)  # until the results are written
+            samples, machine, found = _whole_jobs(options, prepared, store, console, total)
+        else:
+            with Progress(console, total) as progress:
+                samples, machine, found = _at_once(options, prepared, progress)
+        rates = {"bandwidth": machine.bandwidth, "flops": machine.flops} if machine else None
+        baseline = prepared.variants[0].label
+        about = {"threads": prepared.threads, "machine": rates, **found, "baseline": baseline}
+        rows = make_rows(measure, prepared.job, prepared.variants, samples, machine)
+        write(measure, options, console, rows, about)
     if machine:
         say(
             console,
@@ -66,19 +71,18 @@ def _at_once(options: EngineOptions, prepared: Prepared, progress: Progress) -> 
 
 
 def _whole_jobs(
-    measure: str, options: Throughput | Pressure, prepared: Prepared, console: Any, total: int
+    options: EngineOptions, prepared: Prepared, store: SampleStore, console: Any, total: int
 ) -> Measured:
-    identity = [prepared.identity(measure), options.rounds]
-    with SampleStore(options.out / "samples.jsonl", identity, fresh=options.fresh) as store:
-        if found := sum(store.has(*which) for which in options.rounds):
-            say(
-                console,
-                f"Going on with a run that was interrupted: {found} of {len(options.rounds)} "
-                "repetitions are there (--fresh starts over).",
-            )
-        with (
-            Progress(console, total) as progress,
-            Engines(prepared, share=True, on_stage=progress.stage) as engines,
-        ):
-            samples = whole_jobs(prepared, engines, store, options.rounds, progress)
+    """The measures that go on after an interruption."""
+    if found := sum(store.has(*which) for which in options.rounds):
+        say(
+            console,
+            f"Going on with a run that was interrupted: {found} of {len(options.rounds)} "
+            "repetitions are there (--fresh starts over).",
+        )
+    with (
+        Progress(console, total) as progress,
+        Engines(prepared, share=True, on_stage=progress.stage) as engines,
+    ):
+        samples = whole_jobs(prepared, engines, store, options.rounds, progress)
     return samples, store.machine, {"measured": store.places}
