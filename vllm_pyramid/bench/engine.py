@@ -26,7 +26,7 @@ from vllm_pyramid.bench.scheduler_state import (
 from vllm_pyramid.child_process import read_tasks, say
 
 _MACHINE_ROUNDS = 20
-_SETTLED_STEPS = 3  # without prefill: then nothing more comes in
+_SETTLED_STEPS = 3  # without prefill: then no further request is admitted
 
 
 class Engine:

@@ -53,6 +53,7 @@ def draw(measure: str, rows: pd.DataFrame, folder: Path) -> Path:
                 errors = [[bars[name] - bars[low], bars[high] - bars[name]]]
             bars[[name]].plot.barh(ax=axis, xerr=errors, capsize=3, legend=False, xlabel="")
             axis.invert_yaxis()
+            axis.set_ylabel("")
         if over == "pool_prompts":
             axis.set_xscale("log", base=2)
             axis.invert_xaxis()

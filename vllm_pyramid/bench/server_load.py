@@ -36,7 +36,7 @@ from vllm_pyramid.command_parts import Progress
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 900
-TEXT_SLACK = 64  # tokens by which a text's length may miss the one asked for
+TEXT_SLACK = 64  # tokens by which a text may be longer than configured
 LOOK_SECONDS = 0.5
 _LOG_TAIL = 4000
 _GAUGES = {"resident_max": "vllm:num_requests_running", "peak_blocks": "vllm_pyramid:blocks_held"}
@@ -242,7 +242,7 @@ def as_sample(result: Mapping[str, Any], job: Job, rate: float) -> Sample:
 
 
 def with_slack(job: Job, variants: Sequence[Variant]) -> dict[str, Any]:
-    """Arguments of servers that take texts a little longer than asked for.
+    """Arguments of servers that take texts a little longer than configured.
 
     The KV cache has room for one such text and for what a policy gathers beside it. That may be a
     few blocks more than `--pool-prompts 1` says; for all policies.
