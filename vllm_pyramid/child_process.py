@@ -183,8 +183,16 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def orderly_termination() -> Iterator[None]:
-    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind.
+
+    Once: a second one (`timeout` sends two) would break off what the first one has begun.
+    """
+
+    def unwind(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, unwind)
     try:
         yield
     finally:
