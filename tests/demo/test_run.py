@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vllm_pyramid.child import ChildError
+from vllm_pyramid.child_process import ChildError
 from vllm_pyramid.demo import run
 from vllm_pyramid.demo.worker import Answer, Task, proof_of
 

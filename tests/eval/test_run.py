@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.eval.test_tasks import WordTokenizer
-from vllm_pyramid.child import ChildError
+from vllm_pyramid.child_process import ChildError
 from vllm_pyramid.cli import main
 from vllm_pyramid.eval import command
 from vllm_pyramid.eval import run as run_module

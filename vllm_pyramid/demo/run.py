@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_pyramid.child import ChildError, orderly_termination, run_child
+from vllm_pyramid.child_process import ChildError, orderly_termination, run_child
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.demo.worker import Answer, Task
 from vllm_pyramid.eval.haystack import load_tokens

@@ -2,7 +2,7 @@
 """One run of the demonstration in a process of its own: one policy, one engine, one prompt.
 
 It reads a `Task`, and sends `{"stage": ...}` messages for the progress display and last an
-`{"answer": ...}` (see `vllm_pyramid.child`).
+`{"answer": ...}` (see `vllm_pyramid.child_process`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_pyramid.child import read_task, say
+from vllm_pyramid.child_process import read_task, say
 
 # Fields of `RequestOutput.kv_transfer_params` that prove what was evicted.
 PROOF_KEYS = (

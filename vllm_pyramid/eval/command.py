@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if args.samples < 1:
         raise ValueError(f"--samples must be at least 1, not {args.samples}")
 
-    from vllm_pyramid.child import ChildError, orderly_termination
+    from vllm_pyramid.child_process import ChildError, orderly_termination
     from vllm_pyramid.demo import model_path
     from vllm_pyramid.eval import pictures
     from vllm_pyramid.eval.haystack import load_tokens

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One policy's engine in a process of its own: answers all requests of a run, budget by budget.
 
-Started by `run.py` through `vllm_pyramid.child`. Sends `{"stage": ...}`, then for every request
-`{"result": {...}, "key": ...}`.
+Started by `run.py` through `vllm_pyramid.child_process`. Sends `{"stage": ...}`, then for each
+request `{"result": {...}, "key": ...}`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_pyramid.child import read_task, say
+from vllm_pyramid.child_process import read_task, say
 from vllm_pyramid.eval.task import Result
 from vllm_pyramid.model_shape import shape_of_model
 

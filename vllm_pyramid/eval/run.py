@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.child import run_child
+from vllm_pyramid.child_process import run_child
 from vllm_pyramid.eval.engine import Request, Work
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.task import Result, Sample, Task

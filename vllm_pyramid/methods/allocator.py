@@ -31,10 +31,13 @@ class Allocator(Component):
 
     Class attributes:
         solves: the lengths are solved from the prompt's scores at its end (`solved/`).
+        budget_is_limit: the lengths follow from the allocator's own settings; a budget only lowers
+            them.
     """
 
     section: ClassVar[str] = "allocator"
     solves: ClassVar[bool] = False
+    budget_is_limit: ClassVar[bool] = False
 
     @abstractmethod
     def plan(

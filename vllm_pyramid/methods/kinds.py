@@ -61,9 +61,8 @@ def _import_kind(base: type[ComponentT], kind: str) -> type[ComponentT]:
         raise ValueError(f"the {base.section} {kind!r} is not a subclass of {base.__name__}")
     found.check_class()
     if inspect.isabstract(found):
-        raise ValueError(
-            f"the {base.section} {kind!r} does not define {', '.join(sorted(found.__abstractmethods__))}"
-        )
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ValueError(f"the {base.section} {kind!r} does not define {missing}")
     if get_origin(found.model_fields["kind"].annotation) is Literal:
         raise ValueError(
             f"the {base.section} {kind!r} has the kind of a built-in class, which other processes "

@@ -18,7 +18,7 @@ import torch
 from vllm.config import CompilationMode
 from vllm.model_executor.layers.linear import LinearBase
 
-__all__ = ["step_parts"]
+__all__ = ["step_functions"]
 
 Function = tuple[str, Any, str]  # part, object, name of its method
 
@@ -32,7 +32,7 @@ _KINDS = {
 }
 
 
-def step_parts(client: Any) -> list[Function]:
+def step_functions(client: Any) -> list[Function]:
     """The functions that make up a step of `client`, each with its part and the object it is of.
 
     Functions call one another: a part's time is that of its functions without those of other parts
@@ -104,13 +104,11 @@ def _attention(runner: Any) -> Iterator[Function]:
         if context is None:
             continue
         yield "eviction", context, "evict"
-        if context.mass is not None:
-            yield "eviction", context.mass, "forget"
-            yield "eviction", context.mass, "add"
-        if context.thinner is not None:
-            yield "eviction", context.thinner, "thin_layer"
+        for hooks in context.hooks:
+            yield "eviction", hooks, "after_write"
+            yield "eviction", hooks, "after_attention"
         yield "policy", context.retention, "begin_step"
-        yield "policy", context.retention, "take_report"
+        yield "policy", context.retention, "end_step"
     for groups in runner.attn_groups:
         for group in groups:
             for builder in group.metadata_builders:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an engine in a process of its own, so that its memory is gone before the next one starts.
+"""Runs an engine or a server in a process of its own, which frees its memory when it ends.
 
-The child is `python -m MODULE`, or another program that speaks as follows. It reads tasks, JSON
-objects on a line each, from standard input and prints messages, JSON objects on lines that begin
-with `MARK`; other lines are vLLM's and are ignored. `run_child` gives a child one task;
-a `Child` is kept and asked again, and its answer to a task ends with a message that has `done`.
+The child is `python -m MODULE`, or another program with the same protocol. It reads tasks from
+standard input, one JSON object a line. It prints messages to standard output, one JSON object a
+line, each line beginning with `MARK`; all other lines are vLLM's and are ignored. `run_child` gives
+a child one task. A `Child` stays and gets further tasks; the last message of an answer has `done`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Self
 
 MARK = "@vllm-pyramid "
 # The end of a failed process's log that is shown; the reason stands in the last lines.
@@ -48,13 +48,15 @@ def read_tasks() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-class Child:
-    """A process that waits for tasks. Use it in a `with` statement: it ends with it.
+class LoggedProcess:
+    """A process whose log error messages show. Use it in a `with` statement: it ends with it.
 
     Args:
         command: the program and its arguments. what: names it in error messages.
         offline: nothing is to be fetched from a hub. environment: variables beyond this process's.
     """
+
+    _piped: ClassVar[bool] = False  # its standard input and output; else the log has the output
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class Child:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE if self._piped else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self._piped else self._log,
             stderr=self._log,
             text=True,
             env={
@@ -86,12 +88,30 @@ class Child:
             start_new_session=True,  # a process group of its own, with the engine's processes
         )
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         end_group(self._process)
         self._log.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself."""
+        return self._process.poll() is not None
+
+    def error(self) -> ChildError:
+        """Of a process that has ended or is about to: its status and the end of its log."""
+        status = self._process.wait()
+        self._log.seek(0)
+        tail = "".join(self._log.readlines()[-_LOG_TAIL_LINES:])
+        return ChildError(f"{self.what} failed with exit status {status}; its log ends:\n\n{tail}")
+
+
+class Child(LoggedProcess):
+    """A process that waits for tasks; see the top of this file."""
+
+    _piped = True
 
     def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Give it a task; yields its messages up to the one that has `done`.
@@ -104,7 +124,7 @@ class Child:
             yield message
             if "done" in message:
                 return
-        self._raise_error()
+        raise self.error()
 
     def finish(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Give it its only or last task; yields its messages until the process ends.
@@ -118,7 +138,7 @@ class Child:
             self._process.stdin.close()
         yield from self._messages()
         if self._process.wait() != 0:
-            self._raise_error()
+            raise self.error()
 
     def _send(self, task: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -133,12 +153,6 @@ class Child:
             if line.startswith(MARK):
                 yield json.loads(line.removeprefix(MARK))
 
-    def _raise_error(self) -> NoReturn:
-        status = self._process.wait()
-        self._log.seek(0)
-        tail = "".join(self._log.readlines()[-_LOG_TAIL_LINES:])
-        raise ChildError(f"{self.what} failed with exit status {status}; its log ends:\n\n{tail}")
-
 
 def run_child(
     module: str, task: Mapping[str, Any], what: str, *, offline: bool
@@ -147,7 +161,7 @@ def run_child(
 
     Close the iterator (or let it run out) to be sure that every process it started has ended.
 
-    Args: as for `Child`.
+    Args: as for `LoggedProcess`.
 
     Raises:
         ChildError: the process failed.
@@ -169,8 +183,16 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def orderly_termination() -> Iterator[None]:
-    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind.
+
+    Once: a second one (`timeout` sends two) would break off what the first one has begun.
+    """
+
+    def unwind(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, unwind)
     try:
         yield
     finally:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 
 import pytest
 
-from vllm_pyramid.child import Child
+from vllm_pyramid.child_process import Child, LoggedProcess
 
 pytestmark = pytest.mark.cpu
 
@@ -37,3 +39,28 @@ def test_memory_of_engines_in_a_child_is_in_huge_pages(
     with Child([sys.executable, "-c", CODE], "the tensor's process", offline=True) as child:
         (message,) = child.ask({})
     assert ("hg" in message["done"]) is wanted
+
+
+TERMINATED = """
+import os, signal
+from vllm_pyramid.child_process import orderly_termination
+with orderly_termination():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("unwound")
+"""
+
+
+def test_a_second_sigterm_does_not_break_off_the_unwinding() -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "unwound\n")
+
+
+def test_a_process_that_ends_shows_its_log() -> None:
+    code = "import sys; print('to stdout'); sys.exit('to stderr')"
+    with LoggedProcess([sys.executable, "-c", code], "the process", offline=True) as process:
+        said = str(process.error())
+    assert "the process failed with exit status 1" in said
+    assert "to stdout" in said and "to stderr" in said

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_pyramid.bench.cost import Demand, prefill_ops
-from vllm_pyramid.bench.demand import policy_demand
+from vllm_pyramid.bench.cost import RequestNeeds, prefill_ops
+from vllm_pyramid.bench.memory import PolicyMemory
 from vllm_pyramid.bench.shapes import Shape
 from vllm_pyramid.policy import load_policy, policy_names
 
@@ -21,41 +21,41 @@ ROW, BLOCK = 4, 256
 WIDTH = 2 * 4 * 2  # operations of a query's product with a key, all heads
 
 
-def demand(
+def needs(
     shape: Shape,
     name: str,
     prompt_len: int,
     output_len: int,
     budget: int | str | None = None,
     **args: Any,
-) -> Demand:
-    return policy_demand(shape, load_policy(name, budget, args), prompt_len, output_len, 16)
+) -> RequestNeeds:
+    return PolicyMemory(shape, load_policy(name, budget, args)).needs(prompt_len, output_len)
 
 
 def test_full_is_what_nothing_kept_back_needs() -> None:
-    made, plain = demand(TINY, "full", 160, 9), Demand.plain(TINY, 160, 9, 160)
+    made, plain = needs(TINY, "full", 160, 9), RequestNeeds.plain(TINY, 160, 9, 160)
     assert astuple(made) == pytest.approx(astuple(plain))
     # Tokens 161 .. 168 are seen; the last one that is generated never has a place.
     assert made.step_bytes == 2 * 164.5 * 16 and made.step_ops == 2 * 2 * WIDTH * 164.5
     assert made.prompt_cache == 20 * BLOCK and made.decode_cache == 22 * BLOCK
-    assert demand(TINY, "full", 160, 17).decode_cache == 22 * BLOCK
-    assert demand(TINY, "full", 160, 18).decode_cache == 24 * BLOCK
+    assert needs(TINY, "full", 160, 17).decode_cache == 22 * BLOCK
+    assert needs(TINY, "full", 160, 18).decode_cache == 24 * BLOCK
 
 
 def test_v_in_host_memory() -> None:
     """Of the swapped layer: K of half a block's bytes, and N rows of V for each of 4 heads."""
-    made = demand(TINY, "kcache", 160, 9, top_n=8)
+    made = needs(TINY, "kcache", 160, 9, top_n=8)
     assert made.step_bytes == 164.5 * (16 + 8) + 8 * 4 * ROW
     assert made.step_ops == WIDTH * (2 * 164.5 + 164.5 + 8)
     assert made.prompt_cache == (10 + 5) * BLOCK and made.decode_cache == (11 + 6) * BLOCK
     assert made.prefill_ops == prefill_ops(TINY, 160)
-    none = demand(TINY, "kcache", 160, 9, top_n=8, device_layers=0)
+    none = needs(TINY, "kcache", 160, 9, top_n=8, device_layers=0)
     assert none.step_bytes == 2 * (164.5 * 8 + 8 * 4 * ROW) and none.prompt_cache == 10 * BLOCK
 
 
 def test_no_more_rows_of_v_than_there_are() -> None:
     """21 .. 28 keys are seen: the first four steps use them all, and 24 x 4 heads are more, too."""
-    made, full = demand(TINY, "kcache", 20, 9, top_n=24), demand(TINY, "full", 20, 9)
+    made, full = needs(TINY, "kcache", 20, 9, top_n=24), needs(TINY, "full", 20, 9)
     assert made.step_bytes == full.step_bytes
     beyond = (26.5 - 24) / 2  # in half of the steps, of one layer
     assert made.step_ops == full.step_ops - WIDTH * beyond
@@ -63,7 +63,7 @@ def test_no_more_rows_of_v_than_there_are() -> None:
 
 def test_eviction_with_v_in_host_memory() -> None:
     """K and V of the survivors; blocks of 32 tokens in the swapped layer, and so in both."""
-    made = demand(TINY, "snapkv", 160, 9, 64, values="host", top_n=8)
+    made = needs(TINY, "snapkv", 160, 9, 64, values="host", top_n=8)
     # 96 of 160 tokens go; 65 .. 72 are seen.
     assert made.step_bytes == 68.5 * (16 + 8) + 8 * 4 * ROW
     assert made.prompt_cache == (10 + 5) * BLOCK
@@ -72,7 +72,7 @@ def test_eviction_with_v_in_host_memory() -> None:
 
 def test_eviction_during_generation() -> None:
     """33 .. 48 keys, twice; K once more, its products and its numbers in every step."""
-    made = demand(TINY, "h2o", 64, 33, 32, interval=16)
+    made = needs(TINY, "h2o", 64, 33, 32, interval=16)
     assert made.step_bytes == 2 * 40.5 * (16 + 8 + 2 * 8)
     assert made.step_ops == 2 * 40.5 * WIDTH * (2 + 1)
     # Before an eviction 48 tokens are held, at the end, which is one, too.
@@ -82,7 +82,7 @@ def test_eviction_during_generation() -> None:
 
 def test_a_history_window_is_gathered_alone() -> None:
     """Of the last 4 of 16 queries before an eviction, when 45 .. 48 keys are seen."""
-    made = demand(TINY, "scissorhands", 64, 33, 32, interval=16, queries=4)
+    made = needs(TINY, "scissorhands", 64, 33, 32, interval=16, queries=4)
     gathered = 2 * 46.5 / 4
     assert made.step_bytes == pytest.approx(2 * 40.5 * 16 + gathered * (8 + 2 * 8))
     assert made.step_ops == pytest.approx(WIDTH * (2 * 2 * 40.5 + gathered))
@@ -91,14 +91,14 @@ def test_a_history_window_is_gathered_alone() -> None:
 
 
 def test_a_window_that_slides_gathers_nothing() -> None:
-    made = demand(TINY, "window", 64, 33, 32, schedule="interval", interval=16)
+    made = needs(TINY, "window", 64, 33, 32, schedule="interval", interval=16)
     assert made.step_bytes == 2 * 40.5 * 16 and made.prefill_ops == prefill_ops(TINY, 64)
 
 
 def test_tokens_that_leave_the_forward_pass() -> None:
     """Two pieces, of 32 and 16 tokens; three layers keep all, 2/3 and 1/3 of their contexts."""
     shape = Shape(**{**TINY.__dict__, "layers": 3})
-    made = demand(
+    made = needs(
         shape, "pyramidinfer", 48, 9, decay_curve="linear", decay_ratio=0.0, interval=1,
         min_context=1, recent_ratio=0.25, piece_tokens=32, sinks=0, fill_blocks=False,
     )  # fmt: skip
@@ -116,12 +116,12 @@ def test_tokens_that_leave_the_forward_pass() -> None:
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_every_policy_has_a_demand(name: str) -> None:
+def test_every_policy_has_its_needs(name: str) -> None:
     """Everything but `full` needs less of the pool behind the prompt's end, and reads less."""
     shape = Shape(**{**TINY.__dict__, "layers": 8})
     evicts = load_policy(name).evicts and name != "pyramidinfer"
-    made = demand(shape, name, 2048, 64, "12%" if evicts else None)
-    full = demand(shape, "full", 2048, 64)
+    made = needs(shape, name, 2048, 64, "12%" if evicts else None)
+    full = needs(shape, "full", 2048, 64)
     assert made.prompt_cache <= full.prompt_cache
     if name != "full":
         assert made.decode_cache < full.decode_cache
