@@ -7,9 +7,9 @@ itself. A request evicts at the end of its prompt and, where the plan says so, e
 after it; a step never computes tokens on both sides of such a point.
 
 A plan is a function of the prompt length, on which scheduler and workers agree without a message,
-or it is open until the step that ends the prompt solves it (methods/solved). The worker then goes by
-its own result from the next step on, whether or not the scheduler has heard of it by then. After a
-preemption it is open again.
+or it is open until the step that ends the prompt solves it (`methods/solved`). The worker then goes
+by its own result from the next step on, whether or not the scheduler has heard of it by then. After
+a preemption it is open again.
 
 Shape legend: L layers, R requests of the step.
 """
