@@ -15,6 +15,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from unittest import mock
@@ -22,6 +23,7 @@ from unittest import mock
 import datasets
 import huggingface_hub
 import lm_eval.tasks
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
@@ -183,7 +185,7 @@ class LmEvalTask(Task):
                     log_samples=False,
                     apply_chat_template=self._chat,
                 )
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, TemplateError) as error:
             raise ValueError(f"lm-eval's task {self.name!r}: {error}") from error
 
 
@@ -206,6 +208,11 @@ def _no_network() -> Iterator[None]:
         yield
 
 
+@cache
+def _known_tasks(within: Path | None) -> lm_eval.tasks.TaskManager:
+    return lm_eval.tasks.TaskManager(include_path=within, include_defaults=within is None)
+
+
 def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
     """lm-eval's task objects of a name, file or configuration.
 
@@ -215,16 +222,12 @@ def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
     name = spec if isinstance(spec, str) else (spec.get("group") or spec["task"])
     try:
         with _no_network(), redirect_stderr(io.StringIO()):
-            manager = lm_eval.tasks.TaskManager(
-                include_path=within, include_defaults=within is None
-            )
-            return list(manager.load([spec])["tasks"].values())
-    except (OSError, LookupError, ValueError, ImportError, _NoNetworkError) as error:
-        reason = str(error.args[0] if error.args else error)
-        raise ValueError(
-            f"cannot load lm-eval's task {name!r}: {reason}. Nothing is downloaded: for data that "
-            "is not here give a file of your own, as in --lm-eval NAME=FILE.jsonl"
-        ) from error
+            return list(_known_tasks(within).load([spec])["tasks"].values())
+    except (OSError, LookupError, ValueError, ImportError, TemplateError, _NoNetworkError) as error:
+        reason = f"cannot load lm-eval's task {name!r}: {error.args[0] if error.args else error}"
+        if isinstance(error, (ConnectionError, _NoNetworkError)):
+            reason += ". Nothing is downloaded: give a local file, as in --lm-eval NAME=FILE.jsonl"
+        raise ValueError(reason) from error
 
 
 def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:

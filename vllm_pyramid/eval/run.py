@@ -187,7 +187,7 @@ class Run:
             limits = [limit for limit in (room, self.settings.max_prompt) if limit is not None]
             prompt = _without_middle(prompt, min([len(prompt), *limits]))
         elif room is not None and len(prompt) > room:
-            shorter = f"a length of at most {length - len(prompt) + room}" if length else "less"
+            shorter = f"at most {length - len(prompt) + room}" if length else "shorter prompts"
             raise ValueError(
                 f"the task {task.name!r} at length {length} needs {len(prompt) + answer} tokens "
                 f"with its answer, and the model takes {self._longest}: ask for {shorter}"
