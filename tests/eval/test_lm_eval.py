@@ -121,7 +121,7 @@ def test_a_yaml_file_with_a_local_file(tmp_path: Path) -> None:
     made = samples(task)
     assert [sample.prompt for sample in made] == ["Capital of France? It is"] * 2
     assert (made[0].max_tokens, made[0].stop, made[0].may_be_cut) == (5, (".",), True)
-    assert scores(task, " paris", "Rome") == {"exact_match (stripped)": 0.5}
+    assert scores(task, " paris. Rome is another.", "Rome") == {"exact_match (stripped)": 0.5}
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_wrong_lines_are_named(tmp_path: Path, line: bytes, message: str) -> Non
 
 
 def test_unknown_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"hotpot.jsonl is not named after one of lm-eval's"):
+    with pytest.raises(ValueError, match=r"hotpot.jsonl is not named after a data set"):
         longbench_tasks([str(write(tmp_path / "hotpot.jsonl", entry("hotpotqa")))], chat=False)
     with pytest.raises(ValueError, match="--longbench: there is no file or folder"):
         longbench_tasks([str(tmp_path / "qasper.jsonl")], chat=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vllm_pyramid.command_parts import progress_bar
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.eval.engine import ChildError, Request, Work, answer_all, orderly_termination
 from vllm_pyramid.eval.haystack import load_tokens
@@ -30,8 +29,7 @@ from vllm_pyramid.eval.result import Result
 from vllm_pyramid.eval.task import begins_with
 from vllm_pyramid.eval.words import make_name, make_number
 
-POLICIES = ("full", "streaming-llm", "pyramidkv")
-FULL = "full"
+POLICIES = ("full", "streaming-llm", "pyramidkv")  # the first evicts nothing
 # The number asked for has five tokens, and the prompt's last query looks at the first: the pooling
 # of the scores must reach over all of them (docs/quality.md).
 POLICY_ARGS = {"pyramidkv": {"kernel_size": 11}}
@@ -56,12 +54,11 @@ def build_prompt(model: Path, tokens: int) -> tuple[str, str]:
 
 def work_of(model: Path, prompt: str, max_tokens: int, policy: str, budget: str) -> Work:
     """What one policy's engine is to do; the policy that evicts nothing has no budget."""
-    evicts = policy != FULL
     ids = load_tokens(model).encode(prompt)
     request = Request(
         key=policy,
         prompt_token_ids=ids,
-        budget=budget if evicts else None,
+        budget=None if policy == POLICIES[0] else budget,
         max_tokens=max_tokens,
         ignore_eos=True,
     )
@@ -153,12 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m vllm_pyramid.demo`; returns the exit status."""
     args = parse_args(argv)
     console = Console()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     results: dict[str, Result] = {}
     try:
         model = args.model or model_path()
@@ -168,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"asked for at the end: {len(POLICIES)} policies, each in an engine of its own.\n"
             f"Model: {'the built-in one' if args.model is None else escape(str(model))}\n"
         )
-        with orderly_termination(), Progress(*columns, console=console, transient=True) as progress:
+        with orderly_termination(), progress_bar(console) as progress:
             bar_id = progress.add_task("starting", total=len(POLICIES))
             for policy in POLICIES:
                 work = work_of(model, prompt, args.max_tokens, policy, args.kv_budget)
@@ -198,7 +189,3 @@ def _summary(console: Console, results: dict[str, Result], right: str) -> None:
             f"{result.decode_tokens_per_second:,.1f}",
         )
     console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

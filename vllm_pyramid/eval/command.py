@@ -25,15 +25,10 @@ from vllm_pyramid.config import parse_engine_args
 if TYPE_CHECKING:
     import pandas as pd
 
-    from vllm_pyramid.eval.run import Answer, Run, Settings, Store
+    from vllm_pyramid.eval.run import Answer, Settings
     from vllm_pyramid.eval.task import Task
 
 __all__ = ["add_command"]
-
-DEFAULT_POLICIES = "full,streaming-llm,snapkv,pyramidkv"
-DEFAULT_BUDGETS = "3%,12%"
-DEFAULT_LENGTHS = "1024"
-DEFAULT_SAMPLES = 10
 
 _ABOUT_DIGITS = (
     "Exact match counts whole numbers, the other tables their digits one by one. Where every digit "
@@ -52,59 +47,47 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure what eviction costs in quality",
-        description="Runs generated tasks through the engine with several policies and budgets, "
-        "and shows what each costs. Needs no download: the built-in model and the texts come with "
-        "the package and with Python.",
+        description="Runs tasks through the engine with several policies and budgets, and shows "
+        "what each costs. The built-in model and the texts of the generated tasks come with the "
+        "package and with Python.",
     )
-    flag = parser.add_argument
-    flag("--model", help="folder or Hugging Face name (default: the built-in model)")
-    flag(
-        "--policies",
-        default=DEFAULT_POLICIES,
-        help="names or .yaml files, each with arguments if need be, as in "
-        "'full,snapkv:{\"kernel_size\":11}' (%(default)s)",
-    )
-    flag(
-        "--budgets",
-        default=DEFAULT_BUDGETS,
-        help="tokens or per cent, for the policies that evict (%(default)s)",
-    )
-    flag("--tasks", help="names, or `all` generated ones (all; none beside tasks of lm-eval)")
-    flag("--lengths", default=DEFAULT_LENGTHS, help="of the prompts, in tokens (%(default)s)")
-    flag(
-        "--samples",
-        type=int,
-        default=DEFAULT_SAMPLES,
-        help="of each task, length and seed (%(default)s)",
-    )
-    flag("--seeds", default="0", help="each makes samples of its own (%(default)s)")
-    flag(
-        "--out",
-        type=Path,
-        default=Path("eval-results"),
-        help="folder for all results, kept for the next run too (%(default)s)",
-    )
-    flag("--json", type=Path, metavar="FILE", help="write the rows there too")
-    flag(
-        "--merge-into",
-        type=Path,
-        metavar="FILE",
-        help="put the rows into this JSON file beside those of other runs, in place of equal ones",
-    )
-    flag("--csv", type=Path, metavar="FILE", help="write the rows there too")
-    flag("--markdown", type=Path, metavar="FILE", help="write the tables there")
-    flag("--no-pictures", action="store_true", help="draw nothing (needs no matplotlib)")
-    flag("--fresh", action="store_true", help="forget earlier results in the folder")
-    flag("--engine-args", help="JSON, further arguments of vllm_pyramid.LLM")
-    flag("--list", action="store_true", help="show the tasks and stop")
-
+    parser.add_argument("--list", action="store_true", help="show the tasks and stop")
+    for name, default, text in (
+        ("model", None, "folder or Hugging Face name (default: the built-in model)"),
+        (
+            "policies",
+            "full,streaming-llm,snapkv,pyramidkv",
+            "names or .yaml files, each with arguments if need be, as in "
+            "'full,snapkv:{\"kernel_size\":11}' (%(default)s)",
+        ),
+        ("budgets", "3%,12%", "tokens or per cent, for the policies that evict (%(default)s)"),
+        ("tasks", None, "names, or `all` generated ones (all; none beside tasks of lm-eval)"),
+        ("lengths", "1024", "of the prompts, in tokens (%(default)s)"),
+        ("samples", 10, "of each task, length and seed (%(default)s)"),
+        ("seeds", "0", "each makes samples of its own (%(default)s)"),
+        ("engine-args", None, "JSON, further arguments of vllm_pyramid.LLM"),
+    ):
+        kind = int if name == "samples" else str
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    output = parser.add_argument_group("output")
+    for name, text in (
+        ("out", "folder for all results, kept for the next run too (%(default)s)"),
+        ("json", "write the rows there too"),
+        ("merge-into", "put the rows into this JSON file of other runs, in place of equal ones"),
+        ("csv", "write the rows there too"),
+        ("markdown", "write the tables there"),
+    ):
+        folder = Path("eval-results") if name == "out" else None
+        output.add_argument(f"--{name}", type=Path, metavar="PATH", default=folder, help=text)
+    output.add_argument("--no-pictures", action="store_true", help="draw nothing")
+    output.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
     group = parser.add_argument_group("tasks of lm-eval (nothing is downloaded)")
     for name, metavar, text in (
-        ("--lm-eval", "TASK", "its tasks or groups, .yaml files, or NAME=FILE.jsonl: NAME on FILE"),
-        ("--longbench", "PATH", "LongBench's .jsonl files, or a folder of them"),
-        ("--ruler", "PATH", "RULER's generated .jsonl files, or a folder of them"),
+        ("lm-eval", "TASK", "its tasks or groups, .yaml files, or NAME=FILE.jsonl: NAME on FILE"),
+        ("longbench", "PATH", "LongBench's .jsonl files, or a folder of them"),
+        ("ruler", "PATH", "RULER's generated .jsonl files, or a folder of them"),
     ):
-        group.add_argument(name, nargs="+", default=[], metavar=metavar, help=text)
+        group.add_argument(f"--{name}", nargs="+", default=[], metavar=metavar, help=text)
     group.add_argument(
         "--max-prompt",
         type=int,
@@ -163,8 +146,13 @@ def run(args: argparse.Namespace) -> int:
             soft_wrap=True,
         )
         try:
-            with orderly_termination():
-                _execute(console, evaluation, store, missing)
+            with orderly_termination(), progress_bar(console) as progress:
+                bar = progress.add_task("starting", total=missing)
+                evaluation.execute(
+                    store,
+                    lambda text: progress.update(bar, description=text),
+                    lambda: progress.advance(bar),
+                )
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
@@ -219,18 +207,6 @@ def _tasks_of_lm_eval(args: argparse.Namespace) -> Sequence[Task]:
     return tasks
 
 
-def _execute(console: Any, evaluation: Run, store: Store, missing: int) -> None:
-    if not missing:
-        return
-    with progress_bar(console) as progress:
-        bar = progress.add_task("starting", total=missing)
-        evaluation.execute(
-            store,
-            lambda text: progress.update(bar, description=text),
-            lambda: progress.advance(bar),
-        )
-
-
 def _write(
     console: Any, args: argparse.Namespace, answers: Sequence[Answer], rows: pd.DataFrame
 ) -> None:
@@ -243,18 +219,18 @@ def _write(
         "model": "built-in" if args.model is None else args.model,
         "command": _command(args),
     }
-    for path in (args.out / "results.json", args.json):
-        if path is not None:
-            path.write_text(as_json(rows, about), encoding="utf-8")
     shared: Path | None = args.merge_into
-    if shared is not None:
-        known = shared.read_text(encoding="utf-8")
-        shared.write_text(merged_json(known, rows, about, str(shared)), encoding="utf-8")
-    for path in (args.out / "results.csv", args.csv):
+    known = shared.read_text(encoding="utf-8") if shared is not None else ""
+    for path, text in (
+        (args.out / "results.json", as_json(rows, about)),
+        (args.json, as_json(rows, about)),
+        (shared, merged_json(known, rows, about, str(shared))),
+        (args.out / "results.csv", rows.to_csv(index=False)),
+        (args.csv, rows.to_csv(index=False)),
+        (args.markdown, as_markdown(rows)),
+    ):
         if path is not None:
-            rows.to_csv(path, index=False)
-    if args.markdown is not None:
-        args.markdown.write_text(as_markdown(rows), encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
     for table in tables(rows):
         console.print(table)
     if rows["digits"].notna().any():

@@ -30,7 +30,7 @@ class Request(BaseModel):
     Attributes:
         key: comes back with the result.
         budget: the request's own, None for a policy that evicts nothing.
-        max_tokens: to generate. stop: texts that end the generation before.
+        max_tokens: to generate; no text stops it before, since vLLM then returns no report.
         forced: the continuation to decode instead, or empty.
         ignore_eos: generate all of `max_tokens`.
     """
@@ -41,7 +41,6 @@ class Request(BaseModel):
     prompt_token_ids: list[int]
     budget: str | None
     max_tokens: int
-    stop: list[str] = []
     forced: list[int] = []
     ignore_eos: bool = False
 
@@ -147,8 +146,8 @@ def _engine_args(work: Work) -> dict[str, Any]:
     if current_platform.is_cpu():
         shape, _ = shape_of_model(work.model, None)
         blocks = (-(-longest // 16) + 1) * shape.num_layers * work.batch
-        defaults["kv_cache_memory_bytes"] = blocks * shape.block_bytes(16)
-        defaults["enforce_eager"] = True
+        size = blocks * shape.block_bytes(16)
+        defaults |= {"kv_cache_memory_bytes": size, "enforce_eager": True}
     return {**defaults, **work.engine_args}
 
 
@@ -163,7 +162,6 @@ def _params(request: Request) -> Any:
     return SamplingParams(
         temperature=0.0,
         max_tokens=request.max_tokens,
-        stop=request.stop or None,
         ignore_eos=request.ignore_eos,
         extra_args=extra or None,
     )

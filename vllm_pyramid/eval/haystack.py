@@ -8,37 +8,24 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_pyramid.eval.topics import topics
 
-__all__ = ["Tokenizer", "Tokens", "load_tokens"]
+__all__ = ["Tokens", "load_tokens"]
 
 # Tokens that may be missing at the end of a passage: few sentences are shorter.
 _SHORT = 16
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    chat_template: Any
-    bos_token: str | None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
 
 
 class Tokens:
     """Counts tokens as the served model will, and cuts text to a number of them.
 
     Args:
-        tokenizer: of the model; its special tokens are added, as vLLM does with a prompt.
+        tokenizer: of the model, from Hugging Face; its special tokens are added, as vLLM does.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -58,11 +45,8 @@ class Tokens:
         """
         if not self._tokenizer.chat_template:
             raise ValueError("this model's tokenizer has no chat template")
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        apply = self._tokenizer.apply_chat_template
+        return str(apply(messages, tokenize=False, add_generation_prompt=True))
 
     def first(self, text: str, length: int) -> str:
         """The beginning of `text` that takes at most `length` tokens, to a word's end.

@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, computed_field
 
@@ -39,6 +39,7 @@ __all__ = ["LmEvalTask", "load_tasks", "longbench_tasks", "ruler_tasks"]
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
+_LONGBENCH = Path(lm_eval.tasks.__file__).parent / "longbench"
 # LongBench's examples and code are to be continued, by chat models too.
 _CONTINUED = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 # RULER's tasks by the beginning of their names, with the tokens that it generates for each.
@@ -129,10 +130,9 @@ class LmEvalTask(Task):
 
         def collect(requests: list[Instance]) -> list[str]:
             found.extend(map(self._sample, requests))
-            return [""] * len(requests)
+            return [""] * len(requests)  # finds references that cannot be scored
 
         self._tokens = tokens
-        # Scoring empty answers, too, finds references that cannot be scored.
         self._evaluate(collect, count)
         return found
 
@@ -142,7 +142,10 @@ class LmEvalTask(Task):
         def respond(requests: list[Instance]) -> list[str]:
             if [self._sample(request) for request in requests] != list(samples):
                 raise RuntimeError(f"lm-eval makes other prompts for {self.name} than before")
-            return [result.text for result in results]
+            return [
+                postprocess_generated_text(result.text, list(sample.stop), None)
+                for sample, result in zip(samples, results, strict=True)
+            ]
 
         entries = len({sample.facts["entry"] for sample in samples})
         found = self._evaluate(respond, entries)
@@ -217,7 +220,7 @@ def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
     """lm-eval's task objects of a name, file or configuration.
 
     Args:
-        within: the folder of lm-eval's tasks to read: all of them take ten seconds.
+        within: the folder of tasks to look in: to read all that lm-eval has takes ten seconds.
     """
     name = spec if isinstance(spec, str) else (spec.get("group") or spec["task"])
     try:
@@ -242,13 +245,29 @@ def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
     for spec in specs:
         name, equals, file = spec.partition("=")
         if equals:
-            made = _load(_on_file(name, Path(file), dict[str, Any]))
-        elif spec.endswith((".yaml", ".yml")):
-            made = _load(spec, within=Path(spec).absolute().parent)
+            found = _load_on_file(name, Path(file))
         else:
-            made = _load(spec)
-        tasks += [LmEvalTask(task, chat=chat) for task in made]
+            is_file = spec.endswith((".yaml", ".yml"))
+            found = _load(spec, Path(spec).absolute().parent if is_file else None)
+        plain = name.removeprefix("longbench_").removesuffix("_e") in _CONTINUED
+        tasks += [LmEvalTask(task, chat=chat and not plain) for task in found]
     return tasks
+
+
+def _load_on_file(name: str, path: Path) -> list[Any]:
+    """lm-eval's task `name` on the entries of a file; its prompt may have no examples of others."""
+    if not path.is_file():
+        raise ValueError(f"the file {str(path)!r} for lm-eval's task {name!r} is missing")
+    of_longbench = name.startswith("longbench_")
+    task = {
+        "task": name,
+        "custom_dataset": _reader(path, LongBenchEntry if of_longbench else dict[str, Any]),
+        "test_split": "test",
+        **dict.fromkeys(["validation_split", "training_split", "fewshot_split"]),
+    }
+    # A group is the form in which lm-eval takes changes to a task of its own.
+    group = {"group": f"{name} of {path.name}", "task": [task]}
+    return _load(group, _LONGBENCH if of_longbench else None)
 
 
 def longbench_tasks(paths: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
@@ -257,15 +276,10 @@ def longbench_tasks(paths: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
     Raises:
         ValueError: a file is missing, of something else, or cannot be read.
     """
-    folder = Path(lm_eval.tasks.__file__).parent / "longbench"
-    tasks = []
-    for path in _files(paths, "--longbench", "*.jsonl"):
-        if not (folder / f"{path.stem}.yaml").is_file():
-            raise ValueError(f"{path} is not named after one of lm-eval's data sets of LongBench")
-        (task,) = _load(_on_file(f"longbench_{path.stem}", path, LongBenchEntry), within=folder)
-        plain = path.stem.removesuffix("_e") in _CONTINUED
-        tasks.append(LmEvalTask(task, chat=chat and not plain))
-    return tasks
+    files = _files(paths, "--longbench", "*.jsonl")
+    if unknown := [path for path in files if not (_LONGBENCH / f"{path.stem}.yaml").is_file()]:
+        raise ValueError(f"{unknown[0]} is not named after a data set that lm-eval has")
+    return load_tasks([f"longbench_{path.stem}={path}" for path in files], chat=chat)
 
 
 def ruler_tasks(paths: Sequence[str]) -> list[LmEvalTask]:
@@ -286,11 +300,10 @@ def ruler_tasks(paths: Sequence[str]) -> list[LmEvalTask]:
                 f"{path}: neither the file nor its folder is named after a task of RULER; the "
                 f"names begin with {', '.join(RULER_ANSWERS)}"
             )
-        # The path is that of RULER's scripts: `4096/data/vt/validation.jsonl`.
+        # RULER's scripts write `4096/data/vt/validation.jsonl`.
         lengths = [int(folder.name) for folder in above[:3] if folder.name.isdecimal()]
-        (task,) = _load(_ruler_task(names[0], path), within=path.parent)
-        length = lengths[0] if lengths else 0
-        tasks.append(LmEvalTask(task, length=length, may_be_cut=False))
+        (task,) = _load(_ruler_task(names[0], path), path.parent)
+        tasks.append(LmEvalTask(task, length=(*lengths, 0)[0], may_be_cut=False))
     return tasks
 
 
@@ -313,21 +326,8 @@ def _ruler_task(name: str, path: Path) -> dict[str, Any]:
         "doc_to_target": lambda doc: doc["outputs"],
         "process_results": process_results,
         "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
-        "generation_kwargs": {
-            "do_sample": False,
-            "max_gen_toks": RULER_ANSWERS[kind],
-            "until": [],
-        },
+        "generation_kwargs": {"max_gen_toks": RULER_ANSWERS[kind], "until": []},
     }
-
-
-def _on_file(name: str, path: Path, entry: Any) -> dict[str, Any]:
-    """lm-eval's task `name` on the entries of a file, as a group of that one task."""
-    if not path.is_file():
-        raise ValueError(f"the file {str(path)!r} for lm-eval's task {name!r} is missing")
-    splits = {"test_split": "test", "validation_split": None, "training_split": None}
-    data = {"custom_dataset": _reader(path, entry), "fewshot_split": None, **splits}
-    return {"group": f"{name} of {path.name}", "task": [{"task": name, **data}]}
 
 
 def _reader(path: Path, entry: Any) -> Callable[..., dict[str, datasets.Dataset]]:
@@ -338,27 +338,21 @@ def _reader(path: Path, entry: Any) -> Callable[..., dict[str, datasets.Dataset]
     """
     adapter: TypeAdapter[Any] = TypeAdapter(entry)
     entries = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            if line.strip():
                 entries.append(adapter.dump_python(adapter.validate_json(line)))
-            except ValidationError as error:
-                wrong = error.errors()[0]
-                field = "".join(f"{part}: " for part in wrong["loc"])
-                raise ValueError(f"{path}, line {number}: {field}{wrong['msg']}") from None
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            field = "".join(f"{part}: " for part in wrong["loc"])
+            raise ValueError(f"{path}, line {number}: {field}{wrong['msg']}") from None
     if not entries:
         raise ValueError(f"{path} has no entries")
     return lambda **_: {"test": datasets.Dataset.from_list(entries)}
 
 
 def _files(paths: Sequence[str], flag: str, pattern: str) -> list[Path]:
-    """The files, and of folders those that match `pattern`, each once, in order.
-
-    Raises:
-        ValueError: there is none; names the flag.
-    """
+    """The files, and of folders those that match `pattern`, each once, in order."""
     found: list[Path] = []
     for path in map(Path, paths):
         files = sorted(path.glob(pattern)) if path.is_dir() else [path]

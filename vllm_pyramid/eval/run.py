@@ -8,7 +8,7 @@ an interrupted run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from vllm_pyramid.eval.variants import Variant, budgets_of
 from vllm_pyramid.model_shape import longest_of_model
 from vllm_pyramid.store import Store, identity_of_model, key_of
 
-__all__ = ["Answer", "Run", "Settings", "Store", "budgets_of"]
+__all__ = ["Answer", "Job", "Run", "Settings", "Store", "budgets_of"]
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,32 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One sample with its result.
+class Job:
+    """One sample under one policy and budget."""
 
-    Attributes:
-        policy: the variant's label. budget: as requested, "100%" where nothing is evicted.
-    """
-
-    task: Task
-    policy: str
-    budget: str
-    length: int
-    seed: int
-    sample: Sample
-    result: Result
-
-
-@dataclass(frozen=True)
-class _Job:
     task: Task
     variant: Variant
     length: int
     seed: int
     sample: Sample
     request: Request
+
+    @property
+    def policy(self) -> str:
+        """What tables call the policy."""
+        return self.variant.label
+
+    @property
+    def budget(self) -> str:
+        """As requested; "100%" where nothing is evicted."""
+        return self.request.budget or "100%"
+
+
+@dataclass(frozen=True)
+class Answer(Job):
+    """A job with its result."""
+
+    result: Result
 
 
 class Run:
@@ -92,33 +94,36 @@ class Run:
             for sample in task.samples(tokens, length, settings.samples, seed)
         ]
         identity = identity_of_model(settings.model)
-        self.jobs: list[_Job] = []
+        needing = [task.name for task in settings.tasks if task.needs_recall]
+        self.jobs: list[Job] = []
         for variant in settings.policies:
-            _check_recall(variant, settings.tasks)
+            if needing and variant.thins_prompts:
+                raise ValueError(
+                    f"policy {variant.label!r} thins prompts between layers, so no layer computes "
+                    f"the full attention that {', '.join(needing)} measures: name other tasks "
+                    "(--tasks), or leave the policy out"
+                )
             for budget in budgets_of(variant.load(), settings.budgets):
                 if budget is not None:
                     variant.load(budget)  # raises where they do not suit each other
                 where = [identity, settings.engine_args, variant.definition(), budget]
                 for task, length, seed, sample, prompt, forced in made:
+                    what = [prompt, forced, sample.max_tokens, task.needs_recall]
                     request = Request(
-                        key=key_of(
-                            where,
-                            [prompt, forced, sample.max_tokens, sample.stop, task.needs_recall],
-                        ),
+                        key=key_of(where, what),
                         prompt_token_ids=prompt,
                         budget=budget,
                         max_tokens=sample.max_tokens,
-                        stop=list(sample.stop),
                         forced=forced,
                     )
-                    self.jobs.append(_Job(task, variant, length, seed, sample, request))
+                    self.jobs.append(Job(task, variant, length, seed, sample, request))
 
     def missing(self, store: Store) -> dict[str, list[Request]]:
         """The requests that the store has no result of, by the policy's label; each once."""
         wanted: dict[str, dict[str, Request]] = {}
         for job in self.jobs:
             if store.get(job.request.key) is None:
-                wanted.setdefault(job.variant.label, {})[job.request.key] = job.request
+                wanted.setdefault(job.policy, {})[job.request.key] = job.request
         return {label: list(requests.values()) for label, requests in wanted.items()}
 
     def execute(
@@ -129,15 +134,17 @@ class Run:
         Raises:
             ChildError: an engine failed.
         """
-        variants = {variant.label: variant for variant in self.settings.policies}
-        for label, requests in self.missing(store).items():
+        missing = self.missing(store)
+        for variant in self.settings.policies:
+            if not (requests := missing.get(variant.label)):
+                continue
             longest = max(len(r.prompt_token_ids) + r.answer_tokens for r in requests)
             work = Work(
-                label=label,
+                label=variant.label,
                 model=self.settings.model,
-                kv_policy=variants[label].policy,
-                kv_policy_args=dict(variants[label].args),
-                policy_name=variants[label].load().name,
+                kv_policy=variant.policy,
+                kv_policy_args=dict(variant.args),
+                policy_name=variant.load().name,
                 engine_args={"max_model_len": longest + 1, **self.settings.engine_args},
                 requests=sorted(requests, key=_order),
                 recall=any(task.needs_recall for task in self.settings.tasks),
@@ -155,18 +162,9 @@ class Run:
         """
         for job in self.jobs:
             result = store.get(job.request.key)
-            budget = job.request.budget or "100%"
             if result is None:
-                raise RuntimeError(f"no result of {job.task.name}, {job.variant.label}, {budget}")
-            yield Answer(
-                task=job.task,
-                policy=job.variant.label,
-                budget=budget,
-                length=job.length,
-                seed=job.seed,
-                sample=job.sample,
-                result=Result.model_validate(result),
-            )
+                raise RuntimeError(f"no result of {job.task.name}, {job.policy}, {job.budget}")
+            yield Answer(**vars(job), result=Result.model_validate(result))
 
     def _encode(
         self, tokens: Tokens, task: Task, length: int, sample: Sample
@@ -210,14 +208,3 @@ def _order(request: Request) -> tuple[int, int, int]:
     """
     prompt = len(request.prompt_token_ids)
     return (prompt - 1).bit_length(), request.answer_tokens, prompt
-
-
-def _check_recall(variant: Variant, tasks: Sequence[Task]) -> None:
-    """Raise ValueError if a task needs what nobody computes with this policy."""
-    needing = [task.name for task in tasks if task.needs_recall]
-    if needing and variant.thins_prompts:
-        raise ValueError(
-            f"policy {variant.label!r} thins prompts between layers, so no layer computes the full "
-            f"attention that {', '.join(needing)} measures: name other tasks (--tasks), or leave "
-            "the policy out"
-        )

@@ -41,7 +41,7 @@ class Sample:
         max_tokens: tokens to generate; 0 to measure the probability of `answers[0]` instead, which
             is then decoded token by token behind the evicted prompt.
         facts: what pictures and tasks need to know, such as `{"depth": 0.5}`.
-        stop: texts at which the generation ends.
+        stop: texts at which the answer ends, for the task to cut it there.
         may_be_cut: a prompt that is too long for the model loses its middle instead of being an
             error.
     """

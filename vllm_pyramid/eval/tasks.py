@@ -268,21 +268,11 @@ class AttentionRecall(MultiKey):
         return None
 
 
-# In the order of tables.
-GENERATED: dict[str, type[Task]] = {
-    task.name: task
-    for task in (
-        Needle,
-        MultiKey,
-        MultiValue,
-        TwoQuestions,
-        VariableTracing,
-        KeyValue,
-        FewShot,
-        Perplexity,
-        AttentionRecall,
-    )
-}
+_IN_ORDER_OF_TABLES: tuple[type[Task], ...] = (
+    *(Needle, MultiKey, MultiValue, TwoQuestions),
+    *(VariableTracing, KeyValue, FewShot, Perplexity, AttentionRecall),
+)
+GENERATED = {task.name: task for task in _IN_ORDER_OF_TABLES}
 
 
 def load_task(name: str) -> Task:

@@ -87,9 +87,7 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
     """
     found: dict[str, Variant] = {}
     place = 0
-    while place < len(text):
-        match = _NAME.match(text, place)
-        assert match is not None
+    while (match := _NAME.match(text, place)) and place < len(text):
         name, colon, following = match.groups()
         place = match.end()
         args: dict[str, Any] = {}
