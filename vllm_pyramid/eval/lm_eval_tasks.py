@@ -29,7 +29,7 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, computed_field
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
@@ -52,14 +52,9 @@ class LongBenchEntry(BaseModel):
     """A line of LongBench's own files. lm-eval's templates call the field `input` `question`."""
 
     context: str
-    input: str
+    question: str = Field(alias="input")
     answers: _Texts
     all_classes: list[str] | None = None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def question(self) -> str:
-        return self.input
 
 
 class RulerEntry(BaseModel):
@@ -109,11 +104,8 @@ class LmEvalTask(Task):
         self, task: Any, *, length: int = 0, chat: bool = False, may_be_cut: bool = True
     ) -> None:
         self.name = str(task.config.task)
-        self.summary = "a task of lm-eval"
-        self._task = task
-        self._length = length
-        self._chat = chat
-        self._may_be_cut = may_be_cut
+        self._task, self._length = task, length
+        self._chat, self._may_be_cut = chat, may_be_cut
         self._tokens: Tokens | None = None
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)

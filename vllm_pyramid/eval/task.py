@@ -84,7 +84,7 @@ class Task(ABC):
     """
 
     name: str
-    summary: str
+    summary: str = ""
     metric: str = "exact match"
     needs_recall: bool = False
 
