@@ -171,7 +171,7 @@ class LmEvalTask(Task):
     def _evaluate(self, respond: Callable[[list[Instance]], list[str]], count: int) -> Any:
         self._task.set_fewshot_seed(seed=0)
         try:
-            with redirect_stderr(io.StringIO()):  # its progress bars
+            with _no_network(), redirect_stderr(io.StringIO()):  # its progress bars
                 return evaluate(
                     lm=_StandIn(self._tokens, respond),
                     task_dict={"tasks": {self.name: self._task}, "groups": {}, "group_map": {}},
@@ -180,7 +180,7 @@ class LmEvalTask(Task):
                     log_samples=False,
                     apply_chat_template=self._chat,
                 )
-        except (ValueError, LookupError, TypeError, TemplateError) as error:
+        except (ValueError, LookupError, TypeError, TemplateError, _NoNetworkError) as error:
             raise ValueError(f"lm-eval's task {self.name!r}: {error}") from error
 
 
