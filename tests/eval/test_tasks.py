@@ -135,7 +135,8 @@ def test_other_answers_have_no_digits() -> None:
     sample = Sample("", ("12345", "67890"), 9)
     names = {"needle", "multi-key", "key-value", "two-questions"}
     for name in GENERATED.keys() - names:
-        assert load_task(name).digits(sample, result(" 12345.")) is None
+        found = result(" 12345.", nats=1.0, recall=[[0.5]])
+        assert [f.digits for f in load_task(name).figures([sample], [found])] == [None]
 
 
 def test_the_needle_stands_at_its_depth(tokens: Tokens) -> None:

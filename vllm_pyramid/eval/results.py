@@ -33,7 +33,7 @@ __all__ = [
 # score: the mean over the seeds. spread: standard deviation of the seeds' means, none with one
 # seed. n: samples over all seeds. memory: cache blocks held after the last eviction, as a share of
 # the full cache's. length: in tokens, 0 where each prompt of a file has its own.
-# digits, digits_spread: as score and spread, of `Task.digits`.
+# digits, digits_spread: as score and spread, of `NumberTask.digits`.
 COLUMNS = [
     "task", "metric", "policy", "budget", "length", "score", "spread", "n", "seeds", "memory",
     "lower_is_better", "digits", "digits_spread",

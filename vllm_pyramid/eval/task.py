@@ -12,7 +12,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -61,12 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure over the samples of a seed.
-
-    Attributes:
-        digits: the share of the answers' digits that are right at their place (`Task.digits`);
-            None where the answer is not one number.
-    """
+    """One figure over the samples of a seed. digits: see `NumberTask`, None for other answers."""
 
     metric: str
     score: float
@@ -110,20 +105,9 @@ class Task(ABC):
         """What the result is worth. By default 1 if the text begins with the answer, else 0."""
         return float(begins_with(result.text, sample.answers[0]))
 
-    def digits(self, sample: Sample, result: Result) -> float | None:
-        """Where the answer is one number: the share of its digits that are right at their place.
-
-        Exact match does not tell a lost number from one whose last digit is lost, as happens where
-        every digit is a token of its own. None for other answers.
-        """
-        return None
-
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
         """The figures over the samples of one seed: by default the mean score."""
-        pairs = list(zip(samples, results, strict=True))
-        score = fmean(self.score(*pair) for pair in pairs)
-        digits = [share for pair in pairs if (share := self.digits(*pair)) is not None]
-        return [Figure(self.metric, score, digits=fmean(digits) if digits else None)]
+        return [Figure(self.metric, fmean(map(self.score, samples, results)))]
 
 
 class GeneratedTask(Task):
@@ -147,7 +131,11 @@ class GeneratedTask(Task):
 
 
 class NumberTask(GeneratedTask):
-    """A task whose answer is one number: its digits count one by one too."""
+    """A task whose answer is one number: its digits count one by one too.
+
+    Exact match does not tell a lost number from one whose last digit is lost, as happens where
+    every digit is a token of its own.
+    """
 
     def number_in(self, text: str) -> str:
         """The number that a text gives as its answer, empty if none: that at its beginning."""
@@ -155,8 +143,13 @@ class NumberTask(GeneratedTask):
         assert match is not None
         return match[1]
 
-    def digits(self, sample: Sample, result: Result) -> float | None:
+    def digits(self, sample: Sample, result: Result) -> float:
+        """The share of the answer's digits that are right at their place."""
         return right_digits(self.number_in(result.text), sample.answers[0])
+
+    def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
+        (figure,) = super().figures(samples, results)
+        return [replace(figure, digits=fmean(map(self.digits, samples, results)))]
 
 
 def begins_with(text: str, answer: str) -> bool:

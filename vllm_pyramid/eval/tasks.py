@@ -247,7 +247,7 @@ class Perplexity(GeneratedTask):
         return [Figure(self.metric, math.exp(nats), lower_is_better=True)]
 
 
-class AttentionRecall(MultiKey):
+class AttentionRecall(GeneratedTask):
     """The share of the window's attention to the text that falls on tokens that are kept.
 
     PyramidKV's Figure 8 and XKV's retention R, measured in the engine at the moment of eviction:
@@ -260,12 +260,12 @@ class AttentionRecall(MultiKey):
     metric = "share of attention"
     needs_recall = True
 
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        return MultiKey().sample(tokens, length, index, rng)
+
     def score(self, sample: Sample, result: Result) -> float:
         assert result.recall is not None
         return fmean(fmean(heads) for heads in result.recall)
-
-    def digits(self, sample: Sample, result: Result) -> float | None:
-        return None
 
 
 _IN_ORDER_OF_TABLES: tuple[type[Task], ...] = (
