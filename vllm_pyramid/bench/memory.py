@@ -101,7 +101,7 @@ class PolicyMemory:
             ValueError: it does not, or cannot.
         """
         policy, layers = self.policy, self.shape.layers
-        if not policy.allocator.budget_is_limit:
+        if not policy.allocator.thins_prompts:
             check_budget_evicts(policy.budget.tokens_for(prompt_len, 1), label, prompt_len)
             return
         # Lengths follow from the policy's own shares. The budget is an upper limit, also 100%.
@@ -183,7 +183,7 @@ class PolicyMemory:
         width, tokens = 2 * shape.heads * shape.head_size, plan.prompt_len
         if not plan.pieces:
             ops = prefill_ops(shape, tokens)
-            thins = self.policy.allocator.budget_is_limit
+            thins = self.policy.allocator.thins_prompts
             if self._gathering and not thins and plan.evicts:
                 queries = tokens if scorer.history is None else min(scorer.history, tokens)
                 ops += width * shape.layers * (queries * tokens - queries**2 / 2)

@@ -122,7 +122,7 @@ class DecayAllocator(Allocator):
             its own that also attends to what is left of the pieces before.
     """
 
-    budget_is_limit: ClassVar[bool] = True
+    thins_prompts: ClassVar[bool] = True
     kind: Literal["decay"] = "decay"
     decay_curve: Literal["cosine", "linear"] = "cosine"
     decay_ratio: float = Field(default=0.8, ge=0, le=1)
