@@ -3,8 +3,8 @@
 """What the admission rule does to a job: the real scheduler over a pool, and no model at all.
 
 Every rule gets the same requests, all at once. Counts are exact and the same on any machine: steps
-until all have ended, requests thrown out, prompt tokens processed (each prompt once, and again
-after it was thrown out), requests that decode in a step. The scheduler's time is the machine's.
+until all have ended, preemptions, prompt tokens processed (each prompt once, and again
+after a preemption), requests that decode in a step. The scheduler's time is the machine's.
 """
 
 from __future__ import annotations
@@ -119,16 +119,16 @@ def run(args: argparse.Namespace, admission: str) -> dict[str, Any]:
     """The whole job under one rule."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from vllm_pyramid.compat.side_channel import attach_evictions
-    from vllm_pyramid.policy.plans import Eviction
+    from vllm_pyramid.compat.side_channel import StepReport, attach_report
+    from vllm_pyramid.plans import Eviction
 
     scheduler = make_scheduler(args, admission)
     lengths = send(args, scheduler)
-    preempt, thrown_out = scheduler._preempt_request, 0
+    preempt, preempted = scheduler._preempt_request, 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal thrown_out
-        thrown_out += 1
+        nonlocal preempted
+        preempted += 1
         return preempt(*args, **kwargs)
 
     scheduler._preempt_request = counting
@@ -151,8 +151,8 @@ def run(args: argparse.Namespace, admission: str) -> dict[str, Any]:
                 prompt_tokens += tokens
             else:
                 decoding += 1
-            plan = coordinator._plans.get(name)
-            if plan is not None and request.num_computed_tokens >= plan.prompt_len:
+            plan = coordinator.plan_of(name)
+            if plan.evicts and request.num_computed_tokens >= plan.prompt_len:
                 number = plan.evictions_by(request.num_computed_tokens)
                 known = coordinator.confirmed_number(name)
                 gone = int((plan.skip_after(number) - plan.skip_after(known)).sum())
@@ -166,11 +166,11 @@ def run(args: argparse.Namespace, admission: str) -> dict[str, Any]:
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
         )
-        scheduler.update_from_output(output, attach_evictions(result, evictions))
+        scheduler.update_from_output(output, attach_report(result, StepReport(evictions, {})))
     return {
         "rule": admission,
         "steps": steps,
-        "thrown out": thrown_out,
+        "preempted": preempted,
         "prompt tokens": prompt_tokens,
         "decode at once, mean": round(statistics.mean(batches), 1),
         "most": max(batches),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -58,8 +58,7 @@ def solving_seconds(name: str, tokens: int, layers: int, kv_heads: int) -> float
     """Evidence of every layer, measures, lengths: all that a policy adds to `snapkv`."""
     args = {"retention": 0.9} if name.endswith("retention") else {}
     policy = load_policy(name.split()[0], "12%" if not args else None, args)
-    solver = policy.solver
-    assert solver is not None
+    solver: Any = policy.allocator
     generator = torch.Generator().manual_seed(1)
     shape = (1, kv_heads, tokens - WINDOW)
     scores = [torch.rand(shape, generator=generator) ** (4 + layer) for layer in range(layers)]

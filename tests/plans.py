@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans, as both sides of the engine make them."""
+"""Plans, as both sides of the engine make them, and what recency keeps by them."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.policy import Plan, Policy, RetentionPlan
-from vllm_pyramid.request_config import RequestOverride, resolve
+from vllm_pyramid.plans import IntArray, Plan, RetentionPlan
+from vllm_pyramid.policy import Policy
+from vllm_pyramid.request_config import RequestKeys, resolve
 
 
 def plan_for(
-    policy: Policy,
-    override: RequestOverride | None,
-    prompt_len: int,
-    num_layers: int,
-    block_size: int,
+    policy: Policy, keys: RequestKeys, prompt_len: int, num_layers: int, block_size: int
 ) -> Plan:
-    """`Policy.plan` with the request's override."""
-    chosen, budget = resolve(policy, override)
-    return chosen.plan(prompt_len, num_layers, block_size, budget)
+    """`Policy.plan` with what the request asks for."""
+    served = resolve(policy, keys)
+    return served.policy.plan(prompt_len, num_layers, block_size, served.budget)
 
 
 def plans_of(
@@ -30,3 +27,10 @@ def plans_of(
         RetentionPlan.of(n, 1, budget, column, False)
         for n, column in zip(prompt_lens.tolist(), helds.T, strict=True)
     ]
+
+
+def recent_positions(prompt_len: int, keep: int, front: int) -> IntArray:
+    """The `keep` positions that recency keeps of a prompt, ascending: `front` first, rest last."""
+    first = min(front, keep)
+    kept = [*range(first), *range(prompt_len - keep + first, prompt_len)]
+    return np.array(kept, np.int32)

@@ -14,7 +14,8 @@ import pytest
 from vllm_pyramid import calibrate
 from vllm_pyramid.calibrate import collect, draw, policy_text, read_prompts
 from vllm_pyramid.cli import main
-from vllm_pyramid.policy import RetentionPlan, load_policy
+from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
 
@@ -46,8 +47,8 @@ def test_the_file_is_a_policy_with_these_shares(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(policy_text(solving, calibration, "mine", "a/model"))
     policy = load_policy(str(file))
-    assert policy.name == "mine" and policy.solver is None
-    same = {"window", "sinks", "scorer", "budget", "fill_blocks", "selector", "paper"}
+    assert policy.name == "mine" and not policy.allocator.solves
+    same = set(type(policy).model_fields) - {"name", "description", "allocator"}
     assert policy.model_dump(include=same) == solving.model_dump(include=same)
     plan = policy.plan(2000, 4, 16)
     assert isinstance(plan, RetentionPlan)
@@ -107,6 +108,8 @@ def _argv(tmp_path: Path, *more: str) -> list[str]:
         (["--kv-policy", "pyramidkv"], "beforehand.*entropykv, ginikv, xkv, zigzagkv"),
         (["--kv-policy", "none"], "beforehand"),
         (["--kv-policy-args", '{"retention": 0.9}'], "no set total"),
+        (["--kv-policy-args", '{"sample_first": 2}'], "'xkv' solves only a sample of the prompts"),
+        (["--kv-policy-args", '{"sample_share": 0.5}'], "calibration needs all of them"),
         (["--kv-budget", "5"], "at least 9"),
         (["-o", "budgets.txt"], "must end in .yaml"),
         (["-o", "/nowhere/at/all.yaml"], "does not exist"),

@@ -3,21 +3,28 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
 
 from tests.plans import plan_for
-from vllm_pyramid.config import KVSettings, parse_policy_args, trace_window
-from vllm_pyramid.policy import Budget, load_policy
-from vllm_pyramid.policy.registry import policy_names
+from vllm_pyramid.config import SERVED_KEY, KVSettings, ServedSettings, parse_policy_args
+from vllm_pyramid.methods.host_values import HostValues
+from vllm_pyramid.plans import Budget
+from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.request_config import (
-    SHARES_KEY,
-    RequestOverride,
-    refuse_internal,
+    ALLOCATOR_KEY,
+    RequestKeys,
+    ServedRequest,
+    check_request,
+    for_request,
     resolve,
-    settle,
 )
 
 pytestmark = pytest.mark.cpu
@@ -110,7 +117,10 @@ def test_policy_args() -> None:
     "extra", [None, {}, {"other": 1}, {"kv_transfer_params": {}}, {"kv_budget": None}]
 )
 def test_a_request_that_asks_for_nothing(extra: Any) -> None:
-    assert RequestOverride.parse(extra) is None
+    assert RequestKeys.parse(extra) == RequestKeys()
+    policy = load_policy("snapkv", 512)
+    assert resolve(policy, RequestKeys.parse(extra)) == ServedRequest(policy)
+    assert for_request(policy, extra).policy is policy
 
 
 @pytest.mark.parametrize(
@@ -131,7 +141,7 @@ def test_a_request_that_asks_for_nothing(extra: Any) -> None:
 )
 def test_requests_that_cannot_be_read(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RequestOverride.parse(extra)
+        RequestKeys.parse(extra)
 
 
 @pytest.mark.parametrize(
@@ -146,18 +156,20 @@ def test_requests_that_cannot_be_read(extra: dict[str, Any], message: str) -> No
 )
 def test_requests_that_do_not_suit_the_policy(extra: dict[str, Any], message: str) -> None:
     policy = load_policy("snapkv", 512)
-    override = RequestOverride.parse(extra)
+    keys = RequestKeys.parse(extra)
     with pytest.raises(ValueError, match=message):
-        resolve(policy, override)
+        resolve(policy, keys)
     with pytest.raises(ValueError, match=message):
-        plan_for(policy, override, 1000, 4, 16)
+        plan_for(policy, keys, 1000, 4, 16)
+    with pytest.raises(ValueError, match=message):
+        check_request(policy, SamplingParams(extra_args=extra))
 
 
 def test_plans_of_requests() -> None:
     policy = load_policy("pyramidkv", 512)
 
     def keep(extra: dict[str, Any] | None) -> list[int]:
-        return plan_for(policy, RequestOverride.parse(extra), 2048, 4, 16).keep.tolist()
+        return plan_for(policy, RequestKeys.parse(extra), 2048, 4, 16).keep.tolist()
 
     assert keep(None) == policy.plan(2048, 4, 16).keep.tolist()
     assert keep({"kv_policy": "full"}) == [2048] * 4
@@ -171,51 +183,86 @@ def test_plans_of_requests() -> None:
 
 def test_full_serves_only_full() -> None:
     policy = load_policy("full")
-    assert resolve(policy, RequestOverride.parse({"kv_policy": "full"})) == (policy, None)
+    served = resolve(policy, RequestKeys.parse({"kv_policy": "full"}))
+    assert served.policy is policy and served == ServedRequest(policy)
     with pytest.raises(ValueError, match=r"may ask for 'full'$"):
-        resolve(policy, RequestOverride.parse({"kv_policy": "snapkv"}))
+        resolve(policy, RequestKeys.parse({"kv_policy": "snapkv"}))
     with pytest.raises(ValueError, match="keeps every token"):
-        resolve(policy, RequestOverride.parse({"kv_budget": 256}))
+        resolve(policy, RequestKeys.parse({"kv_budget": 256}))
 
 
-def test_settle_never_raises_and_falls_back_to_the_served_policy() -> None:
+def test_the_worker_never_raises_and_falls_back_to_the_served_policy() -> None:
     policy = load_policy("pyramidkv", 64)
-    assert settle(policy, {"kv_budget": 32}) == (policy, Budget.parse(32), None)
-    chosen, budget, error = settle(policy, {"kv_budget": -1})
-    assert (chosen, budget) == (policy, None)
-    assert error is not None and "out of range" in error
+    assert for_request(policy, {"kv_budget": 32}) == ServedRequest(policy, Budget.parse(32))
+    for wrong, reason in (
+        ({"kv_budget": -1}, "out of range"),
+        ({"kv_policy": "snapkv"}, "not served here"),
+        ({"kv_top_n": 3}, "kv_top_n has no effect"),
+    ):
+        served = for_request(policy, wrong)
+        assert served[:3] == (policy, None, "")
+        assert served.error is not None and reason in served.error
 
 
 def test_the_application_of_a_request() -> None:
-    override = RequestOverride.parse({"kv_application": "mail", "kv_budget": 64})
-    assert override == RequestOverride(None, Budget.parse(64), "mail")
-    assert RequestOverride.parse({"kv_application": "mail"}) == RequestOverride(None, None, "mail")
+    keys = RequestKeys.parse({"kv_application": "mail", "kv_budget": 64})
+    assert keys == RequestKeys(None, Budget.parse(64), "mail")
+    assert RequestKeys.parse({"kv_application": "mail"}) == RequestKeys(None, None, "mail")
+    policy = load_policy("xkv", 32)
+    assert resolve(policy, keys) == ServedRequest(policy, Budget.parse(64), "mail")
     for nothing in ("", None):
-        assert RequestOverride.parse({"kv_application": nothing}) is None
+        assert RequestKeys.parse({"kv_application": nothing}) == RequestKeys()
     for wrong in (3, ["mail"], "x" * 257):
         with pytest.raises(ValueError, match="must be a name of at most 256 characters"):
-            RequestOverride.parse({"kv_application": wrong})
+            RequestKeys.parse({"kv_application": wrong})
     with pytest.raises(ValueError, match="did you mean 'kv_application'"):
-        RequestOverride.parse({"kv_aplication": "mail"})
+        RequestKeys.parse({"kv_aplication": "mail"})
 
 
-def test_shares_come_from_the_scheduler_alone() -> None:
+def test_another_allocator_comes_from_the_scheduler_alone() -> None:
     policy = load_policy("xkv", 64)
-    chosen, budget, error = settle(policy, {SHARES_KEY: [1.0, 3.0], "kv_budget": 32})
-    assert error is None and budget == Budget.parse(32)
-    assert chosen.solver is None and chosen.plan(500, 2, 1, budget).keep.tolist() == [20, 44]
-    assert chosen is settle(policy, {SHARES_KEY: [1.0, 3.0]})[0]
-    refuse_internal({"kv_budget": 32})
+    sent = {ALLOCATOR_KEY: {"kind": "shares", "shares": [1.0, 3.0]}}
+    served = for_request(policy, {**sent, "kv_budget": 32})
+    assert served.error is None and served.budget == Budget.parse(32)
+    plan = served.policy.plan(500, 2, 1, served.budget)
+    assert not plan.is_open and plan.keep.tolist() == [20, 44]
+    assert served.policy is for_request(policy, sent).policy, "made once"
+    check_request(policy, SamplingParams(extra_args={"kv_budget": 32}))
     with pytest.raises(ValueError, match="not for requests to set"):
-        refuse_internal({SHARES_KEY: [1.0, 3.0]})
+        check_request(policy, SamplingParams(extra_args=sent))
+
+
+def test_keys_of_a_request_with_v_in_host_memory() -> None:
+    policy = load_policy("kcache")
+    served = for_request(policy, {"kv_top_n": 7})
+    assert served.error is None and served.policy.values == HostValues(top_n=7)
+    assert served.policy.model_copy(update={"values": policy.values}) == policy
+    assert served.policy is for_request(policy, {"kv_top_n": 7}).policy, "made once"
+    for wrong in (0, -1, 2**31, True, "7", 7.0):
+        with pytest.raises(ValueError, match="kv_top_n of a request must be a number of keys"):
+            RequestKeys.parse({"kv_top_n": wrong})
+    for other, extra in ((load_policy("pyramidkv"), {}), (policy, {"kv_policy": "full"})):
+        with pytest.raises(ValueError, match=r"kv_top_n has no effect on policy .*leave it out"):
+            check_request(other, SamplingParams(extra_args={"kv_top_n": 7, **extra}))
+
+
+def test_prompt_logprobs_where_tokens_leave_the_forward_pass() -> None:
+    params = SamplingParams(prompt_logprobs=1)
+    with pytest.raises(ValueError, match=r"prompt_logprobs with policy 'pyramidinfer'.*\"full\""):
+        check_request(load_policy("pyramidinfer"), params)
+    check_request(load_policy("pyramidkv"), params)
+    params = SamplingParams(prompt_logprobs=1, extra_args={"kv_policy": "full"})
+    assert check_request(load_policy("pyramidinfer"), params).policy == load_policy("full")
 
 
 @pytest.mark.parametrize("name", policy_names())
 def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
-    assert KVSettings(kv_policy=name).looks_ahead == (name not in ("full", "kcache"))
-    for admission, looks_ahead in (("forecast", True), ("prompt", False)):
+    served = KVSettings(kv_policy=name).served()
+    assert served is not None and served.forecasts == (name not in ("full", "kcache"))
+    for admission, forecasts in (("forecast", True), ("prompt", False)):
         settings = KVSettings(kv_policy=name, kv_admission=admission)
-        assert settings.looks_ahead == looks_ahead
+        served = settings.served()
+        assert served is not None and served.forecasts == forecasts
         assert settings.to_additional_config()["kv_admission"] == admission
 
 
@@ -223,6 +270,50 @@ def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> N
 def test_the_last_chunk_is_long_enough_for_a_trace(name: str) -> None:
     """Recall is taken from as many queries as the scheduler leaves for the last chunk."""
     policy = load_policy(name)
-    traced = KVSettings(kv_policy=name, kv_trace="somewhere").min_last_chunk(policy)
-    assert traced >= trace_window(policy) >= 1
-    assert KVSettings(kv_policy=name).min_last_chunk(policy) == policy.min_last_chunk
+    traced = KVSettings(kv_policy=name, kv_trace="somewhere").served()
+    assert traced is not None and traced.policy == policy
+    assert traced.min_last_chunk >= policy.trace_window >= 1
+    plain = KVSettings(kv_policy=name).served()
+    assert plain is not None and plain.min_last_chunk == policy.min_last_chunk
+
+
+# What the other processes are told ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_settings_travel_as_data(name: str, tmp_path: Path) -> None:
+    settings = KVSettings(
+        kv_policy=name,
+        kv_trace="somewhere",
+        kv_swap_space=0.5 if name == "kcache" else None,
+        kv_admission="prompt",
+    )
+    served = settings.served()
+    assert served is not None and served.policy is settings.policy()
+    assert served.swap_space_bytes == (2**29 if name == "kcache" else None)
+    served = replace(served, backend="TRITON_ATTN")
+    data = json.loads(json.dumps(served.as_data()))
+    assert data == served.as_data(), "vLLM hashes its configuration as JSON"
+    given = settings.to_additional_config()
+    config = SimpleNamespace(additional_config={**given, SERVED_KEY: data})
+    assert ServedSettings.of(config) == served
+    config = pickle.loads(pickle.dumps(config))
+    assert ServedSettings.of(config) == served
+    assert KVSettings.from_additional_config(config.additional_config) == settings
+
+
+def test_no_other_process_opens_the_policys_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("budget: 64\nwindow: 4\nscorer: observation_window\n")
+    settings = KVSettings(kv_policy=str(file), kv_policy_args={"window": 6})
+    served = settings.served()
+    assert served is not None
+    file.unlink()
+    again = ServedSettings.of(SimpleNamespace(additional_config={SERVED_KEY: served.as_data()}))
+    assert again == served and again.policy.window == 6 and again.policy.name == "mine"
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"kv_policy": "pyramidkv"}, [1]])
+def test_nothing_is_served_where_nothing_was_finished(additional: Any) -> None:
+    assert KVSettings().served() is None
+    assert ServedSettings.of(SimpleNamespace(additional_config=additional)) is None

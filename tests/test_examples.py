@@ -69,6 +69,33 @@ def test_every_example_is_run() -> None:
             assert f"examples/{path.name}" in usage, f"docs/usage.md does not name {path.name}"
 
 
+def test_own_scorer(random_model: Path, tmp_path: Path) -> None:
+    printed = run(
+        *(sys.executable, str(EXAMPLES / "own_scorer.py"), str(random_model)), folder=tmp_path
+    )
+    found = re.search(r"prompt (\d+) tokens, kept by layer: (\[.*\])", printed)
+    assert found is not None, printed
+    tokens, kept = int(found.group(1)), json.loads(found.group(2))
+    assert tokens > kept[0] > kept[-1] > 8 + 4, "budgets fall with depth"
+    (positions,) = re.findall(r"KV head 0 kept the positions (\[.*\])", printed)
+    places = json.loads(positions)
+    assert len(places) == kept[0] and places[:4] == [0, 1, 2, 3]
+    assert places[-8:] == list(range(tokens - 8, tokens))
+
+
+def test_the_example_is_the_page(tmp_path: Path) -> None:
+    """`examples/own_scorer.py` serves the class and the policy of docs/write_a_method.md."""
+    page = (ROOT / "docs" / "write_a_method.md").read_text(encoding="utf-8")
+    text = (EXAMPLES / "own_scorer.py").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    assert code.removeprefix("# my_methods.py\n").strip() in text
+    shown, served = (
+        re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0],
+        re.findall(r'POLICY = """\n(.*?)"""', text, re.DOTALL)[0],
+    )
+    assert yaml.safe_load(shown) == yaml.safe_load(served)
+
+
 def test_server_client_and_trace(
     random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,8 @@ def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
 
 def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_path: Path) -> None:
     """Parsed, planned and checked as the bench does it, up to the engines."""
-    from vllm_pyramid.bench.asked import plan_of, variants_asked
+    from vllm_pyramid.bench.options import parse
+    from vllm_pyramid.bench.prepare import prepare
     from vllm_pyramid.cli import _build_parser
 
     stages = script.bench_stages()
@@ -168,8 +169,10 @@ def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_
         line = script.command(stage, tmp_path / "result.out")
         assert line[1:3] == ["-m", "vllm_pyramid.cli"]
         args = _build_parser().parse_args(line[3:])
-        assert args.json == tmp_path / "result.out"
-        plan, _, random = plan_of(args, tmp_path)
-        assert random and plan.shape.layers == 32 and plan.pool_bytes < 18e9
-        labels = [variant.label for variant in variants_asked(args, plan)]
+        options = parse(args.measure, vars(args))
+        assert options.json_file == tmp_path / "result.out"
+        prepared = prepare(options, tmp_path)
+        job = prepared.job
+        assert prepared.random and job.shape.layers == 32 and job.pool_bytes < 18e9
+        labels = [variant.label for variant in prepared.variants]
         assert labels == ["stock", "full", "pyramidkv 12%"]

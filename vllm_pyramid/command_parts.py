@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_writable", "has_matplotlib", "names", "numbers", "progress_bar"]
+__all__ = ["Progress", "check_writable", "has_matplotlib", "names", "numbers", "progress_bar"]
 
 
 def names(text: str, what: str) -> tuple[str, ...]:
@@ -72,6 +72,29 @@ def progress_bar(console: Any) -> Any:
         console=console,
         transient=True,
     )
+
+
+class Progress:
+    """A progress bar that shows what is being done, and how many of `total` are done."""
+
+    def __init__(self, console: Any, total: int) -> None:
+        self._bar = progress_bar(console)
+        self._task = self._bar.add_task("starting", total=total)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def stage(self, text: str) -> None:
+        """Show what is being done."""
+        self._bar.update(self._task, description=text)
+
+    def advance(self, count: int = 1) -> None:
+        """So many more are done."""
+        self._bar.advance(self._task, count)
 
 
 def has_matplotlib() -> bool:

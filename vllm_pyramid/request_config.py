@@ -174,5 +174,5 @@ def for_request(policy: Policy, extra_args: Mapping[str, Any] | None) -> ServedR
             fields = hashable(extra_args[ALLOCATOR_KEY])
             served = served._replace(policy=with_allocator(served.policy, fields))
         return served
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return ServedRequest(policy, error=str(error))

@@ -76,8 +76,7 @@ def policy_args(policy: str, window: int, kernel_size: int, sinks: int, beta: fl
 def plan_layers(cases: Cases) -> dict[str, list[int]]:
     """`Cases.layer_counts`: what pyramidkv's allocator gives each layer."""
     from vllm_pyramid.model_shape import shape_of_model
-    from vllm_pyramid.policy import load_policy
-    from vllm_pyramid.policy.budget import Budget
+    from vllm_pyramid.policy import Budget, load_policy
 
     layers = shape_of_model(cases.model, cases.dtype)[0].num_layers
     args = policy_args("pyramidkv", cases.window, cases.kernel_size, cases.sinks, cases.beta)

@@ -162,7 +162,9 @@ def compare(case: Case, shape: tuple[int, int, int, int], seed: int) -> Iterator
     # kvpress leaves the queries of the sinks out of its means.
     looked_at = case.queries or tokens - case.sinks
     blocks = -(-tokens // BLOCK)
-    padded = torch.nn.functional.pad(torch.stack([keys, values]), (0, 0, 0, blocks * BLOCK - tokens))
+    padded = torch.nn.functional.pad(
+        torch.stack([keys, values]), (0, 0, 0, blocks * BLOCK - tokens)
+    )
     pages = padded.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
     view = LayerView(
         num_tokens=tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,25 +13,33 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_pyramid.bench import asked as asked_module
-from vllm_pyramid.bench import latency as latency_module
-from vllm_pyramid.bench import sessions as sessions_module
+from vllm_pyramid.bench import measures, prepare, server_load
 from vllm_pyramid.bench.cost import Machine
-from vllm_pyramid.bench.latency import flags_of, latency_row, serving, with_slack
-from vllm_pyramid.bench.measure import Measurement
-from vllm_pyramid.bench.output import processor
-from vllm_pyramid.bench.plan import WARM_UP_SEED, Plan, Variant, variants_of
-from vllm_pyramid.bench.rows import job_row
-from vllm_pyramid.bench.server_metrics import Sampler, evictions
+from vllm_pyramid.bench.job import WARM_UP_SEED, Job, Variant, variants_of
+from vllm_pyramid.bench.options import parse
+from vllm_pyramid.bench.prepare import Prepared, processor
+from vllm_pyramid.bench.results import make_rows, records
+from vllm_pyramid.bench.server_load import (
+    Gauges,
+    Server,
+    as_sample,
+    evictions,
+    flags_of,
+    load,
+    with_slack,
+)
 from vllm_pyramid.bench.shapes import SHAPES
-from vllm_pyramid.child import ChildError
-from vllm_pyramid.cli import main
+from vllm_pyramid.child_process import ChildError
+from vllm_pyramid.cli import _build_parser, main
 
 pytestmark = pytest.mark.cpu
+
+RESULTS = sorted((Path(__file__).parents[2] / "docs" / "results").glob("bench-*.json"))
 
 
 @pytest.mark.parametrize(
@@ -38,44 +47,56 @@ pytestmark = pytest.mark.cpu
     [
         (["throughput", "--policies", "snapvk"], "unknown policy 'snapvk'"),
         (["throughput", "--policies", "kvpress-h20"], "unknown peer 'kvpress-h20'"),
-        (["throughput", "--policies", ","], "--policies is empty"),
+        (["throughput", "--policies", ","], "--policies ',': Value should have at least 1 item"),
         (["throughput", "--policies", "kvpress-snapkv"], "give --peer-python PATH"),
         (
             ["throughput", "--policies", "transformers", "--peer-python", "/nowhere"],
-            "--peer-python /nowhere is no program",
+            "--peer-python: /nowhere is no program",
         ),
         (["capacity", "--policies", "transformers"], "has no pool, queue or server"),
         (["throughput", "--budget", "0%"], "above 0%"),
         (["throughput", "--budget", "4"], "budget 4 is too small"),
         (["throughput", "--budget", "4096"], "keeps all of a prompt of 2048"),
-        (["throughput", "--pool-prompts", "0.5"], "must hold at least one whole request"),
+        (
+            ["throughput", "--pool-prompts", "0.5"],
+            "--pool-prompts '0.5': Input should be greater than or equal to 1",
+        ),
         (["throughput", "--prompt-len", "40000"], "the model takes 32768"),
-        (["throughput", "--prompt-len", "0"], "--prompt-len must be at least 1"),
-        (["throughput", "--output-len", "1"], "--output-len must be at least 2"),
-        (["throughput", "--repetitions", "0"], "--repetitions must be at least 1"),
+        (["throughput", "--prompt-len", "0"], "--prompt-len '0': Input should be greater than 0"),
+        (
+            ["throughput", "--output-len", "1"],
+            "--output-len '1': Input should be greater than or equal to 2",
+        ),
+        (["throughput", "--repetitions", "0"], "--repetitions '0': Input should be greater than 0"),
         (["throughput", "--model", "built-in", "--layers", "4"], "--layers is for the shapes"),
         (["throughput", "--model", "built-in", "--prompt-len", "9000"], "the model takes 8192"),
         (["throughput", "--model", "/nowhere"], "there is no config.json"),
         (["throughput", "--engine-args", "{"], "--engine-args is not valid JSON"),
         (["throughput", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
-        (["pressure", "--pools", "4,0.5"], "--pools: a pool must hold at least one"),
-        (["throughput", "--pool-prompts", "inf"], "--pool-prompts inf is no number of requests"),
-        (["throughput", "--pool-prompts", "nan"], "--pool-prompts nan is no number of requests"),
-        (["pressure", "--pools", "inf"], "--pools: a pool must hold at least one"),
-        (["pressure", "--pools", "nan"], "--pools: 'nan' is not a number above 0"),
-        (["pressure", "--pools", "much"], "'much' is not a number above 0"),
+        (["pressure", "--pools", "4,0.5"], "--pools '0.5': Input should be greater than or equal"),
+        (
+            ["throughput", "--pool-prompts", "inf"],
+            "--pool-prompts 'inf': Input should be a finite number",
+        ),
+        (
+            ["throughput", "--pool-prompts", "nan"],
+            "--pool-prompts 'nan': Input should be a finite number",
+        ),
+        (["throughput", "--pool-prompts", "4,2"], "at most 1 item after validation, not 2"),
+        (["pressure", "--pools", "nan"], "--pools 'nan': Input should be a finite number"),
+        (["pressure", "--pools", "much"], "--pools 'much': Input should be a valid number"),
         (["throughput", "--profile"], "give --decode-only too"),
         (["throughput", "--policies", "none"], "takes part as 'stock'"),
-        (["latency", "--rates", "-1"], "'-1' is not a number above 0"),
-        (["throughput", "--policies", "pyramidinfer"], "12% is out of reach of policy 'pyramidinf"),
+        (["latency", "--rates", "-1"], "--rates '-1': Input should be greater than 0"),
+        (["throughput", "--policies", "pyramidinfer"], "pyramidinfer 12% is out of reach"),
         (
             ["throughput", "--policies", "pyramidinfer", "--budget", "100%", "--prompt-len", "64"],
-            "'pyramidinfer' keeps all of a prompt of 64 tokens",
+            "pyramidinfer 100% keeps all of a prompt of 64 tokens",
         ),
         (["throughput", "--kv-swap-space", "1"], "none of the policies keeps there: leave it out"),
         (
             ["throughput", "--policies", "kcache", "--kv-swap-space", "0"],
-            "--kv-swap-space 0 is no number of GiB above 0",
+            "--kv-swap-space '0': Input should be greater than 0",
         ),
         (
             # 65 pages of 16 KiB. A request takes 132 in the first layer and 66 in seven.
@@ -89,7 +110,7 @@ pytestmark = pytest.mark.cpu
             "h2o 12% has 1039 blocks of a layer for requests, of a cache for 1 whole ones without "
             "eviction, and one needs 1056: give the pool more",
         ),
-        (["scheduler", "--layers", "0"], "--layers: '0' is not a whole number"),
+        (["scheduler", "--layers", "0"], "--layers '0': Input should be greater than 0"),
         (["cost", "--model", "llama-3-70b"], "give more --devices"),
     ],
 )
@@ -100,7 +121,7 @@ def test_wrong_arguments(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions_module, "Sessions", None)  # nothing may start
+    monkeypatch.setattr(measures, "Engines", None)  # nothing may start
     out = [] if arguments[0] == "cost" else ["--out", str(tmp_path)]
     assert main(["bench", *arguments, *out]) == 2
     error = capsys.readouterr().err
@@ -110,31 +131,31 @@ def test_wrong_arguments(
 @pytest.fixture(autouse=True)
 def vllm_runs_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CPU build does, and the CUDA wheel beside a GPU; nothing here starts an engine."""
-    monkeypatch.setattr(asked_module, "runs_without_plugins", lambda: True)
+    monkeypatch.setattr(prepare, "runs_without_plugins", lambda: True)
 
 
 def test_stock_vllm_where_it_cannot_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions_module, "Sessions", None)
-    monkeypatch.setattr(asked_module, "runs_without_plugins", lambda: False)
+    monkeypatch.setattr(measures, "Engines", None)
+    monkeypatch.setattr(prepare, "runs_without_plugins", lambda: False)
     assert main(["bench", "throughput", "--out", str(tmp_path)]) == 2
     assert "leave stock out of --policies" in capsys.readouterr().err
 
 
-class FakeSessions:
-    """Stands for `Sessions`: answers from the job, and breaks off where it is told to."""
+class FakeEngines:
+    """Stands for `Engines`: answers from the job, and breaks off where it is told to."""
 
     started = 0
     runs: list[tuple[str, str | None, float]]
     fail_after: int | None = None
 
-    def __init__(self, plan: Plan, variants: Sequence[Variant], model: str, **options: Any) -> None:
+    def __init__(self, prepared: Prepared, **options: Any) -> None:
         type(self).started += 1
-        self.plan, self.limits = plan, {}
+        self.job, self.limits = prepared.job, {}
         self.options = options
 
-    def __enter__(self) -> FakeSessions:
+    def __enter__(self) -> FakeEngines:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,41 +173,40 @@ class FakeSessions:
         prompts: list[list[int]],
         max_tokens: int,
         on_progress: Callable[[int], None],
-    ) -> Measurement:
+    ) -> dict[str, Any]:
         cls = type(self)
-        if len(prompts) == self.plan.num_prompts:  # not a warm-up
+        if len(prompts) == self.job.num_prompts:  # not a warm-up
             if len(cls.runs) == cls.fail_after:
                 raise ChildError("the engine failed")
             cls.runs.append((variant.policy, variant.budget, self.limits[variant]))
         on_progress(len(prompts))
-        return Measurement(
-            output_tokens=len(prompts) * max_tokens,
-            seconds=1.0 if variant.budget else 2.0,
-            decode_tokens_per_s=200.0 if variant.budget else 50.0,
-            decode_batch=4.0,
-            prefill_share=0.5,
-            resident_max=4,
-            peak_blocks=10,
-            decode_blocks=5,
-            ttft_ms=[1.0, 2.0, 3.0],
-            tpot_ms=[1.0, 2.0, 3.0],
-        )
+        return {
+            "output_tokens_per_s": len(prompts) * max_tokens / (1.0 if variant.budget else 2.0),
+            "decode_tokens_per_s": 200.0 if variant.budget else 50.0,
+            "decode_batch": 4.0,
+            "prefill_share": 0.5,
+            "resident_max": 4,
+            "peak_blocks": 10,
+            "decode_blocks": 5,
+            "ttft_p50_ms": 1.0,
+            "tpot_p50_ms": 1.0,
+        }
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSessions]:
-    monkeypatch.setattr(FakeSessions, "runs", [], raising=False)
-    monkeypatch.setattr(FakeSessions, "started", 0)
-    monkeypatch.setattr(FakeSessions, "fail_after", None)
-    monkeypatch.setattr(sessions_module, "Sessions", FakeSessions)
-    return FakeSessions
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngines]:
+    monkeypatch.setattr(FakeEngines, "runs", [], raising=False)
+    monkeypatch.setattr(FakeEngines, "started", 0)
+    monkeypatch.setattr(FakeEngines, "fail_after", None)
+    monkeypatch.setattr(measures, "Engines", FakeEngines)
+    return FakeEngines
 
 
 JOB = ["--prompt-len", "256", "--output-len", "8", "--num-prompts", "4", "--no-pictures"]
 
 
 def test_policies_take_turns_and_an_interrupted_run_goes_on(
-    fake: type[FakeSessions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: type[FakeEngines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     command = ["bench", "throughput", *JOB, "--repetitions", "3", "--out", str(out)]
@@ -215,7 +235,7 @@ def test_policies_take_turns_and_an_interrupted_run_goes_on(
 
 
 def test_what_is_finished_is_measured_afresh(
-    fake: type[FakeSessions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: type[FakeEngines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No figure of an earlier run stands among new ones, unless the run was interrupted."""
     policy = tmp_path / "mine.yaml"
@@ -231,7 +251,7 @@ def test_what_is_finished_is_measured_afresh(
 
     first = run("--repetitions", "2")
     again = run("--repetitions", "2")
-    assert len(fake.runs) == 8 and again["begun"] > first["begun"]
+    assert len(fake.runs) == 8
     assert again["measured"][0]["date"] > first["measured"][-1]["date"]
     # More repetitions are another run, with all of its own.
     assert len(run("--repetitions", "3")["measured"]) == 3 and len(fake.runs) == 14
@@ -263,6 +283,37 @@ def test_what_is_finished_is_measured_afresh(
     assert "Going on" in capsys.readouterr().out
 
 
+def test_samples_are_kept_until_the_results_are_written(
+    fake: type[FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["bench", "throughput", *JOB, "--repetitions", "2", "--out", str(tmp_path)]
+
+    def fails(*_: Any) -> None:
+        raise ValueError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measures, "write", fails)
+        assert main(command) == 2
+    assert len(fake.runs) == 4 and (tmp_path / "samples.jsonl").stat().st_size
+    assert main(command) == 0
+    assert len(fake.runs) == 4 and not (tmp_path / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_commands_of_kept_results_are_still_options(path: Path) -> None:
+    kept = json.loads(path.read_text())
+    words = shlex.split(kept["command"])[1:]
+    if "--peer-python" in words:  # an environment that is not here
+        words[words.index("--peer-python") + 1] = sys.executable
+    args = _build_parser().parse_args(words)
+    options = parse(args.measure, vars(args))
+    for row in kept["rows"]:
+        assert row["prompt_len"] == options.prompt_len and row["num_prompts"] == options.num_prompts
+        assert row["repetitions"] == options.repetitions
+        assert row["pool_prompts"] in [pool for pool, _ in options.rounds]
+        assert row["policy"] in (*options.policies, "full")  # the first policy was `full` once
+
+
 @pytest.mark.parametrize(
     ("measure", "said"),
     [
@@ -281,12 +332,12 @@ def test_interrupted(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sessions_module, "Sessions", interrupted)
+    monkeypatch.setattr(measures, "Engines", interrupted)
     assert main(["bench", *measure, *JOB, "--out", str(tmp_path)]) == 130
     assert said in capsys.readouterr().out
 
 
-def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeSessions], tmp_path: Path) -> None:
+def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeEngines], tmp_path: Path) -> None:
     command = ["bench", "pressure", *JOB, "--pools", "4,1.5", "--repetitions", "2"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     assert [(policy, pool) for policy, _, pool in fake.runs] == [
@@ -299,82 +350,88 @@ def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeSessions], tmp_path:
 
 def test_variants_and_what_they_keep() -> None:
     variants = variants_of(
-        ["stock", "full", "snapkv", "kvpress-snapkv", "transformers"], ["12%", "256"], 2048, 8
+        ["stock", "full", "snapkv", "kvpress-snapkv", "transformers"],
+        ["12%", "256"],
+        2048,
+        SHAPES["small"],
     )
     assert [variant.label for variant in variants] == [
         *("stock", "full", "snapkv 12%", "snapkv 256"),
         *("kvpress-snapkv 12%", "kvpress-snapkv 256", "transformers"),
     ]
-    plan = Plan(SHAPES["small"], 2048, 2, 32, 4.0)
-    layers, token = plan.shape.layers, plan.shape.token_bytes
+    job = Job(SHAPES["small"], 2048, 2, 32, 4.0)
+    layers, token = job.shape.layers, job.shape.token_bytes
     # In the only decode step, the token that goes in is there too.
-    kept = [plan.demand(variant).step_bytes / (layers * token) - 1 for variant in variants]
+    kept = [job.needs(variant).step_bytes / (layers * token) - 1 for variant in variants]
     assert kept[:2] == [2048.0, 2048.0] and kept[3:] == [256.0, 246.0, 256.0, 2048.0]
     assert 246 <= kept[2] < 246 + 16  # whole blocks
-    assert [variant.swaps_v for variant in variants] == [False] * 7
+    assert [job.v_on_host(variant) for variant in variants] == [False] * 7
     # A limit that nothing has to be lowered for.
-    (thinned,) = variants_of(["pyramidinfer"], ["100%"], 2048, 8)
+    (thinned,) = variants_of(["pyramidinfer"], ["100%"], 2048, SHAPES["small"])
     assert thinned == Variant("pyramidinfer", "100%")
-    (kcache,) = variants_of(["kcache"], ["12%"], 2048, 8)
-    assert kcache == Variant("kcache", None) and kcache.swaps_v
+    (kcache,) = variants_of(["kcache"], ["12%"], 2048, SHAPES["small"])
+    assert kcache == Variant("kcache", None) and job.v_on_host(kcache)
 
 
 def test_stock_vllm_has_room_for_as_many_requests_in_its_own_blocks() -> None:
     engine_args = {"kv_admission": "prompt", "dtype": "float32"}
-    plan = Plan(SHAPES["small"], 2048, 64, 32, 4.0, engine_args)
+    job = Job(SHAPES["small"], 2048, 64, 32, 4.0, engine_args)
     stock, caching = Variant("stock", None), Variant("stock-prefix-caching", None)
     # 2,112 tokens: 17 blocks of 128, or 132 of 16.
-    assert plan.pool_blocks(Variant("full", None), 4.0) == 4 * 132 * 8
-    assert plan.pool_blocks(stock, 4.0) == plan.pool_blocks(caching, 4.0) == 4 * 17 * 8 * 8
-    ours, made = plan.arguments_of(Variant("full", None)), plan.arguments_of(stock)
+    assert job.pool_blocks(Variant("full", None), 4.0) == 4 * 132 * 8
+    assert job.pool_blocks(stock, 4.0) == job.pool_blocks(caching, 4.0) == 4 * 17 * 8 * 8
+    ours, made = job.engine_arguments(Variant("full", None)), job.engine_arguments(stock)
     assert ours["block_size"] == 16 and ours["kv_admission"] == "prompt"
     assert made["block_size"] is None and "kv_admission" not in made
     assert made["dtype"] == "float32" and made["max_model_len"] == ours["max_model_len"]
     # What it rounds down and keeps back, two blocks of its own, comes on top and is then held.
-    assert made["kv_cache_memory_bytes"] == (4 * 17 + 2) * 8 * 8 * plan.block_bytes
+    assert made["kv_cache_memory_bytes"] == (4 * 17 + 2) * 8 * 8 * job.shape.block_bytes
     assert made["enable_prefix_caching"] is False
-    assert plan.arguments_of(caching)["enable_prefix_caching"] is True
+    assert job.engine_arguments(caching)["enable_prefix_caching"] is True
     assert stock.environment == caching.environment == {"VLLM_PLUGINS": ""}
     assert Variant("full", None).environment == {}
     with pytest.raises(ValueError, match="takes part as 'stock'"):
-        variants_of(["none"], ["12%"], 2048, 8)
+        variants_of(["none"], ["12%"], 2048, SHAPES["small"])
 
 
 def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
-    plan = Plan(SHAPES["small"], 2048, 64, 32, 4.0)
+    job = Job(SHAPES["small"], 2048, 64, 32, 4.0)
     kcache, h2o = Variant("kcache", None), Variant("h2o", "12%")
-    blocks = plan.blocks(4.0)
-    assert plan.pool_blocks(Variant("full", None), 4.0) == blocks
+    blocks = job.pool_blocks(Variant("full", None), 4.0)
+    assert blocks == 4 * 132 * 8
     # As much host memory again, a page for a page.
-    assert plan.pool_blocks(kcache, 4.0) == blocks and plan.policy_arguments(kcache) == {}
-    assert plan.host_bytes(kcache, 4.0) == blocks * 16384
+    assert job.pool_blocks(kcache, 4.0) == blocks and "kv_swap_space" not in job.engine_arguments(
+        kcache
+    )
+    assert job.host_bytes(kcache, 4.0) == blocks * 16384
     # 16 x 4 numbers of 4 bytes beside 16 KiB.
-    assert plan.pool_blocks(h2o, 4.0) == blocks * 64 // 65 and plan.host_bytes(h2o, 4.0) is None
-    small = replace(plan, kv_swap_space=2000 * 16384 / 2**30)
+    assert job.pool_blocks(h2o, 4.0) == blocks * 64 // 65 and job.host_bytes(h2o, 4.0) is None
+    small = replace(job, kv_swap_space=2000 * 16384 / 2**30)
     assert (
         small.pool_blocks(kcache, 4.0) == 1999 and small.pool_blocks(h2o, 4.0) == 64 * blocks // 65
     )
-    assert small.pool_blocks(kcache, 1.0) == plan.blocks(1.0)
-    assert small.policy_arguments(kcache) == {"kv_swap_space": small.kv_swap_space}
-    assert small.policy_arguments(h2o) == {}
-    row = job_row("capacity", small, kcache, 4.0)
-    assert row.host_bytes == 1999 * 16384
+    assert small.pool_blocks(kcache, 1.0) == 132 * 8
+    assert small.engine_arguments(kcache)["kv_swap_space"] == small.kv_swap_space
+    assert "kv_swap_space" not in small.engine_arguments(h2o)
+    (row,) = records(
+        make_rows("capacity", small, [kcache], [(kcache, {"pool_prompts": 4.0})], None)
+    )
+    assert row["host_bytes"] == 1999 * 16384
     # A prompt takes 128 + 7 x 64 blocks, a request at its end 132 + 7 x 66.
-    assert row.predicted_resident == 1 + (1999 - 576) // 594 == 3
+    assert row["predicted_resident"] == 1 + (1999 - 576) // 594 == 3
 
 
 def test_pools_and_batches_are_of_equal_bytes() -> None:
-    plan = Plan(SHAPES["small"], 2048, 64, 32, 4.0)
-    assert plan.request_blocks == 132 and plan.blocks(4.0) == 4 * 132 * 8
-    assert plan.pool_bytes == (4 * 132 + 1) * 8 * 16 * 2 * 4 * 64 * 2
-    assert plan.peer_batch(Variant("transformers", None)) == 4
+    job = Job(SHAPES["small"], 2048, 64, 32, 4.0)
+    assert job.pool_bytes == (4 * 132 + 1) * 8 * 16 * 2 * 4 * 64 * 2
+    assert job.peer_batch(Variant("transformers", None)) == 4
     # 4 x 2112 tokens hold 27 requests of 246 + 64.
-    assert plan.peer_batch(Variant("kvpress-snapkv", "12%")) == 27
-    assert plan.prompts(1) == plan.prompts(1) != plan.prompts(2)
-    warm_up = plan.prompts(WARM_UP_SEED)[0]
-    assert all(warm_up not in plan.prompts(repetition) for repetition in range(5))
-    assert {len(prompt) for prompt in plan.prompts(1)} == {2048}
-    assert plan.arguments()["max_num_batched_tokens"] == 2048 + 32
+    assert job.peer_batch(Variant("kvpress-snapkv", "12%")) == 27
+    assert job.prompts(1) == job.prompts(1) != job.prompts(2)
+    warm_up = job.prompts(WARM_UP_SEED)[0]
+    assert all(warm_up not in job.prompts(repetition) for repetition in range(5))
+    assert {len(prompt) for prompt in job.prompts(1)} == {2048}
+    assert job.engine_arguments(Variant("full", None))["max_num_batched_tokens"] == 2048 + 32
 
 
 def test_flags_of_a_server() -> None:
@@ -384,34 +441,29 @@ def test_flags_of_a_server() -> None:
     ]
 
 
-def test_a_row_of_latencies() -> None:
-    plan = Plan(SHAPES["small"], 256, 8, 20, 4.0)
-
-    def result(scale: float, running: int | None = None) -> dict[str, Any]:
-        made = {f"p{p}_{m}_ms": scale * p for p in (50, 90, 99) for m in ("ttft", "tpot")}
-        return {**made, "output_throughput": 10.0, "resident_max": running, "peak_blocks": None}
-
-    mine, base = [result(1.0, 2), result(3.0, 5), result(2.0)], [result(2.0)] * 3
-    row = latency_row(plan, Variant("snapkv", "12%"), 2.0, mine, base)
-    assert (row.ttft_p50_ms, row.ttft_p99_ms, row.request_rate) == (100.0, 198.0, 2.0)
-    assert row.resident_max == 5 and row.peak_blocks is None
-    assert (row.ttft_ratio, row.ttft_ratio_low, row.ttft_ratio_high) == (1.0, 0.5, 1.5)
-    assert latency_row(plan, Variant("full", None), float("inf"), mine, base).request_rate is None
-    few = latency_row(replace(plan, num_prompts=19), Variant("snapkv", "12%"), 2.0, mine, base)
-    assert few.ttft_p90_ms == 180.0 and few.ttft_p99_ms is None and few.tpot_p99_ms is None
+def test_what_is_kept_of_a_result_of_vllm() -> None:
+    result = {f"p{p}_{m}_ms": float(p) for p in (50, 90, 99) for m in ("ttft", "tpot")}
+    result["output_throughput"] = 10.0
+    job = Job(SHAPES["small"], 256, 8, 20, 4.0)
+    made = as_sample(result, job, 2.0)
+    assert (made["ttft_p50_ms"], made["tpot_p99_ms"], made["request_rate"]) == (50.0, 99.0, 2.0)
+    assert made["output_tokens_per_s"] == 10.0 and made["pool_prompts"] == 4.0
+    assert as_sample(result, job, float("inf"))["request_rate"] is None
+    few = as_sample(result, replace(job, num_prompts=19), 2.0)
+    assert few["ttft_p90_ms"] == 90.0 and "ttft_p99_ms" not in few
 
 
 @pytest.mark.parametrize(("pool", "blocks"), [(1.0, 21), (4.0, 4 * 17)])
 def test_a_server_has_room_for_a_text_that_is_a_little_longer(pool: float, blocks: int) -> None:
-    plan = Plan(SHAPES["small"], 256, 8, 1, pool)
+    job = Job(SHAPES["small"], 256, 8, 1, pool)
     # vLLM keeps one block of a layer back, and starts if one of the longest fits into the others.
-    expected = (blocks + 1) * 8 * plan.block_bytes
+    expected = (blocks + 1) * 8 * job.shape.block_bytes
     full, h2o = Variant("full", None), Variant("h2o", "12%")
-    assert with_slack(plan, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
+    assert with_slack(job, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
     # All servers have the memory that the one with the most beside its blocks needs.
-    most = max(expected, (21 + 1) * 8 * (plan.block_bytes + 256))
-    assert with_slack(plan, [full, h2o])["kv_cache_memory_bytes"] == most
-    given = replace(plan, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
+    most = max(expected, (21 + 1) * 8 * (job.shape.block_bytes + 256))
+    assert with_slack(job, [full, h2o])["kv_cache_memory_bytes"] == most
+    given = replace(job, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
     assert with_slack(given, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": 5}
 
 
@@ -464,9 +516,9 @@ def _gauges(running: tuple[int, int], blocks: Sequence[int] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _seen(*lines: str) -> Sampler:
+def _seen(*lines: str) -> Gauges:
     """What is seen of a server that has said all of its lines."""
-    with metrics(*lines) as url, Sampler(url, interval_s=0.01) as seen:
+    with metrics(*lines) as url, Gauges(url, interval=0.01) as seen:
         end = time.monotonic() + 10
         while seen.looks < len(lines) and time.monotonic() < end:
             time.sleep(0.01)
@@ -475,44 +527,47 @@ def _seen(*lines: str) -> Sampler:
 
 
 def test_the_most_that_a_server_was_seen_to_hold() -> None:
-    """Sums over engines and layers, each at its greatest; what a server does not say is None."""
+    """Sums over engines and layers, each at its greatest, of what a server says."""
     seen = _seen(_gauges((0, 1), [7, 5]), _gauges((2, 3), [4, 4]), _gauges((0, 0), [0, 0]))
-    assert (seen.running, seen.blocks) == (5, 12)
+    assert seen.largest == {"resident_max": 5, "peak_blocks": 12}
     stock = _seen(_gauges((0, 3)))
-    assert (stock.running, stock.blocks) == (3, None)
+    assert stock.largest == {"resident_max": 3}
     idle = _seen(_gauges((0, 0), [0, 0]))
-    assert (idle.running, idle.blocks) == (None, None)
+    assert idle.largest == {}
 
 
 def test_a_server_that_does_not_answer_is_not_seen() -> None:
     with metrics(_gauges((1, 1), [3])) as url:
         pass
-    with Sampler(url, interval_s=0.01) as seen:
+    with Gauges(url, interval=0.01) as seen:
         time.sleep(0.1)
-    assert (seen.running, seen.blocks, seen.looks) == (None, None, 0)
+    assert (seen.largest, seen.looks) == ({}, 0)
 
 
-def test_the_log_of_a_server_that_ends_under_load_is_shown(
+def test_the_log_of_a_server_that_ends_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "server.py"
+    monkeypatch.setattr(server_load, "VLLM", [sys.executable, str(program)])
+
+    def complain(*_: Any) -> None:
+        raise ChildError("the client complains")
+
+    monkeypatch.setattr(server_load, "_vllm_bench_serve", complain)
+    prepared: Any = SimpleNamespace(model="model")
+    job, stock = Job(SHAPES["small"], 64, 8, 1, 1.0), Variant("stock", None)
     program.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(latency_module, "VLLM", [sys.executable, str(program)])
-
-    def complain(complaint: str, *, wait: bool) -> None:
-        with serving("model", [], {}) as (_, process):
-            if wait:
-                process.wait()
-            if complaint:
-                raise ChildError(complaint)
-
-    with pytest.raises(ChildError, match=r"^the client complains$"):
-        complain("the client complains", wait=False)
-    program.write_text("print('the cause')")
-    with pytest.raises(ChildError, match=r"^the client complains(?s:.*)the cause"):
-        complain("the client complains", wait=True)
-    with pytest.raises(ChildError, match=r"^a server ended by itself(?s:.*)the cause"):
-        complain("", wait=True)
+    with (
+        Server("model", [], "full", {}) as server,
+        pytest.raises(ChildError, match=r"^the client complains$"),
+    ):
+        load(server, prepared, stock, job, 1.0, 0)
+    program.write_text("print('the cause'); exit(3)")
+    with Server("model", [], "full", {}) as server:
+        with pytest.raises(ChildError, match=r"'full' failed(?s:.*)status 3(?s:.*)the cause"):
+            server.wait_until_ready()
+        with pytest.raises(ChildError, match=r"^the client complains(?s:.*)the cause"):
+            load(server, prepared, stock, job, 1.0, 0)
 
 
 def test_cost_on_paper(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vllm_pyramid.bench import cost
-from vllm_pyramid.bench.cost import Demand, Machine
-from vllm_pyramid.bench.paper import as_markdown, paper_rows
+from vllm_pyramid.bench.cost import Machine, RequestNeeds
+from vllm_pyramid.bench.cost_table import as_markdown, cost_rows, displayed
 from vllm_pyramid.bench.shapes import SHAPES, Shape, shape_of_config, write_model
 
 pytestmark = pytest.mark.cpu
@@ -38,7 +38,7 @@ def test_named_shapes_have_the_parameters_of_their_models() -> None:
 
 def test_decode_step_by_hand() -> None:
     weights, tokens = 2 * TINY.step_parameters, 3 * 2 * 50
-    fifty = Demand.plain(TINY, 64, 4, kept=48)  # and half of the 4 that are generated
+    fifty = RequestNeeds.plain(TINY, 64, 4, kept=48)  # and half of the 4 that are generated
     slow_memory = Machine(bandwidth=1000.0, flops=1e12)
     assert cost.decode_step(TINY, slow_memory, 3, fifty) == pytest.approx(
         (weights + tokens * TINY.token_bytes) / 1000
@@ -56,8 +56,8 @@ def test_prefill_by_hand() -> None:
     machine = Machine(bandwidth=1.0, flops=1000.0)
     linear = 2 * 2 * TINY.layer_parameters * 10
     attention = 4 * 4 * 2 * 2 * 10 * 10 / 2
-    demand = Demand.plain(TINY, 10, 4, kept=10)
-    assert cost.prefill(machine, demand) == pytest.approx((linear + attention) / 1000)
+    needs = RequestNeeds.plain(TINY, 10, 4, kept=10)
+    assert cost.prefill(machine, needs) == pytest.approx((linear + attention) / 1000)
 
 
 @pytest.mark.parametrize(
@@ -70,37 +70,37 @@ def test_prefill_by_hand() -> None:
     ],
 )
 def test_resident(requests: float, kept: float, fit: int) -> None:
-    demand = Demand.plain(TINY, prompt_len=160, output_len=16, kept=kept)
+    needs = RequestNeeds.plain(TINY, prompt_len=160, output_len=16, kept=kept)
     pool = requests * 11 * 16 * TINY.layers * TINY.token_bytes
-    assert cost.resident(pool, demand) == fit
+    assert cost.resident(pool, needs) == fit
 
 
 def test_end_to_end_adds_prefills_and_decode_steps() -> None:
     machine = Machine(bandwidth=1e3, flops=1e3)
-    demand = Demand.plain(TINY, prompt_len=64, output_len=9, kept=64)
-    step, prefills = cost.decode_step(TINY, machine, 4, demand), 8 * cost.prefill(machine, demand)
+    needs = RequestNeeds.plain(TINY, prompt_len=64, output_len=9, kept=64)
+    step, prefills = cost.decode_step(TINY, machine, 4, needs), 8 * cost.prefill(machine, needs)
     seconds = prefills + 2 * 8 * step
-    assert cost.end_to_end(TINY, machine, demand, 8, 4) == pytest.approx(8 * 9 / seconds)
-    share = cost.prefill_share(TINY, machine, demand, 8, 4)
+    assert cost.end_to_end(TINY, machine, needs, 8, 4) == pytest.approx(8 * 9 / seconds)
+    share = cost.prefill_share(TINY, machine, needs, 8, 4)
     assert share == pytest.approx(prefills / seconds) and 0 < share < 1
 
 
 def test_eviction_pays_as_the_cache_outweighs_the_weights() -> None:
     """Longer prompts gain more; at 12 % never more than 1 / 0.12, but for whole requests."""
     machine = Machine(4.8e12, 989e12, 141e9)
-    rows = paper_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256, 100.0)
-    short, long = rows[1], rows[3]
-    assert rows[0].decode_ratio == 1.0
-    assert 1 < short.decode_ratio < long.decode_ratio <= 1.02 / 0.12
-    assert long.resident > rows[2].resident
-    assert [row.budget for row in rows] == ["100%", "12%"] * 2
+    rows = cost_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256, 100.0)
+    assert rows["budget"].tolist() == ["100%", "12%"] * 2
+    whole, short, again, long = rows["decode_ratio"]
+    assert whole == again == 1.0 and 1 < short < long <= 1.02 / 0.12
+    assert rows["resident"][3] > rows["resident"][2]
+    assert displayed(rows)["prompt"].tolist() == ["8,192"] * 2 + ["131,072"] * 2
     assert as_markdown(rows).count("\n") == 2 + 4
 
 
 def test_a_model_that_does_not_fit_says_so() -> None:
     machine = Machine(4.8e12, 989e12, 141e9)
     with pytest.raises(ValueError, match="141 GB of weights do not fit"):
-        paper_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256, 100.0)
+        cost_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256, 100.0)
 
 
 def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
@@ -120,5 +120,5 @@ def test_documented_tables_are_what_the_command_prints() -> None:
         ("llama-3-70b", 8),
     ):
         machine = Machine(4.8e12, 989e12, 141e9, devices)
-        rows = paper_rows(SHAPES[name], machine, lens, budgets, 256, 10000.0)
+        rows = cost_rows(SHAPES[name], machine, lens, budgets, 256, 10000.0)
         assert as_markdown(rows) in text, f"{name} on {devices}: run the command beside the table"

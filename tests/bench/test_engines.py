@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.engine.support import is_cpu_build
-from vllm_pyramid.bench import latency as latency_module
-from vllm_pyramid.bench.plan import Plan
+from vllm_pyramid.bench import server_load
+from vllm_pyramid.bench.job import Job, Variant
 from vllm_pyramid.bench.profile import PARTS
 from vllm_pyramid.bench.shapes import named_shape
 from vllm_pyramid.cli import main
@@ -25,6 +25,12 @@ from vllm_pyramid.policy import load_policy
 pytestmark = pytest.mark.engine
 
 PROMPT, OUTPUT, REQUESTS, POOL, LAYERS = 512, 24, 10, 2, 2
+
+
+def _blocks(output_len: int, requests: int) -> int:
+    """Of the block pool for `POOL` whole requests."""
+    job = Job(named_shape("small", LAYERS), PROMPT, output_len, requests, POOL)
+    return job.pool_blocks(Variant("full", None), POOL)
 
 
 def test_throughput(tmp_path: Path) -> None:
@@ -37,7 +43,7 @@ def test_throughput(tmp_path: Path) -> None:
     assert written["machine"]["bandwidth"] > 1e8 and written["machine"]["flops"] > 1e8
     full, evicted = written["rows"]
     assert (full["policy"], evicted["policy"]) == ("full", "pyramidkv")
-    pool = Plan(named_shape("small", LAYERS), PROMPT, OUTPUT, REQUESTS, POOL).blocks(POOL)
+    pool = _blocks(OUTPUT, REQUESTS)
     whole, prompt = pool // POOL, PROMPT // 16 * LAYERS
     kept = int(load_policy("pyramidkv", "12%").plan(PROMPT, LAYERS, 16).blocks.sum())
     for row in (full, evicted):
@@ -65,7 +71,7 @@ def test_throughput(tmp_path: Path) -> None:
 def test_decode_only_beside_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All hold requests at once and decode in turns; nobody of ours is thrown out meanwhile.
+    """All hold requests at once and decode in turns; nobody of ours is preempted meanwhile.
 
     The profile of a step is whole: its parts add up to it, and those of ours have one each.
     """
@@ -84,7 +90,7 @@ def test_decode_only_beside_transformers(
         # Its own blocks of 128 tokens, so at most one more of them for each request than it needs.
         assert (row["policy"], row["decode_batch"], row["to_their_end"]) == ("stock", 2, 2)
         assert row["decode_blocks"] == 2 * 5 * 8 * LAYERS and row["decode_ratio"] == 1.0
-    pool = Plan(named_shape("small", LAYERS), PROMPT, 96, 12, 2).blocks(2)
+    pool = _blocks(96, 12)
     assert full["decode_batch"] == peer["decode_batch"] == 2 and full["to_their_end"] == 2
     # More come in than the pool holds at their ends: the windows stay short of that.
     assert evicted["decode_batch"] > evicted["to_their_end"] > 2
@@ -142,16 +148,16 @@ def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     the server holds meanwhile is seen.
     """
     seen: list[tuple[str, set[int]]] = []
-    load = latency_module.load
+    load = server_load.load
 
     def looking(*args: Any) -> dict[str, Any]:
-        result = load(*args)
+        result: dict[str, Any] = load(*args)
         seen.extend(_workers())
         return result
 
-    monkeypatch.setattr(latency_module, "load", looking)
-    often = partial(latency_module.Sampler, interval_s=0.02)  # a short job
-    monkeypatch.setattr(latency_module, "Sampler", often)
+    monkeypatch.setattr(server_load, "load", looking)
+    often = partial(server_load.Gauges, interval=0.02)  # a short job
+    monkeypatch.setattr(server_load, "Gauges", often)
     monkeypatch.setenv("SPT_NOENV", "1")  # a process that names itself leaves its variables alone
     command = ["bench", "latency", "--layers", str(LAYERS), "--policies", "pyramidkv"]
     command += ["--prompt-len", "256", "--output-len", "64", "--num-prompts", "1"]

@@ -4,22 +4,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from vllm_pyramid.bench.clock import PartClock, Replacements
+from vllm_pyramid.bench.job import Variant
 from vllm_pyramid.bench.profile import (
     GROUPS,
     PARTS,
-    StepProfile,
+    PartClock,
     has_timers,
     profile,
     refusal,
+    step_profile,
     table,
 )
 
@@ -61,46 +63,22 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 @pytest.mark.cpu
 def test_each_part_has_its_own_time(work: Work) -> None:
-    clock, timers = PartClock(("a", "b", "c")), Replacements()
-    for part, name in (("a", "outer"), ("b", "inner"), ("a", "innermost"), ("c", "fails")):
-        timers.plan(work, name, clock.timed(part, getattr(work, name)))
-    with timers:
+    clock = PartClock(("a", "b", "c"))
+    with ExitStack() as timers:
+        for part, name in (("a", "outer"), ("b", "inner"), ("a", "innermost"), ("c", "fails")):
+            timed = clock.timed(part, getattr(work, name))
+            timers.enter_context(mock.patch.object(work, name, timed))
         assert work.outer() == "done"
-    assert clock.spent == {"a": 230, "b": 6, "c": 0}
-    work.outer()  # without timers
-    assert clock.spent == {"a": 230, "b": 6, "c": 0}
-    with timers:
+        assert clock.spent == {"a": 230, "b": 6, "c": 0}
         work.passes(1000)  # outside of all functions: nobody's
         for _ in range(2):
             with pytest.raises(KeyError):
                 work.fails()
         work.inner()
     assert clock.spent == {"a": 330, "b": 9, "c": 14}
+    work.outer()  # without timers
+    assert clock.spent == {"a": 330, "b": 9, "c": 14}
     assert vars(work) == {"now": work.now}
-
-
-@pytest.mark.cpu
-def test_replaced_attributes_are_as_they_were(work: Work) -> None:
-    """Also those that were an object's own, those of modules, and behind an error."""
-    import torch
-
-    own: Callable[[], int] = lambda: 1  # noqa: E731
-    work.outer = own  # type: ignore[method-assign, assignment]
-    module: Any = torch.nn.Linear(2, 2)
-    spy = SimpleNamespace(value=5)
-    timers = Replacements()
-    timers.plan(work, "outer", lambda: 2)
-    timers.plan(module, "forward", lambda x: x)
-    timers.plan(spy, "value", 6)
-    for _ in range(2):
-        with suppress(KeyError), timers:
-            assert (work.outer(), spy.value) == (2, 6)
-            assert module(torch.ones(3)).shape == (3,)
-            raise KeyError
-        assert work.outer is own and spy.value == 5 and "forward" not in vars(module)
-        assert module(torch.ones(2)).shape == (2,)
-    with pytest.raises(AssertionError, match="has no walue"):
-        timers.plan(spy, "walue", 1)
 
 
 @pytest.mark.cpu
@@ -120,18 +98,20 @@ def test_the_table_adds_up(work: Work) -> None:
     parts = {part: float(index + 1) / 1e3 for index, part in enumerate(PARTS)}
     total = sum(parts.values())
     answer = {"with_timers": [total / 2, total / 2], "without": [0.02], "parts": parts}
-    made = StepProfile.of("snapkv", "12%", 3, answer)
-    assert made.step_ms == pytest.approx(1e3 * total / 2)
-    assert sum(made.parts_ms.values()) == pytest.approx(made.step_ms)
-    assert made.as_dict()["step_without_timers_ms"] == 20.0
+    made = step_profile(Variant("snapkv", "12%"), 3, answer)
+    assert made["step_ms"] == pytest.approx(1e3 * total / 2)
+    assert sum(made["parts_ms"].values()) == pytest.approx(made["step_ms"])
+    assert sum(made["shares"].values()) == pytest.approx(1)
+    assert made["step_without_timers_ms"] == 20.0
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table([made, made]))
     said = console.export_text()
     assert "snapkv 12%, batch 3" in said and "means of 2 steps" in said
     lines = {line.split("│")[1].strip(): line for line in said.splitlines() if "│" in line}
     for group, names in GROUPS.items():
-        spent = sum(made.parts_ms[part] for part in names)
-        assert lines[group].count(f"{spent:.2f} ({100 * spent / made.step_ms:.0f} %)") == 2
+        spent = sum(made["parts_ms"][part] for part in names)
+        cell = f"{spent:.2f} ({100 * spent / made['step_ms']:.0f} %)"
+        assert lines[group].count(cell) == 2
     assert "20.00" in lines["a step without timers"]
 
 
@@ -179,9 +159,9 @@ def test_the_parts_of_an_engine(engine: Any) -> None:
 
 def _own(engine: Any) -> list[Any]:
     """What the objects that a step goes through have of their own under the timed names."""
-    from vllm_pyramid.compat.step_parts import step_parts
+    from vllm_pyramid.compat.step_functions import step_functions
 
-    return [vars(owner).get(name) for _, owner, name in step_parts(engine.client)]
+    return [vars(owner).get(name) for _, owner, name in step_functions(engine.client)]
 
 
 @pytest.mark.engine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is noted of batches, of the room that requests need, and of a peer's batches."""
+"""What is observed of the scheduler, and the rates of a peer's batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import pytest
 
 from vllm_pyramid.bench import peer as peer_module
 from vllm_pyramid.bench.engine import Engine
-from vllm_pyramid.bench.holding import Holding, steps_left, to_their_end
 from vllm_pyramid.bench.peer import Peer
-from vllm_pyramid.bench.watch import Batch, Watch
+from vllm_pyramid.bench.scheduler_state import (
+    Batch,
+    BlockGrowth,
+    SchedulerLog,
+    finish_without_preemption,
+    steps_with_room,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -66,7 +71,7 @@ class BatchQueue:
         return []
 
 
-def test_batches_are_noted_when_they_end() -> None:
+def test_batches_are_logged_when_they_end() -> None:
     queue = BatchQueue(
         [
             (_scheduled({"a": 0}, {}, a=8), None),
@@ -84,27 +89,34 @@ def test_batches_are_noted_when_they_end() -> None:
     assert not queue.has_unfinished_requests()
 
 
-def test_requests_that_are_thrown_out_are_counted() -> None:
+def test_preemptions_are_counted() -> None:
     queue = BatchQueue([])
-    watch = Watch(queue)
+    log = SchedulerLog(queue)
     queue._preempt_request(None)
     queue.update_from_output(_scheduled({}, {}), None)
-    assert watch.preemptions == 1 and watch.ended == [Batch(0, 0)]
+    assert log.preemptions == 1 and log.ended == [Batch(0, 0)]
 
 
-def _holding(blocks: int, tokens: int, left: int) -> Holding:
-    return Holding(blocks, tokens, left, (16, 16))
+def _growth(blocks: int, tokens: int, left: int) -> BlockGrowth:
+    return BlockGrowth(blocks, tokens, left, (16, 16))
 
 
 def test_room_by_hand() -> None:
     # Two tables: 4 blocks now, of 40 tokens the newest 24 at least; 8 more fill the last blocks.
-    holding = _holding(4, 40, 30)
-    assert [holding.after(steps) for steps in (0, 8, 9, 24, 25, 30, 99)] == [4, 4, 6, 6, 8, 8, 8]
-    three = [holding, _holding(5, 40, 30), _holding(4, 47, 1)]
+    growth = _growth(4, 40, 30)
+    assert [growth.after(steps) for steps in (0, 8, 9, 24, 25, 30, 99)] == [4, 4, 6, 6, 8, 8, 8]
+    three = [growth, _growth(5, 40, 30), _growth(4, 47, 1)]
     # At their ends 8, 9 and 4 blocks: the two smallest need 12, all 21.
-    assert [to_their_end(three, blocks) for blocks in (3, 4, 11, 12, 20, 21)] == [0, 1, 1, 2, 2, 3]
+    assert [finish_without_preemption(three, blocks) for blocks in (3, 4, 11, 12, 20, 21)] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
     # Two of them need two blocks each in the 9th step, and again in the 25th.
-    assert [steps_left(three, free, 30) for free in (0, 3, 4, 7, 8)] == [8, 8, 24, 24, 30]
+    assert [steps_with_room(three, free, 30) for free in (0, 3, 4, 7, 8)] == [8, 8, 24, 24, 30]
 
 
 def test_a_peers_rate_is_that_of_full_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import sys
 import time
@@ -12,34 +11,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vllm_pyramid.child import ChildError
-from vllm_pyramid.demo import run
-from vllm_pyramid.demo.worker import Answer, Task, proof_of
+from vllm_pyramid.demo import model_path, run
+from vllm_pyramid.eval.engine import ChildError, Work
+from vllm_pyramid.eval.result import EvictionReport, Result
 
 pytestmark = pytest.mark.cpu
 
-ANSWER = Answer(
-    kv_policy="pyramidkv",
+RESULT = Result(
     text="no[i]se\x1b with a control character",
-    prompt_tokens=1000,
-    kept_tokens=[400, 200, 100, 20],
-    evicted_tokens=3280,
-    blocks_before=252,
-    blocks_after=48,
+    eviction=EvictionReport(
+        kv_policy="pyramidkv",
+        prompt_tokens=1000,
+        computed_tokens=1000,
+        kept_tokens=[400, 200, 100, 20],
+        evicted_tokens=3280,
+        blocks_before=252,
+        blocks_after=48,
+    ),
     prefill_seconds=0.5,
     decode_tokens_per_second=123.4,
 )
-
-
-def proof() -> dict[str, object]:
-    return {
-        "kv_policy": "pyramidkv",
-        "prompt_tokens": 1000,
-        "kept_tokens": [400, 200, 100, 20],
-        "evicted_tokens": 3280,
-        "blocks_before": 252,
-        "blocks_after": 48,
-    }
 
 
 @pytest.mark.parametrize("tokens", [256, 3000])
@@ -60,37 +51,6 @@ def test_a_prompt_without_room_is_refused(random_model: Path) -> None:
         run.build_prompt(random_model, 3)
 
 
-def test_a_complete_report_is_accepted() -> None:
-    assert proof_of(proof(), "pyramidkv") == proof()
-
-
-@pytest.mark.parametrize("report", [None, {}])
-def test_a_missing_report_is_an_error(report: dict[str, object] | None) -> None:
-    with pytest.raises(RuntimeError, match="the plugin is not active"):
-        proof_of(report, "pyramidkv")
-
-
-@pytest.mark.parametrize("key", sorted(proof()))
-def test_an_incomplete_report_is_an_error(key: str) -> None:
-    report = proof()
-    del report[key]
-    with pytest.raises(RuntimeError, match=f"lacks {key}"):
-        proof_of(report, "pyramidkv")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kv_policy": "full"}, "ran 'full'"),
-        ({"evicted_tokens": 0}, "contradicts itself"),
-        ({"kept_tokens": [], "evicted_tokens": 0}, "contradicts itself"),
-    ],
-)
-def test_a_wrong_report_is_an_error(change: dict[str, object], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        proof_of(proof() | change, "pyramidkv")
-
-
 def test_bars_are_right_aligned_and_never_vanish() -> None:
     assert run.bar(50, 100, width=10) == "[dim]·····[/dim][cyan]█████[/cyan]"
     assert run.bar(100, 100, width=4) == "[dim][/dim][cyan]████[/cyan]"
@@ -100,7 +60,7 @@ def test_bars_are_right_aligned_and_never_vanish() -> None:
 
 def test_show_prints_every_number() -> None:
     stream = io.StringIO()
-    run.show(Console(file=stream, width=100), ANSWER, "18%", "12345")
+    run.show(Console(file=stream, width=100), "pyramidkv", RESULT, "18%", "12345")
     shown = stream.getvalue()
     assert "wrong: it is 12345" in shown
     assert "pyramidkv, budget 18%" in shown
@@ -116,13 +76,13 @@ def test_show_prints_every_number() -> None:
 @pytest.mark.parametrize(("text", "verdict"), [(" 123. And", "right"), (" 1234.", "wrong")])
 def test_the_answer_is_judged(text: str, verdict: str) -> None:
     stream = io.StringIO()
-    answer = dataclasses.replace(ANSWER, text=text)
-    run.show(Console(file=stream, width=100), answer, None, "123")
+    result = RESULT.model_copy(update={"text": text})
+    run.show(Console(file=stream, width=100), "full", result, None, "123")
     assert f"answer ({verdict}" in stream.getvalue()
 
 
-def task() -> Task:
-    return Task("no-such-model", "a prompt", 4, 64, "pyramidkv", "12%")
+def work() -> Work:
+    return run.work_of(model_path(), "a prompt", 4, "pyramidkv", "12%")
 
 
 def use_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:
@@ -133,20 +93,41 @@ def use_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> No
     monkeypatch.setattr(sys, "executable", str(script))
 
 
-def test_stages_and_the_answer_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from dataclasses import asdict
-
+def answer_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, result: Result) -> None:
     use_worker(
         monkeypatch,
         tmp_path,
-        "task = json.load(sys.stdin)\n"
+        "work = json.load(sys.stdin)\n"
+        "(request,) = work['requests']\n"
         "print('noise of the engine')\n"
-        "print('@vllm-pyramid ' + json.dumps({'stage': task['prompt']}))\n"
-        f"print('@vllm-pyramid ' + json.dumps({{'answer': {asdict(ANSWER)!r}}}))",
+        "print('@vllm-pyramid ' + json.dumps({'stage': request['budget']}))\n"
+        "message = {'key': request['key'], 'result': " + repr(result.model_dump()) + "}\n"
+        "print('@vllm-pyramid ' + json.dumps(message))",
     )
+
+
+def test_stages_and_the_answer_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answer_with(monkeypatch, tmp_path, RESULT)
     stages: list[str] = []
-    assert run.run_policy(task(), stages.append) == ANSWER
-    assert stages == ["pyramidkv: a prompt"]
+    assert run.run_policy(work(), stages.append) == RESULT
+    assert stages == ["pyramidkv: 12%"]
+
+
+def test_an_engine_that_evicts_nothing_fails_the_demonstration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {"kept_tokens": [1000] * 4, "evicted_tokens": 0, "blocks_after": 252}
+    eviction = RESULT.eviction.model_copy(update=kept)
+    answer_with(monkeypatch, tmp_path, RESULT.model_copy(update={"eviction": eviction}))
+    with pytest.raises(ChildError, match="'pyramidkv' evicted nothing at budget 12%"):
+        run.run_policy(work(), lambda _: None)
+    full = run.work_of(model_path(), "a prompt", 4, "full", "12%")
+    assert full.requests[0].budget is None
+    assert run.run_policy(full, lambda _: None).eviction == eviction
+    # The command: the policy that evicts nothing is shown, then it ends with the error.
+    assert run.main(["--prompt-tokens", "300"]) == 1
+    said = capsys.readouterr().out
+    assert "'streaming-llm' evicted nothing at budget 12%" in said and "In short" not in said
 
 
 def test_a_failing_worker_shows_the_end_of_its_log(
@@ -154,7 +135,7 @@ def test_a_failing_worker_shows_the_end_of_its_log(
 ) -> None:
     use_worker(monkeypatch, tmp_path, "sys.exit('the reason')")
     with pytest.raises(ChildError, match=r"exit status 1(?s:.)*the reason"):
-        run.run_policy(task(), lambda _: None)
+        run.run_policy(work(), lambda _: None)
 
 
 def test_an_interruption_ends_the_worker_and_its_children(
@@ -176,7 +157,7 @@ def test_an_interruption_ends_the_worker_and_its_children(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.run_policy(task(), interrupt)
+        run.run_policy(work(), interrupt)
     for _ in range(100):
         if not is_running(pids[0]):
             break
@@ -197,7 +178,7 @@ def test_a_worker_without_an_answer_is_an_error(
 ) -> None:
     use_worker(monkeypatch, tmp_path, "")
     with pytest.raises(ChildError, match="ended without an answer"):
-        run.run_policy(task(), lambda _: None)
+        run.run_policy(work(), lambda _: None)
 
 
 def test_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,9 +133,10 @@ class Engine:
         assert self.pool.get_num_free_blocks() == self.usable_blocks
         assert not self.coordinator.held_blocks.any()
         assert not self.coordinator.skipped_tokens.any()
-        for kept in ("_plans", "_num_blocks", "_confirmed", "_evicted", "_due"):
-            assert not getattr(self.coordinator, kept), f"{kept} keeps finished requests"
-        assert not self.scheduler._plans
+        assert not self.coordinator._requests, "finished requests are kept"
+        for hooks in self.scheduler.hooks:
+            for kept in ("_requests", "_of_request", "_averaged"):
+                assert not getattr(hooks, kept, None), f"{kept} keeps finished requests"
 
     def shuffle_blocks(self, seed: int = 0) -> None:
         """Put the free blocks into random order, so that neighbours in a table are far apart."""

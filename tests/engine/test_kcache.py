@@ -27,6 +27,8 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
+from vllm_pyramid.methods.host_values import HostValues
+from vllm_pyramid.methods.host_values.traffic import SwapTraffic
 
 pytestmark = pytest.mark.engine
 
@@ -173,7 +175,7 @@ def test_survivors_v_in_host_memory(
     common = {**SETTINGS, "kv_policy": "pyramidkv", "kv_budget": 100}
     plain = engines.get(random_model, **common, kv_policy_args=args, block_size=32)
     expected = plain.run(_jobs(20))
-    args |= {"swap_v": True, "device_layers": 2, "top_n": PLENTY}
+    args |= {"values": {"kind": "host", "device_layers": 2, "top_n": PLENTY}}
     engine = engines.get(random_model, **common, kv_policy_args=args)
     outcomes = engine.run(_jobs(20))
     engine.check_whole()
@@ -362,6 +364,8 @@ def test_v_of_few_keys_costs_no_perplexity(engines: EnginePool) -> None:
     from vllm_pyramid.eval.tasks import load_task
     from vllm_pyramid.policy import load_policy
 
+    values = load_policy("kcache").values
+    assert isinstance(values, HostValues)
     tokens = load_tokens(model_path())
     prompts = []
     for sample in load_task("perplexity").samples(tokens, 1024, 12, seed=0):
@@ -369,7 +373,7 @@ def test_v_of_few_keys_costs_no_perplexity(engines: EnginePool) -> None:
         prompts.append((prompt, tokens.encode(sample.prompt + sample.answers[0])[len(prompt) :]))
     engine = _built_in(engines, "kcache", kv_policy_args={"top_n": 32})
     perplexity = []
-    for extra in ({"kv_policy": "full"}, {"kv_top_n": load_policy("kcache").top_n}):
+    for extra in ({"kv_policy": "full"}, {"kv_top_n": values.top_n}):
         outcomes = engine.run([Job(ids, forced_params(rest, extra)) for ids, rest in prompts])
         nats = [
             -float(outcome.logprobs[i][rest[i]])
@@ -415,7 +419,7 @@ def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: st
         engine = engines.get(
             tiny_model("llama-mha"),
             kv_policy=policy,
-            kv_policy_args={"swap_v": True, "top_n": 12},
+            kv_policy_args={"values": "host", "top_n": 12},
             kv_admission="prompt",
             dtype="float32",
             max_model_len=384,
@@ -430,7 +434,8 @@ def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: st
                 lambda engine: engine.coordinator.check_integrity(),
             )
         engine.check_whole()
-        assert not engine.scheduler._traffic._requests
+        (traffic,) = engine.scheduler.hooks
+        assert isinstance(traffic, SwapTraffic) and not traffic._requests
         tokens[contended] = {o.job.name: o.token_ids for o in outcomes if o.output is not None}
         assert (preemptions["all"] > count // 20) == contended, preemptions
     assert len(tokens[False]) == count > len(tokens[True]) > 0.8 * count

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from vllm_pyramid.request_config import ALLOCATOR_KEY
 
 pytestmark = pytest.mark.engine
 
@@ -178,10 +179,9 @@ def test_a_sample_is_solved_and_the_rest_gets_its_average(
         for kept, share in zip(run.report["kept_tokens"], shares, strict=True):
             wanted = 8 + engine.num_layers * (budget - 8) * share
             assert kept in {n - (n - k) // BLOCK * BLOCK for k in (int(wanted), int(wanted) + 1)}
+    theirs = {ALLOCATOR_KEY: {"kind": "shares", "shares": [1, 2, 3, 4]}}
     with pytest.raises(VLLMValidationError, match="not for requests to set"):
-        engine.client.add_request(
-            "wrong", {"prompt_token_ids": prompts[0]}, greedy(4, vllm_pyramid_shares=[1, 2, 3, 4])
-        )
+        engine.client.add_request("wrong", {"prompt_token_ids": prompts[0]}, greedy(4, **theirs))
     engine.check_whole()
 
 

@@ -355,8 +355,9 @@ def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path
     import json
 
     from tests.engine.test_refusals import _config
+    from vllm_pyramid.methods.thinning import DecayAllocator
+    from vllm_pyramid.methods.thinning.engine import check_thinning_config
     from vllm_pyramid.policy import load_policy
-    from vllm_pyramid.thinning_config import check_thinning_config
 
     policy = {"kv_policy": "pyramidinfer"}
     config = json.loads((random_model / "config.json").read_text())
@@ -376,12 +377,12 @@ def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path
             _config(random_model, policy, **arguments)
     config = _config(random_model, policy, max_num_batched_tokens=1024)
     served = load_policy("pyramidinfer")
-    assert served.thinner is not None
+    assert isinstance(served.allocator, DecayAllocator)
     with pytest.MonkeyPatch.context() as patch:
         # vLLM itself refuses its second runner where there is no Triton, as here.
         patch.setattr(type(config), "use_v2_model_runner", True)
         with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-            check_thinning_config(config, served, served.thinner)
+            check_thinning_config(config, served, served.allocator)
     with pytest.raises(ValueError, match=r"budget 30% is out of reach .* over 8 layers"):
         _config(random_model, {**policy, "kv_budget": "30%"}, max_num_batched_tokens=1024)
     with pytest.raises(ValueError, match="a percentage such as 50%, not 64 tokens"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.plans import recent_positions
 from vllm_pyramid.cli import main
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.eval.engine import _take_recalls
@@ -141,12 +142,13 @@ def test_recall_is_that_of_the_kept_tokens(folder: Path, random_model: Path) -> 
             mass = attention[0, :, n - window :, : n - window].sum(dim=1)
             mass = mass.unflatten(0, (kv_heads, -1)).mean(dim=1)
             if policy == "streaming-llm":
-                kept = load_policy(policy).kept_positions(n, result.kept_tokens[layer])
+                kept_tokens = result.eviction.kept_tokens[layer]
+                kept = recent_positions(n, kept_tokens, load_policy(policy).sinks)
                 inside = torch.tensor(kept[kept < n - window], dtype=torch.long)
                 expected = mass[:, inside].sum(dim=1) / mass.sum(dim=1)
                 assert result.recall[layer] == pytest.approx(expected.tolist(), rel=1e-3)
             else:  # no choice of as many tokens can hold more
-                count = result.kept_tokens[layer] - window
+                count = result.eviction.kept_tokens[layer] - window
                 best = mass.topk(count, dim=1).values.sum(dim=1) / mass.sum(dim=1)
                 for measured, bound in zip(result.recall[layer], best.tolist(), strict=True):
                     assert 0.5 * bound < measured <= bound + 1e-4
@@ -171,7 +173,8 @@ def test_the_built_in_model_finds_what_is_kept(tmp_path: Path) -> None:
     evaluation = Run(settings, load_tokens(settings.model))
     store = Store(tmp_path / "samples.jsonl")
     evaluation.execute(store, lambda _: None, lambda: None)
-    rows = {(row.task, row.policy): row for row in rows_of(evaluation.answers(store))}
+    found = rows_of(evaluation.answers(store)).itertuples()
+    rows: dict[Any, Any] = {(row.task, row.policy): row for row in found}
     store.close()
     for task in ("needle", "multi-key"):
         recency = rows[task, "streaming-llm"]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.eval.test_tasks import WordTokenizer
+from tests.eval.test_tasks import WordTokenizer, eviction
 from vllm_pyramid.eval import run as run_module
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.pictures import _style, draw
-from vllm_pyramid.eval.results import Row, rows_of
+from vllm_pyramid.eval.result import Result
+from vllm_pyramid.eval.results import rows_of
 from vllm_pyramid.eval.run import Answer, Run, Settings
-from vllm_pyramid.eval.task import Result
 from vllm_pyramid.eval.tasks import load_task
 from vllm_pyramid.eval.variants import parse_variants
 
@@ -35,9 +35,11 @@ def result_of(job: Any) -> Result:
     full = job.variant.label == "full"
     return Result(
         text=f" {answer}.",
-        computed_tokens=200,
-        kept_tokens=[200, 200] if full else [40, 10],
-        memory=1.0 if full else 0.25 if job.budget == "25%" else 0.5,
+        eviction=eviction(
+            [200, 200] if full else [40, 10],
+            200,
+            1.0 if full else 0.25 if job.request.budget == "25%" else 0.5,
+        ),
         nats=math.log(8.0) if job.sample.forced else None,
         recall=[[0.5, 0.75], [0.25, 0.25]] if job.task.needs_recall else None,
     )
@@ -57,9 +59,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         seeds=(0, 1),
     )
     evaluation = Run(settings, Tokens(WordTokenizer()))
-    results = {job.request.key: result_of(job) for job in evaluation.jobs}
+    results = {job.request.key: result_of(job).model_dump() for job in evaluation.jobs}
     answers: list[Answer] = list(evaluation.answers(results))  # type: ignore[arg-type]
-    rows: list[Row] = rows_of(answers)
+    rows = rows_of(answers)
     figures: dict[str, Any] = {}
     save = figure.Figure.savefig
 

@@ -9,22 +9,22 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from tests.eval.test_tasks import WordTokenizer
-from vllm_pyramid.child import ChildError
+from tests.eval.test_tasks import WordTokenizer, eviction
 from vllm_pyramid.cli import main
-from vllm_pyramid.eval import command
+from vllm_pyramid.eval import command, engine
 from vllm_pyramid.eval import run as run_module
+from vllm_pyramid.eval.engine import ChildError
 from vllm_pyramid.eval.haystack import Tokens
-from vllm_pyramid.eval.report import as_markdown, tables
-from vllm_pyramid.eval.results import Row, as_csv, as_json, merged_json, rows_of
+from vllm_pyramid.eval.result import EvictionReport, Result
+from vllm_pyramid.eval.results import COLUMNS, as_json, as_markdown, merged_json, rows_of, tables
 from vllm_pyramid.eval.run import Run, Settings, Store
-from vllm_pyramid.eval.task import Result
 from vllm_pyramid.eval.tasks import load_task
 from vllm_pyramid.eval.variants import Variant, parse_variants
 
@@ -72,20 +72,20 @@ class FakeEngines:
             self.served.append(request["key"])
             result = Result(
                 text=" 1.",
-                computed_tokens=len(request["prompt_token_ids"]),
-                kept_tokens=[10, 6],
-                memory=0.125 if request["budget"] else 1.0,
+                eviction=eviction(
+                    [10, 6], len(request["prompt_token_ids"]), 0.125 if request["budget"] else 1.0
+                ),
                 nats=math.log(4.0) if request["forced"] else None,
             )
-            yield {"key": request["key"], "result": asdict(result)}
+            yield {"key": request["key"], "result": result.model_dump()}
 
 
 def test_every_policy_and_budget_gets_the_same_prompts(tokens: Tokens) -> None:
     evaluation = Run(settings(), tokens)
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str | None], list[str]] = {}
     for job in evaluation.jobs:
-        groups.setdefault((job.variant.label, job.budget), []).append(job.sample.prompt)
-    assert list(groups) == [("full", "100%"), ("snapkv", "10%"), ("snapkv", "50%")]
+        groups.setdefault((job.variant.label, job.request.budget), []).append(job.sample.prompt)
+    assert list(groups) == [("full", None), ("snapkv", "10%"), ("snapkv", "50%")]
     assert len({tuple(prompts) for prompts in groups.values()}) == 1
     assert len(evaluation.jobs) == 3 * 2 * 2 * 3
     keys = [job.request.key for job in evaluation.jobs]
@@ -98,7 +98,7 @@ def test_an_interrupted_run_goes_on(
     evaluation = Run(settings(), tokens)
     path = tmp_path / "new" / "samples.jsonl"
     first = FakeEngines(fail_after=7)
-    monkeypatch.setattr(run_module, "run_child", first)
+    monkeypatch.setattr(engine, "run_child", first)
     store = Store(path)
     done: list[None] = []
     with pytest.raises(ChildError):
@@ -112,7 +112,7 @@ def test_an_interrupted_run_goes_on(
     text = path.read_text()
     path.write_text(text[:-40])
     second = FakeEngines()
-    monkeypatch.setattr(run_module, "run_child", second)
+    monkeypatch.setattr(engine, "run_child", second)
     store = Store(path)
     evaluation.execute(store, lambda _: None, lambda: None)
     store.close()
@@ -128,31 +128,33 @@ def test_an_interrupted_run_goes_on(
 
 
 def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "run_child", FakeEngines())
+    monkeypatch.setattr(engine, "run_child", FakeEngines())
     evaluation = Run(settings(), tokens)
     store = Store(tmp_path / "samples.jsonl")
     evaluation.execute(store, lambda _: None, lambda: None)
     rows = rows_of(evaluation.answers(store))
     store.close()
-    assert [(row.task, row.policy, row.budget) for row in rows] == [
+    listed = list(rows.itertuples())
+    assert [(row.task, row.policy, row.budget) for row in listed] == [
         (task, *rest)
         for rest in (("full", "100%"), ("snapkv", "10%"), ("snapkv", "50%"))
         for task in ("needle", "perplexity")
     ]
-    needle, perplexity = rows[:2]
+    needle, perplexity = listed[:2]
     assert (needle.score, needle.n, needle.seeds, needle.spread) == (0.0, 6, 2, 0.0)
     # The answer is "1": one digit of five where the number begins with it.
     ones = [job.sample.answers[0].startswith("1") for job in evaluation.jobs[:6]]
-    assert needle.digits == pytest.approx(sum(ones) / 30) and needle.digits_spread is not None
-    assert (perplexity.digits, perplexity.digits_spread) == (None, None)
+    assert needle.digits == pytest.approx(sum(ones) / 30) and needle.digits_spread >= 0
+    assert math.isnan(perplexity.digits) and math.isnan(perplexity.digits_spread)
     assert perplexity.score == pytest.approx(4.0) and perplexity.metric == "perplexity"
     assert perplexity.lower_is_better and not needle.lower_is_better
-    assert (rows[0].memory, rows[2].memory) == (1.0, 0.125)
+    assert (listed[0].memory, listed[2].memory) == (1.0, 0.125)
 
     written = json.loads(as_json(rows, {"model": "m"}))
     assert written["runs"] == [{"model": "m"}]
-    assert written["rows"][0] == {**asdict(needle), "run": 0}
-    read = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert written["rows"][0] == {**{name: getattr(needle, name) for name in COLUMNS}, "run": 0}
+    assert written["rows"][1]["digits"] is None
+    read = list(csv.DictReader(io.StringIO(rows.to_csv(index=False))))
     assert len(read) == 6 and read[1]["policy"] == "full" and float(read[1]["score"]) > 3.9
 
     shown = tables(rows)
@@ -176,26 +178,30 @@ def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def row(policy: str, score: float, budget: str = "12%") -> Row:
-    return Row(
-        task="needle",
-        metric="exact match",
-        policy=policy,
-        budget=budget,
-        length=1024,
-        score=score,
-        spread=None,
-        n=10,
-        seeds=1,
-        memory=0.1,
-        lower_is_better=False,
-        digits=None,
-        digits_spread=None,
+def table_of(**scores: float) -> pd.DataFrame:
+    """Rows of a run, by policy."""
+    return pd.DataFrame(
+        {
+            "task": "needle",
+            "metric": "exact match",
+            "policy": policy,
+            "budget": "12%",
+            "length": 1024,
+            "score": score,
+            "spread": None,
+            "n": 10,
+            "seeds": 1,
+            "memory": 0.1,
+            "lower_is_better": False,
+            "digits": None,
+            "digits_spread": None,
+        }
+        for policy, score in scores.items()
     )
 
 
 def test_rows_of_several_runs_keep_their_commands() -> None:
-    def merge(known: str, rows: list[Row], command: str, model: str = "m") -> str:
+    def merge(known: str, rows: pd.DataFrame, command: str, model: str = "m") -> str:
         return merged_json(known, rows, {"model": model, "command": command}, "rows.json")
 
     def read(text: str) -> dict[tuple[str, str], tuple[float, str]]:
@@ -208,11 +214,9 @@ def test_rows_of_several_runs_keep_their_commands() -> None:
             for row in held["rows"]
         }
 
-    first = merge("", [row("full", 1.0), row("snapkv", 0.1)], "one")
-    assert first == as_json(
-        [row("full", 1.0), row("snapkv", 0.1)], {"model": "m", "command": "one"}
-    )
-    both = merge(first, [row("snapkv", 0.2), row("xkv", 0.3)], "two")
+    first = merge("", table_of(full=1.0, snapkv=0.1), "one")
+    assert first == as_json(table_of(full=1.0, snapkv=0.1), {"model": "m", "command": "one"})
+    both = merge(first, table_of(snapkv=0.2, xkv=0.3), "two")
     assert read(both) == {
         ("m", "full"): (1.0, "one"),
         ("m", "snapkv"): (0.2, "two"),
@@ -220,9 +224,9 @@ def test_rows_of_several_runs_keep_their_commands() -> None:
     }
     assert [row["policy"] for row in json.loads(both)["rows"]] == ["full", "snapkv", "xkv"]
     # Another model's rows stand beside them; a run that nothing is left of goes.
-    other = merge(both, [row("full", 0.5)], "three", model="n")
+    other = merge(both, table_of(full=0.5), "three", model="n")
     assert len(read(other)) == 4 and len(json.loads(other)["runs"]) == 3
-    last = merge(other, [row("full", 0.9)], "four")
+    last = merge(other, table_of(full=0.9), "four")
     assert [run["command"] for run in json.loads(last)["runs"]] == ["two", "three", "four"]
     assert read(last)["m", "full"] == (0.9, "four")
     assert read(last)["n", "full"] == (0.5, "three")
@@ -263,6 +267,8 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(
         (["--policies", 'kcache:{"top_m":1}'], "--policies: policy 'kcache': unknown argument"),
         (["--merge-into", __file__], "does not hold the `runs` and `rows`"),
         (["--model", "/nowhere"], "cannot read the tokenizer of '/nowhere'"),
+        (["--max-prompt", "5"], "--max-prompt must be at least 64 tokens, not 5"),
+        (["--longbench", "/nowhere"], "--longbench: there is no file or folder '/nowhere'"),
     ],
 )
 def test_wrong_arguments(
@@ -319,3 +325,76 @@ def test_recall_of_prompts_that_are_thinned_is_refused(tokens: Tokens) -> None:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--list"]) == 0
     assert "two-questions" in capsys.readouterr().out
+
+
+def test_a_prompt_that_may_be_cut_loses_its_middle(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cut(type(load_task("needle"))):  # type: ignore[misc]
+        def sample(self, *arguments: Any) -> Any:
+            return replace(super().sample(*arguments), may_be_cut=True)
+
+    def prompts(**changes: Any) -> list[list[int]]:
+        made = Run(settings(tasks=(Cut(),), policies=(Variant("full"),), **changes), tokens)
+        return [job.request.prompt_token_ids for job in made.jobs]
+
+    whole = prompts()
+    assert prompts(max_prompt=100) == [ids[:50] + ids[-50:] for ids in whole]
+    # The model's own limit holds, too, with room for the answer and one token more.
+    monkeypatch.setattr(run_module, "longest_of_model", lambda model: 110)
+    answer = Cut().samples(tokens, 256, 1, 0)[0].max_tokens
+    room = 110 - answer - 1
+    assert prompts() == [ids[: room // 2] + ids[room // 2 - room :] for ids in whole]
+    monkeypatch.setattr(run_module, "longest_of_model", lambda model: answer + 2)
+    with pytest.raises(ValueError, match="leaves no room for a prompt"):
+        prompts()
+
+
+# The engine's report ------------------------------------------------------------------------------
+
+
+def report() -> dict[str, object]:
+    return {
+        "kv_policy": "pyramidkv",
+        "prompt_tokens": 1000,
+        "kept_tokens": [400, 200, 100, 20],
+        "evicted_tokens": 3280,
+        "blocks_before": 252,
+        "blocks_after": 63,
+    }
+
+
+def test_a_complete_report_is_accepted() -> None:
+    checked = EvictionReport.checked(report(), "pyramidkv")
+    assert checked.model_dump() == report() | {"computed_tokens": 1000}
+    assert checked.memory == 0.25 and checked.kept_shares == [0.4, 0.2, 0.1, 0.02]
+    # Of an eviction during generation.
+    later = report() | {"computed_tokens": 1100, "evicted_tokens": 3680, "kv_budget": 180}
+    assert EvictionReport.checked(later, "pyramidkv").computed_tokens == 1100
+
+
+@pytest.mark.parametrize("missing", [None, {}])
+def test_a_missing_report_is_an_error(missing: dict[str, object] | None) -> None:
+    with pytest.raises(RuntimeError, match="the plugin is not active"):
+        EvictionReport.checked(missing, "pyramidkv")
+
+
+@pytest.mark.parametrize("key", sorted(report()))
+def test_an_incomplete_report_is_an_error(key: str) -> None:
+    known = report()
+    del known[key]
+    with pytest.raises(RuntimeError, match=rf"(?s)'pyramidkv' kept is wrong: .*{key}"):
+        EvictionReport.checked(known, "pyramidkv")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_policy": "full"}, "ran 'full' instead of 'pyramidkv'"),
+        ({"evicted_tokens": 0}, "contradicts itself"),
+        ({"kept_tokens": [], "evicted_tokens": 0}, "is wrong"),
+    ],
+)
+def test_a_wrong_report_is_an_error(change: dict[str, object], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        EvictionReport.checked(report() | change, "pyramidkv")

@@ -11,7 +11,8 @@ import pytest
 
 from vllm_pyramid.eval import phrases
 from vllm_pyramid.eval.haystack import Tokens
-from vllm_pyramid.eval.task import Result, Sample, Task
+from vllm_pyramid.eval.result import EvictionReport, Result
+from vllm_pyramid.eval.task import Figure, Sample, Task
 from vllm_pyramid.eval.tasks import GENERATED, load_task
 from vllm_pyramid.eval.words import DIGITS, is_held_out, make_names, make_numbers
 
@@ -23,7 +24,11 @@ LENGTH = 512
 class WordTokenizer:
     """A token for every word and mark, and one in front: splits as no real tokenizer does."""
 
-    def encode(self, text: str) -> list[int]:
+    bos_token = "<s>"
+    chat_template: str | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert add_special_tokens
         pieces = re.findall(r"\w+|[^\w\s]", text)
         return [0, *(1 + hash(piece) % 1000 for piece in pieces)]
 
@@ -33,14 +38,26 @@ def tokens() -> Tokens:
     return Tokens(WordTokenizer())
 
 
-def result(text: str = "", **changes: object) -> Result:
-    values: dict[str, object] = {
-        "text": text,
-        "computed_tokens": LENGTH,
-        "kept_tokens": [1],
-        "memory": 1.0,
-    }
-    return Result(**{**values, **changes})  # type: ignore[arg-type]
+def eviction(kept: list[int], computed: int, memory: float, policy: str = "x") -> EvictionReport:
+    return EvictionReport(
+        kv_policy=policy,
+        prompt_tokens=computed,
+        computed_tokens=computed,
+        kept_tokens=kept,
+        evicted_tokens=computed * len(kept) - sum(kept),
+        blocks_before=1000,
+        blocks_after=round(1000 * memory),
+    )
+
+
+def result(
+    text: str = "",
+    nats: float | None = None,
+    recall: list[list[float]] | None = None,
+    report: EvictionReport | None = None,
+) -> Result:
+    report = report or eviction([1], LENGTH, 1.0)
+    return Result(text=text, eviction=report, nats=nats, recall=recall)
 
 
 def perfect(task: Task, sample: Sample) -> Result:
@@ -72,7 +89,7 @@ def test_samples(name: str, tokens: Tokens) -> None:
 def test_scores_of_perfect_and_empty_answers(name: str, tokens: Tokens) -> None:
     task = load_task(name)
     for sample in task.samples(tokens, LENGTH, 3, seed=0):
-        best = 0.0 if task.lower_is_better else 1.0
+        best = 0.0 if name == "perplexity" else 1.0
         assert task.score(sample, perfect(task, sample)) == best
         worst = task.score(sample, result(nats=2.5, recall=[[0.0, 0.5]]))
         assert worst == {"perplexity": 2.5, "attention-recall": 0.25}.get(name, 0.0)
@@ -118,7 +135,8 @@ def test_other_answers_have_no_digits() -> None:
     sample = Sample("", ("12345", "67890"), 9)
     names = {"needle", "multi-key", "key-value", "two-questions"}
     for name in GENERATED.keys() - names:
-        assert load_task(name).digits(sample, result(" 12345.")) is None
+        found = result(" 12345.", nats=1.0, recall=[[0.5]])
+        assert [f.digits for f in load_task(name).figures([sample], [found])] == [None]
 
 
 def test_the_needle_stands_at_its_depth(tokens: Tokens) -> None:
@@ -200,3 +218,15 @@ def test_text_is_cut_to_a_number_of_tokens(tokens: Tokens) -> None:
     assert tokens.first(text, 4) == "one two three"
     with pytest.raises(ValueError, match="6 tokens cannot be cut to 9"):
         tokens.first(text, 9)
+
+
+def test_figures_are_means_and_perplexity_of_the_mean(tokens: Tokens) -> None:
+    samples = load_task("needle").samples(tokens, LENGTH, 2, seed=0)
+    results = [result(f" {samples[0].answers[0]}."), result(f" {samples[1].answers[0][:2]}")]
+    assert load_task("needle").figures(samples, results) == [
+        Figure("exact match", 0.5, digits=pytest.approx(0.7))
+    ]
+    results = [result(nats=1.0), result(nats=2.0)]
+    assert load_task("perplexity").figures(samples, results) == [
+        Figure("perplexity", pytest.approx(math.exp(1.5)), lower_is_better=True)
+    ]

@@ -11,18 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.policy.allocators import (
-    ALLOCATORS,
-    Allocator,
-    SharesAllocator,
-    round_to_sum,
-    share_out,
-)
-from vllm_pyramid.policy.solved import parse_allocator
+from vllm_pyramid.methods.allocator import Allocator, CurveAllocator, round_to_sum
+from vllm_pyramid.methods.curves import SharesAllocator, share_out
+from vllm_pyramid.methods.kinds import built_in_kinds, parse_component
 
 pytestmark = pytest.mark.cpu
 
 DECAYING = ["arithmetic", "exponential", "geometric"]
+CURVES = {
+    kind for kind, cls in built_in_kinds(Allocator).items() if issubclass(cls, CurveAllocator)
+}
+
+
+def curve_of(section: object) -> CurveAllocator:
+    allocator = parse_component(Allocator, section)
+    assert isinstance(allocator, CurveAllocator)
+    return allocator
+
+
+def test_which_kinds_have_a_curve() -> None:
+    assert sorted(CURVES) == sorted(["uniform", "shares", *DECAYING])
 
 
 @st.composite
@@ -40,17 +48,17 @@ def problems(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @st.composite
-def allocators(draw: st.DrawFn) -> Allocator:
-    kind = draw(st.sampled_from(sorted(ALLOCATORS.keys() - {"shares"})))
+def allocators(draw: st.DrawFn) -> CurveAllocator:
+    kind = draw(st.sampled_from(sorted(CURVES - {"shares"})))
     if kind == "uniform":
-        return parse_allocator(kind)
+        return curve_of(kind)
     beta = draw(st.one_of(st.floats(1.0, 64.0), st.sampled_from([1.0, 1.0 + 1e-12, 20.0, 1e6])))
-    return parse_allocator({"kind": kind, "beta": beta})
+    return curve_of({"kind": kind, "beta": beta})
 
 
 @settings(max_examples=400, deadline=None)
 @given(allocators(), problems())
-def test_sum_bounds_and_order(allocator: Allocator, problem: tuple[int, int, int]) -> None:
+def test_sum_bounds_and_order(allocator: CurveAllocator, problem: tuple[int, int, int]) -> None:
     mean, num_layers, capacity = problem
     tokens = allocator.allocate(mean, num_layers, capacity)
     assert tokens.shape == (num_layers,)
@@ -62,7 +70,9 @@ def test_sum_bounds_and_order(allocator: Allocator, problem: tuple[int, int, int
 
 @settings(max_examples=200, deadline=None)
 @given(allocators(), problems())
-def test_within_one_token_of_the_curve(allocator: Allocator, problem: tuple[int, int, int]) -> None:
+def test_within_one_token_of_the_curve(
+    allocator: CurveAllocator, problem: tuple[int, int, int]
+) -> None:
     mean, num_layers, capacity = problem
     if num_layers == 1 or mean in (0, capacity):
         assert (allocator.allocate(*problem) == mean).all()
@@ -99,7 +109,7 @@ def test_arithmetic_is_the_papers(mean: int, num_layers: int, prompt_len: int, b
     capacity = prompt_len - 8
     expected = paper_sequence(mean, num_layers, capacity, beta)
     assert sum(expected) == mean * num_layers
-    tokens = parse_allocator({"kind": "arithmetic", "beta": float(beta)}).allocate(
+    tokens = curve_of({"kind": "arithmetic", "beta": float(beta)}).allocate(
         mean, num_layers, capacity
     )
     assert all(abs(int(t) - e) < 1 for t, e in zip(tokens, expected, strict=True))
@@ -108,15 +118,15 @@ def test_arithmetic_is_the_papers(mean: int, num_layers: int, prompt_len: int, b
 @pytest.mark.parametrize("kind", DECAYING)
 @pytest.mark.parametrize("beta", [2.0, 14.0, 20.0])
 def test_the_top_layer_keeps_a_beta_of_the_mean(kind: str, beta: float) -> None:
-    curve = parse_allocator({"kind": kind, "beta": beta}).curve(504, 32, 1_000_000)
+    curve = curve_of({"kind": kind, "beta": beta}).curve(504, 32, 1_000_000)
     assert curve[-1] == pytest.approx(504 / beta, rel=1e-9)
 
 
 def test_geometric_has_equal_ratios_and_exponential_a_shrinking_excess() -> None:
-    geometric = parse_allocator("geometric").curve(504, 32, 8184)
+    geometric = curve_of("geometric").curve(504, 32, 8184)
     ratios = geometric[:-1] / geometric[1:]
     assert ratios == pytest.approx(np.full(31, ratios[0]), rel=1e-9)
-    exponential = parse_allocator("exponential").curve(504, 32, 8184)
+    exponential = curve_of("exponential").curve(504, 32, 8184)
     steps = -np.diff(exponential)
     # Beta is the factor by which the decay slows from the first layer to the last.
     assert steps[:-1] / steps[1:] == pytest.approx(np.full(30, 20.0 ** (1 / 31)), rel=1e-6)
@@ -124,7 +134,7 @@ def test_geometric_has_equal_ratios_and_exponential_a_shrinking_excess() -> None
 
 @pytest.mark.parametrize("kind", DECAYING)
 def test_a_full_bottom_layer_is_clamped_and_the_rest_keeps_its_kind(kind: str) -> None:
-    allocator = parse_allocator(kind)
+    allocator = curve_of(kind)
     curve = allocator.curve(504, 32, 592)
     assert curve[0] == pytest.approx(592)
     assert curve.sum() == pytest.approx(504 * 32)
@@ -136,7 +146,7 @@ def test_a_full_bottom_layer_is_clamped_and_the_rest_keeps_its_kind(kind: str) -
 
 def test_beta_of_one_is_uniform() -> None:
     for kind in DECAYING:
-        tokens = parse_allocator({"kind": kind, "beta": 1.0}).allocate(77, 9, 1000)
+        tokens = curve_of({"kind": kind, "beta": 1.0}).allocate(77, 9, 1000)
         assert tokens.tolist() == [77] * 9
 
 
@@ -171,12 +181,12 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
         ({"kind": "global", "retention": 0.0}, "greater than 0"),
         ({"kind": "global", "retention": 1.1}, "less than or equal to 1"),
         ("no.such.module:Thing", "cannot import the allocator"),
-        ("fractions:Fraction", "not a subclass of AnyAllocator"),
+        ("fractions:Fraction", "not a subclass of Allocator"),
     ],
 )
 def test_bad_sections(section: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_allocator(section)
+        parse_component(Allocator, section)
 
 
 # Shares ------------------------------------------------------------------------------------------
@@ -217,7 +227,7 @@ def test_what_is_shared_out(weights: list[float], data: st.DataObject) -> None:
 
 def test_shares_by_hand() -> None:
     """10 tokens a layer in the ratio 1 : 3; then the larger share is cut at the capacity."""
-    allocator = parse_allocator({"kind": "shares", "shares": [1, 3.0]})
+    allocator = curve_of({"kind": "shares", "shares": [1, 3.0]})
     assert isinstance(allocator, SharesAllocator) and allocator.shares == (1.0, 3.0)
     assert allocator.allocate(10, 2, 100).tolist() == [5, 15]
     assert allocator.allocate(10, 2, 12).tolist() == [8, 12]
@@ -226,7 +236,7 @@ def test_shares_by_hand() -> None:
 
 
 def test_shares_are_of_one_model() -> None:
-    allocator = parse_allocator({"kind": "shares", "shares": [1, 2, 3]})
+    allocator = curve_of({"kind": "shares", "shares": [1, 2, 3]})
     allocator.check_layers(3)
     with pytest.raises(ValueError, match="shares for 3 layers, but this model has 32: calibrate"):
         allocator.check_layers(32)

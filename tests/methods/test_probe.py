@@ -78,7 +78,9 @@ def test_wrong_scores_are_one_sentence(
 
 def test_what_is_gathered_is_tried_too() -> None:
     policy = load_policy("h2o").model_copy(update={"scorer": Gathering()})
-    with pytest.raises(ValueError, match=r"the scorer 'gathering' returned \[2, 40\] torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"the scorer 'gathering' returned \[2, 40\] torch.float64"
+    ):
         probe(policy, 6, 2, 16)
 
 

@@ -10,11 +10,13 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
-from vllm_pyramid.compat.side_channel import read_evictions
-from vllm_pyramid.policy import OpenPlan, RetentionPlan, load_policy
-from vllm_pyramid.request_config import SHARES_KEY
-from vllm_pyramid.scheduler import sampling
-from vllm_pyramid.scheduler.sampling import SampledShares
+from vllm_pyramid.compat.side_channel import read_report
+from vllm_pyramid.methods.solved import SolvingAllocator
+from vllm_pyramid.methods.solved import scheduler as sampling
+from vllm_pyramid.methods.solved.scheduler import SampledShares
+from vllm_pyramid.plans import OpenPlan, RetentionPlan
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.request_config import ALLOCATOR_KEY
 
 pytestmark = pytest.mark.cpu
 
@@ -22,8 +24,8 @@ LAYERS = 3
 
 
 def shares(**args: Any) -> SampledShares:
-    solver = load_policy("xkv", 12, args).solver
-    assert solver is not None
+    solver = load_policy("xkv", 12, args).allocator
+    assert isinstance(solver, SolvingAllocator)
     return SampledShares(solver, LAYERS)
 
 
@@ -68,7 +70,9 @@ def test_a_request_counts_once_and_only_if_it_was_sampled() -> None:
     solve(sampled, "r", [8, 8, 20])  # solved again after a preemption
     solve(sampled, "stranger", [8, 8, 20])
     assert sampled.shares_for("s", "") == ((1.0, 0.0, 0.0), 1)
-    sampled.forget("r")
+    assert sampled.shares_for("t", "other") is None
+    for name in ("r", "s", "t"):
+        assert sampled.finished(name) == {}
     assert not sampled._of_request
 
 
@@ -153,21 +157,23 @@ def test_later_requests_get_the_average_on_both_sides(asynchronous: bool) -> Non
         assert reports[name]["evicted_tokens"] == 0 and "averaged_over" not in reports[name]
     assert pair.worker.num_solved == 2
     scheduler = pair.scheduler
-    assert not scheduler._averaged and not scheduler._plans
-    assert scheduler._sampled is not None and not scheduler._sampled._of_request
+    assert not scheduler.coordinator._requests
+    (sampled,) = scheduler.hooks
+    assert isinstance(sampled, SampledShares)
+    assert not sampled._averaged and not sampled._of_request
 
 
 def test_a_preempted_request_keeps_its_average() -> None:
     pair = Pair()
     pair.run(("r0", 60, None))
     pair.scheduler.add_request(make_request("r1", 60, 8))
-    plan = pair.scheduler._plans["r1"][1]
+    plan = pair.scheduler.coordinator.plan_of("r1")
     assert isinstance(plan, RetentionPlan)
     for life in range(2):
         for _ in range(3):
             output = pair.scheduler.schedule()
             result = pair.worker.execute(output)
-            for eviction in read_evictions(result).values():
+            for eviction in read_report(result).evictions.values():
                 assert eviction.keep is None and eviction.tokens == plan.skip.sum()
             pair.scheduler.update_from_output(output, result)
         assert pair.scheduler.coordinator.has_evicted("r1")
@@ -185,11 +191,18 @@ def test_the_clients_parameters_are_not_changed() -> None:
     pair.scheduler.add_request(request)
     assert params.extra_args == {"kv_application": ""}
     assert request.sampling_params is not None and request.sampling_params.extra_args is not None
-    assert len(request.sampling_params.extra_args[SHARES_KEY]) == LAYERS
+    sent = request.sampling_params.extra_args
+    assert sent["kv_application"] == "" and sent[ALLOCATOR_KEY]["kind"] == "shares"
+    assert len(sent[ALLOCATOR_KEY]["shares"]) == LAYERS
 
 
 @pytest.mark.parametrize(
-    "wrong", [{SHARES_KEY: [1, 2]}, {SHARES_KEY: "nonsense"}, {"kv_application": 3}]
+    "wrong",
+    [
+        {ALLOCATOR_KEY: {"kind": "shares", "shares": [1, 2]}},
+        {ALLOCATOR_KEY: "nonsense"},
+        {"kv_application": 3},
+    ],
 )
 def test_what_no_front_end_let_through_ends_the_request(wrong: dict[str, Any]) -> None:
     pair = Pair()

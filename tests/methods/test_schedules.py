@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.policy import RetentionPlan, load_policy
-from vllm_pyramid.policy.plans import IntArray
-from vllm_pyramid.policy.schedules import IntervalSchedule
+from vllm_pyramid.methods.schedules import IntervalSchedule
+from vllm_pyramid.plans import IntArray, RetentionPlan
+from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
 
@@ -88,7 +88,7 @@ class Groups(IntervalSchedule):
 
     kind: str = "test"  # type: ignore[assignment]
 
-    def keep(self, prompt: RetentionPlan, computed: int, thinned: RetentionPlan) -> IntArray:
+    def keep(self, prompt: RetentionPlan, computed: int, usual: RetentionPlan) -> IntArray:
         groups = (computed - prompt.prompt_len) // self.interval
         rates = np.linspace(0.8, 0.2, len(prompt.keep))
         return prompt.keep + groups * np.floor(rates * self.interval).astype(np.int32)
@@ -134,7 +134,7 @@ def test_who_works_in_every_step() -> None:
         "scissorhands": {},
         "streaming-llm": {"schedule": "interval"},
     }
-    assert all(load_policy(name, None, args).needs_every_step for name, args in policies.items())
-    assert not load_policy("pyramidkv").needs_every_step
+    assert all(load_policy(name, None, args).works_in_every_step for name, args in policies.items())
+    assert not load_policy("pyramidkv").works_in_every_step
     # Without later evictions it still has to look at every query of the prompt.
-    assert load_policy("h2o", None, {"schedule": "prompt_end"}).needs_every_step
+    assert load_policy("h2o", None, {"schedule": "prompt_end"}).works_in_every_step

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.methods.views import MadeUp
+from vllm_pyramid.methods import noise
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.hooks import OneRank
 from vllm_pyramid.methods.kinds import built_in_kinds, parse_component
@@ -177,8 +178,8 @@ def test_keyformer_adds_up_noisy_attention_however_a_prompt_is_cut() -> None:
             for query in range(data.tokens):
                 tau = 1.0 + 2.0 * max(0, query - 28 + 1) / 4
                 place = torch.arange(query + 1)
-                noise = uniform(0, torch.tensor(h + 3 * 2**16), torch.tensor(query), place)
-                gumbel = -(-noise.double().log()).log()
+                even = uniform(0, torch.tensor(h + 3 * 2**16), torch.tensor(query), place)
+                gumbel = -(-even.double().log()).log()
                 keys = data.keys[head, : query + 1].double()
                 logits = keys @ data.queries[query, h].double() / math.sqrt(data.size)
                 total[: query + 1] += ((logits + gumbel) / tau).softmax(dim=0)
@@ -195,6 +196,13 @@ def test_noise_is_even_and_the_same_whatever_else_is_asked_for() -> None:
     assert correlation.abs().max() < 0.08
     assert torch.equal(found[5, :100], uniform(7, torch.tensor(5), torch.arange(100)))
     assert not torch.equal(found[5], uniform(8, torch.tensor(5), columns))
+
+
+@pytest.mark.parametrize("word", [0, 0xFFFFFFFF])
+def test_noise_reaches_neither_0_nor_1(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "_mixed", lambda x: torch.full_like(x, word))
+    found = uniform(0, torch.arange(2))
+    assert (found > 0).all() and (found < 1).all()
 
 
 def test_random_differs_between_heads_and_layers_and_not_between_runs() -> None:

@@ -10,7 +10,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.thinning_config import check_thinning_args
 
 pytestmark = pytest.mark.cpu
 
@@ -28,5 +27,6 @@ pytestmark = pytest.mark.cpu
 )
 def test_a_piece_finds_room(piece_tokens: int, given: dict[str, Any], tokens: int | None) -> None:
     args = EngineArgs(model=str(model_path()), **given)
-    check_thinning_args(args, load_policy("pyramidinfer", None, {"piece_tokens": piece_tokens}))
+    policy = load_policy("pyramidinfer", None, {"piece_tokens": piece_tokens})
+    policy.allocator.prepare_args(policy, args)
     assert args.max_num_batched_tokens == tokens

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.policy import Policy, RetentionPlan, load_policy
+from vllm_pyramid.methods.hooks import OneRank
+from vllm_pyramid.methods.thinning import DecayAllocator
+from vllm_pyramid.methods.thinning.generated import GeneratedMass
+from vllm_pyramid.methods.thinning.worker import Thinner
+from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
 
 pytestmark = pytest.mark.cpu
 
@@ -86,8 +92,8 @@ def test_a_budget_is_an_upper_limit(
     args: dict[str, Any], tokens: int, layers: int, share: float
 ) -> None:
     """The most that fits: at once below the schedule's own lengths and as near as tokens allow."""
-    thinner = load_policy("pyramidinfer", None, args).thinner
-    assert thinner is not None
+    thinner = load_policy("pyramidinfer", None, args).allocator
+    assert isinstance(thinner, DecayAllocator)
     free = thinner.lengths(tokens, layers)
     least = thinner.lengths(tokens, layers, 0.0)
     kept = thinner.lengths(tokens, layers, share)
@@ -185,9 +191,17 @@ def test_generated_tokens_by_hand() -> None:
     assert later.prompt_len == 100 + 224
     assert (later.keep - plan.held)[[0, 20]].tolist() == [208, 143]
     assert (later.held - plan.held)[[0, 20]].tolist() == [208, 144]
-    assert policy.gatherer is not None and policy.needs_every_step
+
+
+def test_who_gathers_while_it_generates() -> None:
+    spec = SimpleNamespace(num_kv_heads=2)
+    side: Any = SimpleNamespace(specs=[spec] * 4, block_size=16, ranks=OneRank())
+    policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
+    assert policy.works_in_every_step and policy.min_last_chunk == 1
+    assert [type(hooks) for hooks in policy.worker_hooks(side)] == [GeneratedMass, Thinner]
     once = load_policy("pyramidinfer")
-    assert once.gatherer is None and not once.needs_every_step
+    assert not once.works_in_every_step and once.min_last_chunk == 2
+    assert [type(hooks) for hooks in once.worker_hooks(side)] == [Thinner]
 
 
 @pytest.mark.parametrize(

@@ -50,31 +50,61 @@ class MadeUp:
         self, window: int = 8, sinks: int = 2, *, queries: int | None = None, start: int = 0
     ) -> LayerView:
         """The last eviction of a request: `queries` of its queries, `start` dead tokens."""
-        entries = -(-(self.tokens + start) // BLOCK)
-        order = torch.randperm(entries + 3, generator=torch.Generator().manual_seed(self.seed))
-        row = order[:entries].int()
-        caches = torch.full((2, entries + 3, self.kv_heads, BLOCK, self.size), torch.nan)
-        places = torch.arange(start, start + self.tokens)
-        for cache, rows in zip(caches, (self.keys, self.values), strict=True):
-            cache[row[places // BLOCK].long(), :, places % BLOCK] = rows.transpose(0, 1)
-        return LayerView(
-            num_tokens=self.tokens,
+        return view_of(
+            self.keys,
+            self.values,
+            self.queries[-(queries or window) :],
+            self.rotary,
             window=window,
             sinks=sinks,
-            num_query_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_size=self.size,
-            first_kv_head=0,
-            layer=3,
-            num_layers=5,
-            scale=self.size**-0.5,
-            soft_cap=0.0,
-            queries=self.queries[-(queries or window) :],
-            key_cache=caches[0],
-            value_cache=caches[1],
-            block_row=row,
             start=start,
-            last_position=self.tokens - 1,
-            prompt_len=self.tokens,
-            rotary=self.rotary,
+            seed=self.seed,
         )
+
+
+def view_of(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    rotary: Rotary,
+    *,
+    window: int,
+    sinks: int,
+    layer: int = 3,
+    start: int = 0,
+    seed: int = 0,
+) -> LayerView:
+    """A request at its prompt's end, its rows in pages in random order.
+
+    Args:
+        keys, values: `[G, T, D]`. queries: `[W, H, D]`, the last ones. start: dead tokens in front.
+    """
+    heads, tokens, size = keys.shape
+    entries = -(-(tokens + start) // BLOCK)
+    order = torch.randperm(entries + 3, generator=torch.Generator().manual_seed(seed))
+    row = order[:entries].int()
+    caches = torch.full((2, entries + 3, heads, BLOCK, size), torch.nan)
+    places = torch.arange(start, start + tokens)
+    for cache, rows in zip(caches, (keys, values), strict=True):
+        cache[row[places // BLOCK].long(), :, places % BLOCK] = rows.transpose(0, 1)
+    return LayerView(
+        num_tokens=tokens,
+        window=window,
+        sinks=sinks,
+        num_query_heads=queries.shape[1],
+        num_kv_heads=heads,
+        head_size=size,
+        first_kv_head=0,
+        layer=layer,
+        num_layers=layer + 2,
+        scale=size**-0.5,
+        soft_cap=0.0,
+        queries=queries,
+        key_cache=caches[0],
+        value_cache=caches[1],
+        block_row=row,
+        start=start,
+        last_position=tokens - 1,
+        prompt_len=tokens,
+        rotary=rotary,
+    )

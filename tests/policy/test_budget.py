@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pyramid.policy.budget import Budget
+from vllm_pyramid.plans import Budget
 
 pytestmark = pytest.mark.cpu
 

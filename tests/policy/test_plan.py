@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -13,14 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.policy import (
-    Budget,
-    OpenPlan,
-    Policy,
-    RetentionPlan,
-    load_policy,
-    policy_names,
-)
+from vllm_pyramid.methods.host_values import HostValues
+from vllm_pyramid.methods.solved import SolvingAllocator
+from vllm_pyramid.methods.thinning import DecayAllocator
+from vllm_pyramid.plans import Budget, OpenPlan, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy, policy_names
 
 pytestmark = pytest.mark.cpu
 
@@ -46,14 +44,15 @@ def budgets(draw: st.DrawFn, policy: Policy) -> Budget | None:
     )
 
 
-THINNED = {name for name, policy in PRESETS.items() if policy.thinner is not None}
+THINNED = {n for n, policy in PRESETS.items() if isinstance(policy.allocator, DecayAllocator)}
 KNOWN = [
     policy
     for name, policy in PRESETS.items()
-    if policy.solver is None and name not in THINNED  # those: tests/policy/test_thinning.py
+    if not policy.allocator.solves
+    and name not in THINNED  # those: tests/methods/test_thinning_lengths.py
 ]
 SOLVED = [
-    *(policy for policy in PRESETS.values() if policy.solver is not None),
+    *(policy for policy in PRESETS.values() if policy.allocator.solves),
     load_policy("xkv", None, {"fill_blocks": False, "sinks": 4}),
     load_policy("xkv", None, {"retention": 0.9}),
 ]
@@ -63,7 +62,7 @@ SOLVED = [
 @given(st.data(), st.sampled_from([*KNOWN, *PYRAMIDS]))
 def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
     prompt_len = data.draw(st.one_of(st.integers(0, 300), st.integers(0, 40_000)))
-    num_layers = data.draw(st.integers(1 + policy.swap_v, 80))
+    num_layers = data.draw(st.integers(1 + isinstance(policy.values, HostValues), 80))
     block_size = data.draw(st.sampled_from([1, 8, 16, 128]))
     plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
     for array in (plan.keep, plan.skip, plan.held, plan.blocks):
@@ -95,12 +94,12 @@ def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy
     num_layers = data.draw(st.integers(1, 12))
     block_size = data.draw(st.sampled_from([1, 8, 16]))
     plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
-    assert policy.solver is not None
+    assert isinstance(policy.allocator, SolvingAllocator)
     if isinstance(plan, RetentionPlan):  # nothing to solve: the whole prompt stays
         assert not plan.evicts and (plan.keep == prompt_len).all()
         return
     assert plan.evicts and plan.floor == policy.window + policy.sinks < prompt_len
-    assert plan.exact != policy.solver.sets_total
+    assert plan.exact != policy.allocator.sets_total
     assert 0 < plan.mean <= plan.capacity and (plan.mean < plan.capacity or not plan.exact)
     keep = [plan.budget_tokens] * num_layers
     for _ in range(10):  # shift tokens from layer to layer
@@ -194,11 +193,15 @@ def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
 
 def test_which_policies_evict_and_need_scores() -> None:
     assert {name for name, policy in PRESETS.items() if not policy.evicts} == {"full", "kcache"}
-    assert {name for name, policy in PRESETS.items() if policy.swap_v} == {"kcache"}
-    needs = {name for name, policy in PRESETS.items() if policy.needs_scores}
-    solved = {name for name, policy in PRESETS.items() if policy.solver is not None}
+    on_host = {n for n, policy in PRESETS.items() if not policy.values.on_device(10**6)}
+    assert on_host == {"kcache"}
+    assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host
+    needs = {name for name, policy in PRESETS.items() if policy.scorer.needs_queries}
+    solved = {name for name, policy in PRESETS.items() if policy.allocator.solves}
     assert solved == {"xkv", "zigzagkv", "entropykv", "ginikv"}
-    assert needs == {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
+    assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
+    seen_without = {"full", "kcache", "window", "streaming-llm", "h2o", "scissorhands", *THINNED}
+    assert not needs & seen_without
     assert sorted(THINNED) == ["pyramidinfer"]
 
 
@@ -215,30 +218,29 @@ def test_the_wide_preset_differs_in_the_pooling_alone() -> None:
     assert wide["scorer"] == {**plain["scorer"], "kernel_size": 11}
 
 
-@pytest.mark.parametrize(
-    ("name", "keep", "positions"),
-    [
-        ("window", 4, [6, 7, 8, 9]),
-        ("streaming-llm", 7, [0, 1, 2, 3, 7, 8, 9]),
-        ("streaming-llm", 10, list(range(10))),
-        ("full", 10, list(range(10))),
-    ],
-)
-def test_kept_positions(name: str, keep: int, positions: list[int]) -> None:
-    result = PRESETS[name].kept_positions(10, keep)
-    assert result.dtype == np.int32
-    assert result.tolist() == positions
-
-
-def test_kept_positions_of_a_scored_policy_are_not_known() -> None:
-    with pytest.raises(AssertionError, match="attention scores"):
-        PRESETS["snapkv"].kept_positions(100, 20)
-
-
 def test_plans_are_cached_by_value() -> None:
     plan = load_policy("pyramidkv", 512).plan(8192, 32, 16)
     assert load_policy("pyramidkv", 512).plan(8192, 32, 16) is plan
     assert load_policy("pyramidkv", 513).plan(8192, 32, 16) is not plan
+
+
+CHANGED = [
+    load_policy("pyramidkv", "12.5%", {"beta": 14, "values": "host", "top_n": 7}),
+    load_policy("pyramidkv", 600, {"allocator": {"kind": "shares", "shares": [1, 0.1, 1 / 3]}}),
+    load_policy("xkv", None, {"sample_share": 0.1, "sinks": 4}),
+    load_policy("pyramidinfer", "50%", {"schedule": "thin_generated", "decay_ratio": 1 / 3}),
+]
+
+
+@pytest.mark.parametrize("policy", [*PRESETS.values(), *CHANGED], ids=lambda p: p.name)
+def test_a_policy_travels_as_data(policy: Policy) -> None:
+    """To the engine core and the workers, in `additional_config`, where only JSON survives."""
+    data = policy.as_data()
+    assert data == json.loads(json.dumps(data))
+    for again in (Policy.model_validate(data), Policy.model_validate(json.loads(json.dumps(data)))):
+        assert again == policy and hash(again) == hash(policy)
+        assert [type(part) for part in again.parts] == [type(part) for part in policy.parts]
+        assert again.as_data() == data
 
 
 def test_policies_are_immutable_and_travel() -> None:
@@ -268,6 +270,7 @@ def test_the_hash_is_the_same_in_every_process() -> None:
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys, vllm_pyramid.policy, vllm_pyramid.config, vllm_pyramid.cli;"
+        "vllm_pyramid.policy.load_presets();"
         "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run(

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from vllm_pyramid.methods.curves import UniformAllocator
+from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.policy import load_policy, load_presets, policy_names
-from vllm_pyramid.policy.allocators import UniformAllocator
+from vllm_pyramid.step.probe import probe
 
 pytestmark = pytest.mark.cpu
 
@@ -39,7 +41,7 @@ def test_the_presets() -> None:
     assert {"full", "window", "streaming-llm", "snapkv", "pyramidkv"} <= set(names)
     for name, policy in zip(names, load_presets(), strict=True):
         assert policy.name == name
-        assert "https://" in policy.paper
+        assert "https://" in policy.paper or name == "random"  # a control, nobody's method
         assert f"| `{name}` |" in DOCS.read_text(), f"docs/policies.md has no row for {name}"
 
 
@@ -60,15 +62,21 @@ def test_values_of_the_papers() -> None:
 def test_the_examples_of_the_documentation(
     preset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    format_example, own_example = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (format_example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
     packaged = load_policy("pyramidkv").model_dump(exclude={"description", "paper"})
     documented = load_policy(preset(format_example)).model_dump(exclude={"description", "paper"})
     assert documented == packaged
 
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    (tmp_path / "my_policies.py").write_text(code)
+    page = DOCS.with_name("write_a_method.md").read_text()
+    scorer, allocator = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (own_example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_methods.py").write_text(f"{scorer}\n{allocator}")
     monkeypatch.syspath_prepend(tmp_path)
-    plan = load_policy(preset(own_example)).plan(8192, 8, 16)
+    own = load_policy(preset(own_example))
+    assert own.scorer.model_dump() == {"kind": "my_methods:NormScorer", "weight": 0.5}
+    probe(own, 6, 2, 16)
+    args = {"allocator": {"kind": "my_methods:FirstLayersAllocator", "count": 3}, "sinks": 0}
+    plan = load_policy(preset(own_example), 512, args).plan(8192, 8, 16)
     assert plan.keep.tolist() == [1016, 1016, 1016, 210, 210, 210, 209, 209]
 
 
@@ -217,11 +225,14 @@ def test_a_budget_is_checked_against_the_arguments() -> None:
 
 
 def test_any_policy_keeps_v_in_host_memory() -> None:
-    policy = load_policy("pyramidkv", "12%", {"swap_v": True, "top_n": 64, "device_layers": 2})
-    assert (policy.top_n, policy.device_layers, policy.renormalize) == (64, 2, True)
-    assert [policy.swaps_layer(layer) for layer in range(4)] == [False, False, True, True]
+    policy = load_policy("pyramidkv", "12%", {"values": "host", "top_n": 64, "device_layers": 2})
+    assert policy.values == HostValues(top_n=64, device_layers=2, renormalize=True)
+    assert [policy.values.on_device(layer) for layer in range(4)] == [True, True, False, False]
+    args = {"values": {"kind": "host", "top_n": 64, "device_layers": 2}}
+    assert load_policy("pyramidkv", "12%", args) == policy
     assert policy.block_sizes(4, 16).tolist() == [16, 16, 32, 32]
     plain = load_policy("pyramidkv", "12%")
+    assert all(plain.values.on_device(layer) for layer in range(4))
     assert plain.block_sizes(4, 16).tolist() == [16] * 4
     # What is kept is the plain policy's; only the rounding to blocks is that of the larger ones.
     ours, theirs = (p.plan(1000, 4, 32) for p in (policy, plain))
@@ -236,22 +247,28 @@ def test_any_policy_keeps_v_in_host_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("pyramidkv", {"top_n": 64}, "`top_n` of policy 'pyramidkv' would have no effect"),
-        ("window", {"renormalize": False}, "`renormalize` of policy 'window' would have no"),
-        ("kcache", {"swap_v": False, "device_layers": 0}, "`device_layers` .* no effect"),
-        ("kcache", {"top_n": 0}, "top_n: .*greater than or equal to 1"),
-        ("kcache", {"device_layers": -1}, "device_layers: .*greater than or equal to 0"),
-        ("full", {"swap_v": True}, "'full' is reserved .*choose kcache"),
-        ("h2o", {"swap_v": True}, "prompt's end alone so far.*'interval'.*accumulated_attention"),
-        ("window", {"swap_v": True, "schedule": "interval"}, "schedule is 'interval'"),
+        ("pyramidkv", {"top_n": 64}, "policy 'pyramidkv'.* 'top_n' .it belongs to values 'host'"),
+        ("window", {"renormalize": False}, "policy 'window'.* 'renormalize' .it belongs to values"),
+        (
+            "kcache",
+            {"values": "device", "device_layers": 0},
+            "'device_layers' .it belongs to values 'host'",
+        ),
+        ("kcache", {"top_n": 0}, r"values\.top_n: .*greater than or equal to 1"),
+        ("kcache", {"device_layers": -1}, r"values\.device_layers: .*greater than or equal to 0"),
+        ("kcache", {"values": "disk"}, "unknown values kind 'disk'.*valid kinds: device, host"),
+        ("full", {"values": "host"}, "'full' is reserved .*choose kcache"),
+        ("h2o", {"values": "host"}, "prompt's end alone so far.*'interval'.*accumulated_attention"),
+        ("window", {"values": "host", "schedule": "interval"}, "schedule is 'interval'"),
+        ("pyramidinfer", {"values": "host"}, "prompt's end alone so far.*recent_ensemble"),
     ],
 )
-def test_settings_of_swap_v_that_cannot_work(name: str, args: dict, message: str) -> None:
+def test_settings_of_host_values_that_cannot_work(name: str, args: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_policy(name, None, args)
 
 
-def test_a_layer_must_be_left_to_swap() -> None:
+def test_a_layer_must_be_left_for_the_host() -> None:
     load_policy("kcache").plan(100, 2, 32)
     with pytest.raises(ValueError, match=r"V of 1 layers on the device.*the model has 1"):
         load_policy("kcache").plan(100, 1, 32)

@@ -28,10 +28,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_pyramid.compat.side_channel import attach_evictions
+from vllm_pyramid.compat.side_channel import StepReport, attach_report
 from vllm_pyramid.demo import model_path
-from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.policy.plans import OpenPlan
+from vllm_pyramid.plans import OpenPlan
+from vllm_pyramid.policy import Policy
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
@@ -86,7 +86,7 @@ class Setup:
     def device_layers(self) -> int | None:
         """See `kv_cache_config`."""
         args = dict(self.policy_args)
-        return args.get("device_layers", 1) if args.get("swap_v") else None
+        return args.get("device_layers", 1) if args.get("values") == "host" else None
 
     @property
     def block_sizes(self) -> list[int]:
@@ -270,7 +270,7 @@ class PlainWorker:
                 self._evict(self.rows[request_id], int(end), befores, helds)
                 step.evictions.tokens_done[index] = (end - befores - helds).sum()
                 self.num_evictions += bool(step.evictions.tokens_done[index])
-        return attach_evictions(
+        return attach_report(
             ModelRunnerOutput(
                 req_ids=request_ids,
                 req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
@@ -279,7 +279,7 @@ class PlainWorker:
                     for request_id, row in zip(request_ids, rows, strict=True)
                 ],
             ),
-            self.retention.take_report(),
+            StepReport(*self.retention.end_step()),
         )
 
     def _sample(self, request_id: str) -> list[int]:

@@ -324,7 +324,7 @@ def test_aborted_waiting_and_failed_requests_leave_nothing() -> None:
 PROPERTY = {
     "sync": replace(SMALL, policy_args=(("window", 6),), budget="30%"),
     "async": replace(SMALL, policy_args=(("window", 6),), budget="30%", asynchronous=True),
-    "swapped": replace(SMALL, policy_args=(("window", 6), ("swap_v", True)), asynchronous=True),
+    "swapped": replace(SMALL, policy_args=(("window", 6), ("values", "host")), asynchronous=True),
     "later": replace(
         SMALL,
         policy="h2o",

@@ -14,8 +14,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.scheduler.harness import check_pool, kv_cache_config
+from vllm_pyramid.plans import Eviction, OpenPlan, RetentionPlan
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.plans import Eviction, OpenPlan, RetentionPlan
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
 
 pytestmark = pytest.mark.cpu
@@ -187,8 +187,9 @@ def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
     assert coordinator.tokens_evicted.tolist() == (2 * plan.skip).tolist()
     assert coordinator.skipped_tokens.tolist() == plan.skip.tolist()
     coordinator.free("r")
+    assert coordinator.plan_of("r") is plan
     coordinator.forget_plan("r")
-    assert not coordinator._plans
+    assert not coordinator._requests
 
 
 def test_an_open_plan_is_settled_by_the_report_and_open_again_after_preemption() -> None:
@@ -222,7 +223,7 @@ def test_blocks_popped_for_a_deferred_free() -> None:
     allocate(coordinator, "r", 32)
     evict(coordinator, "r", plan)
     blocks = coordinator.pop_blocks_for_free("r")
-    assert not coordinator.held_blocks.any() and "r" not in coordinator._num_blocks
+    assert not coordinator.held_blocks.any() and coordinator._requests["r"].num_blocks == 0
     assert sum(not block.is_null for block in blocks) == plan.blocks.sum()
     coordinator.block_pool.free_blocks(reversed(blocks))
     check_pool(coordinator)
@@ -388,7 +389,7 @@ def test_repeated_evictions_balance(
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
     assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
     coordinator.forget_plan("r")
-    assert not coordinator._due and not coordinator._evicted and not coordinator._confirmed
+    assert not coordinator._requests
 
 
 def test_a_later_eviction_that_was_not_confirmed_stops_the_engine() -> None:

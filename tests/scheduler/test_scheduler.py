@@ -13,8 +13,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
-from vllm_pyramid.compat.side_channel import attach_evictions, read_evictions, take_policy_stats
-from vllm_pyramid.policy.plans import Eviction, OpenPlan
+from vllm_pyramid.compat.side_channel import (
+    StepReport,
+    attach_report,
+    read_report,
+    take_policy_stats,
+)
+from vllm_pyramid.plans import Eviction, OpenPlan
 
 pytestmark = pytest.mark.cpu
 
@@ -56,7 +61,8 @@ def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     pair.add("r", 80)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     assert pair.schedule().num_scheduled_tokens == {"r": 16}
-    assert read_evictions(pair.in_flight[-1][1]) == {"r": Eviction(int(plan.skip.sum()))}
+    told = read_report(pair.in_flight[-1][1])
+    assert told == StepReport({"r": Eviction(int(plan.skip.sum()))}, {})
     pair.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
@@ -87,7 +93,7 @@ def test_a_worker_that_did_not_evict_stops_the_engine() -> None:
     pair = Pair(SYNC)
     pair.add("r", 40)
     output = pair.scheduler.schedule()
-    result = attach_evictions(pair.worker.execute(output), {})
+    result = attach_report(pair.worker.execute(output), StepReport({}, {}))
     pair.scheduler.update_from_output(output, result)
     with pytest.raises(RuntimeError, match="the worker did not evict"):
         pair.scheduler.schedule()
@@ -189,8 +195,7 @@ def test_an_abort_at_any_moment_leaves_nothing(steps: int) -> None:
     pair.schedule()
     pair.process()
     assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
-    assert not pair.coordinator._plans and not pair.coordinator._confirmed
-    assert not pair.scheduler._plans and not pair.worker.rows
+    assert not pair.coordinator._requests and not pair.worker.rows
 
 
 def test_wrong_settings_that_no_front_end_checked_end_the_request_not_the_engine() -> None:
@@ -210,7 +215,7 @@ SOLVED_ASYNC = Setup(policy="xkv", asynchronous=True)
 
 
 def _keep_of(pair: Pair) -> tuple[int, ...]:
-    keep = read_evictions(pair.in_flight[-1][1])["r"].keep
+    keep = read_report(pair.in_flight[-1][1]).evictions["r"].keep
     assert keep is not None
     return keep
 
@@ -273,7 +278,8 @@ def test_a_preempted_prompt_is_solved_again() -> None:
     pair.process()
     pair.process()
     assert not pair.coordinator.is_confirmed("r")
-    assert isinstance(pair.worker.retention._plans["r"], OpenPlan), "the old lengths are forgotten"
+    plan = pair.worker.retention._requests["r"].plan
+    assert isinstance(plan, OpenPlan), "the old lengths are forgotten"
     pair.process()
     pair.schedule()
     second = _keep_of(pair)
@@ -300,8 +306,8 @@ def test_a_report_that_breaks_the_promise_stops_the_engine(change: Any, message:
     pair.add("r", 40)
     output = pair.scheduler.schedule()
     result = pair.worker.execute(output)
-    changed = change(read_evictions(result)["r"])
-    attach_evictions(result, {} if changed is None else {"r": changed})
+    changed = change(read_report(result).evictions["r"])
+    attach_report(result, StepReport({} if changed is None else {"r": changed}, {}))
 
     def go_on() -> None:
         pair.scheduler.update_from_output(output, result)
@@ -317,8 +323,8 @@ def test_lengths_for_a_request_whose_lengths_are_known_stop_the_engine() -> None
     pair.add("r", 40)
     output = pair.scheduler.schedule()
     result = pair.worker.execute(output)
-    known = read_evictions(result)["r"]
-    attach_evictions(result, {"r": known._replace(keep=(12, 12, 12))})
+    known = read_report(result).evictions["r"]
+    attach_report(result, StepReport({"r": known._replace(keep=(12, 12, 12))}, {}))
     with pytest.raises(RuntimeError, match="whose lengths are known"):
         pair.scheduler.update_from_output(output, result)
 
@@ -331,7 +337,7 @@ def test_requests_of_a_solving_policy_that_keep_everything() -> None:
     pair.schedule()
     pair.schedule()
     pair.process()
-    reports = [*read_evictions(pair.in_flight[0][1])]
+    reports = [*read_report(pair.in_flight[0][1]).evictions]
     while pair.in_flight:
         pair.process()
     pair.step()

@@ -26,9 +26,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.plans import plan_for
 from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
-from vllm_pyramid.compat.side_channel import read_evictions
-from vllm_pyramid.policy.plans import OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.request_config import RequestOverride
+from vllm_pyramid.compat.side_channel import read_report
+from vllm_pyramid.methods.host_values import HostValues
+from vllm_pyramid.methods.solved import SolvingAllocator
+from vllm_pyramid.methods.solved.scheduler import SampledShares
+from vllm_pyramid.plans import OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.request_config import RequestKeys
 from vllm_pyramid.scheduler.admission import Admission
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
@@ -70,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks = self.setup.blocks_of_longest + spare
         self.scheduler = make_scheduler(self.setup, num_blocks)
         self.coordinator = self.scheduler.coordinator
+        self.sampled = [h for h in self.scheduler.hooks if isinstance(h, SampledShares)]
         self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
         if self.scheduler._admission is not None:
             self.watch(self.scheduler._admission)
@@ -103,16 +107,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests[request_id] = request
             self.plans[request_id] = plan_for(
                 self.scheduler.kv_policy,
-                RequestOverride.parse(override),
+                RequestKeys.parse(override),
                 prompt_len,
                 self.setup.num_layers,
                 self.setup.largest_block,
             )
             self.scheduler.add_request(request)
-            solver = self.scheduler.kv_policy.solver
-            if solver is not None and solver.samples:  # the scheduler alone can know
-                self.plans[request_id] = self.scheduler._plans[request_id][1]
-                self.seen["averaged"] += request_id in self.scheduler._averaged
+            solver = self.scheduler.kv_policy.allocator
+            samples = isinstance(solver, SolvingAllocator) and solver.samples
+            assert samples == bool(self.sampled), "the hooks are those of the policy"
+            for sampled in self.sampled:  # the scheduler alone can know
+                self.plans[request_id] = self.coordinator.plan_of(request_id)
+                self.seen["averaged"] += request_id in sampled._averaged
+            assert self.coordinator.plan_of(request_id) is self.plans[request_id]
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
@@ -158,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen["preempted"] += self.requests[name].num_preemptions - count
             assert self.requests[name].num_preemptions - count <= 1
         self.in_flight.append((output, self.worker.execute(output)))
-        for name, eviction in read_evictions(self.in_flight[-1][1]).items():
+        for name, eviction in read_report(self.in_flight[-1][1]).evictions.items():
             self.seen["evicted"] += 1
             self.seen["evicted later"] += eviction.number > 1
             assert (eviction.keep is not None) == isinstance(self.plans[name], OpenPlan)
@@ -182,14 +189,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.plans[name]
         if isinstance(plan, RetentionPlan) and plan.every:
             number = plan.evictions_by(processed)
-            assert self.coordinator._evicted[name] <= number
-            given = plan.skip_after(self.coordinator._evicted[name])
+            released = self.coordinator._requests[name].released
+            assert 0 < released <= number
+            given = plan.skip_after(released)
             assert (given == plan.skip_after(number)).all(), "freed late"
 
     def check_chunk(self, name: str, computed: int, scheduled: int) -> None:
         """No chunk crosses an eviction; the prompt's leaves the observation window."""
         plan = self.plans[name]
-        if self.scheduler.kv_policy.swap_v and computed < plan.prompt_len:
+        on_host = isinstance(self.scheduler.kv_policy.values, HostValues)
+        if on_host and computed < plan.prompt_len:
             assert computed + scheduled <= plan.prompt_len, f"{name}: a chunk crosses"
         stop = plan.next_eviction(computed)
         if not plan.evicts or stop is None:
@@ -224,13 +233,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         check_pool(self.coordinator)
         running = {request.request_id for request in self.scheduler.running}
-        assert set(self.coordinator._num_blocks) == running
-        confirmed = self.coordinator._confirmed.keys()
-        assert confirmed <= running and self.coordinator._evicted.keys() <= running
-        assert all(
-            name in confirmed or not self.plans[name].skip_after(number).any()
-            for name, number in self.coordinator._evicted.items()
-        ), "given back without the worker's word"
+        records = self.coordinator._requests
+        assert set(records) == set(self.scheduler.requests)
+        assert {name for name, record in records.items() if record.num_blocks} == running
+        for name, record in records.items():
+            assert record.num_blocks or not (record.settled or record.confirmed or record.released)
+            assert bool(record.settled) == bool(record.confirmed), "a number without a plan"
+            assert record.plan is self.plans[name] and record.policy
+            assert (
+                record.settled is not None
+                or not record.released
+                or not self.plans[name].skip_after(record.released).any()
+            ), "given back without the worker's word"
         stats = self.scheduler.policy_stats()
         assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
 
@@ -244,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected = -(-request.num_computed_tokens // block_sizes)
             settled = self.coordinator.confirmed_plan(name)
             if self.coordinator.has_evicted(name):
-                number = self.coordinator._evicted[name]
+                number = self.coordinator._requests[name].released
                 kept = settled if isinstance(plan, OpenPlan) else plan
                 assert isinstance(kept, RetentionPlan)
                 expected -= kept.skip_after(number) // block_sizes
@@ -279,15 +293,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker.execute(self.scheduler.schedule())  # tells the worker who finished
         coordinator, scheduler = self.coordinator, self.scheduler
         assert coordinator.block_pool.get_num_free_blocks() == self.worker.num_blocks
-        assert not coordinator._num_blocks and not coordinator._plans
-        assert not coordinator._confirmed and not coordinator._evicted and not coordinator._due
+        assert not coordinator._requests
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
-        assert not scheduler._plans and not scheduler.running and not scheduler.waiting
+        assert not scheduler.running and not scheduler.waiting
+        assert not any(s._of_request or s._averaged for s in self.sampled)
         assert scheduler._admission is None or not scheduler._admission._rows
-        assert not self.worker.rows and not self.worker.retention._plans
-        assert not self.worker.retention._open
+        assert not self.worker.rows and not self.worker.retention._requests
+        assert self.worker.retention._num_open == 0
 
 
 SMALL = {"max_num_batched_tokens": 11, "long_prefill_token_threshold": 7}
@@ -318,14 +332,14 @@ VARIANTS: dict[str, Setup] = {
     "async-sampled": Setup(
         policy="xkv", policy_args=(("window", 6), ("sample_share", 0.4)), asynchronous=True
     ),
-    "sync-swapped": Setup(policy_args=(("window", 6), ("swap_v", True)), **SMALL),
+    "sync-swapped": Setup(policy_args=(("window", 6), ("values", "host")), **SMALL),
     "async-swapped-all-layers-solved": Setup(
         policy="xkv",
-        policy_args=(("window", 6), ("swap_v", True), ("device_layers", 0)),
+        policy_args=(("window", 6), ("values", "host"), ("device_layers", 0)),
         asynchronous=True,
     ),
     "async-swapped-not-filled": Setup(
-        policy_args=(("window", 6), ("swap_v", True), ("fill_blocks", False)),
+        policy_args=(("window", 6), ("values", "host"), ("fill_blocks", False)),
         asynchronous=True,
         reserve_full_prompt=False,
     ),
@@ -359,7 +373,7 @@ VARIANTS: dict[str, Setup] = {
         policy="xkv", admission="forecast", asynchronous=True, runner_v2=True
     ),
     "async-forecast-swapped": Setup(
-        policy_args=(("window", 6), ("swap_v", True)),
+        policy_args=(("window", 6), ("values", "host")),
         admission="forecast",
         asynchronous=True,
         **SMALL,

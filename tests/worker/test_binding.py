@@ -13,19 +13,38 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.plans import plans_of
+from tests.steps import make_call
+from vllm_pyramid.config import SERVED_KEY, KVSettings
+from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.worker import runner as runner_module
 from vllm_pyramid.worker.backend_cuda import PyramidBuilderMixin
-from vllm_pyramid.worker.evict import EvictionUploads
-from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
-from vllm_pyramid.worker.step import StepEvictions
 
 pytestmark = pytest.mark.cpu
 
 NAMES = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
 ROWS, WIDTH = 3, 8
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's groups of processes exist in workers alone."""
+    group = SimpleNamespace(rank_in_group=0, world_size=1)
+    monkeypatch.setattr(runner_module, "get_tp_group", lambda: group)
+    monkeypatch.setattr(runner_module, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(runner_module, "get_shared_kv_cache_layers", lambda config: {})
+
+
+def served(policy: str, **settings: Any) -> dict[str, Any]:
+    """What the front end puts into `additional_config`."""
+    found = KVSettings(policy, **settings).served()
+    assert found is not None
+    return {SERVED_KEY: found.as_data()}
 
 
 class OurImpl:
@@ -41,8 +60,18 @@ class OurBuilder:
 class StockRunner:
     """Makes tables as vLLM's second runner does: one a group, new ones in every initialisation."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: Sequence[int]) -> None:
         self.generations: list[weakref.ref[torch.Tensor]] = []
+        self.heads = heads
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {
+            # Pages of one size, however many heads share them.
+            name: FullAttentionSpec(
+                block_size=16, num_kv_heads=heads, head_size=128 // heads, dtype=torch.bfloat16
+            )
+            for name, heads in zip(NAMES, self.heads, strict=True)
+        }
 
     def initialize_kv_cache(self, groups: list[Any]) -> None:
         assert all(old() is None for old in self.generations), "the tables before are still alive"
@@ -51,24 +80,41 @@ class StockRunner:
 
 
 class Runner(PyramidRunnerMixin, StockRunner):
-    def __init__(self, policy: str = "pyramidkv", kv_trace: str | None = None) -> None:
-        super().__init__()
+    """As far as vLLM asks it for its caches' specs."""
+
+    def __init__(
+        self,
+        policy: str = "pyramidkv",
+        kv_trace: str | None = None,
+        heads: Sequence[int] = (2, 2, 2),
+    ) -> None:
+        super().__init__(heads)
         self.device = torch.device("cpu")
         self.layers = {name: SimpleNamespace(impl=OurImpl()) for name in NAMES}
+        budget = None if policy == "full" else 64
         self.vllm_config = SimpleNamespace(  # type: ignore[assignment]
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            model_config=SimpleNamespace(max_model_len=1024),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            additional_config={"kv_policy": policy, "kv_trace": kv_trace},
+            scheduler_config=SimpleNamespace(max_num_seqs=ROWS),
+            additional_config=served(policy, kv_budget=budget, kv_trace=kv_trace),
         )
-        loaded = load_policy(policy, "100%" if policy == "full" else 64, {})
-        self.retention = Retention(loaded, len(NAMES), 16, ROWS)
-        self._specs = {name: SimpleNamespace(num_kv_heads=2) for name in NAMES}  # type: ignore[misc]
+        assert list(self.get_kv_cache_spec()) == NAMES
+
+    def get_model(self) -> torch.nn.Module:  # type: ignore[override]
+        return torch.nn.Module()
 
     def table_shape(self) -> tuple[int, int]:
         return ROWS, WIDTH
 
     def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
         self.tables = list(tables)
+
+
+class CacheConfig(list[Any]):
+    """The groups, as `StockRunner` takes them, with what else is read of vLLM's configuration."""
+
+    num_blocks = 30
 
 
 def make_groups(order: Sequence[int] = (0, 1, 2), **changes: Any) -> list[Any]:
@@ -167,19 +213,18 @@ def test_distances_that_eviction_loses_are_refused(policy: str) -> None:
             runner.initialize_kv_cache(make_groups())
 
 
-def test_traces_start_when_the_worker_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_pyramid.worker.runner.get_tensor_model_parallel_rank", lambda: 0)
-    runner = Runner(kv_trace=str(tmp_path / "traces"))
+def test_traces_start_when_the_worker_says_so(tmp_path: Path) -> None:
+    runner = Runner("xkv", kv_trace=str(tmp_path / "traces"))
+    assert len(runner.hooks) == 1
     groups = make_groups()
-    runner.initialize_kv_cache(groups)
+    runner.initialize_kv_cache(CacheConfig(groups))
     contexts = [group.metadata_builders[0].context for group in groups]
     assert [context.trace for context in contexts] == [None] * 3
     assert not (tmp_path / "traces").exists()
     runner.start_trace()
     assert (tmp_path / "traces").is_dir()
     assert all(context.trace is contexts[0].trace is not None for context in contexts)
+    assert all(hooks.trace is contexts[0].trace for hooks in runner.hooks)
     silent = Runner()
     silent.initialize_kv_cache(make_groups())
     silent.start_trace()
@@ -201,29 +246,32 @@ def make_evictions(rows: list[int]) -> StepEvictions:
 
 
 def test_evictions_are_uploaded_once_a_step() -> None:
-    uploads, device = EvictionUploads(16), torch.device("cpu")
+    policy = load_policy("pyramidkv")
+    tables = torch.arange(8, dtype=torch.int32)[:, None].repeat(1, WIDTH)
     step = make_evictions([4, 0, 7])
     everyone, some = np.array([0, 1, 2]), np.array([0, 2])
-    first = uploads.get(step, everyone, device)
-    assert uploads.get(step, everyone.copy(), device) is first
-    part = uploads.get(step, some, device)
-    assert part.rows.tolist() == [4, 7]
-    assert part.query_ends.tolist() == [10, 12]
-    assert part.prompt_lens.tolist() == [100, 102]
-    assert part.keeps.tolist() == [[0, 2], [3, 5], [6, 8]]
-    assert {part.keeps.dtype, part.prompt_lens.dtype, part.query_ends.dtype} == {torch.int32}
-    assert uploads.get(step, everyone, device) is first
+    layers = [step.batch(make_call(tables, layer=layer), policy, everyone) for layer in range(3)]
+    for batch in layers:
+        assert batch.query_ends is layers[0].query_ends
+        assert batch.keeps.untyped_storage().data_ptr() == (
+            layers[0].keeps.untyped_storage().data_ptr()
+        )
+    again = step.batch(make_call(tables), policy, everyone.copy())
+    assert again.query_ends is layers[0].query_ends
+    part = [step.batch(make_call(tables, layer=layer), policy, some) for layer in range(3)]
+    assert part[0].tables[:, 0].tolist() == [4, 7]
+    assert part[0].query_ends.tolist() == [10, 12]
+    assert part[0].lens.tolist() == part[0].host_lens.tolist() == [100, 102]
+    keeps = [[0, 2], [3, 5], [6, 8]]
+    assert [batch.keeps.tolist() for batch in part] == keeps
+    assert [batch.host_keeps.tolist() for batch in part] == keeps
+    assert {part[0].keeps.dtype, part[0].lens.dtype, part[0].query_ends.dtype} == {torch.int32}
+    assert step.batch(make_call(tables), policy, everyone).query_ends is layers[0].query_ends
     later = make_evictions([1, 2, 3])  # the same choice in another step is something else
-    assert uploads.get(later, everyone, device).rows.tolist() == [1, 2, 3]
+    assert later.batch(make_call(tables), policy, everyone).tables[:, 0].tolist() == [1, 2, 3]
 
 
 # Policies that gather what queries give keys -----------------------------------------------------
-
-
-class CacheConfig(list[Any]):
-    """The groups, as `StockRunner` takes them, with what else is read of vLLM's configuration."""
-
-    num_blocks = 30
 
 
 def test_one_mass_for_all_layers() -> None:
@@ -231,29 +279,27 @@ def test_one_mass_for_all_layers() -> None:
     groups = make_groups()
     runner.initialize_kv_cache(CacheConfig(groups))
     contexts = [group.metadata_builders[0].context for group in groups]
-    mass = contexts[0].mass
-    assert mass is not None and all(context.mass is mass for context in contexts)
+    (mass,) = runner.hooks
+    assert isinstance(mass, KeyMass) and all(context.hooks == [mass] for context in contexts)
     assert mass.pages.shape == (30, 2, 16) and mass.pages.dtype == torch.float32
     other = Runner("pyramidkv")
     groups = make_groups()
     other.initialize_kv_cache(CacheConfig(groups))
-    assert groups[0].metadata_builders[0].context.mass is None
+    assert groups[0].metadata_builders[0].context.hooks == []
 
 
 def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
     page = 16 * 2 * 64 * 2 * 2  # tokens, KV heads, head size, K and V, bytes
     for policy, expected in (("h2o", 1000 * page), ("pyramidkv", 1000 * (page + 4 * 16 * 2))):
         runner = Runner(policy)
-        for spec in runner._specs.values():
-            spec.page_size_bytes = page  # type: ignore[misc]
+        assert {spec.page_size_bytes for spec in runner._specs.values()} == {page}
         assert runner.room_for_cache(1000 * (page + 4 * 16 * 2)) == expected
 
 
 def test_layers_with_different_numbers_of_heads_have_no_mass() -> None:
-    runner = Runner("h2o")
-    runner._specs[NAMES[1]].num_kv_heads = 4  # type: ignore[misc]
+    Runner("pyramidkv", heads=(2, 4, 2))
     with pytest.raises(ValueError, match=r"pages of \[2, 4\] KV heads"):
-        runner.initialize_kv_cache(CacheConfig(make_groups()))
+        Runner("h2o", heads=(2, 4, 2))
 
 
 @pytest.mark.parametrize(
@@ -266,5 +312,5 @@ def test_layers_with_different_numbers_of_heads_have_no_mass() -> None:
     ],
 )
 def test_graphs_never_replay_a_step_that_evicts(policy: str, args: Any, support: Any) -> None:
-    config = SimpleNamespace(additional_config={"kv_policy": policy, "kv_policy_args": args})
+    config = SimpleNamespace(additional_config=served(policy, kv_policy_args=args))
     assert PyramidBuilderMixin.get_cudagraph_support(config, None) == support

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plans import plan_for
-from vllm_pyramid.policy import OpenPlan, Policy, RetentionPlan, load_policy
-from vllm_pyramid.policy.plans import Eviction
-from vllm_pyramid.request_config import SHARES_KEY, RequestOverride
+from tests.steps import make_retention, the_hooks
+from vllm_pyramid.methods.accumulated.gather import KeyMass
+from vllm_pyramid.plans import Eviction, OpenPlan, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.request_config import ALLOCATOR_KEY, RequestKeys
+from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.retention import Retention
-from vllm_pyramid.worker.step import StepRetention
 
 pytestmark = pytest.mark.cpu
 
@@ -37,7 +39,7 @@ def make(name: str = "pyramidkv", budget: str | int = "25%") -> tuple[Policy, Re
     return policy, Retention(policy, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
 
 
-def begin(retention: Retention, rows: list[tuple[str, int, int, int]]) -> StepRetention:
+def begin(retention: Retention, rows: list[tuple[str, int, int, int]]) -> Step:
     """`rows` holds name, prompt length, computed and scheduled tokens of each request."""
     columns = [np.array([row[i] for row in rows], np.int32) for i in (1, 2, 3)]
     return retention.begin_step([row[0] for row in rows], *columns)
@@ -47,7 +49,7 @@ def begin(retention: Retention, rows: list[tuple[str, int, int, int]]) -> StepRe
 @given(data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "window", "full"]))
 def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> None:
     policy, retention = make(name, "100%" if name == "full" else "25%")
-    window = policy.window if policy.needs_scores else 1
+    window = policy.window if policy.scorer.needs_queries else 1
     prompts: dict[str, tuple[int, dict[str, Any] | None]] = {}
     computed: dict[str, int] = {}
     for _ in range(data.draw(st.integers(1, 12), label="steps")):
@@ -89,22 +91,22 @@ def check(
     policy: Policy,
     prompts: dict[str, tuple[int, dict[str, Any] | None]],
     rows: list[tuple[str, int, int, int]],
-    step: StepRetention,
+    step: Step,
     retention: Retention,
 ) -> None:
     ending = []
     query_end = 0
     assert step.skips.shape == (NUM_LAYERS, len(rows)) and step.skips.flags.c_contiguous
     for index, (request_id, prompt_len, computed, scheduled) in enumerate(rows):
-        override = RequestOverride.parse(prompts[request_id][1])
-        plan = plan_for(policy, override, prompt_len, NUM_LAYERS, BLOCK_SIZE)
+        keys = RequestKeys.parse(prompts[request_id][1])
+        plan = plan_for(policy, keys, prompt_len, NUM_LAYERS, BLOCK_SIZE)
         expected = plan.skip.tolist() if computed >= prompt_len else [0] * NUM_LAYERS
         assert step.skips[:, index].tolist() == expected
         query_end += scheduled
         if computed < prompt_len == computed + scheduled:
             ending.append((request_id, index, query_end, plan))
     if not ending:
-        assert step.evictions is None and retention.take_report() == {}
+        assert step.evictions is None and retention.end_step() == ({}, {})
         return
     evictions = step.evictions
     assert evictions is not None
@@ -122,8 +124,8 @@ def check(
         for i, (request_id, _, _, plan) in enumerate(ending)
         if plan.skip.any()
     }  # with 0 where nothing was done: the scheduler shall see that
-    assert retention.take_report() == report
-    assert retention.take_report() == {}, "reported once"
+    assert retention.end_step() == (report, {})
+    assert retention.end_step() == ({}, {}), "reported once"
 
 
 def test_preemption_brings_the_whole_prompt_back() -> None:
@@ -185,7 +187,7 @@ def test_a_prompt_that_keeps_everything_may_be_cut_anywhere() -> None:
     retention.add("r", 64, {"kv_policy": "full"})
     evictions = begin(retention, [("r", 64, 63, 2)]).evictions
     assert evictions is not None and evictions.helds.T.tolist() == [[64] * NUM_LAYERS]
-    assert retention.take_report() == {}
+    assert retention.end_step() == ({}, {})
 
 
 def test_an_unknown_request_is_a_bug() -> None:
@@ -201,7 +203,7 @@ def test_an_idle_step_has_no_past() -> None:
     step = retention.idle_step(3)
     assert retention.step is step and step.evictions is None
     assert step.skips.shape == (NUM_LAYERS, 3) and not step.skips.any()
-    assert retention.take_report() == {}
+    assert retention.end_step() == ({}, {})
 
 
 def test_a_wrong_override_leaves_the_served_policy() -> None:
@@ -217,7 +219,7 @@ def test_a_wrong_override_leaves_the_served_policy() -> None:
 
 
 def solve(retention: Retention, index: int, keep: list[int]) -> RetentionPlan:
-    """What the layers do between `begin_step` and `take_report`."""
+    """What the layers do between `begin_step` and `end_step`."""
     evictions = retention.step.evictions
     assert evictions is not None
     plan = evictions.plans[index]
@@ -241,12 +243,12 @@ def test_a_solved_skip_holds_from_the_next_step_on() -> None:
     settled = solve(retention, 0, [8, 30, 16, 10])
     assert evictions.helds[:, 0].tolist() == settled.held.tolist() == [8, 32, 16, 16]
     assert evictions.budgets.tolist() == [16]
-    assert retention.take_report() == {"r": Eviction(184, (8, 30, 16, 10))}
-    assert retention.take_report() == {}
+    assert retention.end_step() == ({"r": Eviction(184, (8, 30, 16, 10))}, {})
+    assert retention.end_step() == ({}, {})
     for computed in (64, 65):
         skips = begin(retention, [("r", 64, computed, 1)]).skips
         assert skips[:, 0].tolist() == [56, 32, 48, 48]
-        assert retention.take_report() == {}
+        assert retention.end_step() == ({}, {})
 
 
 def test_recomputation_solves_again_and_forgets_the_old_lengths() -> None:
@@ -255,11 +257,11 @@ def test_recomputation_solves_again_and_forgets_the_old_lengths() -> None:
     for keep in ([8, 30, 16, 10], [40, 8, 8, 8]):
         first = begin(retention, [("r", 64, 0, 40)])
         assert first.evictions is None and not first.skips.any()
-        assert retention.take_report() == {}
+        assert retention.end_step() == ({}, {})
         last = begin(retention, [("r", 64, 40, 24)])
         assert last.evictions is not None and last.evictions.unsolved.size == 1
         settled = solve(retention, 0, keep)
-        assert retention.take_report()["r"].keep == tuple(keep)
+        assert retention.end_step()[0]["r"].keep == tuple(keep)
         skips = begin(retention, [("r", 64, 64, 1)]).skips
         assert skips[:, 0].tolist() == settled.skip.tolist()
 
@@ -269,7 +271,7 @@ def test_a_prompt_that_ended_unsolved_is_a_bug() -> None:
     retention.add("r", 64, None)
     begin(retention, [("r", 64, 0, 64)])
     with pytest.raises(AssertionError, match="was not solved"):
-        retention.take_report()
+        retention.end_step()
 
 
 def test_solved_and_whole_prompts_in_one_step() -> None:
@@ -283,7 +285,7 @@ def test_solved_and_whole_prompts_in_one_step() -> None:
     assert evictions is not None and evictions.unsolved.tolist() == [1, 3]
     solve(retention, 1, [20, 20, 20, 20])
     solve(retention, 3, [90, 10, 10, 10])
-    assert {name: done.keep for name, done in retention.take_report().items()} == {
+    assert {name: done.keep for name, done in retention.end_step()[0].items()} == {
         "a": (20, 20, 20, 20),
         "b": (90, 10, 10, 10),
     }
@@ -292,7 +294,7 @@ def test_solved_and_whole_prompts_in_one_step() -> None:
     assert skips.T.tolist() == [[8, 88, 88, 88], [0] * 4, [40] * 4, [0] * 4]
     for name in ("a", "b", "short", "whole"):
         retention.remove(name)
-    assert not retention._plans and not retention._open
+    assert not retention._requests and not retention._num_open
 
 
 def test_a_row_changes_hands_between_solved_requests() -> None:
@@ -302,7 +304,7 @@ def test_a_row_changes_hands_between_solved_requests() -> None:
     begin(retention, [("a", 64, 0, 64), ("b", 64, 0, 64)])
     solve(retention, 0, [50, 10, 10, 10])
     solve(retention, 1, [10, 10, 10, 50])
-    retention.take_report()
+    retention.end_step()
     assert begin(retention, [("b", 64, 64, 1)]).skips[:, 0].tolist() == [48, 48, 48, 8]
     retention.remove("b")
     retention.add("b", 64, None)  # another request with the old name
@@ -314,14 +316,15 @@ def test_averaged_shares_are_known_beforehand() -> None:
     """Online sampling: what the scheduler sent along takes the place of the solver."""
     _, retention = make("xkv", 20)
     retention.add("solved", 64, None)
-    retention.add("averaged", 64, {SHARES_KEY: [0.0, 0.25, 0.25, 0.5]})
+    shares = {"kind": "shares", "shares": [0.0, 0.25, 0.25, 0.5]}
+    retention.add("averaged", 64, {ALLOCATOR_KEY: shares})
     rows = [("solved", 64, 0, 64), ("averaged", 64, 0, 64)]
     evictions = begin(retention, rows).evictions
     assert evictions is not None and evictions.unsolved.tolist() == [0]
     assert evictions.helds[:, 1].tolist() == [8, 24, 24, 32]  # 8, 20, 20, 32 in whole blocks
     solve(retention, 0, [20] * NUM_LAYERS)
     evictions.tokens_done[1] += 168
-    assert retention.take_report() == {
+    assert retention.end_step()[0] == {
         "solved": Eviction(160, (20,) * NUM_LAYERS),
         "averaged": Eviction(168),
     }
@@ -343,7 +346,7 @@ def run_to(retention: Retention, name: str, prompt_len: int, end: int) -> list[A
             evictions.tokens_done += (
                 evictions.prompt_lens - evictions.befores - evictions.helds
             ).sum(axis=0)
-            found.append((computed + scheduled, evictions, retention.take_report()))
+            found.append((computed + scheduled, evictions, retention.end_step()[0]))
     return found
 
 
@@ -377,7 +380,7 @@ def test_a_recomputed_request_evicts_at_the_same_points() -> None:
         assert step.skips.tolist() == [[skip]] * NUM_LAYERS
         if step.evictions is not None:
             again.append(step.evictions)
-            retention.take_report()
+            retention.end_step()
     for (_, before, _), evictions in zip(first, again, strict=True):
         assert evictions.prompt_lens.tolist() == before.prompt_lens.tolist()
         assert evictions.helds.tolist() == before.helds.tolist()
@@ -404,20 +407,18 @@ def test_which_queries_count() -> None:
         (LATER, [0, 0, 0, never]),
         # The last 10 queries before the evictions at 50, 66 and 82 tokens.
         (LOOKING_BACK, [40, 56, 72, never]),
+        (LATER.model_copy(update={"schedule": "prompt_end"}), [0, *[never] * 3]),
     ):
-        retention = Retention(policy, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+        retention = make_retention(policy, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
+        mass = the_hooks(retention, KeyMass)
         for name, *_ in rows:
             retention.add(name, 50, {"kv_policy": "full"} if name == "full" else None)
-        step = begin(retention, rows)
-        assert step.first_queries is not None and step.first_queries.dtype == np.int32
-        assert step.first_queries.tolist() == expected
-    once = LATER.model_copy(update={"schedule": "prompt_end"})
-    retention = Retention(once, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
-    for name, *_ in rows:
-        retention.add(name, 50, None)
-    step = begin(retention, rows)
-    assert step.first_queries is not None and step.first_queries.tolist() == [0, *[never] * 3]
-    assert begin(make()[1], []).first_queries is None
+        begin(retention, rows)
+        assert mass.first_queries.dtype == np.int32
+        assert mass.first_queries.tolist() == expected
+        retention.idle_step(len(rows))
+        assert mass.first_queries is None
+    assert make_retention(make()[0], NUM_LAYERS, BLOCK_SIZE, MAX_REQS).hooks == []
 
 
 def test_rows_change_hands() -> None:

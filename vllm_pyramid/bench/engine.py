@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's engine in a process of its own, which is asked for one measurement after the other.
+"""One policy's engine in a process of its own, that gets one task after the other.
 
-Started by `sessions.py` through `vllm_pyramid.child`. The first task says what to start, the others
-what to do; while it waits it sleeps. vLLM's engine core runs in this process, not in another: every
-step is timed and looked into, and an idle engine leaves the machine to those that measure.
+Started by `engines.py`. The first task says what to start, the others what to do; between tasks the
+process sleeps. vLLM's engine core runs in this process, so that every step can be timed and
+observed, and an idle engine takes no processor time.
 """
 
 from __future__ import annotations
@@ -11,27 +11,30 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from vllm_pyramid.bench.holding import Holding, steps_left, to_their_end
-from vllm_pyramid.bench.machine import machine
-from vllm_pyramid.bench.measure import Step, Timing, summarise
+from vllm_pyramid.bench.memory import evictions_counted
 from vllm_pyramid.bench.profile import profile, refusal
-from vllm_pyramid.bench.watch import Watch
-from vllm_pyramid.child import read_tasks, say
+from vllm_pyramid.bench.samples import Sample, Step, Timing, engine_sample
+from vllm_pyramid.bench.scheduler_state import (
+    BlockGrowth,
+    SchedulerLog,
+    finish_without_preemption,
+    steps_with_room,
+)
+from vllm_pyramid.child_process import read_tasks, say
 
-__all__ = ["Engine"]
-
-_SETTLED_STEPS = 3  # without prefill: then nothing more comes in
+_MACHINE_ROUNDS = 20
+_SETTLED_STEPS = 3  # without prefill: then no further request is admitted
 
 
 class Engine:
-    """A driver of vLLM's engine.
+    """Drives vLLM's engine step by step.
 
     Args:
-        llm: a started `LLM`, of vLLM or of ours, whose engine core is in this process.
-        block_bytes: of a block of one layer, in which all engines count.
+        llm: a started `LLM`, vLLM's or ours, with its engine core in this process.
+        block_bytes: of a block of one layer of ours. All engines count blocks in this size.
     """
 
     def __init__(self, llm: Any, block_bytes: int) -> None:
@@ -46,7 +49,7 @@ class Engine:
         self._reserved: list[Any] = []
         self._sent: dict[str, float] = {}
         self._count = 0
-        self._watch = Watch(self.scheduler)
+        self._log = SchedulerLog(self.scheduler)
 
     @property
     def pool_blocks(self) -> int:
@@ -54,7 +57,7 @@ class Engine:
         return (self.pool.num_gpu_blocks - 1 - len(self._reserved)) * self.blocks_of_one
 
     def reserve(self, blocks: int) -> None:
-        """Leave requests `blocks` blocks of one layer, by holding the others.
+        """Leave `blocks` blocks of one layer to requests, by allocating all others.
 
         Raises:
             ValueError: the pool has not as many.
@@ -68,7 +71,7 @@ class Engine:
             raise ValueError(f"the pool has {self.pool_blocks} blocks, not {blocks}")
         self._reserved = self.pool.get_new_blocks(spare // self.blocks_of_one)
 
-    def _held(self) -> int:
+    def _allocated(self) -> int:
         free = self.pool.get_num_free_blocks() * self.blocks_of_one
         return self.pool_blocks - free
 
@@ -93,7 +96,7 @@ class Engine:
         self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0
     ) -> Step:
         """One batch of the engine, from the end of the one before to its own."""
-        ended = self._watch.ended
+        ended = self._log.ended
         ended.clear()
         outputs: list[Any] = []
         begin = time.perf_counter()
@@ -110,7 +113,7 @@ class Engine:
             decoding=max((batch.decoding for batch in ended), default=0),
             waiting=bool(self.scheduler.waiting),
             finished=finished,
-            blocks=self._held(),
+            blocks=self._allocated(),
         )
 
     def run(
@@ -119,13 +122,13 @@ class Engine:
         max_tokens: int,
         budget: str | None,
         on_finish: Callable[[], None],
-    ) -> dict[str, Any]:
+    ) -> Sample:
         """A whole job.
 
         Raises:
-            RuntimeError: it did not generate what was asked for, or evicted nothing.
+            RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
-        self._watch.preemptions = 0
+        self._log.preemptions = 0
         self.add(prompts, max_tokens, budget)
         first: dict[str, float] = {}
         timings: list[Timing] = []
@@ -158,7 +161,7 @@ class Engine:
                 f"with the budget {budget} only {evicted} of {len(prompts)} requests report that "
                 "they evicted something"
             )
-        return asdict(summarise(steps, timings, self._watch.preemptions))
+        return engine_sample(steps, timings, self._log.preemptions)
 
     def fill(
         self,
@@ -167,22 +170,18 @@ class Engine:
         budget: str | None,
         on_prefill: Callable[[int], None],
     ) -> dict[str, Any]:
-        """Send requests and go on until as many decode as find room.
+        """Send requests and step until as many decode as are admitted.
 
         Returns:
-            resident: requests that decode. to_their_end: so many of them finish for certain with
-                none thrown out, since the pool holds them all as long as they get.
-            before_queueing: requests that had come in when the first had to wait for room; all, if
-                none had to. blocks: held, of one layer. peak_blocks: the most meanwhile.
-            tokens_left: the fewest that one of them still has to generate. steps_left: decode steps
-                until one of them would have to be thrown out.
+            A sample, and `tokens_left`: the fewest that a request still has to generate;
+            `steps_left`: decode steps until a request would be preempted.
 
         Raises:
-            RuntimeError: requests ended, or lost their place, before all that fit were in, or did
-                not evict.
+            RuntimeError: requests finished or were preempted before all were admitted that fit, or
+                did not evict.
         """
-        self._watch.preemptions = 0
-        evictions = self._evictions()
+        self._log.preemptions = 0
+        evictions = evictions_counted(self.scheduler)
         self.add(prompts, max_tokens, budget)
         resident, before_queueing, idle, peak = 0, None, 0, 0
         while idle < _SETTLED_STEPS:  # what an eviction frees is free a step later
@@ -192,42 +191,37 @@ class Engine:
             idle = 0 if step.prompt_tokens else idle + 1
             if idle and resident and before_queueing is None:
                 before_queueing = step.decoding
-        if self._watch.preemptions or step.decoding != resident:
+        if self._log.preemptions or step.decoding != resident:
             raise RuntimeError(
-                f"{self._watch.preemptions} requests were thrown out and "
-                f"{resident - step.decoding} have ended before all that fit were in: ask for a "
+                f"{self._log.preemptions} requests were preempted and "
+                f"{resident - step.decoding} finished before all that fit were admitted: give a "
                 "longer --output-len"
             )
-        evicted = self._evictions() - evictions
+        evicted = evictions_counted(self.scheduler) - evictions
         if budget is not None and evicted < resident:
             raise RuntimeError(
                 f"with the budget {budget} {resident} requests decode, and the scheduler counts "
                 f"{evicted} evictions"
             )
-        running = [Holding.of(self.scheduler, request) for request in self.scheduler.running]
+        running = [BlockGrowth.of(self.scheduler, request) for request in self.scheduler.running]
         free = self.pool.get_num_free_blocks()
         usable = self.pool.num_gpu_blocks - 1 - len(self._reserved)
         tokens_left = min(r.max_tokens - r.num_output_tokens for r in self.scheduler.running)
         return {
-            "resident": resident,
-            "to_their_end": to_their_end(running, usable),
+            "resident_max": resident,
+            "to_their_end": finish_without_preemption(running, usable),
             "before_queueing": before_queueing,
-            "blocks": step.blocks,
+            "decode_blocks": step.blocks,
             "peak_blocks": peak,
             "tokens_left": tokens_left,
-            "steps_left": steps_left(running, free, tokens_left),
+            "steps_left": steps_with_room(running, free, tokens_left),
         }
 
-    def _evictions(self) -> int:
-        """Evictions since the start; 0 without a policy."""
-        coordinator = getattr(self.scheduler, "coordinator", None)
-        return 0 if coordinator is None else int(coordinator.num_evictions)
-
     def steps(self, count: int) -> dict[str, Any]:
-        """`count` decode steps of the requests that are in.
+        """`count` decode steps of the running requests.
 
         Raises:
-            RuntimeError: a step was not one of them: a prompt came in, or a request ended.
+            RuntimeError: a prompt was admitted or a request finished meanwhile.
         """
         steps = [self.step() for _ in range(count)]
         batches = {step.decoding for step in steps}
@@ -268,6 +262,37 @@ def start(task: dict[str, Any]) -> Engine:
     return Engine(LLM(task["model"], **args), task["block_bytes"])
 
 
+def machine() -> dict[str, float]:
+    """Bytes/s of a streaming read and operations/s of a large bfloat16 product, of this device."""
+    import torch
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    device = "cpu" if on_cpu else "cuda"
+
+    def fastest(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(_MACHINE_ROUNDS):
+            begin = time.perf_counter()
+            function()
+            if not on_cpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    size = (256 if on_cpu else 4096) << 20
+    data = torch.ones(size // 8, dtype=torch.int64, device=device)
+    read: Callable[[], Any] = data.sum
+    if on_cpu:
+        from vllm_pyramid.ops.cpu_library import load
+
+        library, threads = load(), torch.get_num_threads()
+        read = lambda: library.pyr_read(data.data_ptr(), size, threads)  # noqa: E731
+    edge = 1024 if on_cpu else 8192
+    left, right = (torch.randn(edge, edge, device=device).bfloat16() for _ in range(2))
+    return {"bandwidth": size / fastest(read), "flops": 2 * edge**3 / fastest(lambda: left @ right)}
+
+
 def main() -> None:
     """Entry point of `python -m vllm_pyramid.bench.engine`."""
     engine: Engine | None = None
@@ -276,29 +301,19 @@ def main() -> None:
         if do == "start":
             engine = start(task)
             say(done={"pool_blocks": engine.pool_blocks})
-        elif do == "machine":
-            say(done=machine())
-        else:
-            assert engine is not None
-            say(done=_serve(engine, do, task))
-
-
-def _serve(engine: Engine, do: str, task: dict[str, Any]) -> Any:
-    if do == "reserve":
-        return engine.reserve(**task)
-    if do == "run":
-        return engine.run(**task, on_finish=lambda: say(progress=1))
-    if do == "fill":
-        return engine.fill(**task, on_prefill=lambda new: say(progress=new))
-    if do == "steps":
-        return engine.steps(**task)
-    if do == "profile":
-        return engine.profile(**task)
-    if do == "profile_refusal":
-        return refusal(engine.client)
-    if do == "clear":
-        return engine.clear()
-    raise ValueError(f"unknown task {do!r}")
+            continue
+        assert engine is not None
+        methods: dict[str, Callable[..., Any]] = {
+            "machine": machine,
+            "reserve": engine.reserve,
+            "run": partial(engine.run, on_finish=lambda: say(progress=1)),
+            "fill": partial(engine.fill, on_prefill=lambda new: say(progress=new)),
+            "steps": engine.steps,
+            "profile": engine.profile,
+            "profile_refusal": partial(refusal, engine.client),
+            "clear": engine.clear,
+        }
+        say(done=methods[do](**task))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain Transformers generation, and kvpress's presses: what we are compared with outside of vLLM.
+"""Plain Transformers generation, and kvpress's presses: the peers outside of vLLM.
 
-Run as a file, `PYTHON -P peer.py`, since kvpress needs another Transformers than vLLM and so an
-environment of its own, in which this package is not: it imports nothing of ours. It speaks as
-`vllm_pyramid/child.py` says and answers as `engine.py` does.
+Run as a file, `PYTHON -P peer.py`. kvpress needs another Transformers than vLLM, and so its own
+environment, which does not have this package. The file therefore imports nothing of ours. It has
+the protocol of `vllm_pyramid/child_process.py` and the tasks of `engine.py`.
 
-Requests are decoded greedily in batches of equal lengths, as kvpress's pipeline does one: the press
-is in force for the prompts, and new tokens stand at their true positions.
+Requests are decoded greedily in batches as in kvpress: the press compresses the prompts,
+and new tokens have their true positions.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Peer:
     def fill(self, prompts: list[list[int]], keep: int | None, batch: int) -> dict[str, Any]:
         """A batch that is then to decode."""
         self.prefill(prompts[:batch], keep)
-        return {"resident": min(batch, len(prompts))}
+        return {"resident_max": min(batch, len(prompts))}
 
     def steps(self, count: int) -> dict[str, Any]:
         """`count` decode steps of the batch."""
@@ -143,6 +143,10 @@ class Peer:
             self.step()
             seconds.append(time.perf_counter() - begin)
         return {"seconds": seconds, "batch": self.last.shape[0]}
+
+    def clear(self) -> None:
+        """End the batch."""
+        self.cache = self.last = None
 
 
 def main() -> None:

@@ -2,24 +2,24 @@
 """Where the time of a decode step goes: `vllm-pyramid bench throughput --decode-only --profile`.
 
     in the engine's process   `profile`       steps with and without timers, one by one
-    in the bench's            `StepProfile`   what it says, and the table
+    in the bench's            `step_profile`  the result, and `table`
 
-Timers are put around the functions of a step (`compat/step_parts.py`) and taken away again behind
-it, so that every other step runs as it does without a profile. Both kinds of steps are reported:
-what the timers cost is the difference. Nothing is scaled.
+Every other step has timers around its functions (`compat/step_functions.py`). The others run as
+without a profile. Both kinds are reported: the difference is what the timers cost.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
-from vllm_pyramid.bench.clock import PartClock, Replacements
+from rich.table import Table
 
-__all__ = ["PARTS", "WINDOWS", "StepProfile", "profile", "refusal", "table"]
+from vllm_pyramid.bench.job import Variant
 
 # The parts of a step, by what the table calls the group of them.
 GROUPS: dict[str, dict[str, str]] = {
@@ -48,6 +48,43 @@ WINDOWS = 2  # of the length of the timed ones: half of their steps have timers
 _BLOCK = 16
 
 
+class PartClock:
+    """The time of each part of a step, for functions of one thread.
+
+    Parts exclude each other: while a timed function runs inside another, the time is the inner
+    one's. A switch takes about a microsecond.
+
+    Attributes:
+        spent: nanoseconds by part.
+    """
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self.spent = dict.fromkeys(parts, 0)
+        self._running: list[str] = []
+        self._since = 0
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose time is `part`'s but for what timed functions that it calls take."""
+        spent, running, now = self.spent, self._running, time.perf_counter_ns
+        assert part in spent, part
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = now()
+            if running:
+                spent[running[-1]] += begin - self._since
+            running.append(part)
+            self._since = begin
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end = now()
+                spent[part] += end - self._since
+                running.pop()
+                self._since = end
+
+        return call
+
+
 def has_timers(index: int) -> bool:
     """Whether the step `index` of a profile is one with timers: every other one.
 
@@ -59,10 +96,10 @@ def has_timers(index: int) -> bool:
 
 def refusal(client: Any) -> str:
     """Why steps of vLLM's engine `client` cannot be profiled, in words; empty where they can."""
-    from vllm_pyramid.compat.step_parts import step_parts
+    from vllm_pyramid.compat.step_functions import step_functions
 
     try:
-        step_parts(client)
+        step_functions(client)
     except ValueError as error:
         return str(error)
     return ""
@@ -78,16 +115,19 @@ def profile(client: Any, step: Callable[[], float], count: int) -> dict[str, Any
         `with_timers` and `without`: seconds of every step. `parts`: seconds by part, over all steps
         with timers; their sum is that of `with_timers`.
     """
-    from vllm_pyramid.compat.step_parts import step_parts
+    from vllm_pyramid.compat.step_functions import step_functions
 
-    clock, timers = PartClock(PARTS), Replacements()
-    for part, owner, name in step_parts(client):
-        timers.plan(owner, name, clock.timed(part, getattr(owner, name)))
+    clock = PartClock(PARTS)
+    timers = [
+        mock.patch.object(owner, name, clock.timed(part, getattr(owner, name)))
+        for part, owner, name in step_functions(client)
+    ]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for index in range(count):
         with_timers = has_timers(index)
-        context: AbstractContextManager[None] = timers if with_timers else nullcontext()
-        with context:
+        with ExitStack() as stack:
+            for timer in timers if with_timers else ():
+                stack.enter_context(timer)
             seconds[with_timers].append(step())
     parts = {part: spent / 1e9 for part, spent in clock.spent.items()}
     # What is outside of all timed functions: the bench's own loop around the engine's step.
@@ -95,78 +135,49 @@ def profile(client: Any, step: Callable[[], float], count: int) -> dict[str, Any
     return {"with_timers": seconds[True], "without": seconds[False], "parts": parts}
 
 
-@dataclass(frozen=True)
-class StepProfile:
-    """What became of the time of a policy's decode steps.
+def step_profile(variant: Variant, batch: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """Of a variant's decode steps, from the answer of `profile`.
 
-    Attributes:
-        batch: requests of a step. with_timers_ms, without_ms: of every step.
-        parts_ms: mean time by part of the steps with timers; the parts add up to a step.
+    Returns:
+        batch: requests of a step. with_timers_ms, without_ms: of every step. parts_ms: means of
+        the steps with timers by part, and shares: of such a step. step_ms, step_without_timers_ms:
+        mean steps; the timers cost what the first is more.
     """
-
-    policy: str
-    budget: str
-    batch: int
-    with_timers_ms: list[float]
-    without_ms: list[float]
-    parts_ms: dict[str, float]
-
-    @classmethod
-    def of(cls, policy: str, budget: str, batch: int, answer: dict[str, Any]) -> StepProfile:
-        """From the answer of `profile`."""
-        steps = len(answer["with_timers"])
-        return cls(
-            policy,
-            budget,
-            batch,
-            [1e3 * seconds for seconds in answer["with_timers"]],
-            [1e3 * seconds for seconds in answer["without"]],
-            {part: 1e3 * seconds / steps for part, seconds in answer["parts"].items()},
-        )
-
-    @property
-    def step_ms(self) -> float:
-        """Of a step with timers, on average."""
-        return statistics.fmean(self.with_timers_ms)
-
-    @property
-    def step_without_timers_ms(self) -> float:
-        """On average; the timers cost what the other is more."""
-        return statistics.fmean(self.without_ms)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        shares = {part: spent / self.step_ms for part, spent in self.parts_ms.items()}
-        return {
-            **asdict(self),
-            "step_ms": self.step_ms,
-            "step_without_timers_ms": self.step_without_timers_ms,
-            "shares": shares,
-        }
+    with_timers, without = ([1e3 * s for s in answer[kind]] for kind in ("with_timers", "without"))
+    step = statistics.fmean(with_timers)
+    parts = {part: 1e3 * spent / len(with_timers) for part, spent in answer["parts"].items()}
+    return {
+        "policy": variant.policy,
+        "budget": variant.budget or "100%",
+        "batch": batch,
+        "with_timers_ms": with_timers,
+        "without_ms": without,
+        "parts_ms": parts,
+        "step_ms": step,
+        "step_without_timers_ms": statistics.fmean(without),
+        "shares": {part: spent / step for part, spent in parts.items()},
+    }
 
 
-def table(profiles: Sequence[StepProfile]) -> Any:
-    """Parts in rows, policies in columns: milliseconds a step, and their share of it."""
-    from rich.table import Table
-
-    steps = min(len(profile.with_timers_ms) for profile in profiles)
+def table(profiles: Sequence[dict[str, Any]]) -> Table:
+    """Parts in rows, variants in columns: milliseconds of a step, and the share of it."""
+    steps = min(len(one["with_timers_ms"]) for one in profiles)
     made = Table(title=f"where a decode step's time goes: means of {steps} steps with timers")
     made.add_column("ms a step (share)", no_wrap=True)
     for one in profiles:
-        label = one.policy if one.budget == "100%" else f"{one.policy} {one.budget}"
-        made.add_column(f"{label}, batch {one.batch}", justify="right")
+        budget = "" if one["budget"] == "100%" else f" {one['budget']}"
+        made.add_column(f"{one['policy']}{budget}, batch {one['batch']}", justify="right")
     for group, parts in GROUPS.items():
         made.add_row(group, *(_cell(one, tuple(parts)) for one in profiles))
         for part, name in parts.items():
             if name:
                 made.add_row(f"  {name}", *(_cell(one, (part,)) for one in profiles), style="dim")
     made.add_section()
-    made.add_row("the step", *(f"{one.step_ms:.2f}" for one in profiles))
-    without = (f"{one.step_without_timers_ms:.2f}" for one in profiles)
-    made.add_row("a step without timers", *without)
+    for name, key in (("the step", "step_ms"), ("a step without timers", "step_without_timers_ms")):
+        made.add_row(name, *(f"{one[key]:.2f}" for one in profiles))
     return made
 
 
-def _cell(profile: StepProfile, parts: Sequence[str]) -> str:
-    spent = sum(profile.parts_ms[part] for part in parts)
-    return f"{spent:.2f} ({100 * spent / profile.step_ms:.0f} %)"
+def _cell(profile: dict[str, Any], parts: Sequence[str]) -> str:
+    spent = sum(profile["parts_ms"][part] for part in parts)
+    return f"{spent:.2f} ({100 * spent / profile['step_ms']:.0f} %)"

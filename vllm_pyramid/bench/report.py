@@ -1,172 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a bench in the terminal."""
+"""What a bench writes: tables on the console; JSON, CSV and pictures in its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pandas as pd
 from rich.table import Table
 
-from vllm_pyramid.bench.rows import Row
+import vllm_pyramid
+from vllm_pyramid.bench import pictures
+from vllm_pyramid.bench.options import MeasureOptions
+from vllm_pyramid.bench.prepare import processor
+from vllm_pyramid.bench.results import as_json, labelled
+from vllm_pyramid.bench.samples import now
+from vllm_pyramid.command_parts import has_matplotlib
 
-__all__ = ["tables"]
-
-Cell = Callable[[Any], str]
-
-
-def _number(name: str, digits: int = 0) -> Cell:
-    def cell(row: Any) -> str:
-        value = getattr(row, name)
-        return "" if value is None else f"{value:,.{digits}f}"
-
-    return cell
-
-
-def _ratio(name: str) -> Cell:
-    """The median, and from where to where the repetitions go."""
-
-    def cell(row: Any) -> str:
-        middle = getattr(row, f"{name}_ratio")
-        if middle is None:
-            return ""
-        low, high = getattr(row, f"{name}_ratio_low"), getattr(row, f"{name}_ratio_high")
-        return f"{middle:.2f} ({low:.2f}–{high:.2f})"
-
-    return cell
-
-
-def _shares(row: Any) -> str:
-    """Of prefill in the time, and in brackets what the cost model says of it."""
-    measured, predicted = row.prefill_share, row.predicted_prefill_share
-    if measured is None:
-        return ""
-    made = f"{100 * measured:.0f} %"
-    return made if predicted is None else f"{made} ({100 * predicted:.0f} %)"
-
-
-def _megabytes(name: str) -> Cell:
-    def cell(row: Any) -> str:
-        value = getattr(row, name)
-        return "" if value is None else f"{value / 1e6:,.0f}"
-
-    return cell
-
-
-def _times(name: str) -> Cell:
-    """Median and 99th percentile, if there were requests enough for it."""
-
-    def cell(row: Any) -> str:
-        middle, high = getattr(row, f"{name}_p50_ms"), getattr(row, f"{name}_p99_ms")
-        if middle is None:
-            return ""
-        return f"{middle:,.1f}" if high is None else f"{middle:,.1f} ({high:,.1f})"
-
-    return cell
-
-
-Columns = list[tuple[str, Cell]]
-
-_DECODE: Columns = [
-    ("decode tok/s", _number("decode_tokens_per_s")),
-    ("of baseline", _ratio("decode")),
-    ("allowed", _number("predicted_decode_tokens_per_s")),
-    ("batch", _number("decode_batch", 1)),
-    ("finish so", _number("to_their_end")),
-    ("blocks", _number("decode_blocks")),
-    ("V on host, MB", _megabytes("host_bytes")),
-]
-_LATENCIES: Columns = [
-    ("TTFT ms (p99)", _times("ttft")),
-    ("of baseline", _ratio("ttft")),
-    ("TPOT ms (p99)", _times("tpot")),
-    ("of baseline", _ratio("tpot")),
-]
-_END_TO_END: Columns = [
-    ("output tok/s", _number("output_tokens_per_s")),
-    ("of baseline", _ratio("output")),
-    ("prefill (model)", _shares),
-    ("resident", _number("resident_max")),
-    ("thrown out", _number("preemptions")),
-    ("peak blocks", _number("peak_blocks")),
-]
-_POOL: Columns = [("pool", _number("pool_prompts", 1))]
-# A table with nothing but these is left out.
-_NOT_ALONE = ("pool", "rate/s", "resident", "peak blocks", "V on host, MB")
-_RATE: Columns = [
-    ("rate/s", lambda row: "at once" if row.request_rate is None else f"{row.request_rate:g}")
-]
-# Looked at twice a second: perhaps there were more in between.
-_SAMPLED: Columns = [
-    ("running ≥", _number("resident_max")),
-    ("blocks ≥", _number("peak_blocks")),
-]
-# The tables of a measure: a title and columns each, narrow enough for a terminal.
-_TABLES: dict[str, list[tuple[str, Columns]]] = {
-    "throughput": [
-        ("end to end", _END_TO_END),
-        ("steady decode, all prompts prefilled", _DECODE),
-        ("all requests sent at once", _LATENCIES),
-    ],
-    "capacity": [
-        (
-            "requests that fit",
-            [
-                ("decode at once", _number("resident_max")),
-                ("finish so", _number("to_their_end")),
-                ("by the cost model", _number("predicted_resident")),
-                ("before one waits", _number("before_queueing")),
-                ("blocks", _number("decode_blocks")),
-                ("peak blocks", _number("peak_blocks")),
-                ("V on host, MB", _megabytes("host_bytes")),
-            ],
-        )
-    ],
-    "latency": [("over HTTP", [*_RATE, *_LATENCIES, *_SAMPLED])],
-    "pressure": [
-        ("end to end", [*_POOL, *_END_TO_END]),
-        ("steady decode", [*_POOL, *_DECODE]),
-        ("all requests sent at once", [*_POOL, *_LATENCIES]),
-    ],
-    "scheduler": [
-        (
-            "a decode step",
-            [
-                ("layers", _number("layers")),
-                ("requests", _number("requests")),
-                ("schedule() ms", _number("schedule_ms", 2)),
-                ("ratio", _number("schedule_ratio", 2)),
-                ("step ms", _number("step_ms", 2)),
-                ("ratio", _number("step_ratio", 2)),
-            ],
-        )
-    ],
+# The lines of a table, in order. Those of a ratio have the range of the repetitions too.
+_LINES = {
+    "output_tokens_per_s": "output tok/s, end to end",
+    "output_ratio": "  of baseline",
+    "prefill_share": "share of prefill",
+    "predicted_prefill_share": "  by the cost model",
+    "decode_tokens_per_s": "decode tok/s, steady",
+    "decode_ratio": "  of baseline",
+    "predicted_decode_tokens_per_s": "  allowed",
+    "decode_batch": "decode batch",
+    "resident_max": "requests at once",
+    "to_their_end": "  finish without preemption",
+    "predicted_resident": "  by the cost model",
+    "before_queueing": "before one waits",
+    "preemptions": "preempted",
+    "ttft_p50_ms": "TTFT ms, median",
+    "ttft_p99_ms": "  99th percentile",
+    "ttft_ratio": "  of baseline",
+    "tpot_p50_ms": "TPOT ms, median",
+    "tpot_p99_ms": "  99th percentile",
+    "tpot_ratio": "  of baseline",
+    "decode_blocks": "blocks, decoding",
+    "peak_blocks": "blocks, at most",
+    "host_bytes": "V on host, bytes",
+    "schedule_ms": "schedule() ms",
+    "schedule_ratio": "  of the first",
+    "step_ms": "step ms",
+    "step_ratio": "  of the first",
+}
+# Of the requests of a row, or of the layers and requests of a scheduler: a table for each.
+_CONDITIONS = {
+    "pool_prompts": "room for {:g} whole requests",
+    "request_rate": "{:g} requests/s",
+    "layers": "{} layers",
+    "requests": "{} requests",
 }
 
 
-def tables(measure: str, rows: Sequence[Any]) -> list[Table]:
-    """The tables of a measure; columns in which nothing stands are left out, and empty tables."""
-    first = rows[0]
-    if isinstance(first, Row):
-        job = f"{first.num_prompts} requests of {first.prompt_len:,} + {first.output_len} tokens"
-        if first.pool_prompts is not None and measure != "pressure":
-            job += f", room for {first.pool_prompts:g} whole ones"
-        heading, repetitions, names = "policy", first.repetitions, [row.label for row in rows]
-    else:
-        job, heading = "", "scheduler"
-        repetitions, names = first.steps, [row.scheduler for row in rows]
+def _number(value: float) -> str:
+    if pd.isna(value):
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    text = _number(row[name])
+    if text and f"{name}_low" in row:
+        text = f"{row[name]:.2f} ({row[f'{name}_low']:.2f}–{row[f'{name}_high']:.2f})"
+    return text
+
+
+def tables(rows: pd.DataFrame) -> list[Table]:
+    """A table for each condition: variants (or schedulers) side by side, without empty lines."""
+    label = "scheduler" if "scheduler" in rows else "label"
+    rows = rows if label in rows else labelled(rows)
+    present = {name: form for name, form in _CONDITIONS.items() if name in rows}
     made = []
-    for title, columns in _TABLES[measure]:
-        filled = [(name, [cell(row) for row in rows]) for name, cell in columns]
-        filled = [(name, cells) for name, cells in filled if any(cells)]
-        if not any(name not in _NOT_ALONE for name, _ in filled):
-            continue
-        medians = "" if measure == "capacity" else f"medians of {repetitions}"
-        table = Table(title=": ".join((title, "; ".join(filter(None, (job, medians))))))
-        table.add_column(heading, no_wrap=True)
-        for name, _ in filled:
-            table.add_column(name, justify="right")
-        for index, name in enumerate(names):
-            table.add_row(name, *(cells[index] for _, cells in filled))
-        made.append(table)
+    for values, group in rows.groupby(list(present), sort=False, dropna=False):
+        title = [
+            form.format(value)
+            for value, form in zip(values, present.values(), strict=True)
+            if not pd.isna(value)
+        ]
+        row = group.iloc[0]
+        if "num_prompts" in row:
+            size = f"{row['prompt_len']:,} + {row['output_len']} tokens"
+            title = [f"{row['num_prompts']} requests of {size}", *title]
+            title.append(f"medians of {row['repetitions']}")
+        records = group.to_dict("records")
+        lines = [
+            [heading, *(_cell(one, name) for one in records)]
+            for name, heading in _LINES.items()
+            if name in group and group[name].notna().any()
+        ]
+        made.append(rich_table("; ".join(title), ["", *group[label]], lines))
     return made
+
+
+def rich_table(title: str, headings: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
+    """A table of text, with the first column to the left."""
+    table = Table(title=title)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=not index)
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def say(console: Any, text: str) -> None:
+    """A sentence, as long as it is."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def write(
+    measure: str, options: MeasureOptions, console: Any, rows: pd.DataFrame, about: dict[str, Any]
+) -> None:
+    """Tables on the console; JSON, CSV and a picture in files.
+
+    Args:
+        about: what was run. Its `measured` says when and where each repetition was, if known.
+    """
+    about = {
+        "version": vllm_pyramid.__version__,
+        "date": now(),
+        "command": shlex.join(["vllm-pyramid", *sys.argv[1:]]),
+        "processor": processor(),
+        **about,
+    }
+    for path in (options.out / f"{measure}.json", options.json_file):
+        if path is not None:
+            path.write_text(as_json(rows, about), encoding="utf-8")
+    for path in (options.out / f"{measure}.csv", options.csv_file):
+        if path is not None:
+            rows.to_csv(path, index=False)
+    for table in tables(rows):
+        console.print(table)
+    say(console, _when_and_where(about))
+    written = [f"{measure}.json", f"{measure}.csv"]
+    if not options.no_pictures:
+        if has_matplotlib():
+            written.append(pictures.draw(measure, rows, options.out).name)
+        else:
+            console.print(
+                "No pictures: they need matplotlib (pip install 'vllm-pyramid\\[bench]')."
+            )
+    say(console, f"In {options.out}: {', '.join(written)}.")
+
+
+def _when_and_where(about: Mapping[str, Any]) -> str:
+    """Of all repetitions."""
+    measured = about.get("measured") or [about]
+    first, last = (measured[index]["date"][:16].replace("T", " ") for index in (0, -1))
+    places = ", ".join(dict.fromkeys(place["processor"] for place in measured))
+    return f"Measured {first if first == last else f'{first} to {last}'} UTC on {places}."

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What per-layer block tables cost the scheduler: milliseconds a decode step, without an engine.
+"""What a block table for each layer costs the scheduler, in decode steps without an engine.
 
-Three schedulers run the same decode steps in turn, one step each, so that whatever else the machine
-does meets all of them: vLLM's with one group for all layers, vLLM's with a group a layer, and ours
-with a group a layer and every request evicted to its budget. The medians are compared with the
-first. The prompts are staggered, so that each step some requests need a new block.
+Three schedulers alternate step by step: vLLM's with one KV cache group for all layers, vLLM's with
+a group for each layer, and ours with a group for each layer and every request evicted to its
+budget. The first one is the baseline. The prompts differ in length, so that in each step some
+requests need a new block.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -27,41 +27,23 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_pyramid.compat.side_channel import attach_evictions
+from vllm_pyramid.bench.memory import evictions_counted, evictions_to_report
+from vllm_pyramid.bench.shapes import BLOCK_SIZE
+from vllm_pyramid.command_parts import Progress
+from vllm_pyramid.compat.side_channel import StepReport, attach_report
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.plugin import register
-from vllm_pyramid.policy.plans import Eviction
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 
-__all__ = ["SchedulerRow", "scheduler_steps"]
-
-BLOCK_SIZE = 16
 ONE_GROUP, GROUPS, PYRAMID = "vLLM, one group", "vLLM, a group a layer", "vllm-pyramid"
+COLUMNS = [
+    *("scheduler", "layers", "requests", "steps", "schedule_ms", "step_ms"),
+    *("schedule_ratio", "step_ratio", "blocks_held"),
+]
 
 
-@dataclass(frozen=True)
-class SchedulerRow:
-    """One scheduler's decode steps.
-
-    Attributes:
-        layers, requests: of the model, and running. steps: measured. schedule_ms: median of
-            `schedule()`. step_ms: with `update_from_output`. schedule_ratio, step_ratio: to vLLM's
-            with one group. blocks_held: of one layer, or of all layers with one group.
-    """
-
-    scheduler: str
-    layers: int
-    requests: int
-    steps: int
-    schedule_ms: float
-    step_ms: float
-    schedule_ratio: float
-    step_ratio: float
-    blocks_held: int
-
-
-class Lane:
+class SchedulerDriver:
     """A scheduler with all its requests decoding, and the times of its steps."""
 
     def __init__(
@@ -86,12 +68,11 @@ class Lane:
             self.scheduler.add_request(Request(f"request-{index}", [1] * length, params, None))
         while self.scheduler.waiting or any(r.is_prefill_chunk for r in self.scheduler.running):
             self.step()
-        self.step()  # the head blocks go back in the step after the prompt's last
-        self.schedule_ms: list[float] = []
-        self.update_ms: list[float] = []
+        self.step()  # evicted blocks are freed in the step after the prompt's last
+        self.times: list[dict[str, float]] = []
 
-    def step(self) -> tuple[float, float]:
-        """One `schedule` and `update_from_output`; their times in milliseconds."""
+    def step(self) -> dict[str, float]:
+        """One `schedule` and `update_from_output`; milliseconds of the first and of both."""
         start = time.perf_counter()
         output = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -104,33 +85,13 @@ class Lane:
             ],
         )
         if isinstance(self.scheduler, PyramidScheduler):
-            result = attach_evictions(result, self._evictions(names))
+            evicted = evictions_to_report(self.scheduler, names)
+            result = attach_report(result, StepReport(evicted, {}))
         begin = time.perf_counter()
         self.scheduler.update_from_output(output, result)
         end = time.perf_counter()
-        return 1000 * (scheduled - start), 1000 * (end - begin)
-
-    def _evictions(self, names: list[str]) -> dict[str, Eviction]:
-        """What the worker reports: the tokens evicted of the prompts that end in this step."""
-        plans = self.scheduler.coordinator._plans
-        return {
-            name: Eviction(int(plans[name].skip.sum()))
-            for name in names
-            if name in plans
-            and not self.scheduler.coordinator.is_confirmed(name)
-            and self.scheduler.requests[name].num_computed_tokens >= plans[name].prompt_len
-        }
-
-    def measure(self) -> None:
-        """Run a step and keep its times."""
-        schedule, update = self.step()
-        self.schedule_ms.append(schedule)
-        self.update_ms.append(update)
-
-    def medians(self) -> tuple[float, float]:
-        """Milliseconds of `schedule()` and of the whole step."""
-        total = [a + b for a, b in zip(self.schedule_ms, self.update_ms, strict=True)]
-        return statistics.median(self.schedule_ms), statistics.median(total)
+        schedule = 1000 * (scheduled - start)
+        return {"schedule_ms": schedule, "step_ms": schedule + 1000 * (end - begin)}
 
     @property
     def blocks_held(self) -> int:
@@ -169,10 +130,10 @@ def _groups(layers: int, per_layer: bool, own: bool) -> list[KVCacheGroupSpec]:
     return [KVCacheGroupSpec(names, FullAttentionSpec(**shape))]
 
 
-def scheduler_steps(
-    layers: int, requests: int, steps: int, prompt_len: int, on_step: Callable[[], None]
-) -> Iterator[SchedulerRow]:
-    """Measure the three schedulers and compare them.
+def scheduler_rows(
+    layers: Sequence[int], requests: Sequence[int], steps: int, prompt_len: int, progress: Progress
+) -> pd.DataFrame:
+    """Every number of layers with every number of running requests: a row for each scheduler.
 
     Args:
         prompt_len: of the shortest prompt, at least 64.
@@ -181,39 +142,46 @@ def scheduler_steps(
         RuntimeError: not every request was evicted.
     """
     register()
+    frames = []
+    for depth, running in itertools.product(layers, requests):
+        progress.stage(f"{depth} layers, {running} requests")
+        frames.append(_compare(depth, running, steps, prompt_len, progress))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _compare(
+    layers: int, requests: int, steps: int, prompt_len: int, progress: Progress
+) -> pd.DataFrame:
+    """The three schedulers: medians, and their ratios to the first one's."""
     prompt_lens = [prompt_len + index % BLOCK_SIZE for index in range(requests)]
     longest = prompt_len + BLOCK_SIZE + steps + 128
     stock = _config(requests, longest, {})
     ours = _config(requests, longest, {"kv_policy": "pyramidkv", "kv_budget": "12%"})
-    lanes = {
-        ONE_GROUP: Lane(Scheduler, stock, _groups(layers, False, False), prompt_lens, steps),
-        GROUPS: Lane(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
-        PYRAMID: Lane(PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps),
+    drivers = {
+        ONE_GROUP: SchedulerDriver(
+            Scheduler, stock, _groups(layers, False, False), prompt_lens, steps
+        ),
+        GROUPS: SchedulerDriver(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
+        PYRAMID: SchedulerDriver(
+            PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps
+        ),
     }
-    pyramid = lanes[PYRAMID].scheduler
-    assert isinstance(pyramid, PyramidScheduler)
-    if pyramid.coordinator.num_evictions != requests:
-        raise RuntimeError(f"{pyramid.coordinator.num_evictions} of {requests} were evicted")
+    if (evicted := evictions_counted(drivers[PYRAMID].scheduler)) != requests:
+        raise RuntimeError(f"{evicted} of {requests} requests were evicted")
     gc.collect()
     gc.freeze()  # as the engine core does, so that collections do not walk the three pools
     try:
         for _ in range(steps):
-            for lane in lanes.values():
-                lane.measure()
-            on_step()
+            for driver in drivers.values():
+                driver.times.append(driver.step())
+            progress.advance()
     finally:
         gc.unfreeze()
-    base_schedule, base_step = lanes[ONE_GROUP].medians()
-    for name, lane in lanes.items():
-        schedule, step = lane.medians()
-        yield SchedulerRow(
-            scheduler=name,
-            layers=layers,
-            requests=requests,
-            steps=steps,
-            schedule_ms=schedule,
-            step_ms=step,
-            schedule_ratio=schedule / base_schedule,
-            step_ratio=step / base_step,
-            blocks_held=lane.blocks_held,
-        )
+    rows = pd.DataFrame(
+        {name: pd.DataFrame(driver.times).median() for name, driver in drivers.items()}
+    ).T
+    for name in ("schedule", "step"):
+        rows[f"{name}_ratio"] = rows[f"{name}_ms"] / rows[f"{name}_ms"].iloc[0]
+    held = [driver.blocks_held for driver in drivers.values()]
+    rows = rows.assign(layers=layers, requests=requests, steps=steps, blocks_held=held)
+    return rows.rename_axis("scheduler").reset_index()[COLUMNS]

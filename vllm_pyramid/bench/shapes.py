@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by their shape alone: for speed, random weights do as well as trained ones."""
+"""Models given by their shape. Speed does not depend on the weights, so random ones are enough."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from vllm_pyramid.model_shape import DTYPE_BYTES
 
-__all__ = ["SHAPES", "Shape", "shape_of_config", "write_model"]
+BLOCK_SIZE = 16  # tokens of a KV cache block in every engine of the bench
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama, as far as its speed goes. Sizes in elements, see the docstrings for bytes.
+    """The sizes of a Llama model, in elements.
 
     Attributes:
         layers, hidden, mlp: depth, width, width of the MLP. heads, kv_heads, head_size: attention.
@@ -54,47 +54,19 @@ class Shape:
         """Bytes of K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_size * self.element_bytes
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of one layer."""
+        return BLOCK_SIZE * self.token_bytes
 
+
+# Layers, hidden, MLP, query heads, KV heads, head size, vocabulary, positions.
 SHAPES = {
-    "small": Shape(
-        layers=8,
-        hidden=512,
-        mlp=1408,
-        heads=8,
-        kv_heads=4,
-        head_size=64,
-        vocabulary=8192,
-    ),
-    "smollm2-135m": Shape(
-        layers=30,
-        hidden=576,
-        mlp=1536,
-        heads=9,
-        kv_heads=3,
-        head_size=64,
-        vocabulary=49152,
-        positions=8704,  # the model's 8,192, and room for answers to prompts of that length
-    ),
-    "llama-3-8b": Shape(
-        layers=32,
-        hidden=4096,
-        mlp=14336,
-        heads=32,
-        kv_heads=8,
-        head_size=128,
-        vocabulary=128256,
-        positions=131072,
-    ),
-    "llama-3-70b": Shape(
-        layers=80,
-        hidden=8192,
-        mlp=28672,
-        heads=64,
-        kv_heads=8,
-        head_size=128,
-        vocabulary=128256,
-        positions=131072,
-    ),
+    "small": Shape(8, 512, 1408, 8, 4, 64, 8192),
+    # The model's 8,192 positions, and room for answers to prompts of that length.
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49152, 8704),
+    "llama-3-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, 131072),
+    "llama-3-70b": Shape(80, 8192, 28672, 64, 8, 128, 128256, 131072),
 }
 
 
@@ -151,11 +123,8 @@ def shape_of_config(model: str, dtype: str | None = None) -> Shape:
     cache, _ = shape_of_model(model, dtype)
     config = AutoConfig.from_pretrained(model).get_text_config()
     mlp = getattr(config, "intermediate_size", None)
-    if (
-        mlp is None
-        or getattr(config, "num_experts", None)
-        or getattr(config, "num_local_experts", None)
-    ):
+    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts")]
+    if mlp is None or any(experts):
         raise ValueError(
             f"the cost model knows decoders with one MLP a layer; the configuration of {model!r} "
             "has experts or does not say the MLP's size"

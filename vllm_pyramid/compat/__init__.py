@@ -35,7 +35,7 @@ worker.runner*  V1: input_batch, the device tensors of
                 with `runner`.
 small_gemm      model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU)
                 Why: it chooses operators that only a CPU build has. Remove when vLLM asks for them.
-step_parts      step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
+step_functions  step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
                 _model_forward, compute_logits, _sample, layer.cpu_linear, forward of a model's
                 small layers: replaced on the objects, while `bench --profile` times a step
                 Why: where a step's time goes. Remove when vLLM reports it.
@@ -52,7 +52,7 @@ seeds           CPUModelRunner._sample, ._bookkeeping_sync
                 vLLM turns generators back without `set_offset` there.
 
 The patches of `engine_args` are put in when the plugin loads and do nothing until a policy is
-asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU, those of `step_parts`
+asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU, those of `step_functions`
 to single steps of a bench; the others are put in only when a policy is asked for. vLLM's classes
 that are meant to be derived from (scheduler, worker, attention backend, platform, KV cache spec and
 manager) are derived from where they belong; the operators that vLLM's CPU code misses are in

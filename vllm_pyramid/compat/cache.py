@@ -2,8 +2,9 @@
 """The KV cache's specs and managers.
 
 Target: `KVCacheSpecRegistry._ensure_registered`,
-`SingleTypeKVCacheManager._remove_blocks_in_range`. Why: vLLM registers its own specs only if the registry is still empty, so they must go first; the
-head of a request's blocks goes back as a sliding window's would. Remove when both are public.
+`SingleTypeKVCacheManager._remove_blocks_in_range`. Why: vLLM registers its own specs only if the
+registry is still empty, so they must go first; the head of a request's blocks goes back as a
+sliding window's would. Remove when both are public.
 """
 
 from __future__ import annotations

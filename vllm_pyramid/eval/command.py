@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm_pyramid
 from vllm_pyramid.command_parts import (
@@ -19,21 +21,25 @@ from vllm_pyramid.command_parts import (
     progress_bar,
 )
 from vllm_pyramid.config import parse_engine_args
-from vllm_pyramid.eval.files import add_arguments, load_file_tasks, words_of
-from vllm_pyramid.eval.tasks import GENERATED, load_task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from vllm_pyramid.eval.run import Answer, Settings
+    from vllm_pyramid.eval.task import Task
 
 __all__ = ["add_command"]
-
-DEFAULT_POLICIES = "full,streaming-llm,snapkv,pyramidkv"
-DEFAULT_BUDGETS = "3%,12%"
-DEFAULT_LENGTHS = "1024"
-DEFAULT_SAMPLES = 10
 
 _ABOUT_DIGITS = (
     "Exact match counts whole numbers, the other tables their digits one by one. Where every digit "
     "is a token, a policy that pools scores over few positions finds a number and loses its end; "
     "pyramidkv-wide pools over more."
 )
+# What decides the rows, in the order in which the command is written down.
+_REPEATED = (
+    "model", "policies", "budgets", "tasks", "lengths", "samples", "seeds", "engine_args",
+    "lm_eval", "longbench", "ruler", "max_prompt", "chat",
+)  # fmt: skip
 
 
 def add_command(commands: Any) -> None:
@@ -41,52 +47,58 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure what eviction costs in quality",
-        description="Runs generated tasks through the engine with several policies and budgets, "
-        "and shows what each costs. Needs no download: the built-in model and the texts come with "
-        "the package and with Python.",
+        description="Runs tasks through the engine with several policies and budgets, and shows "
+        "what each costs. The built-in model and the texts of the generated tasks come with the "
+        "package and with Python.",
     )
-    listed = parser.add_argument
-    listed("--model", help="folder or Hugging Face name (default: the built-in model)")
-    listed(
-        "--policies",
-        default=DEFAULT_POLICIES,
-        help="names or .yaml files, each with arguments if need be, as in "
-        "'full,snapkv:{\"kernel_size\":11}' (%(default)s)",
-    )
-    listed(
-        "--budgets",
-        default=DEFAULT_BUDGETS,
-        help="tokens or per cent, for the policies that evict (%(default)s)",
-    )
-    listed("--tasks", help="names, or `all` generated ones (all; none where files are given)")
-    listed("--lengths", default=DEFAULT_LENGTHS, help="of the prompts, in tokens (%(default)s)")
-    listed(
-        "--samples",
+    parser.add_argument("--list", action="store_true", help="show the tasks and stop")
+    for name, default, text in (
+        ("model", None, "folder or Hugging Face name (default: the built-in model)"),
+        (
+            "policies",
+            "full,streaming-llm,snapkv,pyramidkv",
+            "names or .yaml files, each with arguments if need be, as in "
+            "'full,snapkv:{\"kernel_size\":11}' (%(default)s)",
+        ),
+        ("budgets", "3%,12%", "tokens or per cent, for the policies that evict (%(default)s)"),
+        ("tasks", None, "names, or `all` generated ones (all; none beside tasks of lm-eval)"),
+        ("lengths", "1024", "of the prompts, in tokens (%(default)s)"),
+        ("samples", 10, "of each task, length and seed (%(default)s)"),
+        ("seeds", "0", "each makes samples of its own (%(default)s)"),
+        ("engine-args", None, "JSON, further arguments of vllm_pyramid.LLM"),
+    ):
+        kind = int if name == "samples" else str
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    output = parser.add_argument_group("output")
+    for name, text in (
+        ("out", "folder for all results, kept for the next run too (%(default)s)"),
+        ("json", "write the rows there too"),
+        ("merge-into", "put the rows into this JSON file of other runs, in place of equal ones"),
+        ("csv", "write the rows there too"),
+        ("markdown", "write the tables there"),
+    ):
+        folder = Path("eval-results") if name == "out" else None
+        output.add_argument(f"--{name}", type=Path, metavar="PATH", default=folder, help=text)
+    output.add_argument("--no-pictures", action="store_true", help="draw nothing")
+    output.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
+    group = parser.add_argument_group("tasks of lm-eval (nothing is downloaded)")
+    for name, metavar, text in (
+        ("lm-eval", "TASK", "its tasks or groups, .yaml files, or NAME=FILE.jsonl: NAME on FILE"),
+        ("longbench", "PATH", "LongBench's .jsonl files, or a folder of them"),
+        ("ruler", "PATH", "RULER's generated .jsonl files, or a folder of them"),
+    ):
+        group.add_argument(f"--{name}", nargs="+", default=[], metavar=metavar, help=text)
+    group.add_argument(
+        "--max-prompt",
         type=int,
-        default=DEFAULT_SAMPLES,
-        help="of each task, length and seed (%(default)s)",
+        metavar="TOKENS",
+        help="longer prompts, but for RULER's, lose their middle (default: what the model takes)",
     )
-    listed("--seeds", default="0", help="each makes samples of its own (%(default)s)")
-    listed(
-        "--out",
-        type=Path,
-        default=Path("eval-results"),
-        help="folder for all results, kept for the next run too (%(default)s)",
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="use the model's chat template (not for RULER and LongBench's few-shot and code)",
     )
-    listed("--json", type=Path, metavar="FILE", help="write the rows there too")
-    listed(
-        "--merge-into",
-        type=Path,
-        metavar="FILE",
-        help="put the rows into this JSON file beside those of other runs, in place of equal ones",
-    )
-    listed("--csv", type=Path, metavar="FILE", help="write the rows there too")
-    listed("--markdown", type=Path, metavar="FILE", help="write the tables there")
-    listed("--no-pictures", action="store_true", help="draw nothing (needs no matplotlib)")
-    listed("--fresh", action="store_true", help="forget earlier results in the folder")
-    listed("--engine-args", help="JSON, further arguments of vllm_pyramid.LLM")
-    listed("--list", action="store_true", help="show the tasks and stop")
-    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -103,123 +115,152 @@ def run(args: argparse.Namespace) -> int:
         return _list(console)
     if args.samples < 1:
         raise ValueError(f"--samples must be at least 1, not {args.samples}")
+    if find_spec("pandas") is None:
+        raise ValueError("the tables need pandas: pip install 'vllm-pyramid[eval]'")
 
-    from vllm_pyramid.child import ChildError, orderly_termination
-    from vllm_pyramid.demo import model_path
-    from vllm_pyramid.eval import pictures
+    from vllm_pyramid.eval.engine import ChildError, orderly_termination
     from vllm_pyramid.eval.haystack import load_tokens
-    from vllm_pyramid.eval.report import as_markdown, tables
-    from vllm_pyramid.eval.results import as_csv, as_json, check_mergeable, merged_json, rows_of
-    from vllm_pyramid.eval.run import Run, Settings, Store
-    from vllm_pyramid.eval.variants import parse_variants
+    from vllm_pyramid.eval.results import check_mergeable, rows_of
+    from vllm_pyramid.eval.run import Run, Store
 
-    draws = not args.no_pictures
-    if draws and not has_matplotlib():
+    if not args.no_pictures and not has_matplotlib():
         console.print("No pictures: they need matplotlib (pip install 'vllm-pyramid\\[eval]').")
-        draws = False
+        args.no_pictures = True
     shared: Path | None = args.merge_into
     check_writable(
         args.out, (args.out / "samples.jsonl", args.json, shared, args.csv, args.markdown)
     )
     if shared is not None:
         check_mergeable(shared.read_text(encoding="utf-8"), str(shared))
-    model = args.model or str(model_path())
-    files = load_file_tasks(args, model)
-    asked = args.tasks or ("" if files else "all")
-    wanted = tuple(GENERATED) if asked == "all" else names(asked, "--tasks") if asked else ()
-    settings = Settings(
-        model=model,
-        policies=parse_variants(args.policies, "--policies"),
-        budgets=names(args.budgets, "--budgets"),
-        tasks=(*map(load_task, wanted), *files),
-        lengths=numbers(args.lengths, "--lengths", 64),
-        samples=args.samples,
-        seeds=numbers(args.seeds, "--seeds", 0),
-        engine_args=parse_engine_args(args.engine_args),
-    )
+    settings = _settings(args)
     try:
         evaluation = Run(settings, load_tokens(settings.model))
     except RuntimeError as error:  # a Python without the texts
         raise ValueError(str(error)) from error
     with closing(Store(args.out / "samples.jsonl", fresh=args.fresh)) as store:
         missing = sum(map(len, evaluation.missing(store).values()))
-        total = len(evaluation.jobs)
         console.print(
-            f"{total:,} prompts for {settings.model}: {missing:,} to run, the others are in "
-            f"{args.out}.",
+            f"{len(evaluation.jobs):,} prompts for {settings.model}: {missing:,} to run, the "
+            f"others are in {args.out}.",
             highlight=False,
             soft_wrap=True,
         )
         try:
-            with orderly_termination():
-                _execute(console, evaluation, store, missing)
+            with orderly_termination(), progress_bar(console) as progress:
+                bar = progress.add_task("starting", total=missing)
+                evaluation.execute(
+                    store,
+                    lambda text: progress.update(bar, description=text),
+                    lambda: progress.advance(bar),
+                )
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
             console.print(f"Interrupted. The same command goes on from {args.out}.")
             return 130
         answers = list(evaluation.answers(store))
-    rows = rows_of(answers)
+    _write(console, args, answers, rows_of(answers))
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.eval.run import Settings
+    from vllm_pyramid.eval.tasks import GENERATED, load_task
+    from vllm_pyramid.eval.variants import parse_variants
+
+    if args.max_prompt is not None and args.max_prompt < 64:
+        raise ValueError(f"--max-prompt must be at least 64 tokens, not {args.max_prompt}")
+    of_lm_eval = _tasks_of_lm_eval(args)
+    given = args.tasks or ("" if of_lm_eval else "all")
+    generated = tuple(GENERATED) if given == "all" else names(given, "--tasks") if given else ()
+    return Settings(
+        model=args.model or str(model_path()),
+        policies=parse_variants(args.policies, "--policies"),
+        budgets=names(args.budgets, "--budgets"),
+        tasks=(*map(load_task, generated), *of_lm_eval),
+        lengths=numbers(args.lengths, "--lengths", 64),
+        samples=args.samples,
+        seeds=numbers(args.seeds, "--seeds", 0),
+        engine_args=parse_engine_args(args.engine_args),
+        max_prompt=args.max_prompt,
+    )
+
+
+def _tasks_of_lm_eval(args: argparse.Namespace) -> Sequence[Task]:
+    if not (args.lm_eval or args.longbench or args.ruler):
+        return ()
+    if find_spec("lm_eval") is None:
+        raise ValueError(
+            "--lm-eval, --longbench and --ruler need lm-eval: pip install 'vllm-pyramid[eval]'"
+        )
+    from vllm_pyramid.eval.lm_eval_tasks import load_tasks, longbench_tasks, ruler_tasks
+
+    tasks = [
+        *load_tasks(args.lm_eval, chat=args.chat),
+        *longbench_tasks(args.longbench, chat=args.chat),
+        *ruler_tasks(args.ruler),
+    ]
+    seen = [(task.name, *task.lengths(())) for task in tasks]
+    if twice := [name for name, *length in seen if seen.count((name, *length)) > 1]:
+        raise ValueError(f"the task {twice[0]!r} is given twice: give one of the files")
+    return tasks
+
+
+def _write(
+    console: Any, args: argparse.Namespace, answers: Sequence[Answer], rows: pd.DataFrame
+) -> None:
+    """Write the results to all files that are wanted, and show the tables."""
+    from vllm_pyramid.eval.results import as_json, as_markdown, merged_json, tables
+
     about = {
         "version": vllm_pyramid.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": "built-in" if args.model is None else args.model,
         "command": _command(args),
     }
-    for path in (args.out / "results.json", args.json):
+    shared: Path | None = args.merge_into
+    known = shared.read_text(encoding="utf-8") if shared is not None else ""
+    for path, text in (
+        (args.out / "results.json", as_json(rows, about)),
+        (args.json, as_json(rows, about)),
+        (shared, merged_json(known, rows, about, str(shared))),
+        (args.out / "results.csv", rows.to_csv(index=False)),
+        (args.csv, rows.to_csv(index=False)),
+        (args.markdown, as_markdown(rows)),
+    ):
         if path is not None:
-            path.write_text(as_json(rows, about), encoding="utf-8")
-    if shared is not None:
-        known = shared.read_text(encoding="utf-8")
-        shared.write_text(merged_json(known, rows, about, str(shared)), encoding="utf-8")
-    for path in (args.out / "results.csv", args.csv):
-        if path is not None:
-            path.write_text(as_csv(rows), encoding="utf-8")
-    if args.markdown is not None:
-        args.markdown.write_text(as_markdown(rows), encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
     for table in tables(rows):
         console.print(table)
-    if any(row.digits is not None for row in rows):
+    if rows["digits"].notna().any():
         console.print(_ABOUT_DIGITS, highlight=False)
-    drawn = pictures.draw(answers, rows, args.out) if draws else []
-    written = ["results.json", "results.csv", *(path.name for path in drawn)]
+    written = ["results.json", "results.csv"]
+    if not args.no_pictures:
+        from vllm_pyramid.eval.pictures import draw
+
+        written += [path.name for path in draw(answers, rows, args.out)]
     console.print(f"In {args.out}: {', '.join(written)}.", highlight=False, soft_wrap=True)
-    return 0
 
 
 def _command(args: argparse.Namespace) -> str:
     """The command that makes the same rows."""
     words = ["vllm-pyramid", "eval"]
-    for name in ("model", "policies", "budgets", "tasks", "lengths", "samples", "seeds"):
+    for name in _REPEATED:
         value = getattr(args, name)
-        if value is not None:
-            words += [f"--{name}", str(value)]
-    if args.engine_args:
-        words += ["--engine-args", args.engine_args]
-    words += words_of(args)
+        if value not in (None, False, []):
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return shlex.join(words)
-
-
-def _execute(console: Any, evaluation: Any, store: Any, missing: int) -> None:
-    if not missing:
-        return
-    with progress_bar(console) as progress:
-        bar = progress.add_task("starting", total=missing)
-        evaluation.execute(
-            store,
-            lambda text: progress.update(bar, description=text),
-            lambda: progress.advance(bar),
-        )
 
 
 def _list(console: Any) -> int:
     from rich.table import Table
 
-    table = Table(title="Tasks of vllm-pyramid eval")
-    for heading in ("name", "what it asks", "score"):
-        table.add_column(heading)
-    for name in GENERATED:
-        task = load_task(name)
-        table.add_row(name, task.summary, task.metric)
+    from vllm_pyramid.eval.tasks import GENERATED
+
+    table = Table("name", "what it asks", "score", title="Tasks of vllm-pyramid eval")
+    for task in GENERATED.values():
+        table.add_row(task.name, task.summary, task.metric)
     console.print(table)
     return 0

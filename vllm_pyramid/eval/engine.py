@@ -1,67 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
 """One policy's engine in a process of its own: answers all requests of a run, budget by budget.
 
-Started by `run.py` through `vllm_pyramid.child`. Sends `{"stage": ...}`, then for every request
-`{"result": {...}, "key": ...}`.
+`answer_all` starts the process and `main` is what it runs. The process sends `{"stage": ...}` for
+the progress display and `{"key": ..., "result": {...}}` for every request.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
-from vllm_pyramid.child import read_task, say
-from vllm_pyramid.eval.task import Result
+from vllm_pyramid.child_process import ChildError, orderly_termination, read_task, run_child, say
+from vllm_pyramid.eval.result import EvictionReport, Result
 from vllm_pyramid.model_shape import shape_of_model
 
-__all__ = ["Request", "Work"]
+__all__ = ["ChildError", "Request", "Work", "answer_all", "orderly_termination"]
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(BaseModel):
     """One prompt to be answered.
 
     Attributes:
-        key: comes back with the result. prompt_token_ids: the prompt.
+        key: comes back with the result.
         budget: the request's own, None for a policy that evicts nothing.
-        max_tokens: to generate. forced: the continuation to decode instead, or empty.
+        max_tokens: to generate; no text stops it before, since vLLM then returns no report.
+        forced: the continuation to decode instead, or empty.
+        ignore_eos: generate all of `max_tokens`.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     key: str
     prompt_token_ids: list[int]
     budget: str | None
     max_tokens: int
-    forced: list[int] = field(default_factory=list)
+    forced: list[int] = []
+    ignore_eos: bool = False
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens that the answer can take."""
+        return max(self.max_tokens, len(self.forced))
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(BaseModel):
     """What one engine is to do.
 
     Attributes:
-        model: folder or name. kv_policy, kv_policy_args: as for `LLM`. recall: measure it.
+        label: names it in messages. model: folder or name.
+        kv_policy, kv_policy_args: as for `LLM`. policy_name: as the engine reports it.
         engine_args: further arguments of `LLM`. batch: requests given to the engine at a time.
+        recall: measure the attention recall. timed: warm up, then measure the speed.
     """
 
+    model_config = ConfigDict(frozen=True)
+
+    label: str
     model: str
     kv_policy: str
     kv_policy_args: dict[str, Any]
-    recall: bool
+    policy_name: str
     engine_args: dict[str, Any]
-    batch: int
     requests: list[Request]
+    batch: int = 16
+    recall: bool = False
+    timed: bool = False
 
 
-def run(work: Work, requests: Sequence[Request]) -> None:
+def answer_all(
+    work: Work, on_stage: Callable[[str], None]
+) -> Generator[tuple[str, Result], None, None]:
+    """Run an engine in a process of its own; yields each request's key and result as they come.
+
+    Close the iterator, or let it run out: then every process that it started has ended.
+
+    Raises:
+        ChildError: the engine failed; the message has the end of its log.
+    """
+    what = f"the engine with {work.label!r}"
+    offline = Path(work.model).is_dir()
+    with closing(run_child(__name__, work.model_dump(), what, offline=offline)) as messages:
+        for message in messages:
+            if "stage" in message:
+                on_stage(f"{work.label}: {message['stage']}")
+            else:
+                yield message["key"], Result.model_validate(message["result"])
+
+
+def run(work: Work) -> None:
     """Start the engine, answer everything, send each result as soon as its batch is done."""
     say(stage="loading vLLM")
-    forced = any(request.forced for request in requests)
+    forced = any(request.forced for request in work.requests)
     if forced:
         # vLLM's second model runner takes logits processors of another kind.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -75,26 +111,30 @@ def run(work: Work, requests: Sequence[Request]) -> None:
             work.model,
             kv_policy=work.kv_policy,
             kv_policy_args=work.kv_policy_args or None,
-            kv_trace=str(traces) if work.recall else None,
+            kv_trace=folder if work.recall else None,
             logits_processors=[QUALIFIED_NAME] if forced else None,
             **_engine_args(work),
         )
-        say(stage="running")
-        for start in range(0, len(requests), work.batch):
-            batch = requests[start : start + work.batch]
-            outputs = llm.generate(
-                [{"prompt_token_ids": request.prompt_token_ids} for request in batch],
-                [_params(request) for request in batch],
-                use_tqdm=False,
-            )
+
+        def generate(batch: Sequence[Request]) -> list[Any]:
+            prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in batch]
+            return llm.generate(prompts, [_params(r) for r in batch], use_tqdm=False)
+
+        if work.timed:
+            say(stage="warming up")
+            generate([work.requests[0].model_copy(update={"max_tokens": 2})])
+        say(stage="generating")
+        for start in range(0, len(work.requests), work.batch):
+            batch = work.requests[start : start + work.batch]
+            outputs = generate(batch)
             recalls = _take_recalls(traces) if work.recall else {}
             for request, output in zip(batch, outputs, strict=True):
-                result = _result(request, output, recalls.get(output.request_id))
-                say(key=request.key, result=asdict(result))
+                result = _result(work, request, output, recalls.get(output.request_id))
+                say(key=request.key, result=result.model_dump())
 
 
 def _engine_args(work: Work) -> dict[str, Any]:
-    """Defaults under what was asked for: prompts in one chunk if short enough, a small CPU pool."""
+    """The work's own over defaults: prompts in one chunk if short enough, a small CPU pool."""
     from vllm.platforms import current_platform
 
     longest = work.engine_args["max_model_len"]
@@ -106,8 +146,8 @@ def _engine_args(work: Work) -> dict[str, Any]:
     if current_platform.is_cpu():
         shape, _ = shape_of_model(work.model, None)
         blocks = (-(-longest // 16) + 1) * shape.num_layers * work.batch
-        defaults["kv_cache_memory_bytes"] = blocks * shape.block_bytes(16)
-        defaults["enforce_eager"] = True
+        size = blocks * shape.block_bytes(16)
+        defaults |= {"kv_cache_memory_bytes": size, "enforce_eager": True}
     return {**defaults, **work.engine_args}
 
 
@@ -119,35 +159,45 @@ def _params(request: Request) -> Any:
     extra: dict[str, object] = {} if request.budget is None else {"kv_budget": request.budget}
     if request.forced:
         return forced_params(request.forced, extra)
-    return SamplingParams(temperature=0.0, max_tokens=request.max_tokens, extra_args=extra or None)
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+        extra_args=extra or None,
+    )
 
 
-def _result(request: Request, output: Any, recall: list[list[float]] | None) -> Result:
-    """Read the engine's own report; without one the policy was not in force.
+def _result(work: Work, request: Request, output: Any, recall: list[list[float]] | None) -> Result:
+    """Read the engine's output.
 
     Raises:
-        RuntimeError: there is no report, or a forced continuation was not followed.
+        RuntimeError: the report of the eviction is wrong, a forced continuation was not followed,
+            or something that was to be measured is missing.
     """
-    report = output.kv_transfer_params
-    if not report:
-        raise RuntimeError("the engine returned no report of what was kept: the plugin is inactive")
     completion = output.outputs[0]
     if recall is not None and not np.isfinite(np.concatenate(recall)).all():
         raise RuntimeError("a prompt's last chunk was too short to measure its attention recall")
-    nats = None
+    nats = prefill = speed = None
     if request.forced:
         if list(completion.token_ids) != request.forced:
             raise RuntimeError("the engine did not follow the given continuation")
         # The first token's comes from the prefill, before the eviction.
         chosen = [p[t].logprob for t, p in zip(request.forced, completion.logprobs, strict=True)]
         nats = -float(np.mean(chosen[1:]))
+    if work.timed:
+        times = output.metrics
+        if times is None:
+            raise RuntimeError("the engine returned no time stamps although statistics are on")
+        prefill = times.first_token_ts - times.scheduled_ts
+        decoding = times.last_token_ts - times.first_token_ts
+        speed = (len(completion.token_ids) - 1) / decoding
     return Result(
         text=completion.text,
-        computed_tokens=report.get("computed_tokens", report["prompt_tokens"]),
-        kept_tokens=list(report["kept_tokens"]),
-        memory=report["blocks_after"] / report["blocks_before"],
+        eviction=EvictionReport.checked(output.kv_transfer_params, work.policy_name),
         nats=nats,
         recall=recall,
+        prefill_seconds=prefill,
+        decode_tokens_per_second=speed,
     )
 
 
@@ -173,12 +223,5 @@ def _take_recalls(folder: Path) -> dict[str, list[list[float]]]:
     return found
 
 
-def main() -> None:
-    """Entry point of `python -m vllm_pyramid.eval.engine`."""
-    task = read_task()
-    requests = [Request(**request) for request in task.pop("requests")]
-    run(Work(**task, requests=[]), requests)
-
-
 if __name__ == "__main__":
-    main()
+    run(Work.model_validate(read_task()))

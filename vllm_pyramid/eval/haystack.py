@@ -8,72 +8,45 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_pyramid.eval.topics import topics
 
-__all__ = ["Tokenizer", "Tokens", "load_tokens"]
+__all__ = ["Tokens", "load_tokens"]
 
 # Tokens that may be missing at the end of a passage: few sentences are shorter.
 _SHORT = 16
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    chat_template: Any
-    bos_token: str | None
-    bos_token_id: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
 
 
 class Tokens:
     """Counts tokens as the served model will, and cuts text to a number of them.
 
     Args:
-        tokenizer: of the model; `encode` adds its special tokens, as vLLM does with a prompt.
+        tokenizer: of the model, from Hugging Face; its special tokens are added, as vLLM does.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """The ids, special tokens included."""
-        return list(self._tokenizer.encode(text))
+        """The ids, special tokens included; the first one once if the text begins with it."""
+        first = self._tokenizer.bos_token
+        has_first = first is not None and text.startswith(first)
+        return list(self._tokenizer.encode(text, add_special_tokens=not has_first))
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-    def chat(self, text: str) -> str:
-        """The text as a user's message in the model's chat template, up to the reply.
+    def chat(self, messages: list[dict[str, str]]) -> str:
+        """The messages in the model's chat template, up to the reply.
 
         Raises:
             ValueError: the model has no chat template.
         """
         if not self._tokenizer.chat_template:
             raise ValueError("this model's tokenizer has no chat template")
-        messages = [{"role": "user", "content": text}]
-        made = str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
-        # `encode` puts the first special token there again.
-        first = self._tokenizer.bos_token
-        if first and self.encode("")[:1] == [self._tokenizer.bos_token_id]:
-            made = made.removeprefix(first)
-        return made
+        apply = self._tokenizer.apply_chat_template
+        return str(apply(messages, tokenize=False, add_generation_prompt=True))
 
     def first(self, text: str, length: int) -> str:
         """The beginning of `text` that takes at most `length` tokens, to a word's end.

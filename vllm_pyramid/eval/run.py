@@ -8,25 +8,20 @@ an interrupted run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_pyramid.child import run_child
-from vllm_pyramid.eval.engine import Request, Work
+from vllm_pyramid.eval.engine import Request, Work, answer_all
 from vllm_pyramid.eval.haystack import Tokens
-from vllm_pyramid.eval.task import Result, Sample, Task
-from vllm_pyramid.eval.variants import Variant
+from vllm_pyramid.eval.result import Result
+from vllm_pyramid.eval.task import Sample, Task
+from vllm_pyramid.eval.variants import Variant, budgets_of
 from vllm_pyramid.model_shape import longest_of_model
-from vllm_pyramid.policy import Policy
-from vllm_pyramid.store import Store as ResultsFile
-from vllm_pyramid.store import identity_of_model, key_of
+from vllm_pyramid.store import Store, identity_of_model, key_of
 
-__all__ = ["Answer", "Run", "Settings", "Store"]
-
-Stage = Callable[[str], None]
+__all__ = ["Answer", "Job", "Run", "Settings", "Store", "budgets_of"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,7 @@ class Settings:
         budgets: for each policy that evicts. tasks: in the order of the tables.
         lengths: of the prompts, in tokens. samples: of each task, length and seed.
         seeds: every one makes samples of its own. engine_args: further arguments of `LLM`.
+        max_prompt: most tokens of a prompt that may be cut; None for what the model takes.
     """
 
     model: str
@@ -48,57 +44,36 @@ class Settings:
     samples: int
     seeds: tuple[int, ...]
     engine_args: dict[str, Any] = field(default_factory=dict)
+    max_prompt: int | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One scored result.
+class Job:
+    """One sample under one policy and budget."""
 
-    Attributes:
-        policy: the variant's label. budget: as asked for, "100%" where nothing is evicted.
-        score: by the task's metric. digits: `Task.digits`.
-    """
-
-    task: Task
-    policy: str
-    budget: str
-    length: int
-    seed: int
-    sample: Sample
-    result: Result
-    score: float
-    digits: float | None
-
-
-class Store:
-    """The results of this and earlier runs, in a file of JSON lines.
-
-    Args: see `vllm_pyramid.store`.
-    """
-
-    def __init__(self, path: Path, *, fresh: bool = False) -> None:
-        self._file = ResultsFile(path, fresh=fresh)
-
-    def get(self, key: str) -> Result | None:
-        known = self._file.get(key)
-        return None if known is None else Result(**known)
-
-    def put(self, key: str, result: Result) -> None:
-        self._file.put(key, asdict(result))
-
-    def close(self) -> None:
-        self._file.close()
-
-
-@dataclass(frozen=True)
-class _Job:
     task: Task
     variant: Variant
-    budget: str
     length: int
     seed: int
     sample: Sample
     request: Request
+
+    @property
+    def policy(self) -> str:
+        """What tables call the policy."""
+        return self.variant.label
+
+    @property
+    def budget(self) -> str:
+        """As requested; "100%" where nothing is evicted."""
+        return self.request.budget or "100%"
+
+
+@dataclass(frozen=True)
+class Answer(Job):
+    """A job with its result."""
+
+    result: Result
 
 
 class Run:
@@ -110,84 +85,77 @@ class Run:
 
     def __init__(self, settings: Settings, tokens: Tokens) -> None:
         self.settings = settings
-        self.jobs: list[_Job] = []
-        identity = identity_of_model(settings.model)
+        self._longest = longest_of_model(settings.model)
         made = [
-            (task, length, seed, sample)
+            (task, length, seed, sample, *self._encode(tokens, task, length, sample))
             for task in settings.tasks
             for length in task.lengths(settings.lengths)
             for seed in task.seeds(settings.seeds)
             for sample in task.samples(tokens, length, settings.samples, seed)
         ]
-        encoded = [_encode(tokens, sample) for _, _, _, sample in made]
-        longest = longest_of_model(settings.model)
-        for (task, length, _, sample), (prompt, forced) in zip(made, encoded, strict=True):
-            needed = len(prompt) + max(sample.max_tokens, len(forced)) + 1
-            if longest is not None and needed > longest:
-                raise ValueError(
-                    f"the task {task.name!r} at length {length} needs {needed} tokens with its "
-                    f"answer, and the model takes {longest}: ask for at most "
-                    f"{length - (needed - longest)}"
-                )
+        identity = identity_of_model(settings.model)
+        needing = [task.name for task in settings.tasks if task.needs_recall]
+        self.jobs: list[Job] = []
         for variant in settings.policies:
-            policy = variant.load()
-            _check_recall(policy, settings.tasks)
-            for budget in budgets_of(policy, settings.budgets):
+            if needing and variant.thins_prompts:
+                raise ValueError(
+                    f"policy {variant.label!r} thins prompts between layers, so no layer computes "
+                    f"the full attention that {', '.join(needing)} measures: name other tasks "
+                    "(--tasks), or leave the policy out"
+                )
+            for budget in budgets_of(variant.load(), settings.budgets):
                 if budget is not None:
                     variant.load(budget)  # raises where they do not suit each other
-                policy_text = policy.model_dump_json(exclude={"budget"})
-                where = [identity, settings.engine_args, policy_text, budget]
-                for (task, length, seed, sample), (prompt, forced) in zip(
-                    made, encoded, strict=True
-                ):
+                where = [identity, settings.engine_args, variant.definition(), budget]
+                for task, length, seed, sample, prompt, forced in made:
                     what = [prompt, forced, sample.max_tokens, task.needs_recall]
-                    key = key_of(where, what)
-                    request = Request(key, prompt, budget, sample.max_tokens, forced)
-                    shown = budget or "100%"
-                    self.jobs.append(_Job(task, variant, shown, length, seed, sample, request))
+                    request = Request(
+                        key=key_of(where, what),
+                        prompt_token_ids=prompt,
+                        budget=budget,
+                        max_tokens=sample.max_tokens,
+                        forced=forced,
+                    )
+                    self.jobs.append(Job(task, variant, length, seed, sample, request))
 
     def missing(self, store: Store) -> dict[str, list[Request]]:
         """The requests that the store has no result of, by the policy's label; each once."""
         wanted: dict[str, dict[str, Request]] = {}
         for job in self.jobs:
             if store.get(job.request.key) is None:
-                wanted.setdefault(job.variant.label, {})[job.request.key] = job.request
+                wanted.setdefault(job.policy, {})[job.request.key] = job.request
         return {label: list(requests.values()) for label, requests in wanted.items()}
 
-    def execute(self, store: Store, on_stage: Stage, on_result: Callable[[], None]) -> None:
+    def execute(
+        self, store: Store, on_stage: Callable[[str], None], on_result: Callable[[], None]
+    ) -> None:
         """Fill the store, one engine after the other.
 
         Raises:
             ChildError: an engine failed.
         """
-        recall = any(task.needs_recall for task in self.settings.tasks)
-        variants = {variant.label: variant for variant in self.settings.policies}
-        for label, requests in self.missing(store).items():
-            longest = max(
-                len(r.prompt_token_ids) + max(r.max_tokens, len(r.forced)) for r in requests
-            )
+        missing = self.missing(store)
+        for variant in self.settings.policies:
+            if not (requests := missing.get(variant.label)):
+                continue
+            longest = max(len(r.prompt_token_ids) + r.answer_tokens for r in requests)
             work = Work(
+                label=variant.label,
                 model=self.settings.model,
-                kv_policy=variants[label].policy,
-                kv_policy_args=dict(variants[label].args),
-                recall=recall,
+                kv_policy=variant.policy,
+                kv_policy_args=dict(variant.args),
+                policy_name=variant.load().name,
                 engine_args={"max_model_len": longest + 1, **self.settings.engine_args},
-                batch=16,
                 requests=sorted(requests, key=_order),
+                recall=any(task.needs_recall for task in self.settings.tasks),
             )
-            module = "vllm_pyramid.eval.engine"
-            what = f"the engine with {label!r}"
-            offline = Path(work.model).is_dir()
-            with closing(run_child(module, asdict(work), what, offline=offline)) as said:
-                for message in said:
-                    if "stage" in message:
-                        on_stage(f"{label}: {message['stage']}")
-                    else:
-                        store.put(message["key"], Result(**message["result"]))
-                        on_result()
+            with closing(answer_all(work, on_stage)) as results:
+                for key, result in results:
+                    store.put(key, result.model_dump())
+                    on_result()
 
     def answers(self, store: Store) -> Iterator[Answer]:
-        """Every job with its score.
+        """Every job with its result.
 
         Raises:
             RuntimeError: a result is missing: the run was not executed to its end.
@@ -195,20 +163,41 @@ class Run:
         for job in self.jobs:
             result = store.get(job.request.key)
             if result is None:
-                raise RuntimeError(
-                    f"no result of {job.task.name} with {job.variant.label}, {job.budget}"
+                raise RuntimeError(f"no result of {job.task.name}, {job.policy}, {job.budget}")
+            yield Answer(**vars(job), result=Result.model_validate(result))
+
+    def _encode(
+        self, tokens: Tokens, task: Task, length: int, sample: Sample
+    ) -> tuple[list[int], list[int]]:
+        """The ids of the prompt, and of the continuation if that is given."""
+        prompt, forced = tokens.encode(sample.prompt), []
+        if sample.forced:
+            both = tokens.encode(sample.prompt + sample.answers[0])
+            if both[: len(prompt)] != prompt:
+                raise ValueError(
+                    "this model's tokenizer does not split the prompt and its continuation at the "
+                    f"same place: near {sample.prompt[-20:]!r} and {sample.answers[0][:20]!r}"
                 )
-            yield Answer(
-                task=job.task,
-                policy=job.variant.label,
-                budget=job.budget,
-                length=job.length,
-                seed=job.seed,
-                sample=job.sample,
-                result=result,
-                score=job.task.score(job.sample, result),
-                digits=job.task.digits(job.sample, result),
+            forced = both[len(prompt) :]
+        answer = max(sample.max_tokens, len(forced)) + 1
+        room = None if self._longest is None else self._longest - answer
+        if sample.may_be_cut:
+            limits = [limit for limit in (room, self.settings.max_prompt) if limit is not None]
+            prompt = _without_middle(prompt, min([len(prompt), *limits]))
+        elif room is not None and len(prompt) > room:
+            shorter = f"at most {length - len(prompt) + room}" if length else "shorter prompts"
+            raise ValueError(
+                f"the task {task.name!r} at length {length} needs {len(prompt) + answer} tokens "
+                f"with its answer, and the model takes {self._longest}: ask for {shorter}"
             )
+        return prompt, forced
+
+
+def _without_middle(ids: list[int], length: int) -> list[int]:
+    """`length` of the ids, half from the front and half from the end."""
+    if length < 2:
+        raise ValueError("the model leaves no room for a prompt beside its answer")
+    return ids[: length // 2] + ids[len(ids) - (length - length // 2) :]
 
 
 def _order(request: Request) -> tuple[int, int, int]:
@@ -217,34 +206,5 @@ def _order(request: Request) -> tuple[int, int, int]:
     Of prompts of about one length (within a factor of two) those with the shortest answers: a batch
     takes as many steps as its longest answer has tokens.
     """
-    prompt, answer = len(request.prompt_token_ids), max(request.max_tokens, len(request.forced))
-    return (prompt - 1).bit_length(), answer, prompt
-
-
-def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:
-    """The budgets to measure a policy at: one of None for a policy that evicts nothing."""
-    return list(dict.fromkeys(budgets)) if policy.evicts else [None]
-
-
-def _check_recall(policy: Policy, tasks: Sequence[Task]) -> None:
-    """Raise ValueError if a task needs what nobody computes with this policy."""
-    needing = [task.name for task in tasks if task.needs_recall]
-    if policy.thinner is not None and needing:
-        raise ValueError(
-            f"policy {policy.name!r} thins prompts between layers, so no layer computes the full "
-            f"attention that {', '.join(needing)} measures: name other tasks (--tasks), or leave "
-            "the policy out"
-        )
-
-
-def _encode(tokens: Tokens, sample: Sample) -> tuple[list[int], list[int]]:
-    prompt = tokens.encode(sample.prompt)
-    if not sample.forced:
-        return prompt, []
-    both = tokens.encode(sample.prompt + sample.answers[0])
-    if both[: len(prompt)] != prompt:
-        raise ValueError(
-            "this model's tokenizer does not split the prompt and its continuation at the same "
-            f"place: near {sample.prompt[-20:]!r} and {sample.answers[0][:20]!r}"
-        )
-    return prompt, both[len(prompt) :]
+    prompt = len(request.prompt_token_ids)
+    return (prompt - 1).bit_length(), request.answer_tokens, prompt

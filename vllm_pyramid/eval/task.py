@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a task: prompts made from a seed, and what an answer to one is worth.
+"""The contract of a task: prompts made from a seed, and what the answers to them are worth.
 
 A task knows nothing of policies, budgets or engines. It makes samples of about a given length, the
 same for every policy, and scores the text that came back.
@@ -12,19 +12,22 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.result import Result
 
 __all__ = [
+    "Figure",
     "GeneratedTask",
     "NumberTask",
-    "Result",
     "Sample",
     "Task",
     "begins_with",
     "right_digits",
+    "seed_of",
 ]
 
 
@@ -37,13 +40,18 @@ class Sample:
         answers: accepted or expected continuations; how they count is for the task to say.
         max_tokens: tokens to generate; 0 to measure the probability of `answers[0]` instead, which
             is then decoded token by token behind the evicted prompt.
-        facts: what the tables group by, such as `{"depth": 0.5}`.
+        facts: what pictures and tasks need to know, such as `{"depth": 0.5}`.
+        stop: texts at which the answer ends, for the task to cut it there.
+        may_be_cut: a prompt that is too long for the model loses its middle instead of being an
+            error.
     """
 
     prompt: str
     answers: tuple[str, ...]
     max_tokens: int
     facts: dict[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    may_be_cut: bool = False
 
     @property
     def forced(self) -> bool:
@@ -52,43 +60,27 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the engine made of a sample.
+class Figure:
+    """One figure over the samples of a seed. digits: see `NumberTask`, None for other answers."""
 
-    Attributes:
-        text: the generated text.
-        computed_tokens: tokens computed when the last eviction happened: those of the prompt, or
-            more where the policy evicts during generation.
-        kept_tokens: how many of these were kept, one number a layer.
-        memory: blocks held after that eviction, as a share of those that all of them take.
-        nats: mean negative log probability a token of a forced continuation but its first, else
-            None.
-        recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
-            hold (`ops.recall.kept_mass`), where the task asked for it, else None.
-    """
-
-    text: str
-    computed_tokens: int
-    kept_tokens: list[int]
-    memory: float
-    nats: float | None = None
-    recall: list[list[float]] | None = None
+    metric: str
+    score: float
+    lower_is_better: bool = False
+    digits: float | None = None
 
 
 class Task(ABC):
     """One kind of question.
 
     Attributes:
-        name: for `--tasks`. title: for people. metric: what `score` returns, higher is better
-            unless `lower_is_better`. summary: one line for `vllm-pyramid eval --list`.
+        name: for `--tasks`. summary: one line for `vllm-pyramid eval --list`.
+        metric: what `score` returns.
         needs_recall: whether results must hold the attention recall.
     """
 
     name: str
-    title: str
-    summary: str
+    summary: str = ""
     metric: str = "exact match"
-    lower_is_better: bool = False
     needs_recall: bool = False
 
     @abstractmethod
@@ -101,25 +93,21 @@ class Task(ABC):
             ValueError: the length is too small for the task.
         """
 
-    def lengths(self, asked: Sequence[int]) -> Sequence[int]:
-        """The lengths this task is measured at: all that are asked for, unless it has its own."""
-        return asked
+    def lengths(self, requested: Sequence[int]) -> Sequence[int]:
+        """The lengths this task is measured at: all requested ones, unless it has its own."""
+        return requested
 
-    def seeds(self, asked: Sequence[int]) -> Sequence[int]:
+    def seeds(self, requested: Sequence[int]) -> Sequence[int]:
         """The seeds this task is measured with: all, unless its samples depend on none."""
-        return asked
+        return requested
 
     def score(self, sample: Sample, result: Result) -> float:
         """What the result is worth. By default 1 if the text begins with the answer, else 0."""
         return float(begins_with(result.text, sample.answers[0]))
 
-    def digits(self, sample: Sample, result: Result) -> float | None:
-        """Where the answer is one number: the share of its digits that are right at their place.
-
-        Exact match does not tell a lost number from one whose last digit is lost, as happens where
-        every digit is a token of its own. None for other answers.
-        """
-        return None
+    def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
+        """The figures over the samples of one seed: by default the mean score."""
+        return [Figure(self.metric, fmean(map(self.score, samples, results)))]
 
 
 class GeneratedTask(Task):
@@ -143,16 +131,25 @@ class GeneratedTask(Task):
 
 
 class NumberTask(GeneratedTask):
-    """A task whose answer is one number: its digits count one by one too."""
+    """A task whose answer is one number: its digits count one by one too.
 
-    def given(self, text: str) -> str:
+    Exact match does not tell a lost number from one whose last digit is lost, as happens where
+    every digit is a token of its own.
+    """
+
+    def number_in(self, text: str) -> str:
         """The number that a text gives as its answer, empty if none: that at its beginning."""
         match = re.match(r"\s*(\d*)", text)
         assert match is not None
         return match[1]
 
-    def digits(self, sample: Sample, result: Result) -> float | None:
-        return right_digits(self.given(result.text), sample.answers[0])
+    def digits(self, sample: Sample, result: Result) -> float:
+        """The share of the answer's digits that are right at their place."""
+        return right_digits(self.number_in(result.text), sample.answers[0])
+
+    def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
+        (figure,) = super().figures(samples, results)
+        return [replace(figure, digits=fmean(map(self.digits, samples, results)))]
 
 
 def begins_with(text: str, answer: str) -> bool:
@@ -162,10 +159,10 @@ def begins_with(text: str, answer: str) -> bool:
     return text.startswith(answer) and not behind.isalnum()
 
 
-def right_digits(given: str, number: str) -> float:
+def right_digits(found: str, number: str) -> float:
     """The share of the digits that agree place by place, of the longer of the two; 1 if equal."""
-    same = sum(a == b for a, b in zip(given, number, strict=False))
-    return same / max(len(given), len(number))
+    same = sum(a == b for a, b in zip(found, number, strict=False))
+    return same / max(len(found), len(number))
 
 
 def seed_of(*parts: object) -> int:

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies of a run: names, preset files, and either with arguments of its own."""
+"""The policies of a run: names, preset files, and either with arguments of its own.
+
+All that the bench must know of a policy is read here.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pyramid.config import parse_policy_args
 from vllm_pyramid.policy import Policy, load_policy
 
-__all__ = ["Variant", "parse_variants"]
+__all__ = ["Variant", "budgets_of", "parse_variants"]
 
-_NAME = re.compile(r"[^,{]*")
+# A name, then the brace of its arguments, the comma of the next policy, or the end.
+_NAME = re.compile(r"\s*([^,{]*?)\s*(:?)\s*([,{]|$)")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,20 @@ class Variant:
         """
         return load_policy(self.policy, budget, self.args)
 
+    def definition(self) -> str:
+        """All that decides what the policy keeps, but for its budget."""
+        return self.load().model_dump_json(exclude={"budget"})
+
+    @property
+    def thins_prompts(self) -> bool:
+        """Whether layers compute no full attention of a prompt, so that none can be measured."""
+        return self.load().allocator.thins_prompts
+
+
+def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:
+    """The budgets to measure a policy at: one of None for a policy that evicts nothing."""
+    return list(dict.fromkeys(budgets)) if policy.evicts else [None]
+
 
 def _written(args: Mapping[str, Any], section: str = "") -> Iterator[str]:
     for key, value in args.items():
@@ -69,19 +87,20 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
     """
     found: dict[str, Variant] = {}
     place = 0
-    while place < len(text):
-        match = _NAME.match(text, place)
-        assert match is not None
-        name, place = match[0].strip(), match.end()
+    while (match := _NAME.match(text, place)) and place < len(text):
+        name, colon, following = match.groups()
+        place = match.end()
         args: dict[str, Any] = {}
-        if text[place : place + 1] == "{":
-            name = _before_arguments(name, flag)
-            args, place = _arguments(text, place, f"{flag}: the arguments of {name!r}")
-        elif not name:
-            place += 1
+        if following == "{":
+            if not name or not colon:
+                raise ValueError(
+                    f"{flag}: arguments follow a policy's name and a colon, as in "
+                    f"'snapkv:{{\"kernel_size\":11}}', not {name + colon!r}"
+                )
+            args, place = _arguments(text, place - 1, f"{flag}: the arguments of {name!r}")
+        elif not name + colon:
             continue
-        place += 1  # the comma
-        variant = Variant(name, args)
+        variant = Variant(name + colon * (following != "{"), args)
         try:
             variant.load()
         except ValueError as error:
@@ -92,17 +111,8 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
     return tuple(found.values())
 
 
-def _before_arguments(name: str, flag: str) -> str:
-    if not name.endswith(":") or not name.removesuffix(":").strip():
-        raise ValueError(
-            f"{flag}: arguments follow a policy's name and a colon, as in "
-            f"'snapkv:{{\"kernel_size\":11}}', not {name!r}"
-        )
-    return name.removesuffix(":").strip()
-
-
 def _arguments(text: str, place: int, what: str) -> tuple[dict[str, Any], int]:
-    """The JSON object at a place, and where the list goes on."""
+    """The JSON object at a place, and where the list goes on behind its comma."""
     try:
         _, end = json.JSONDecoder().raw_decode(text, place)
     except json.JSONDecodeError as error:
@@ -117,4 +127,4 @@ def _arguments(text: str, place: int, what: str) -> tuple[dict[str, Any], int]:
     rest = text[end:].lstrip()
     if rest and not rest.startswith(","):
         raise ValueError(f"{what} end before {rest!r}: a comma goes between policies")
-    return args, len(text) - len(rest)
+    return args, len(text) - len(rest) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 __all__ = [
     "DIGITS",
@@ -64,7 +64,7 @@ def name_words() -> Iterator[tuple[str, str]]:
 
 
 def make_name(rng: random.Random, *, held_out: bool) -> str:
-    """Two words such as `quiet-harbor`, a pair from the asked side of the split."""
+    """Two words such as `quiet-harbor`, a pair from one side of the split."""
     while True:
         name = f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
         if is_held_out(name) == held_out:
@@ -72,7 +72,7 @@ def make_name(rng: random.Random, *, held_out: bool) -> str:
 
 
 def make_number(rng: random.Random, *, held_out: bool) -> str:
-    """A number of `DIGITS` digits without a leading zero, from the asked side of the split."""
+    """A number of `DIGITS` digits without a leading zero, from one side of the split."""
     while True:
         number = str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
         if is_held_out(number) == held_out:
@@ -81,15 +81,16 @@ def make_number(rng: random.Random, *, held_out: bool) -> str:
 
 def make_names(rng: random.Random, count: int, *, held_out: bool) -> list[str]:
     """`count` different names."""
-    names: dict[str, None] = {}
-    while len(names) < count:
-        names[make_name(rng, held_out=held_out)] = None
-    return list(names)
+    return _different(lambda: make_name(rng, held_out=held_out), count)
 
 
 def make_numbers(rng: random.Random, count: int, *, held_out: bool) -> list[str]:
     """`count` different numbers."""
-    numbers: dict[str, None] = {}
-    while len(numbers) < count:
-        numbers[make_number(rng, held_out=held_out)] = None
-    return list(numbers)
+    return _different(lambda: make_number(rng, held_out=held_out), count)
+
+
+def _different(make: Callable[[], str], count: int) -> list[str]:
+    made: dict[str, None] = {}
+    while len(made) < count:
+        made[make()] = None
+    return list(made)

@@ -31,10 +31,13 @@ class Allocator(Component):
 
     Class attributes:
         solves: the lengths are solved from the prompt's scores at its end (`solved/`).
+        thins_prompts: tokens leave the forward pass between layers, so nobody computes a prompt's
+            full attention; the lengths follow from the allocator's settings, which a budget lowers.
     """
 
     section: ClassVar[str] = "allocator"
     solves: ClassVar[bool] = False
+    thins_prompts: ClassVar[bool] = False
 
     @abstractmethod
     def plan(

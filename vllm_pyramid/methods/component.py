@@ -16,9 +16,9 @@ nothing to say.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,13 +35,28 @@ class Component(BaseModel):
 
     Class attributes:
         section: the key of a preset that names such a part.
-        kind: its name there. A class of your own leaves it as it is here.
+        kind: its name there. A class of your own leaves it as it is here, or, where it derives
+            from a built-in class, declares it again: `kind: str`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     section: ClassVar[str]
     kind: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuples_from_lists(cls, value: Any) -> Any:
+        """YAML and JSON have lists only; a field that is a tuple takes one."""
+        if not isinstance(value, dict):
+            return value
+        tuples = {
+            name for name, info in cls.model_fields.items() if get_origin(info.annotation) is tuple
+        }
+        return {
+            name: tuple(item) if name in tuples and isinstance(item, list) else item
+            for name, item in value.items()
+        }
 
     # When a policy is read ----------------------------------------------------------------------
 
@@ -95,7 +110,8 @@ class Component(BaseModel):
         """This part as a request wants it.
 
         Args:
-            keys: what is left of the request's own keys; take out (`pop`) those that are yours.
+            keys: of the request's own keys those that are for parts (`kv_top_n` so far), types
+                checked; take out (`pop`) what is yours. What is left over is refused.
 
         Raises:
             ValueError: a wrong value.

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Iterable
 from functools import cache
-from typing import TypeVar
+from typing import Literal, TypeVar, get_origin
 
 import vllm_pyramid.methods
 from vllm_pyramid.methods.component import Component
@@ -52,9 +53,21 @@ def _import_kind(base: type[ComponentT], kind: str) -> type[ComponentT]:
             f"cannot import the {base.section} {kind!r}: {error}; install the package that holds "
             "it, or put its folder into PYTHONPATH, where all processes of the engine look"
         ) from error
+    except Exception as error:  # a mistake in the user's module, of whatever kind
+        raise ValueError(
+            f"cannot import the {base.section} {kind!r}: {type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"the {base.section} {kind!r} is not a subclass of {base.__name__}")
     found.check_class()
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ValueError(f"the {base.section} {kind!r} does not define {missing}")
+    if get_origin(found.model_fields["kind"].annotation) is Literal:
+        raise ValueError(
+            f"the {base.section} {kind!r} has the kind of a built-in class, which other processes "
+            "would load in its place: declare `kind: str` in it"
+        )
     return found
 
 

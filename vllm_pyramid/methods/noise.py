@@ -29,4 +29,4 @@ def uniform(seed: int, *axes: torch.Tensor) -> torch.Tensor:
     word = torch.full((), seed & _WORD, dtype=torch.int64, device=axes[0].device)
     for axis in axes:
         word = _mixed((word + 0x9E3779B9 + axis.long()) & _WORD)
-    return ((word >> 8).float() + 0.5) / 2**24
+    return ((word >> 9).float() + 0.5) / 2**23  # 24 bits, all of which float32 holds

@@ -39,6 +39,15 @@ class Scorer(Component):
     attention_mass: ClassVar[bool] = False
     gives_statistics: ClassVar[bool] = False
 
+    @property
+    def history(self) -> int | None:
+        """How many of the last queries before an eviction count; None for all that are seen."""
+        return None
+
+    def gathers(self, policy: Policy) -> bool:
+        """Whether what queries give keys is gathered beside the cache, in every step."""
+        return False
+
     def score(self, view: LayerView) -> torch.Tensor:
         """The importance of each key of one request in one layer; higher is kept first.
 

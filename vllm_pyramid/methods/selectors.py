@@ -85,7 +85,7 @@ class TopKSelector(Selector):
 
     def check(self, policy: Policy) -> None:
         """See the base."""
-        if self.recent and policy.scorer.needs_queries:
+        if self.recent and (policy.scorer.needs_queries or not policy.scorer.evicts):
             raise ValueError(
                 f"policy {policy.name!r} sets selector.recent, which its scorer "
                 f"{policy.scorer.kind!r} does not use: set `window` instead"

@@ -22,6 +22,10 @@ class Values(Component):
         """Whether the device's pages hold V of this layer, counted from the bottom, beside K."""
         return True
 
+    def most_rows(self, layer: int) -> int | None:
+        """Rows of V that a query head of a generated token reads at most; None: of all keys."""
+        return None
+
 
 class DeviceValues(Values):
     """Beside K, in the same page."""

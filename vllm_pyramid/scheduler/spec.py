@@ -48,7 +48,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
-    """A layer of which the device holds K alone; V lies in host memory (`swap/pool.py`).
+    """A layer of which the device holds K alone; V lies elsewhere.
 
     Its blocks have twice the tokens of those with V, `head_size_v` is 0, and so a page has the
     same bytes and comes from the same pool.

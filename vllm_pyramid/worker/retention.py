@@ -7,9 +7,9 @@ itself. A request evicts at the end of its prompt and, where the plan says so, e
 after it; a step never computes tokens on both sides of such a point.
 
 A plan is a function of the prompt length, on which scheduler and workers agree without a message,
-or it is open until the step that ends the prompt solves it (`solve.py`). The worker then goes by
-its own result from the next step on, whether or not the scheduler has heard of it by then. After a
-preemption it is open again.
+or it is open until the step that ends the prompt solves it (`methods/solved`). The worker then goes
+by its own result from the next step on, whether or not the scheduler has heard of it by then. After
+a preemption it is open again.
 
 Shape legend: L layers, R requests of the step.
 """
@@ -181,9 +181,13 @@ class Retention:
                 request = step.requests[int(step.evictions.rows[index])]
                 assert isinstance(request.promised, OpenPlan)
                 request.plan = step.evictions.plans[index]
-        found = {hooks.name: hooks.report() for hooks in self.hooks}
         step.evictions = None
-        return evictions, {name: report for name, report in found.items() if report is not None}
+        reports: dict[str, Any] = {}
+        for hooks in self.hooks:
+            if (report := hooks.report()) is not None:
+                assert hooks.name and hooks.name not in reports, f"{type(hooks)} needs a name"
+                reports[hooks.name] = report
+        return evictions, reports
 
     def idle_step(self, num_reqs: int) -> Step:
         """A step without real requests (profiling, warm-up, graph capture)."""

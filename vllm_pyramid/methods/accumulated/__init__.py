@@ -35,10 +35,9 @@ class AccumulatingScorer(Scorer):
     sign: ClassVar[float] = 1.0
     starts_over: ClassVar[bool] = False
 
-    @property
-    def history(self) -> int | None:
-        """How many of the last queries before an eviction count; None for all."""
-        return None
+    def gathers(self, policy: Policy) -> bool:
+        """See the base."""
+        return True
 
     def observe(self, view: LayerView) -> torch.Tensor:
         """What the queries of a step add to each key's sum: `[G, T]` float32.

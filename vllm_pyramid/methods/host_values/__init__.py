@@ -47,6 +47,10 @@ class HostValues(Values):
         """See the base."""
         return layer < self.device_layers
 
+    def most_rows(self, layer: int) -> int | None:
+        """See the base."""
+        return None if self.on_device(layer) else self.top_n
+
     @property
     def splits_at_prompt_end(self) -> bool:
         """Behind the prompt keys are chosen: no step may have queries of both kinds."""
@@ -65,7 +69,7 @@ class HostValues(Values):
         """See the base."""
         if self.device_layers >= num_layers:
             raise ValueError(
-                f"the policy keeps V of {self.device_layers} layers on the device, and the model "
+                f"values: host keeps V of {self.device_layers} layers on the device, and the model "
                 f"has {num_layers}: nothing would be in host memory; lower `device_layers`"
             )
 

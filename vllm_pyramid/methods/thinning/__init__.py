@@ -71,6 +71,10 @@ class RecentEnsembleScorer(AccumulatingScorer):
         """See the base."""
         return True
 
+    def gathers(self, policy: Policy) -> bool:
+        """See the base: of generated tokens, where these are thinned."""
+        return policy.schedule.every > 0
+
     def check(self, policy: Policy) -> None:
         """See the base."""
         parts = (policy.scorer, policy.allocator, policy.selector)
@@ -118,6 +122,7 @@ class DecayAllocator(Allocator):
             its own that also attends to what is left of the pieces before.
     """
 
+    thins_prompts: ClassVar[bool] = True
     kind: Literal["decay"] = "decay"
     decay_curve: Literal["cosine", "linear"] = "cosine"
     decay_ratio: float = Field(default=0.8, ge=0, le=1)

@@ -99,7 +99,7 @@ class Thinner(WorkerHooks):
 
     def end_step(self, step: Step) -> None:
         """Say what the prompts that end have given up, piece by piece."""
-        self._step = None
+        self._step = step.layout = None
         if step.evictions is None:
             return
         for index, row in enumerate(step.evictions.rows.tolist()):
@@ -108,7 +108,6 @@ class Thinner(WorkerHooks):
                 step.evictions.tokens_done[index] = _of(request).given
                 if self.trace is not None:
                     self.trace.place(request.request_id, _of(request).positions.layers())
-        step.layout = None
 
     def _choose(
         self, call: LayerCall, step: StepThinning, dropping: npt.NDArray[np.int64]

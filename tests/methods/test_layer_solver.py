@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a step together: lengths, kept tokens and caches, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.steps import make_call, make_side
+from vllm_pyramid.methods.hooks import Ranks
+from vllm_pyramid.methods.solved import SolvingAllocator
+from vllm_pyramid.methods.solved.worker import LayerSolver
+from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.recall import window_statistics
+from vllm_pyramid.ops.solve import best_lengths, least_lengths, minimum_budgets
+from vllm_pyramid.plans import OpenPlan, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.request_config import ALLOCATOR_KEY
+from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.worker.context import LayerContext
+from vllm_pyramid.worker.retention import Retention
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, KV_HEADS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 4, 16, 8
+SCALE = HEAD_SIZE**-0.5
+
+
+def make_solver(policy: Policy, ranks: Ranks | None = None) -> LayerSolver:
+    """As the policy makes it for a worker."""
+    (solver,) = policy.worker_hooks(make_side(LAYERS, block_size=BLOCK, ranks=ranks))
+    assert isinstance(solver, LayerSolver) and isinstance(policy.allocator, SolvingAllocator)
+    assert solver.solver is policy.allocator
+    return solver
+
+
+class Step:
+    """Prompts that end in one step, with caches of their own content in every layer."""
+
+    def __init__(self, policy: Policy, prompt_lens: list[int], *, overrides: Any = None) -> None:
+        self.policy, self.prompt_lens = policy, prompt_lens
+        names = [f"r{index}" for index in range(len(prompt_lens))]
+        self.retention = Retention(policy, LAYERS, BLOCK, len(names))
+        for name, n in zip(names, prompt_lens, strict=True):
+            self.retention.add(name, n, (overrides or {}).get(name))
+        lens = np.array(prompt_lens, np.int32)
+        step = self.retention.begin_step(names, lens, np.zeros_like(lens), lens)
+        assert step.evictions is not None
+        self.evictions: StepEvictions = step.evictions
+        self.width = -(-max(prompt_lens) // BLOCK)
+        self.tables = torch.arange(len(names) * self.width, dtype=torch.int32)
+        self.tables = self.tables[torch.randperm(len(self.tables), generator=self.random(99))]
+        self.tables = self.tables.view(len(names), self.width)
+        self.layers = [self.layer(index) for index in range(LAYERS)]
+        self.before = [(k.clone(), v.clone()) for _, k, v in self.layers]
+
+    def random(self, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(number)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and caches; a prompt's are the same in whatever batch it comes."""
+        shape = (self.tables.numel(), KV_HEADS, BLOCK, HEAD_SIZE)
+        key, value = torch.zeros(shape), torch.zeros(shape)
+        queries = []
+        for row, n in enumerate(self.prompt_lens):
+            source = self.random(1000 * n + index)
+            sharpness = 0.3 + 2.0 * index  # layers differ, so that lengths do
+            queries.append(sharpness * torch.randn(n, HEADS, HEAD_SIZE, generator=source))
+            positions = torch.arange(n)
+            at = self.tables[row][positions // BLOCK].long(), positions % BLOCK
+            for cache in (key, value):
+                tokens = torch.randn(n, KV_HEADS, HEAD_SIZE, generator=source)
+                cache[at[0], :, at[1]] = tokens
+        return torch.cat(queries), key, value
+
+    def call(self, layer: int, ops: ModuleType = reference) -> LayerCall:
+        query, key, value = self.layers[layer]
+        return make_call(
+            self.tables, layer=layer, ops=ops, query=query, caches=(key, value), scale=SCALE
+        )
+
+    def run(
+        self,
+        ops: ModuleType,
+        layers: Iterable[int] = range(LAYERS),
+        solver: LayerSolver | None = None,
+    ) -> None:
+        solver = solver or make_solver(self.policy)
+        for layer in layers:
+            solver.after_eviction(self.call(layer, ops), self.evictions)
+
+    def keep(self, row: int) -> list[int]:
+        plan = self.evictions.plans[row]
+        assert isinstance(plan, RetentionPlan)
+        return plan.keep.tolist()
+
+    def scores(self, row: int, layer: int, **options: Any) -> torch.Tensor:
+        """`[G, n - window]` of one prompt alone."""
+        scorer: Any = self.policy.scorer
+        query, (key, _) = self.layers[layer][0], self.before[layer]
+        n = self.prompt_lens[row]
+        end = sum(self.prompt_lens[: row + 1])
+        result = reference.window_scores(
+            query,
+            key,
+            self.tables[row : row + 1],
+            torch.tensor([end]),
+            torch.tensor([n]),
+            window=self.policy.window,
+            scale=SCALE,
+            gqa_reduce=scorer.gqa_reduce,
+            pooling=options.get("pooling", scorer.pooling),
+            kernel_size=scorer.kernel_size,
+        )
+        assert isinstance(result, torch.Tensor)
+        return result[0]
+
+
+def expected_keep(step: Step, row: int, plan: OpenPlan) -> list[int]:
+    """The method's formula, from the scores of one prompt alone."""
+    policy, sinks = step.policy, step.policy.sinks
+    tables = [step.scores(row, layer) for layer in range(LAYERS)]
+    total = plan.mean * LAYERS
+    if policy.allocator.kind == "global":
+        mean = torch.stack([scores.double().mean(dim=0) for scores in tables]).float()
+        goal = policy.allocator.retention  # type: ignore[attr-defined]
+        if goal is None:
+            lengths = best_lengths(mean, total, sinks=sinks)
+        else:
+            lengths = least_lengths(mean, goal, limit=total, sinks=sinks)
+        return [plan.floor + k for k in lengths.tolist()]
+    if policy.allocator.kind == "needed_tokens":
+        weights = [float(minimum_budgets(scores, 0.9).double().mean()) for scores in tables]
+        floor = 0.25
+    else:
+        n = torch.tensor([step.prompt_lens[row]])
+        weights = []
+        for layer in range(LAYERS):
+            unpooled = step.scores(row, layer, pooling="none")[None]
+            numbers = window_statistics(unpooled, n, window=policy.window)._asdict()
+            weights.append(float(numbers[policy.allocator.kind].mean()))
+        floor = 0.0
+    real = [
+        plan.floor + floor * plan.mean + (1 - floor) * total * weight / sum(weights)
+        for weight in weights
+    ]
+    down = [int(k) for k in real]
+    by_rest = sorted(range(LAYERS), key=lambda layer: (-(real[layer] - down[layer]), layer))
+    for layer in by_rest[: plan.budget_tokens * LAYERS - sum(down)]:
+        down[layer] += 1
+    return down
+
+
+POLICIES = {
+    "xkv": load_policy("xkv", 24),
+    "xkv-sinks": load_policy("xkv", "30%", {"sinks": 3, "fill_blocks": False}),
+    "xkv-retention": load_policy("xkv", None, {"retention": 0.6}),
+    "zigzagkv": load_policy("zigzagkv", 24),
+    "entropykv": load_policy("entropykv", 30, {"fill_blocks": False}),
+    "ginikv": load_policy("ginikv", 24),
+}
+BACK_ENDS = [pytest.param(reference, id="reference")]
+if cpu.available():
+    BACK_ENDS.append(pytest.param(cpu, id="cpu"))
+
+
+@pytest.mark.parametrize("ops", BACK_ENDS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_lengths_and_caches(name: str, ops: ModuleType) -> None:
+    """Against the formulas, and every survivor's row at its place."""
+    step = Step(POLICIES[name], [90, 41, 63])
+    opened = [plan for plan in step.evictions.plans if isinstance(plan, OpenPlan)]
+    assert len(opened) == 3
+    step.run(ops)
+    assert len({tuple(step.keep(row)) for row in range(3)}) > 1
+    for row, plan in enumerate(opened):
+        assert step.keep(row) == expected_keep(step, row, plan), (row, plan)
+        given = 0
+        for layer in range(LAYERS):
+            held = int(step.evictions.helds[layer, row])
+            given += plan.prompt_len - held
+            kept = reference.select(
+                step.scores(row, layer)[None],
+                torch.tensor([plan.prompt_len]),
+                torch.tensor([held]),
+                window=step.policy.window,
+                sinks=step.policy.sinks,
+            )[0].long()
+            for now, before in zip(step.layers[layer][1:], step.before[layer], strict=True):
+                whole = reference.gather_tokens(before, step.tables[row], 0, plan.prompt_len)
+                tail = reference.gather_tokens(
+                    now, step.tables[row], plan.prompt_len - held, plan.prompt_len
+                )
+                for head in range(KV_HEADS):
+                    assert torch.equal(tail[:, head], whole[kept[head], head])
+        assert step.evictions.tokens_done[row] == given
+    report, _ = step.retention.end_step()
+    assert {done.keep for done in report.values()} == {tuple(step.keep(row)) for row in range(3)}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_lengths_do_not_depend_on_the_batch(name: str) -> None:
+    together = Step(POLICIES[name], [90, 41, 63])
+    together.run(reference)
+    for row, n in enumerate(together.prompt_lens):
+        alone = Step(POLICIES[name], [n])
+        alone.run(reference)
+        assert alone.keep(0) == together.keep(row)
+
+
+def test_solved_and_averaged_prompts_in_one_step() -> None:
+    """Each layer shortens the averaged ones at once; the solved ones wait for the last layer."""
+    shares = {ALLOCATOR_KEY: {"kind": "shares", "shares": [1.0, 0.0, 3.0]}}
+    step = Step(POLICIES["xkv"], [90, 63, 41], overrides={"r0": shares, "r2": shares})
+    assert step.evictions.unsolved.tolist() == [1]
+    solver = make_solver(step.policy)
+    for layer in range(LAYERS):
+        LayerContext(step.retention, layer, [solver]).evict(step.call(layer), step.evictions)
+        averaged = step.evictions.plans[0]
+        assert isinstance(averaged, RetentionPlan)
+        assert step.evictions.tokens_done[0] == averaged.skip[: layer + 1].sum()
+        assert bool(step.evictions.tokens_done[1]) == (layer == LAYERS - 1)
+    alone = Step(POLICIES["xkv"], [63])
+    alone.run(reference)
+    assert step.keep(1) == alone.keep(0)
+    assert step.keep(0) == [20, 8, 44]
+    assert step.keep(2) == [23, 8, 41], "the prompt has no more"
+    for row, n in enumerate(step.prompt_lens):
+        for layer in range(LAYERS):
+            held = int(step.evictions.helds[layer, row])
+            kept = reference.select(
+                step.scores(row, layer)[None], torch.tensor([n]), torch.tensor([held]), window=8
+            )[0].long()
+            whole = reference.gather_tokens(step.before[layer][0], step.tables[row], 0, n)
+            tail = reference.gather_tokens(step.layers[layer][1], step.tables[row], n - held, n)
+            for head in range(KV_HEADS):
+                assert torch.equal(tail[:, head], whole[kept[head], head])
+
+
+def test_whole_prompts_among_solved_ones() -> None:
+    step = Step(POLICIES["xkv"], [90, 70, 20], overrides={"r0": {"kv_policy": "full"}})
+    assert step.evictions.unsolved.tolist() == [1]
+    step.run(reference)
+    alone = Step(POLICIES["xkv"], [70])
+    alone.run(reference)
+    assert step.keep(1) == alone.keep(0)
+    assert step.evictions.tokens_done.tolist() == [0, alone.evictions.tokens_done[0], 0]
+    whole = Step(POLICIES["xkv"], [20])
+    whole.run(reference)
+    assert whole.retention.end_step() == ({}, {})
+
+
+def test_no_layer_is_touched_before_the_last_one() -> None:
+    step = Step(POLICIES["xkv"], [90, 41])
+    solver = make_solver(step.policy)
+    step.run(reference, range(LAYERS - 1), solver)
+    for (_, key, value), before in zip(step.layers, step.before, strict=True):
+        assert torch.equal(key, before[0]) and torch.equal(value, before[1])
+    assert all(isinstance(plan, OpenPlan) for plan in step.evictions.plans)
+    step.run(reference, [LAYERS - 1], solver)
+    assert not any(isinstance(plan, OpenPlan) for plan in step.evictions.plans)
+    assert not solver._layers, "the scores are kept no longer than needed"
+
+
+def test_a_step_that_broke_off_leaves_nothing_to_the_next() -> None:
+    solver = make_solver(POLICIES["xkv"])
+    Step(POLICIES["xkv"], [90]).run(reference, range(2), solver=solver)
+    step = Step(POLICIES["xkv"], [41])
+    step.run(reference, solver=solver)
+    alone = Step(POLICIES["xkv"], [41])
+    alone.run(reference)
+    assert step.keep(0) == alone.keep(0)
+
+
+def test_a_layer_left_out_is_a_bug() -> None:
+    step = Step(POLICIES["xkv"], [90])
+    with pytest.raises(AssertionError, match="layer 2 came after 1 others"):
+        step.run(reference, [0, 2])
+
+
+class TwoRanks:
+    """Ranks with one KV head each, played one after the other."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.others: list[torch.Tensor] = []
+        self.lengths: torch.Tensor | None = None
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        self.sent.append(values.clone())
+        return values if not self.others else self.others.pop(0) + values
+
+    def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.lengths is None else self.lengths
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_ranks_solve_from_all_heads(name: str) -> None:
+    """Each rank has half of the heads; together they find the lengths of one rank with all."""
+    whole = Step(POLICIES[name], [90, 41])
+    whole.run(reference)
+
+    def rank(head: int) -> Step:
+        step = Step(POLICIES[name], [90, 41])
+        group = HEADS // KV_HEADS
+        step.layers = [
+            (q[:, head * group : (head + 1) * group], k[:, head : head + 1], v[:, head : head + 1])
+            for q, k, v in step.layers
+        ]
+        return step
+
+    probe = TwoRanks()
+    rank(0).run(reference, solver=make_solver(POLICIES[name], probe))
+    ranks = TwoRanks()
+    ranks.others = list(probe.sent)
+    second = rank(1)
+    second.run(reference, solver=make_solver(POLICIES[name], ranks))
+    for row in range(2):
+        assert second.keep(row) == whole.keep(row)
+
+
+def test_the_first_ranks_lengths_are_everybodys() -> None:
+    ranks = TwoRanks()
+    ranks.lengths = torch.tensor([[30.0, 10.0, 8.0]], dtype=torch.float64)
+    step = Step(POLICIES["xkv"], [90])
+    step.run(reference, solver=make_solver(step.policy, ranks))
+    assert step.keep(0) == [38, 18, 16]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--kv-trace`: what the files hold, what they are called, and when they appear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.plans import plans_of
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.trace import TraceWriter
+from vllm_pyramid.worker.retention import Retention
+
+pytestmark = pytest.mark.cpu
+
+NUM_LAYERS = 3
+NUM_KV_HEADS = 2
+HEADS = [NUM_KV_HEADS] * NUM_LAYERS
+
+
+def make_evictions(request_ids: list[str], prompt_len: int = 12) -> StepEvictions:
+    """Layer 0 keeps 4 tokens, layer 1 everything, layer 2 keeps 8."""
+    count = len(request_ids)
+    prompt_lens = np.full(count, prompt_len, np.int32)
+    helds = np.tile(np.array([[4], [prompt_len], [8]], np.int32), (1, count))
+    return StepEvictions(
+        request_ids=request_ids,
+        rows=np.arange(count),
+        query_ends=np.arange(1, count + 1, dtype=np.int32) * prompt_len,
+        query_lens=np.full(count, prompt_len, np.int32),
+        prompt_lens=prompt_lens,
+        plans=plans_of(prompt_lens, helds, budget=8),
+    )
+
+
+def kept(seed: int, count: int, prompt_len: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(prompt_len, generator=generator)[:count].sort().values for _ in range(2)]
+    return torch.stack(rows).to(torch.int32)
+
+
+RECALL = torch.tensor([0.25, 0.75])  # of the two KV heads
+
+
+def write(writer: TraceWriter, evictions: StepEvictions, seed: int = 0) -> None:
+    for index in range(len(evictions.request_ids)):
+        writer.record(evictions, index, 0, kept(seed + index, 4), RECALL)
+        writer.record(evictions, index, 2, kept(seed + index + 100, 8), RECALL)
+    writer.finish_step(evictions)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_holds_the_request(tmp_path: Path) -> None:
+    writer = TraceWriter(str(tmp_path / "new" / "folder"), HEADS, 0, 1)
+    write(writer, make_evictions(["cmpl-1", "cmpl-2"]))
+    folder = tmp_path / "new" / "folder"
+    assert files(folder) == ["cmpl-1.npz", "cmpl-2.npz"]
+    for index, name in enumerate(["cmpl-1", "cmpl-2"]):
+        with np.load(folder / f"{name}.npz") as trace:
+            assert set(trace) == {
+                *("request_id", "prompt_len", "budget", "held"),
+                *(f"kept_{layer}" for layer in range(NUM_LAYERS)),
+                *(f"recall_{layer}" for layer in range(NUM_LAYERS)),
+            }
+            assert str(trace["request_id"]) == name
+            assert int(trace["prompt_len"]) == 12
+            assert int(trace["budget"]) == 8
+            assert trace["held"].tolist() == [4, 12, 8]
+            assert trace["held"].dtype == np.int32
+            assert trace["kept_0"].tolist() == kept(index, 4).tolist()
+            assert trace["kept_1"].tolist() == [list(range(12))] * NUM_KV_HEADS
+            assert [trace[f"recall_{layer}"].tolist() for layer in range(NUM_LAYERS)] == [
+                RECALL.tolist(),
+                [1.0, 1.0],  # everything was kept
+                RECALL.tolist(),
+            ]
+            assert trace["kept_2"].tolist() == kept(index + 100, 8).tolist()
+            assert all(trace[f"kept_{layer}"].dtype == np.int32 for layer in range(NUM_LAYERS))
+    assert not writer._open
+
+
+def test_recorded_positions_are_a_copy(tmp_path: Path) -> None:
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
+    evictions = make_evictions(["r"])
+    positions, recall = kept(0, 4), RECALL.clone()
+    writer.record(evictions, 0, 0, positions, recall)
+    recall.zero_()
+    positions.zero_()  # the buffer is used again before the file is written
+    writer.finish_step(evictions)
+    with np.load(tmp_path / "r.npz") as trace:
+        assert trace["kept_0"].tolist() == kept(0, 4).tolist()
+        assert trace["recall_0"].tolist() == RECALL.tolist()
+
+
+def test_ranks_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(TraceWriter(str(tmp_path), HEADS, rank, 2), make_evictions(["r"]), rank)
+    assert files(tmp_path) == ["r-rank0.npz", "r-rank1.npz"]
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    ["../../etc/passwd", "a/b\\c", "ä b:c*?", "..", ".", "x" * 500, "ä" * 200, "tab\tnewline\n"],
+)
+def test_odd_names_stay_in_the_folder(tmp_path: Path, request_id: str) -> None:
+    folder = tmp_path / "traces"
+    write(TraceWriter(str(folder), HEADS, 0, 1), make_evictions([request_id]))
+    assert files(tmp_path) == ["traces"]
+    (name,) = files(folder)
+    assert name.endswith(".npz") and not name.startswith(".") and name.isascii()
+    with np.load(folder / name) as trace:
+        assert str(trace["request_id"]) == request_id
+
+
+def test_odd_names_do_not_meet(tmp_path: Path) -> None:
+    request_ids = ["a/b", "a_b", "a:b", "x" * 200 + "1", "x" * 200 + "2"]
+    write(TraceWriter(str(tmp_path), HEADS, 0, 1), make_evictions(request_ids))
+    assert len(files(tmp_path)) == 5
+    assert "a_b.npz" in files(tmp_path)
+
+
+def test_a_preempted_request_replaces_its_file(tmp_path: Path) -> None:
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
+    write(writer, make_evictions(["r"]), seed=1)
+    write(writer, make_evictions(["r"]), seed=2)
+    assert files(tmp_path) == ["r.npz"]
+    with np.load(tmp_path / "r.npz") as trace:
+        assert trace["kept_0"].tolist() == kept(2, 4).tolist()
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
+    write(writer, make_evictions(["r"]), seed=1)
+
+    def break_off(file, **arrays) -> None:  # type: ignore[no-untyped-def]
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", break_off)
+    with pytest.raises(OSError, match="disk full"):
+        write(writer, make_evictions(["r"]), seed=2)
+    with np.load(tmp_path / "r.npz") as trace:
+        assert trace["kept_0"].tolist() == kept(1, 4).tolist()
+
+
+def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(TraceWriter("~/traces", HEADS, 0, 1), make_evictions(["r"]))
+    assert files(tmp_path / "traces") == ["r.npz"]
+
+
+def test_later_evictions_are_written_as_positions_of_the_sequence(tmp_path: Path) -> None:
+    policy = load_policy("h2o", 4, {"interval": 4, "fill_blocks": False})
+    retention = Retention(policy, NUM_LAYERS, 16, 2)
+    retention.add("r", 6, None)
+    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
+
+    def compute(computed: int, scheduled: int, *places: list[int]) -> None:
+        columns = [np.array([n], np.int32) for n in (6, computed, scheduled)]
+        step = retention.begin_step(["r"], *columns)
+        assert step.evictions is not None
+        for layer in range(NUM_LAYERS):
+            kept = torch.tensor(places, dtype=torch.int32)
+            writer.record(step.evictions, 0, layer, kept, torch.full((2,), np.nan))
+        writer.finish_step(step.evictions)
+
+    for _ in range(2):  # as after a preemption
+        compute(0, 6, [0, 2, 4, 5], [1, 2, 4, 5])
+        compute(9, 1, [1, 3, 5, 7], [0, 3, 6, 7])
+        compute(13, 1, [0, 1, 2, 3], [3, 4, 5, 7])
+        assert files(tmp_path) == ["r.npz", "r@10.npz", "r@14.npz"]
+        with np.load(tmp_path / "r@10.npz") as file:
+            assert int(file["computed"]) == 10 and "prompt_len" not in file
+            assert file["kept_2"].tolist() == [[2, 5, 7, 9], [1, 5, 8, 9]]
+            assert np.isnan(file["recall_2"]).all()
+        with np.load(tmp_path / "r@14.npz") as file:
+            assert file["kept_0"].tolist() == [[2, 5, 7, 9], [9, 10, 11, 13]]
+            assert file["held"].tolist() == [4] * NUM_LAYERS
+    writer.forget("r")
+    assert not writer._holds and not writer._open

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's side and its layers' attention calls, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.plans import plans_of
+from vllm_pyramid.methods.hooks import OneRank, Ranks, WorkerHooks, WorkerSide
+from vllm_pyramid.ops import reference
+from vllm_pyramid.plans import Plan
+from vllm_pyramid.policy import Policy
+from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.step import Step, StepEvictions
+from vllm_pyramid.worker.retention import Retention
+
+
+def make_side(
+    num_layers: int,
+    *,
+    heads: int = 2,
+    block_size: int = 16,
+    retention: Retention | None = None,
+    ranks: Ranks | None = None,
+    **fields: Any,
+) -> WorkerSide:
+    """The side of a worker on the CPU, whose layers have caches alike.
+
+    Args:
+        retention: whose step is the current one. fields: of `WorkerSide`.
+    """
+    spec = SimpleNamespace(num_kv_heads=heads, block_size=block_size)
+    of_side: dict[str, Any] = {
+        "config": None,
+        "device": torch.device("cpu"),
+        "specs": [spec] * num_layers,
+        "block_size": block_size,
+        "ranks": ranks or OneRank(),
+        "model": torch.nn.Module,
+        "step": lambda: retention.step if retention else Step.nothing(num_layers, 0),
+    }
+    return WorkerSide(**{**of_side, **fields})
+
+
+def make_retention(
+    policy: Policy, num_layers: int, block_size: int, max_num_reqs: int, *, heads: int = 2
+) -> Retention:
+    """A worker's requests, with the hooks of the policy's methods, as the runner makes them."""
+    retention = Retention(policy, num_layers, block_size, max_num_reqs)
+    side = make_side(num_layers, heads=heads, block_size=block_size, retention=retention)
+    retention.hooks = policy.worker_hooks(side)
+    return retention
+
+
+def the_hooks(retention: Retention, kind: type[WorkerHooks]) -> Any:
+    """The one of the retention's hooks that is of this class."""
+    (found,) = [hooks for hooks in retention.hooks if isinstance(hooks, kind)]
+    return found
+
+
+def make_call(
+    tables: torch.Tensor,
+    *,
+    layer: int = 0,
+    ops: ModuleType = reference,
+    query: torch.Tensor | None = None,
+    caches: tuple[torch.Tensor, torch.Tensor] | None = None,
+    starts: torch.Tensor | None = None,
+    lens: torch.Tensor | None = None,
+    skips: torch.Tensor | None = None,
+    scale: float = 1.0,
+    **fields: Any,
+) -> LayerCall:
+    """An attention call of one layer; what is not given is not looked at by the test.
+
+    Args:
+        tables: `[R, M]` int32. starts, lens, skips: `[R + 1]`, `[R]`, `[R]`, as in `LayerCall`.
+    """
+    nothing = torch.zeros(0, dtype=torch.int32)
+    if caches is None:
+        caches = torch.zeros(0), torch.zeros(0)
+    return LayerCall(
+        ops,
+        layer,
+        torch.zeros(0, 1, 8) if query is None else query,
+        *caches,
+        tables,
+        nothing if starts is None else starts,
+        nothing if lens is None else lens,
+        nothing if skips is None else skips,
+        scale=scale,
+        **fields,
+    )
+
+
+def make_evictions(
+    lens: Sequence[int],
+    helds: Sequence[Sequence[int]] | None = None,
+    *,
+    plans: list[Plan] | None = None,
+    block_size: int = 16,
+) -> StepEvictions:
+    """Whole prompts that end in one step, one behind the other.
+
+    Args:
+        lens: tokens of each. helds: a layer, what it keeps of each; by default one layer keeps
+            everything. plans: instead of `helds`.
+    """
+    prompt_lens = np.array(lens, np.int32)
+    if plans is None:
+        plans = plans_of(prompt_lens, np.array(helds or [lens], np.int32), budget=64)
+    return StepEvictions(
+        request_ids=[f"r{index}" for index in range(len(lens))],
+        rows=np.arange(len(lens)),
+        query_ends=np.cumsum(prompt_lens, dtype=np.int32),
+        query_lens=prompt_lens,
+        prompt_lens=prompt_lens,
+        plans=plans,
+        block_size=block_size,
+    )

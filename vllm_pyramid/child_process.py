@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an engine or a server in a process of its own, which frees its memory when it ends.
+
+The child is `python -m MODULE`, or another program with the same protocol. It reads tasks from
+standard input, one JSON object a line. It prints messages to standard output, one JSON object a
+line, each line beginning with `MARK`; all other lines are vLLM's and are ignored. `run_child` gives
+a child one task. A `Child` stays and gets further tasks; the last message of an answer has `done`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, Self
+
+MARK = "@vllm-pyramid "
+# The end of a failed process's log that is shown; the reason stands in the last lines.
+_LOG_TAIL_LINES = 25
+
+
+class ChildError(RuntimeError):
+    """A child process failed; the message is for the user and holds the end of its log."""
+
+
+def say(**message: Any) -> None:
+    """Called in the child: send a message to the parent."""
+    print(f"\n{MARK}{json.dumps(message)}", flush=True)
+
+
+def read_task() -> dict[str, Any]:
+    """Called in the child: what the parent wants."""
+    task: dict[str, Any] = json.loads(sys.stdin.readline())
+    return task
+
+
+def read_tasks() -> Iterator[dict[str, Any]]:
+    """Called in a child that is asked again and again, until the parent wants nothing more.
+
+    Waiting costs no time of the processor: the process sleeps in a read.
+    """
+    for line in iter(sys.stdin.readline, ""):
+        yield json.loads(line)
+
+
+class LoggedProcess:
+    """A process whose log error messages show. Use it in a `with` statement: it ends with it.
+
+    Args:
+        command: the program and its arguments. what: names it in error messages.
+        offline: nothing is to be fetched from a hub. environment: variables beyond this process's.
+    """
+
+    _piped: ClassVar[bool] = False  # its standard input and output; else the log has the output
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        what: str,
+        *,
+        offline: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.what = what
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE if self._piped else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self._piped else self._log,
+            stderr=self._log,
+            text=True,
+            env={
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "TOKENIZERS_PARALLELISM": "false",
+                "VLLM_NO_USAGE_STATS": "1",
+                # Huge pages. PyTorch reads it once, at its first allocation: the CPU platform asks
+                # for it when it is chosen, which may be too late, and peers have no such platform.
+                "THP_MEM_ALLOC_ENABLE": "1",
+                **({"HF_HUB_OFFLINE": "1"} if offline else {}),
+                **os.environ,
+                **(environment or {}),
+            },
+            start_new_session=True,  # a process group of its own, with the engine's processes
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_group(self._process)
+        self._log.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself."""
+        return self._process.poll() is not None
+
+    def error(self) -> ChildError:
+        """Of a process that has ended or is about to: its status and the end of its log."""
+        status = self._process.wait()
+        self._log.seek(0)
+        tail = "".join(self._log.readlines()[-_LOG_TAIL_LINES:])
+        return ChildError(f"{self.what} failed with exit status {status}; its log ends:\n\n{tail}")
+
+
+class Child(LoggedProcess):
+    """A process that waits for tasks; see the top of this file."""
+
+    _piped = True
+
+    def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give it a task; yields its messages up to the one that has `done`.
+
+        Raises:
+            ChildError: the process ended instead.
+        """
+        self._send(task)
+        for message in self._messages():
+            yield message
+            if "done" in message:
+                return
+        raise self.error()
+
+    def finish(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give it its only or last task; yields its messages until the process ends.
+
+        Raises:
+            ChildError: the process failed.
+        """
+        self._send(task)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        yield from self._messages()
+        if self._process.wait() != 0:
+            raise self.error()
+
+    def _send(self, task: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        # A process that died before it read must be reported with its log, not as a broken pipe.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK))
+
+
+def run_child(
+    module: str, task: Mapping[str, Any], what: str, *, offline: bool
+) -> Generator[dict[str, Any], None, None]:
+    """Run `module` on one task; yields its messages as they come.
+
+    Close the iterator (or let it run out) to be sure that every process it started has ended.
+
+    Args: as for `LoggedProcess`.
+
+    Raises:
+        ChildError: the process failed.
+    """
+    with Child([sys.executable, "-m", module], what, offline=offline) as child:
+        yield from child.finish(task)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a group, and whatever it started, also after an interruption."""
+    for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        if process.poll() is not None and sign == signal.SIGTERM:
+            continue  # it has ended: only what it left behind is to be killed
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+
+
+@contextmanager
+def orderly_termination() -> Iterator[None]:
+    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind.
+
+    Once: a second one (`timeout` sends two) would break off what the first one has begun.
+    """
+
+    def unwind(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which functions of vLLM's engine, model runner and model make up which part of a step.
+
+Target: methods of the objects of a finished engine whose core is in this process, replaced on the
+objects themselves, and only while a step is profiled. Why: vLLM's own timers (`record_function`
+scopes) see neither single operators nor our kernels, and PyTorch's profiler costs more than the
+small operators it would measure. Remove when vLLM reports the parts of a step.
+
+On the CPU an operator has done its work when it returns; elsewhere these times would mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode
+from vllm.model_executor.layers.linear import LinearBase
+
+__all__ = ["step_functions"]
+
+Function = tuple[str, Any, str]  # part, object, name of its method
+
+# Modules that are one operation of the model, by the package of vLLM that they are from.
+_LAYERS = "vllm.model_executor.layers."
+_KINDS = {
+    "layernorm": "norm",
+    "rotary_embedding": "rotary",
+    "activation": "activation",
+    "vocab_parallel_embedding": "embedding",
+}
+
+
+def step_functions(client: Any) -> list[Function]:
+    """The functions that make up a step of `client`, each with its part and the object it is of.
+
+    Functions call one another: a part's time is that of its functions without those of other parts
+    that they call. Layers share objects; each function is named once.
+
+    Args:
+        client: vLLM's `LLMEngine`, with its core in this process.
+
+    Raises:
+        ValueError: this engine's parts cannot be told apart; the message says what to change.
+    """
+    core = client.engine_core.engine_core
+    runner = _runner(core)
+    found: list[Function] = [
+        ("rest", client, "step"),
+        ("scheduling", core.scheduler, "schedule"),
+        ("outputs", core.scheduler, "update_from_output"),
+        ("outputs", client.output_processor, "process_outputs"),
+        ("inputs", runner, "execute_model"),
+        ("outputs", runner, "sample_tokens"),
+        ("between", runner, "_model_forward"),
+        ("between", runner.model, "compute_logits"),
+        ("sampling", runner, "_sample"),
+        *_attention(runner),
+    ]
+    found += [*_linear(runner.model), *_operators(runner.model)]
+    return list({(id(owner), name): (part, owner, name) for part, owner, name in found}.values())
+
+
+def _runner(core: Any) -> Any:
+    worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
+    if worker is None:
+        raise ValueError(
+            "--profile looks into the one process of an engine: leave tensor and pipeline "
+            "parallelism and distributed_executor_backend out of --engine-args"
+        )
+    runner = worker.model_runner
+    if runner.device.type != "cpu":
+        raise ValueError(
+            f"--profile times operators as they return, which means nothing on {runner.device}: "
+            "use vLLM's own profiler there (--profiler-config), or leave --profile out"
+        )
+    if not hasattr(runner, "_model_forward"):
+        raise ValueError(
+            f"--profile does not know the model runner {type(runner).__name__}: unset "
+            "VLLM_USE_V2_MODEL_RUNNER"
+        )
+    if runner.vllm_config.compilation_config.mode != CompilationMode.NONE:
+        raise ValueError(
+            "--profile cannot tell operators apart that were compiled with one another: leave "
+            "enforce_eager out of --engine-args"
+        )
+    if core.async_scheduling:
+        raise ValueError(
+            "--profile needs steps that do not overlap: set async_scheduling to false in "
+            "--engine-args"
+        )
+    return runner
+
+
+def _attention(runner: Any) -> Iterator[Function]:
+    """Our attention, and what the policy does beside it."""
+    for layer in runner.vllm_config.compilation_config.static_forward_context.values():
+        if (impl := getattr(layer, "impl", None)) is None:
+            continue
+        yield "attention", impl, "forward"
+        yield "cache_write", impl, "do_kv_cache_update"
+        context = getattr(impl, "context", None)
+        if context is None:
+            continue
+        yield "eviction", context, "evict"
+        for hooks in context.hooks:
+            yield "eviction", hooks, "after_write"
+            yield "eviction", hooks, "after_attention"
+        yield "policy", context.retention, "begin_step"
+        yield "policy", context.retention, "end_step"
+    for groups in runner.attn_groups:
+        for group in groups:
+            for builder in group.metadata_builders:
+                yield "policy", builder, "build"
+
+
+def _linear(model: torch.nn.Module) -> Iterator[Function]:
+    """Products with weights, the output layer's among them.
+
+    Raises:
+        ValueError: a layer multiplies in another way.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "cpu_linear"):
+            yield "linear", module, "cpu_linear"
+        elif isinstance(module, LinearBase):
+            raise ValueError(
+                f"--profile does not know how {name} multiplies ({type(module).__name__}, perhaps "
+                "quantised): leave --profile out"
+            )
+
+
+def _operators(model: torch.nn.Module) -> Iterator[Function]:
+    """The small operators of the layers, and the look-up of embeddings."""
+    for module in model.modules():
+        origin = type(module).__module__
+        kind = origin.removeprefix(_LAYERS).split(".")[0] if origin.startswith(_LAYERS) else ""
+        if kind in _KINDS:
+            yield _KINDS[kind], module, "forward"

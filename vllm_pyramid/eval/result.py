@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes back for a prompt: the engine's own report of the eviction, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+__all__ = ["EvictionReport", "Result"]
+
+
+class EvictionReport(BaseModel):
+    """What a request kept, as the engine says in `RequestOutput.kv_transfer_params`.
+
+    Attributes:
+        computed_tokens: tokens computed when the last eviction happened: those of the prompt, or
+            more where the policy evicts during generation.
+        kept_tokens: how many of these were kept, one number a layer.
+        evicted_tokens: how many were evicted, summed over the layers.
+        blocks_before, blocks_after: blocks held over all layers around that eviction.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    kv_policy: str
+    prompt_tokens: int
+    computed_tokens: int
+    kept_tokens: Annotated[list[int], Field(min_length=1)]
+    evicted_tokens: int
+    blocks_before: int
+    blocks_after: int
+
+    @classmethod
+    def checked(cls, parameters: Mapping[str, Any] | None, policy: str) -> EvictionReport:
+        """The report of a request under `policy`.
+
+        Raises:
+            RuntimeError: the report is absent, incomplete, contradicts itself or is about another
+                policy. Then the plugin did not do what it was told, and no figure may be shown.
+        """
+        if not parameters:
+            raise RuntimeError(
+                f"the engine returned no report of what {policy!r} kept: the plugin is not active"
+            )
+        # Only policies that evict during generation say how many tokens were computed.
+        computed = {"computed_tokens": parameters.get("prompt_tokens")}
+        try:
+            report = cls.model_validate({**computed, **parameters})
+        except ValidationError as error:
+            raise RuntimeError(f"the report of what {policy!r} kept is wrong: {error}") from error
+        if report.kv_policy != policy:
+            raise RuntimeError(f"the engine ran {report.kv_policy!r} instead of {policy!r}")
+        layers, kept = len(report.kept_tokens), sum(report.kept_tokens)
+        if report.computed_tokens * layers - kept != report.evicted_tokens:
+            raise RuntimeError(
+                f"the report of what {policy!r} kept contradicts itself: {report.computed_tokens} "
+                f"tokens in {layers} layers, {kept} kept, yet {report.evicted_tokens} evicted"
+            )
+        return report
+
+    @property
+    def memory(self) -> float:
+        """Blocks held after the eviction, as a share of those that all tokens take."""
+        return self.blocks_after / self.blocks_before
+
+    @property
+    def kept_shares(self) -> list[float]:
+        """The share of the tokens that each layer keeps."""
+        return [kept / self.computed_tokens for kept in self.kept_tokens]
+
+
+class Result(BaseModel):
+    """What the engine returned for a prompt.
+
+    Attributes:
+        text: the generated text.
+        nats: mean negative log probability a token of a forced continuation but its first, else
+            None.
+        recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
+            hold (`ops.recall.kept_mass`), where the task needs it, else None.
+        prefill_seconds: from the start of the prefill to the first token; None if not timed.
+        decode_tokens_per_second: of the tokens after the first; None if not timed.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    text: str
+    eviction: EvictionReport
+    nats: float | None = None
+    recall: list[list[float]] | None = None
+    prefill_seconds: float | None = None
+    decode_tokens_per_second: float | None = None
