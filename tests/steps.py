@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from tests.plans import plans_of
 from vllm_pyramid.methods.hooks import OneRank, Ranks, WorkerHooks, WorkerSide
 from vllm_pyramid.ops import reference
+from vllm_pyramid.ops.contract import AttentionBatch, Ops, Softmax
 from vllm_pyramid.plans import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.step.call import LayerCall
@@ -67,7 +68,7 @@ def make_call(
     tables: torch.Tensor,
     *,
     layer: int = 0,
-    ops: ModuleType = reference,
+    ops: Ops = reference,
     query: torch.Tensor | None = None,
     caches: tuple[torch.Tensor, torch.Tensor] | None = None,
     starts: torch.Tensor | None = None,
@@ -79,23 +80,20 @@ def make_call(
     """An attention call of one layer; what is not given is not looked at by the test.
 
     Args:
-        tables: `[R, M]` int32. starts, lens, skips: `[R + 1]`, `[R]`, `[R]`, as in `LayerCall`.
+        tables: `[R, M]` int32. starts, lens, skips: as in `AttentionBatch`.
     """
     nothing = torch.zeros(0, dtype=torch.int32)
     if caches is None:
         caches = torch.zeros(0), torch.zeros(0)
-    return LayerCall(
-        ops,
-        layer,
+    batch = AttentionBatch(
         torch.zeros(0, 1, 8) if query is None else query,
         *caches,
         tables,
         nothing if starts is None else starts,
         nothing if lens is None else lens,
         nothing if skips is None else skips,
-        scale=scale,
-        **fields,
     )
+    return LayerCall(ops, layer, batch, Softmax(scale), **fields)
 
 
 def make_evictions(

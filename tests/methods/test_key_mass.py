@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.methods.schedules import IntervalSchedule
 from vllm_pyramid.methods.thinning.generated import MARK, GeneratedMass
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import Ops
 from vllm_pyramid.plans import IntArray, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.evict import evict_layer
@@ -47,7 +47,7 @@ class Walk:
     Keys and values hold the position, so what the cache holds can be read back.
     """
 
-    def __init__(self, policy: Policy, ops: ModuleType) -> None:
+    def __init__(self, policy: Policy, ops: Ops) -> None:
         self.policy, self.ops = policy, ops
         self.retention = make_retention(policy, LAYERS, BLOCK, len(PROMPTS) + 1, heads=HEADS)
         self.random = random.Random(5)
@@ -180,7 +180,7 @@ class Walk:
     ],
     ids=str,
 )
-def test_evictions_against_lists(ops: ModuleType, policy: str, args: dict[str, Any]) -> None:
+def test_evictions_against_lists(ops: Ops, policy: str, args: dict[str, Any]) -> None:
     walk = Walk(load_policy(policy, 14, args), ops)
     walk.step({"a": 20, "b": 9})
     walk.step({"a": 17, "c": 40})

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from vllm_pyramid.methods.hooks import Ranks
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.worker import LayerSolver
 from vllm_pyramid.ops import cpu, reference
+from vllm_pyramid.ops.contract import Ops, Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.recall import window_statistics
 from vllm_pyramid.ops.solve import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.plans import OpenPlan, RetentionPlan
@@ -79,7 +79,7 @@ class Step:
                 cache[at[0], :, at[1]] = tokens
         return torch.cat(queries), key, value
 
-    def call(self, layer: int, ops: ModuleType = reference) -> LayerCall:
+    def call(self, layer: int, ops: Ops = reference) -> LayerCall:
         query, key, value = self.layers[layer]
         return make_call(
             self.tables, layer=layer, ops=ops, query=query, caches=(key, value), scale=SCALE
@@ -87,7 +87,7 @@ class Step:
 
     def run(
         self,
-        ops: ModuleType,
+        ops: Ops,
         layers: Iterable[int] = range(LAYERS),
         solver: LayerSolver | None = None,
     ) -> None:
@@ -106,20 +106,17 @@ class Step:
         query, (key, _) = self.layers[layer][0], self.before[layer]
         n = self.prompt_lens[row]
         end = sum(self.prompt_lens[: row + 1])
-        result = reference.window_scores(
+        prompt = WindowBatch(
             query,
             key,
             self.tables[row : row + 1],
             torch.tensor([end]),
             torch.tensor([n]),
-            window=self.policy.window,
-            scale=SCALE,
-            gqa_reduce=scorer.gqa_reduce,
-            pooling=options.get("pooling", scorer.pooling),
-            kernel_size=scorer.kernel_size,
+            self.policy.window,
         )
-        assert isinstance(result, torch.Tensor)
-        return result[0]
+        pooling = options.get("pooling", scorer.pooling)
+        reduction = Reduction(scorer.gqa_reduce, pooling, scorer.kernel_size)
+        return reference.window_scores(prompt, Softmax(SCALE), reduction)[0]
 
 
 def expected_keep(step: Step, row: int, plan: OpenPlan) -> list[int]:
@@ -172,7 +169,7 @@ if cpu.available():
 
 @pytest.mark.parametrize("ops", BACK_ENDS)
 @pytest.mark.parametrize("name", POLICIES)
-def test_lengths_and_caches(name: str, ops: ModuleType) -> None:
+def test_lengths_and_caches(name: str, ops: Ops) -> None:
     """Against the formulas, and every survivor's row at its place."""
     step = Step(POLICIES[name], [90, 41, 63])
     opened = [plan for plan in step.evictions.plans if isinstance(plan, OpenPlan)]
