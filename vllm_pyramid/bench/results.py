@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 
@@ -89,7 +89,7 @@ def make_rows(
     predicted = [
         _predict(job, by_identity[row.policy, row.budget], row.pool_prompts, row.decode_batch,
                  row.output_tokens_per_s, machine)
-        for row in cast("list[Any]", list(rows.itertuples()))
+        for row in list(rows.itertuples())
     ]  # fmt: skip
     rows = rows.join(pd.DataFrame(predicted, columns=[*_PREDICTED, "host_bytes"]))
     return rows[_COLUMNS].astype(dict.fromkeys(_WHOLE, "Int64"))
