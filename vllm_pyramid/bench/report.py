@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 from rich.table import Table
@@ -79,7 +79,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     for values, group in rows.groupby(list(present), sort=False, dropna=False):
         title = [
             form.format(value)
-            for value, form in zip(values, present.values(), strict=True)
+            for value, form in zip(cast("tuple[Any, ...]", values), present.values(), strict=True)
             if not pd.isna(value)
         ]
         row = group.iloc[0]
@@ -87,7 +87,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             size = f"{row['prompt_len']:,} + {row['output_len']} tokens"
             title = [f"{row['num_prompts']} requests of {size}", *title]
             title.append(f"medians of {row['repetitions']}")
-        records = group.to_dict("records")
+        records = cast("list[dict[str, Any]]", group.to_dict("records"))
         lines = [
             [heading, *(_cell(one, name) for one in records)]
             for name, heading in _LINES.items()

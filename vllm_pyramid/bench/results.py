@@ -86,10 +86,11 @@ def make_rows(
     for name in _JOB:
         rows[name] = getattr(job, name)
     by_identity = {tuple(_identity(variant)): variant for variant in variants}
+    found: list[Any] = list(rows.itertuples())
     predicted = [
         _predict(job, by_identity[row.policy, row.budget], row.pool_prompts, row.decode_batch,
                  row.output_tokens_per_s, machine)
-        for row in rows.itertuples()
+        for row in found
     ]  # fmt: skip
     rows = rows.join(pd.DataFrame(predicted, columns=[*_PREDICTED, "host_bytes"]))
     return rows[_COLUMNS].astype(dict.fromkeys(_WHOLE, "Int64"))
