@@ -11,7 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat import seeds
 from vllm_pyramid.platform.defaults import take_free_memory
-from vllm_pyramid.worker.runner import extend_with_policy
+from vllm_pyramid.worker.extend import extend_with_policy
 
 
 class PyramidCpuWorker(CPUWorker):

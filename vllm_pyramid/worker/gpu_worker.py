@@ -9,7 +9,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.worker.backend_names import BACKENDS
-from vllm_pyramid.worker.runner import extend_with_policy
+from vllm_pyramid.worker.extend import extend_with_policy
 
 
 class PyramidGpuWorker(Worker):

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.methods.hooks import WorkerHooks
-from vllm_pyramid.plans import Eviction, OpenPlan, Plan
+from vllm_pyramid.plans import Eviction, Plan
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.request_config import for_request
 from vllm_pyramid.step.step import Step, StepEvictions, WorkerRequest
@@ -179,7 +179,7 @@ class Retention:
         if step.evictions is not None:
             for index in step.evictions.unsolved.tolist():
                 request = step.requests[int(step.evictions.rows[index])]
-                assert isinstance(request.promised, OpenPlan)
+                assert request.promised.is_open
                 request.plan = step.evictions.plans[index]
         step.evictions = None
         reports: dict[str, Any] = {}

@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 
 from vllm_pyramid.compat.runner import (
     attention_layer,
-    extend_runner,
     per_layer_specs,
     rotary_of_layer,
     send_report,
@@ -278,14 +277,3 @@ class PyramidRunnerMixin:
         if self._trace is not None and evictions is not None:
             self._trace.finish_step(evictions)
         return send_report(output, evicted, reports)
-
-
-def extend_with_policy(runner: Any, uses_v2: bool) -> None:
-    """Make the worker's finished model runner follow the policy."""
-    if uses_v2:
-        from vllm_pyramid.worker.runner_v2 import PyramidRunnerV2 as Mixin
-    else:
-        from vllm_pyramid.worker.runner_v1 import (  # type: ignore[assignment]
-            PyramidRunnerV1 as Mixin,
-        )
-    extend_runner(runner, Mixin)
