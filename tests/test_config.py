@@ -299,7 +299,9 @@ def test_settings_travel_as_data(name: str, tmp_path: Path) -> None:
     assert ServedSettings.of(config) == served
     config = pickle.loads(pickle.dumps(config))
     assert ServedSettings.of(config) == served
-    assert KVSettings.from_additional_config(config.additional_config) == settings
+    assert KVSettings.from_additional_config(given) == settings
+    with pytest.raises(ValueError, match="for this package's own processes"):
+        KVSettings.from_additional_config(config.additional_config)
 
 
 def test_no_other_process_opens_the_policys_file(tmp_path: Path) -> None:

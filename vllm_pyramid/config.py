@@ -195,6 +195,11 @@ class KVSettings:
         if not isinstance(additional_config, Mapping):
             return None
         refuse_misspelt(additional_config, CONFIG_KEYS, "additional_config")
+        if SERVED_KEY in additional_config:
+            raise ValueError(
+                f"{SERVED_KEY!r} in additional_config is for this package's own processes: leave "
+                "it out and give kv_policy"
+            )
         given = {key: additional_config[key] for key in CONFIG_KEYS if key in additional_config}
         if not given:
             return None
@@ -220,6 +225,15 @@ class KVSettings:
         policy = self.policy()
         if policy is None:
             return None
+        try:
+            same = Policy.model_validate(policy.as_data()) == policy
+        except ValueError as error:
+            raise ValueError(f"policy {policy.name!r} cannot travel as JSON: {error}") from error
+        if not same:
+            raise ValueError(
+                f"policy {policy.name!r} is another one when it has travelled as JSON: use fields "
+                "of plain types in the classes of your own"
+            )
         forecasts = policy.evicts
         if self.kv_admission is not None:
             forecasts = self.kv_admission == FORECAST

@@ -242,7 +242,9 @@ def _check_resolved(config: VllmConfig) -> None:
 
 
 def _probe(config: VllmConfig, policy: Policy) -> None:
-    """Try what the policy scores and selects with, in the shape of this model."""
+    """Try what the user's own classes score and select with, in the shape of this model."""
+    if not any(":" in part.kind for part in (policy.scorer, policy.selector)):
+        return
     from vllm_pyramid.step.probe import probe
 
     model, parallel = config.model_config, config.parallel_config

@@ -185,6 +185,7 @@ def compare(case: Case, shape: tuple[int, int, int, int], seed: int) -> Iterator
         last_position=tokens - 1,
         prompt_len=tokens,
         rotary=rotary,
+        knows_rotary=True,
     )
     scorer = parse_component(Scorer, case.scorer)
     inside = slice(case.sinks, tokens - case.window)

@@ -16,13 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import VLLM
+from vllm_pyramid.policy import policy_names
 
 pytestmark = pytest.mark.engine
 
-POLICIES = (
-    "entropykv, full, ginikv, h2o, kcache, pyramidinfer, pyramidkv, pyramidkv-wide, scissorhands, "
-    "snapkv, streaming-llm, window, xkv, zigzagkv"
-)
+POLICIES = ", ".join(policy_names())
 BAD_PRESET = """\
 name: mine
 scorer: {kind: observation-window}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -249,3 +250,43 @@ def test_a_part_that_says_nothing_changes_nothing() -> None:
     assert part.for_request(keys) is part and keys == {"kv_top_n": 3}
     side: Any = None
     assert part.worker_hooks(policy, side) is None and part.scheduler_hooks(policy, 3) is None
+
+
+def test_fields_of_plain_types_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuples, sets and enumerations are lists and strings in JSON, and come back as they were."""
+    (tmp_path / "travellers.py").write_text(
+        "from enum import Enum\n"
+        "from vllm_pyramid.methods.scorer import Scorer\n"
+        "class How(Enum):\n    A = 'a'\n    B = 'b'\n"
+        "class Travels(Scorer):\n"
+        "    layers: tuple[int, ...] | None = (0, 1)\n"
+        "    pairs: tuple[tuple[int, int], ...] = ((1, 2),)\n"
+        "    how: How = How.B\n"
+        "    names: frozenset[str] = frozenset({'x'})\n"
+        "    def score(self, view):\n        return view.keys.norm(dim=-1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = load_policy(
+        "knorm", None, {"scorer": {"kind": "travellers:Travels", "pairs": [[3, 4]]}}
+    )
+    assert policy.scorer.pairs == ((3, 4),)  # type: ignore[attr-defined]
+    again = Policy.model_validate(json.loads(json.dumps(policy.as_data())))
+    assert again == policy and again.scorer == policy.scorer
+
+
+def test_a_class_in_a_script_is_refused() -> None:
+    with pytest.raises(ValueError, match="is in the script that runs"):
+        load_policy("knorm", None, {"scorer.kind": "__main__:Mine"})
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"schedule": "interval"}, "the schedule 'interval' would have no effect"),
+        ({"recent": 0.5}, "selector.recent"),
+    ],
+)
+def test_what_solved_lengths_would_ignore_is_refused(args: dict[str, Any], message: str) -> None:
+    parts = {"window": 1, "sinks": 0, "allocator": "global"}
+    with pytest.raises(ValueError, match=message):
+        load_policy("value-aware", 512, {**parts, **args})

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import ClassVar, Literal
 
 import pytest
@@ -101,3 +104,60 @@ def test_wrong_selections_are_one_sentence(
     policy = policy.model_copy(update={"selector": Choosing()})
     with pytest.raises(ValueError, match=message):
         probe(policy, 6, 2, 16)
+
+
+class Undeclared(Scorer):
+    """Looks at what it did not ask for."""
+
+    kind: Literal["undeclared"] = "undeclared"
+    what: ClassVar[str] = ""
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        if self.what == "queries":
+            return view.reduce_groups(view.attention().sum(dim=1))
+        return view.unrotated_queries(1).sum() + view.keys.norm(dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("queries", r"looks at 4 queries, .* has 1 .*: declare `needs_queries = True`"),
+        ("rotary", "declare `needs_rotary = True`"),
+    ],
+)
+def test_what_a_class_does_not_declare_is_missed_here(
+    what: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Undeclared, "what", what)
+    policy = load_policy("random", None, {"sinks": 2, "window": 4})
+    policy = policy.model_copy(update={"scorer": Undeclared()})
+    with pytest.raises(ValueError, match=rf"scorer 'undeclared' .*{message}"):
+        probe(policy, 6, 2, 16)
+
+
+FORKS = """
+import os, torch
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.probe import probe
+
+torch.set_num_threads(2)
+probe(load_policy("capkv"), 8, 2, 128)
+child = os.fork()
+if child == 0:
+    torch.randn(2_000_000).add(1).sum()  # in two threads
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.get_num_threads())
+"""
+
+
+def test_a_process_forked_afterwards_can_compute() -> None:
+    """vLLM forks its engine core on CUDA; a pool of threads does not survive that."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["7", "2"]

@@ -270,3 +270,23 @@ def test_what_presets_say_of_their_scorers_holds() -> None:
     for name in ("random", "capkv", "expected-attention", "value-aware", "snapkv-max"):
         with pytest.raises(ValueError, match=r"(positions|no scores during generation)"):
             load_policy(name, 128, {"schedule": "interval"})
+
+
+def test_capkv_bears_values_that_repeat() -> None:
+    """Of a run of one token V has rank 1, and outweighs the identity beyond float32."""
+    data = MadeUp(tokens=2048, size=128, heads=2, kv_heads=1)
+    data.values[:] = 3 * data.values[:, :1]
+    scores = parse_component(Scorer, "capkv").score(data.view(WINDOW, SINKS))
+    assert scores.isfinite().all()
+
+
+def test_expected_attention_needs_no_copy_a_query_head() -> None:
+    """More query heads than KV heads give what each group's mean over single heads gives."""
+    grouped, settings = MadeUp(tokens=41), {"kind": "expected_attention", "future_positions": 16}
+    scorer = parse_component(Scorer, settings)
+    single = MadeUp(tokens=41)
+    single.kv_heads, single.heads = single.heads, single.heads
+    single.keys = grouped.keys.repeat_interleave(3, dim=0)
+    single.values = grouped.values.repeat_interleave(3, dim=0)
+    alone = scorer.score(single.view(WINDOW, SINKS)).unflatten(0, (2, 3)).mean(dim=1)
+    torch.testing.assert_close(scorer.score(grouped.view(WINDOW, SINKS)), alone)

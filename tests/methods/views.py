@@ -107,4 +107,5 @@ def view_of(
         last_position=tokens - 1,
         prompt_len=tokens,
         rotary=rotary,
+        knows_rotary=True,
     )

@@ -110,10 +110,15 @@ def rotary_of_layer(model: torch.nn.Module, name: str) -> Rotary | None:
     Raises:
         ValueError: one whose rotation is not a function of a token's place alone.
     """
-    parent = model.get_submodule(name.rpartition(".")[0])
+    modules = dict(model.named_modules())
+    parent = modules.get(name.rpartition(".")[0])
     found = getattr(parent, "rotary_emb", None)
     if found is None:
+        if parent is None or any(other.endswith("rotary_emb") for other in modules):
+            raise ValueError(f"that of layer {name} is not where it is looked for")
         return None
+    if getattr(parent, "use_rope", True) is False or getattr(parent, "nope", False) is True:
+        return None  # it is there and not applied
     cache = getattr(found, "cos_sin_cache", None)
     if not isinstance(cache, torch.Tensor) or getattr(found, "mrope_section", None):
         raise ValueError(f"layer {name} has a {type(found).__name__}, which is not known here")

@@ -45,14 +45,16 @@ class CapKVScorer(Scorer):
 
         mean = view.unrotated_queries().mean(dim=0)
         mean = F.normalize(view.at_future_positions(mean, self.future_positions), dim=-1)
-        keys, values = F.normalize(view.keys[:, view.sinks :], dim=-1), view.values[:, view.sinks :]
-        total = torch.zeros(keys.shape[:2], device=keys.device)
+        keys = F.normalize(view.keys[:, view.sinks :], dim=-1)
+        # In float64: values that repeat one another outweigh the identity beyond float32.
+        values = view.values[:, view.sinks :].double()
+        identity = torch.eye(view.head_size, dtype=torch.float64, device=keys.device)
+        total = torch.zeros(keys.shape[:2], dtype=torch.float64, device=keys.device)
         for head in mean.unflatten(0, (view.num_kv_heads, view.group)).unbind(dim=1):
             likeness = (keys @ head[..., None])[..., 0].clamp(-1, 1)
             weights = (self.tau * (likeness - likeness.amax(dim=-1, keepdim=True))).exp()
             scaled = values * (weights + 1e-6).sqrt()[..., None]
-            gram = torch.eye(view.head_size, device=keys.device) + scaled.transpose(1, 2) @ scaled
-            root = torch.linalg.cholesky(gram)
+            root = torch.linalg.cholesky(identity + scaled.transpose(1, 2) @ scaled)
             half = torch.linalg.solve_triangular(root, values.transpose(1, 2), upper=False)
             total += weights * half.square().sum(dim=1)
-        return F.pad(total / view.group, (view.sinks, 0))
+        return F.pad((total / view.group).float(), (view.sinks, 0))

@@ -16,9 +16,9 @@ nothing to say.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,20 +43,6 @@ class Component(BaseModel):
 
     section: ClassVar[str]
     kind: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _tuples_from_lists(cls, value: Any) -> Any:
-        """YAML and JSON have lists only; a field that is a tuple takes one."""
-        if not isinstance(value, dict):
-            return value
-        tuples = {
-            name for name, info in cls.model_fields.items() if get_origin(info.annotation) is tuple
-        }
-        return {
-            name: tuple(item) if name in tuples and isinstance(item, list) else item
-            for name, item in value.items()
-        }
 
     # When a policy is read ----------------------------------------------------------------------
 
@@ -100,7 +86,7 @@ class Component(BaseModel):
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
         """Raise ValueError, naming the flag to change, if the finished configuration does not suit.
 
-        Called in the front end, and again never: what it changes in `config` is seen by all.
+        Called in the front end alone: what it changes in `config` is seen by all processes.
         """
 
     def check_request(self, policy: Policy, params: SamplingParams) -> None:

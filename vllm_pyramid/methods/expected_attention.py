@@ -47,11 +47,18 @@ class ExpectedAttentionScorer(Scorer):
         queries = view.unrotated_queries().transpose(0, 1)  # [H, W, D]
         mean = queries.mean(dim=1)
         spread = (queries - mean[:, None]) / len(queries[0]) ** 0.5
-        mean, spread = (view.at_future_positions(x, self.future_positions) for x in (mean, spread))
-        keys = view.keys[:, view.sinks :].repeat_interleave(view.group, dim=0)
-        logits = (keys @ mean[..., None])[..., 0] / view.head_size**0.5
-        if self.covariance:  # k S k is the sum of the squares of k times each query's deviation
-            logits += (keys @ spread.transpose(1, 2)).square().sum(dim=-1) / (2 * view.head_size)
-        weights = view.reduce_groups(logits.softmax(dim=-1))
+        mean, spread = (
+            view.at_future_positions(x, self.future_positions).unflatten(
+                0, (view.num_kv_heads, view.group)
+            )
+            for x in (mean, spread)
+        )
+        keys, weights = view.keys[:, view.sinks :], 0.0
+        for head in range(view.group):  # `[G, T]` at a time
+            logits = (keys @ mean[:, head, :, None])[..., 0] / view.head_size**0.5
+            if self.covariance:  # k S k is the sum of the squares of k times each deviation
+                squares = (keys @ spread[:, head].transpose(1, 2)).square().sum(dim=-1)
+                logits += squares / (2 * view.head_size)
+            weights = weights + logits.softmax(dim=-1) / view.group
         scores = (weights + self.epsilon) * view.values[:, view.sinks :].norm(dim=-1)
         return F.pad(scores, (view.sinks, 0))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from vllm_pyramid.step.view import LayerView
 
-_QUERIES_AT_ONCE = 64  # their logits and noise are `[H, queries, T]`
+# Of the logits and the noise, `[H, queries, T]`: 64 MiB for each of three temporaries in int64.
+_NUMBERS_AT_ONCE = 2**23
 
 
 class KeyformerScorer(AccumulatingScorer):
@@ -44,7 +45,8 @@ class KeyformerScorer(AccumulatingScorer):
         behind = (view.query_positions - view.prompt_len + 1).clamp(0, self.generated)
         taus = self.tau_start + (self.tau_end - self.tau_start) * behind / self.generated
         total = torch.zeros(view.num_query_heads, view.num_tokens, device=view.queries.device)
-        for queries in view.slices(_QUERIES_AT_ONCE):
+        at_once = _NUMBERS_AT_ONCE // (view.num_query_heads * view.num_tokens)
+        for queries in view.slices(max(at_once, 1)):
             positions, tau = view.query_positions[queries, None], taus[queries, None]
             noise = uniform(self.seed, heads[:, None, None], positions, view.places)
             logits = view.logits_of(queries) - (-noise.log()).log()

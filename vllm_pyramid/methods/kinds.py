@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import pkgutil
 from collections.abc import Iterable
 from functools import cache
@@ -46,6 +47,11 @@ def built_in_kinds(base: type[ComponentT]) -> dict[str, type[ComponentT]]:
 
 def _import_kind(base: type[ComponentT], kind: str) -> type[ComponentT]:
     module_name, _, class_name = kind.partition(":")
+    if module_name == "__main__":
+        raise ValueError(
+            f"the {base.section} {kind!r} is in the script that runs, which the processes of the "
+            "engine do not: put it into a module of its own"
+        )
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -116,4 +122,10 @@ def parse_component(base: type[ComponentT], value: object) -> ComponentT:
                 f"{did_you_mean(str(key), cls.model_fields)}; valid keys: "
                 f"{', '.join(cls.model_fields)}"
             )
-    return cls.model_validate(value)
+    try:
+        written = json.dumps(value)
+    except TypeError:
+        return cls.model_validate(value)
+    # As JSON, which is what YAML has and what travels: lists are tuples and sets where these are
+    # wanted, and enumerations are their values. No other type is taken for another.
+    return cls.model_validate_json(written)

@@ -28,6 +28,7 @@ class Scorer(Component):
         needs_rotary: `score` undoes the rotary embedding (`LayerView.rotary`).
         attention_mass: the scores are attention, so not negative, and their share of a layer's sum
             says how much of it is kept: what allocators that solve the lengths need.
+        asked: the function that a class of one's own defines.
         gives_statistics: `scores` can return the window's statistics beside the scores.
     """
 
@@ -38,6 +39,7 @@ class Scorer(Component):
     needs_rotary: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     gives_statistics: ClassVar[bool] = False
+    asked: ClassVar[str] = "score"
 
     @property
     def history(self) -> int | None:

@@ -100,7 +100,8 @@ class EvictionBatch:
         Args:
             scores: `[S, G, >= longest]`.
         """
-        scores = scores.clone()
+        # A score of -inf is no reason to keep a dead token in its place.
+        scores = scores.clamp(min=torch.finfo(torch.float32).min)
         device, columns = scores.device, torch.arange(scores.shape[2], device=scores.device)
         fronts, recents = upload(self._protected(), device)
         # More than there is to keep cannot be protected: the most recent go first.
@@ -178,6 +179,7 @@ class EvictionBatch:
             last_position=int(self.evictions.prompt_lens[self.chosen[row]]) - 1,
             prompt_len=int(self.evictions.of_prompts[self.chosen[row]]),
             rotary=call.rotary,
+            knows_rotary=self.policy.scorer.needs_rotary,
             ranks=call.ranks,
         )
 
@@ -231,13 +233,17 @@ def _widened(scores: torch.Tensor, columns: int) -> torch.Tensor:
     )
 
 
-def check_scores(kind: str, scores: Any, heads: int, tokens: int) -> None:
-    """Raise ValueError unless `scores` is `[heads, tokens]` float32 without NaN."""
-    wanted = f"`score` must return a float32 tensor [G, T] = [{heads}, {tokens}]"
+class WrongResultError(ValueError):
+    """A scorer or a selector returned something else than it should; the message says what."""
+
+
+def check_scores(kind: str, scores: Any, heads: int, tokens: int, function: str = "score") -> None:
+    """Raise WrongResultError unless `scores` is `[heads, tokens]` float32 without NaN."""
+    wanted = f"`{function}` must return a float32 tensor [G, T] = [{heads}, {tokens}]"
     if not isinstance(scores, torch.Tensor):
-        raise ValueError(f"the scorer {kind!r} returned a {type(scores).__name__}: {wanted}")
+        raise WrongResultError(f"the scorer {kind!r} returned a {type(scores).__name__}: {wanted}")
     if scores.shape != (heads, tokens) or scores.dtype != torch.float32:
-        raise ValueError(
+        raise WrongResultError(
             f"the scorer {kind!r} returned {list(scores.shape)} {scores.dtype}: {wanted}"
         )
     nan = scores.isnan().any()
@@ -245,18 +251,18 @@ def check_scores(kind: str, scores: Any, heads: int, tokens: int) -> None:
     if scores.device.type != "cpu":
         torch._assert_async(~nan, reason)  # without waiting for the device
     elif nan:
-        raise ValueError(reason)
+        raise WrongResultError(reason)
 
 
 def check_selection(kind: str, chosen: Any, heads: int, keep: int, tokens: int) -> None:
-    """Raise ValueError unless `chosen` is `[heads, keep]` different places below `tokens`."""
+    """Raise WrongResultError unless `chosen` is `[heads, keep]` different places below `tokens`."""
     wanted = f"`select` must return [G, keep] = [{heads}, {keep}] different places below {tokens}"
     if not isinstance(chosen, torch.Tensor) or chosen.shape != (heads, keep):
         shape = list(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__
-        raise ValueError(f"the selector {kind!r} returned {shape}: {wanted}")
+        raise WrongResultError(f"the selector {kind!r} returned {shape}: {wanted}")
     if chosen.is_floating_point() or keep == 0:
         if keep:
-            raise ValueError(f"the selector {kind!r} returned {chosen.dtype}: {wanted}")
+            raise WrongResultError(f"the selector {kind!r} returned {chosen.dtype}: {wanted}")
         return
     order = chosen.sort(dim=-1).values
     wrong = (order[:, 0] < 0).any() | (order[:, -1] >= tokens).any()
@@ -264,4 +270,4 @@ def check_selection(kind: str, chosen: Any, heads: int, keep: int, tokens: int) 
     if chosen.device.type != "cpu":
         torch._assert_async(~wrong, f"the selector {kind!r}: {wanted}")
     elif wrong:
-        raise ValueError(f"the selector {kind!r} returned wrong places: {wanted}")
+        raise WrongResultError(f"the selector {kind!r} returned wrong places: {wanted}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.step.batch import check_scores, check_selection
+from vllm_pyramid.step.batch import WrongResultError, check_scores, check_selection
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.view import LayerView
 
@@ -22,7 +22,10 @@ _TOKENS = 40  # of the request, beyond window and sinks
 
 
 def probe(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> None:
-    """Score and select once, on the CPU.
+    """Score and select once, on the CPU, by one thread.
+
+    More threads would be started in the front end, and a process that is forked from it afterwards
+    would wait for them for ever.
 
     Args:
         num_heads, num_kv_heads: of a worker.
@@ -30,19 +33,28 @@ def probe(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> 
     Raises:
         ValueError: the scorer or the selector failed, or returned something else than it should.
     """
-    view = _made_up(policy, num_heads, num_kv_heads, head_size)
-    scorer, selector = policy.scorer, policy.selector
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _probe(policy, _made_up(policy, num_heads, num_kv_heads, head_size))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _probe(policy: Policy, view: LayerView) -> None:
+    scorer, selector, num_kv_heads = policy.scorer, policy.selector, view.num_kv_heads
     try:
         scores = scorer.probed(view)
         if scores is None:
             scores = torch.rand(num_kv_heads, view.num_tokens)
-        check_scores(scorer.kind, scores, num_kv_heads, view.num_tokens)
+        else:
+            check_scores(scorer.kind, scores, num_kv_heads, view.num_tokens, scorer.asked)
         keep = policy.window + policy.sinks + _TOKENS // 2
         scores = scores.clone()
         scores[:, : policy.sinks] = scores[:, view.num_tokens - policy.window :] = torch.inf
         if (chosen := selector.probed(scores, keep)) is not None:
             check_selection(selector.kind, chosen, num_kv_heads, keep, view.num_tokens)
-    except ValueError:
+    except WrongResultError:
         raise
     except Exception as error:
         raise ValueError(
@@ -56,6 +68,8 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
     source = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 1, num_kv_heads, tokens, head_size, generator=source)
     angles = torch.rand(tokens + 1, head_size // 2, generator=source)
+    scorer = policy.scorer
+    count = max(policy.window, 1) if scorer.needs_queries else 1
     return LayerView(
         num_tokens=tokens,
         window=policy.window,
@@ -68,11 +82,12 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
         num_layers=1,
         scale=head_size**-0.5,
         soft_cap=0.0,
-        queries=torch.randn(max(policy.window, 1), num_heads, head_size, generator=source),
+        queries=torch.randn(count, num_heads, head_size, generator=source),
         key_cache=rows[0],
         value_cache=rows[1],
         block_row=torch.zeros(1, dtype=torch.int32),
         last_position=tokens - 1,
         prompt_len=tokens,
         rotary=Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1)),
+        knows_rotary=scorer.needs_rotary,
     )

@@ -276,6 +276,7 @@ class Step:
             last_position=computed + scheduled - 1,
             prompt_len=int(self.prompt_lens[row]),
             rotary=call.rotary,
+            knows_rotary=policy.scorer.needs_rotary,
             ranks=call.ranks,
         )
 

@@ -39,7 +39,7 @@ class LayerView:
         at_prompt_end: whether nothing was evicted before: then the T tokens are the request's
             first ones, and a token's place is its position.
         last_position: of the last query. prompt_len: tokens of the prompt.
-        rotary: of the layer; None where it has none.
+        rotary: of the layer; None where it has none. knows_rotary: whether it was asked for.
         ranks: that share the heads; None for one.
     """
 
@@ -64,6 +64,7 @@ class LayerView:
     last_position: int = 0
     prompt_len: int = 0
     rotary: Rotary | None = None
+    knows_rotary: bool = False
     ranks: Ranks | None = None
 
     def _gather(self, cache: torch.Tensor) -> torch.Tensor:
@@ -98,8 +99,21 @@ class LayerView:
 
     def window_queries(self, count: int | None = None) -> torch.Tensor:
         """The last `count` queries, `[count, H, D]` float32; None: the window's."""
+        return self.queries[-self._count(count) :].float()
+
+    def _count(self, count: int | None) -> int:
+        """How many queries are meant.
+
+        Raises:
+            ValueError: the step does not have so many.
+        """
         count = max(self.window, 1) if count is None else count
-        return self.queries[-count:].float()
+        if count > len(self.queries):
+            raise ValueError(
+                f"a scorer looks at {count} queries, and the step has {len(self.queries)} of this "
+                "request: declare `needs_queries = True` in its class, and set `window` to as many"
+            )
+        return count
 
     def slices(self, count: int) -> list[slice]:
         """The queries, `count` at a time: what is `[H, W, T]` at once may not fit."""
@@ -112,7 +126,7 @@ class LayerView:
 
         Scaled and capped; -inf where a key comes after the query.
         """
-        count = max(self.window, 1) if count is None else count
+        count = self._count(count)
         return self.logits_of(slice(len(self.queries) - count, len(self.queries)))
 
     def logits_of(self, which: slice) -> torch.Tensor:
@@ -136,12 +150,21 @@ class LayerView:
     def unrotated_queries(self, count: int | None = None) -> torch.Tensor:
         """The last `count` queries before their rotary embedding, `[count, H, D]` float32."""
         queries = self.window_queries(count)
+        self._check_rotary()
         if self.rotary is None:
             return queries
         return self.rotary.turn_back(queries, self.query_positions[-len(queries) :])
 
+    def _check_rotary(self) -> None:
+        if not self.knows_rotary:
+            raise ValueError(
+                "a scorer looks at what is behind the rotary embedding: declare "
+                "`needs_rotary = True` in its class"
+            )
+
     def at_future_positions(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """`x`, `[..., D]` without rotary embedding, at the next `count` positions on average."""
+        self._check_rotary()
         if self.rotary is None:
             return x
         first = self.last_position + 1

@@ -34,6 +34,7 @@ class AccumulatingScorer(Scorer):
     mass_kind: ClassVar[str | None] = None
     sign: ClassVar[float] = 1.0
     starts_over: ClassVar[bool] = False
+    asked: ClassVar[str] = "observe"
 
     def gathers(self, policy: Policy) -> bool:
         """See the base."""

@@ -130,7 +130,9 @@ class KeyMass(WorkerHooks):
             if view is None:
                 continue
             given = self.scorer.observe(view)
-            check_scores(self.scorer.kind, given, view.num_kv_heads, view.num_tokens)
+            check_scores(
+                self.scorer.kind, given, view.num_kv_heads, view.num_tokens, self.scorer.asked
+            )
             places = view.start + view.places
             blocks = view.block_row[places // block_size].long()
             self.pages[blocks, :, places % block_size] += given.T

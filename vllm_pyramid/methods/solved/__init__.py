@@ -86,6 +86,14 @@ class SolvingAllocator(Allocator):
                 f"from attention scores, but its scorer {policy.scorer.kind!r} has none: choose "
                 "the scorer observation_window"
             )
+        ignored = "selector.recent" if policy.selector.recent_share else None
+        if policy.schedule.every:
+            ignored = f"the schedule {policy.schedule.kind!r}"
+        if ignored is not None:
+            raise ValueError(
+                f"policy {policy.name!r} has the allocator {self.kind!r}, which solves the lengths "
+                f"once, at the prompt's end: {ignored} would have no effect; leave it out"
+            )
         if self.needs_statistics and not policy.scorer.gives_statistics:
             raise ValueError(
                 f"policy {policy.name!r} has the allocator {self.kind!r}, which needs the entropy "

@@ -91,6 +91,11 @@ class LayerSolver(WorkerHooks):
         scores, statistics = self.policy.scorer.scores(
             batch, statistics=self.solver.needs_statistics
         )
+        if scores.shape[2] > batch.longest - self.policy.window:  # with columns of the window
+            scores = scores[:, :, : batch.longest - self.policy.window]
+            columns = torch.arange(scores.shape[2], device=scores.device)
+            behind = columns >= (batch.lens - self.policy.window)[:, None]
+            scores = scores.masked_fill(behind[:, None], -torch.inf)
         evidence = self.solver.evidence(scores, statistics)
         mass = window_mass(batch) if self.trace is not None else None
         # The queries of all layers together would be as large as the cache.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses which tokens of a piece reach the next layer (PyramidInfer), and moves what stays.
 
-See `thinning.py` for the layout and the shape legend. S are those of the step's E pieces that give
+See `step.py` for the layout and the shape legend. S are those of the step's E pieces that give
 tokens up in the layer.
 """
 
