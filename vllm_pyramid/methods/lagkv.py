@@ -37,8 +37,9 @@ class LagKVScorer(Scorer):
         parts = (view.num_tokens - view.sinks) // self.lag - 1
         if parts >= 1:
             end = view.sinks + parts * self.lag
-            both = (self._unevenness(x, view.sinks, parts) for x in (view.keys, view.values))
-            ranks = sum(both).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)  # type: ignore[union-attr]
+            uneven = self._unevenness(view.keys, view.sinks, parts)
+            uneven = uneven + self._unevenness(view.values, view.sinks, parts)
+            ranks = uneven.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
             scores[:, view.sinks : end] = ranks.flatten(1) / self.lag
         return scores
 
