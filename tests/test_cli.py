@@ -76,6 +76,7 @@ def test_budgets_json(capsys: pytest.CaptureFixture[str]) -> None:
         capsys,
         *("budgets", "--num-layers", "3", "--prompt-len", "1000", "--kv-policy", "pyramidkv"),
         *("--kv-budget", "12%", "--kv-policy-args", '{"allocator": "geometric"}'),
+        *("--kv-min-tokens", "100"),
         *("--block-size", "32", "--num-kv-heads", "4", "--head-size", "64", "--dtype", "float32"),
     )
     plan = load_policy("pyramidkv", "12%", {"allocator": "geometric"}).plan(1000, 3, 32)
@@ -223,6 +224,6 @@ def test_demo_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [["--prompt-tokens", "100"]]
 
 
-def test_demo_model_prints_a_path(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo-model"]) == 0
+def test_model_prints_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "built-in"]) == 0
     assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()

@@ -39,6 +39,7 @@ def test_there_and_back() -> None:
     config = {
         "kv_policy": "pyramidkv",
         "kv_budget": 512,
+        "kv_min_tokens": 0,
         "kv_policy_args": {"beta": 14},
         "kv_trace": "traces",
     }
@@ -46,7 +47,7 @@ def test_there_and_back() -> None:
     assert settings is not None
     assert settings.to_additional_config() == config
     assert KVSettings.from_additional_config(settings.to_additional_config()) == settings
-    assert settings.policy() == load_policy("pyramidkv", 512, {"beta": 14})
+    assert settings.policy() == load_policy("pyramidkv", 512, {"beta": 14, "min_tokens": 0})
     assert settings.policy() is settings.policy()
     assert pickle.loads(pickle.dumps(settings)).policy() == settings.policy()
 
@@ -206,8 +207,8 @@ def test_the_worker_never_raises_and_falls_back_to_the_served_policy() -> None:
 
 def test_the_application_of_a_request() -> None:
     keys = RequestKeys.parse({"kv_application": "mail", "kv_budget": 64})
-    assert keys == RequestKeys(None, Budget.parse(64), "mail")
-    assert RequestKeys.parse({"kv_application": "mail"}) == RequestKeys(None, None, "mail")
+    assert keys == RequestKeys(budget=Budget.parse(64), application="mail")
+    assert RequestKeys.parse({"kv_application": "mail"}) == RequestKeys(application="mail")
     policy = load_policy("xkv", 32)
     assert resolve(policy, keys) == ServedRequest(policy, Budget.parse(64), "mail")
     for nothing in ("", None):
@@ -271,7 +272,7 @@ def test_the_last_chunk_is_long_enough_for_a_trace(name: str) -> None:
     """Recall is taken from as many queries as the scheduler leaves for the last chunk."""
     policy = load_policy(name)
     traced = KVSettings(kv_policy=name, kv_trace="somewhere").served()
-    assert traced is not None and traced.policy == policy
+    assert traced is not None and traced.policy.scorer == policy.scorer
     assert traced.min_last_chunk >= policy.trace_window >= 1
     plain = KVSettings(kv_policy=name).served()
     assert plain is not None and plain.min_last_chunk == policy.min_last_chunk

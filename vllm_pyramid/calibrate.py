@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.config import KVSettings, parse_engine_args, parse_policy_args
+from vllm_pyramid.config import NO_POLICY, KVSettings, parse_engine_args, parse_policy_args
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy
@@ -137,7 +137,7 @@ def policy_text(policy: Policy, calibration: Calibration, name: str, source: str
     import yaml
 
     number, layers = calibration.shares.shape
-    data = policy.model_dump()
+    data = policy.model_dump(exclude_none=True)
     data["name"] = name
     data["description"] = f"Shares of {policy.name}, averaged over {number} prompts"
     # Exact enough for any prompt, and short enough to be read and changed by hand.
@@ -221,7 +221,13 @@ def _policy_of(settings: KVSettings) -> Policy:
 
 def run(args: argparse.Namespace) -> int:
     """The sub-command."""
-    settings = KVSettings(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
+    # Short prompts have shares too.
+    settings = KVSettings(
+        args.kv_policy,
+        args.kv_budget,
+        kv_min_tokens=None if args.kv_policy == NO_POLICY else 0,
+        kv_policy_args=parse_policy_args(args.kv_policy_args),
+    )
     policy = _policy_of(settings)
     output = Path(args.output)
     if output.suffix not in (".yaml", ".yml"):
@@ -244,7 +250,13 @@ def run(args: argparse.Namespace) -> int:
             reports.append(report)
             progress.advance(task)
     calibration = collect(reports, policy.window + policy.sinks)
-    output.write_text(policy_text(policy, calibration, output.stem, args.model), encoding="utf-8")
+    from vllm_pyramid.policy import load_policy
+
+    own = load_policy(args.kv_policy).min_tokens
+    made_from = policy.model_copy(update={"min_tokens": own})
+    output.write_text(
+        policy_text(made_from, calibration, output.stem, args.model), encoding="utf-8"
+    )
     if args.picture:
         draw(
             calibration, f"{policy.name}, budget {policy.budget}: {args.model}", Path(args.picture)

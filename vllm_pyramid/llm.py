@@ -22,6 +22,8 @@ class LLM(vllm.LLM):
         model: as for `vllm.LLM`.
         kv_policy: a preset's name or the path of a `.yaml` file; `"none"` leaves vLLM as it is.
         kv_budget: prompt tokens kept, averaged over layers and KV heads: `512` or `"12%"`.
+        kv_min_tokens: the least that a share of a prompt comes to (256): shorter prompts are kept
+            whole.
         kv_policy_args: changes to the policy's parameters, such as `{"beta": 14}`.
         kv_trace: folder for the kept positions of every request.
         kv_swap_space: GiB of host memory for V, for policies that keep it there (`kcache`).
@@ -39,6 +41,7 @@ class LLM(vllm.LLM):
         *args: Any,
         kv_policy: str | None = None,
         kv_budget: int | str | None = None,
+        kv_min_tokens: int | None = None,
         kv_policy_args: dict[str, Any] | None = None,
         kv_trace: str | None = None,
         kv_swap_space: float | None = None,
@@ -47,8 +50,8 @@ class LLM(vllm.LLM):
         **kwargs: Any,
     ) -> None:
         register()
-        values = (kv_policy, kv_budget, kv_policy_args, kv_trace, kv_swap_space, kv_admission)
-        given = {k: v for k, v in zip(CONFIG_KEYS, values, strict=True) if v is not None}
+        own = locals()
+        given = {key: own[key] for key in CONFIG_KEYS if own[key] is not None}
         base = (
             json.loads(additional_config)
             if isinstance(additional_config, str)

@@ -49,6 +49,7 @@ def _report(policy: Policy, plan: OpenPlan, source: str) -> dict[str, Any]:
         "source": source,
         "policy": policy.name,
         "budget": policy.budget.value,
+        "min_tokens": policy.min_tokens,
         "budget_tokens": plan.budget_tokens,
         "prompt_len": plan.prompt_len,
         "block_size": block_size,

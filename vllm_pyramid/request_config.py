@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a single request may ask for, and what then holds for it.
 
-A request may carry `kv_policy`, `kv_budget`, `kv_application` and `kv_top_n` in
+A request may carry `kv_policy`, `kv_budget`, `kv_min_tokens`, `kv_application` and `kv_top_n` in
 `SamplingParams.extra_args` (`vllm_xargs`). They are read once on each side: in the front end, which
 answers a mistake with 400, in the scheduler and in each worker.
 """
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from vllm_pyramid.config import refuse_misspelt
+from vllm_pyramid.config import parse_min_tokens, refuse_misspelt
 from vllm_pyramid.policy import Budget, Policy, load_policy
 
 FULL_POLICY = "full"
 MAX_NAME = 256
-REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_application", "kv_top_n")
+REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n")
 # What the scheduler adds to a request for the workers: an allocator in place of the policy's. A
 # client's is refused.
 ALLOCATOR_KEY = "vllm_pyramid_allocator"
@@ -31,12 +31,14 @@ class RequestKeys:
     Attributes:
         policy: `full` to opt out of eviction, or the served policy's own name; None for that.
         budget: the request's own budget; None for the policy's.
+        min_tokens: the least that a share of its prompt comes to; None for the policy's.
         application: whose average of sampled budgets it shares (`sample_first`, `sample_share`).
         top_n: keys that it takes V of, with V in host memory; None for the policy's.
     """
 
     policy: str | None = None
     budget: Budget | None = None
+    min_tokens: int | None = None
     application: str = ""
     top_n: int | None = None
 
@@ -71,7 +73,8 @@ class RequestKeys:
             budget = None if value is None else Budget.parse(value)
         except ValueError as error:
             raise ValueError(f"kv_budget of the request: {error}") from None
-        return cls(policy, budget, application, top_n)
+        least = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
+        return cls(policy, budget, least, application, top_n)
 
 
 class ServedRequest(NamedTuple):
@@ -79,7 +82,8 @@ class ServedRequest(NamedTuple):
 
     Attributes:
         policy: the served one, perhaps with parts of its own, or `full`.
-        budget: its own; None: the policy's. application: see `RequestKeys`.
+        budget: its own, perhaps with a floor of its own; None: the policy's.
+        application: see `RequestKeys`.
         error: what was wrong, where there is nobody to answer: the served policy then holds until
             the scheduler has ended the request.
     """
@@ -88,6 +92,13 @@ class ServedRequest(NamedTuple):
     budget: Budget | None = None
     application: str = ""
     error: str | None = None
+
+    @property
+    def least_of_share(self) -> int | None:
+        """The floor of its share of the prompt; None where there is no share, or no floor."""
+        budget = (self.budget or self.policy.budget).with_floor(self.policy.min_tokens)
+        is_share = budget.percent is not None and self.policy.evicts
+        return (budget.min_tokens or None) if is_share else None
 
 
 @lru_cache(maxsize=1)
@@ -113,11 +124,19 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
             f"kv_policy {keys.policy!r} is not served here: a request may ask for "
             f"{' or '.join(repr(name) for name in possible)}"
         )
-    if keys.budget is not None:
-        chosen.check_budget(keys.budget)
+    budget = keys.budget
+    if budget is not None:
+        chosen.check_budget(budget)
+    if keys.min_tokens is not None:
+        if keys.min_tokens and not chosen.evicts:
+            raise ValueError(
+                f"kv_min_tokens has no effect on policy {chosen.name!r}, which keeps every token: "
+                "leave it out"
+            )
+        budget = (budget or chosen.budget).with_floor(keys.min_tokens)
     if keys.top_n is not None:
         chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
-    return ServedRequest(chosen, keys.budget, keys.application)
+    return ServedRequest(chosen, budget, keys.application)
 
 
 @lru_cache(maxsize=256)

@@ -222,6 +222,8 @@ def start_engine(model: str, **settings: Any) -> Engine:
         "skip_tokenizer_init": True,
         "seed": 0,
     }
+    if settings.get("kv_policy", "none") != "none":
+        defaults["kv_min_tokens"] = 0  # prompts are short here
     settings = {**defaults, **settings}
     if "num_gpu_blocks_override" not in settings:
         settings.setdefault("kv_cache_memory_bytes", 128 << 20)

@@ -70,6 +70,7 @@ class Setup:
 
     policy: str = "pyramidkv"
     budget: str | int = "30%"
+    min_tokens: int = 0
     policy_args: tuple[tuple[str, Any], ...] = (("window", 6),)
     asynchronous: bool = False
     runner_v2: bool = False
@@ -122,6 +123,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
         additional_config={
             "kv_policy": setup.policy,
             "kv_budget": setup.budget,
+            "kv_min_tokens": setup.min_tokens,
             "kv_policy_args": dict(setup.policy_args),
             "kv_admission": setup.admission,
         },

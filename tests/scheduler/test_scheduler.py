@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,6 +143,24 @@ def test_the_response_says_what_was_kept(setup: Setup, max_tokens: int) -> None:
         "blocks_before": 30,
         "blocks_after": int(plan.blocks.sum()),
     }
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "extra", "kept"), [(15, {}, 15), (40, {}, 20), (40, {"kv_min_tokens": 25}, 25)]
+)
+def test_the_response_says_what_a_share_never_falls_below(
+    prompt_len: int, extra: dict[str, int], kept: int
+) -> None:
+    pair = Pair(replace(SYNC, min_tokens=20))
+    pair.add("r", prompt_len, 2, extra_args=extra)
+    report: dict[str, Any] = {}
+    while pair.scheduler.requests:
+        for outputs in pair.step().values():
+            for output in outputs.outputs:
+                report = output.kv_transfer_params or report
+    assert report["kv_min_tokens"] == extra.get("kv_min_tokens", 20)
+    assert report["kv_budget"] == kept
+    assert (report["evicted_tokens"] > 0) == (prompt_len > kept)
 
 
 def test_the_statistics_count_layers_when_they_change() -> None:

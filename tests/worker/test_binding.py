@@ -42,7 +42,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served(policy: str, **settings: Any) -> dict[str, Any]:
     """What the front end puts into `additional_config`."""
-    found = KVSettings(policy, **settings).served()
+    found = KVSettings(policy, kv_min_tokens=0, **settings).served()
     assert found is not None
     return {SERVED_KEY: found.as_data()}
 

@@ -243,6 +243,7 @@ class Job:
             given = {name: v for name, v in self.engine_args.items() if name not in CONFIG_KEYS}
             caching = {"enable_prefix_caching": variant.policy == STOCK_CACHING}
             return made | {"block_size": None} | given | caching
+        made["kv_min_tokens"] = 0  # budgets as they are given, of short prompts too
         if self.kv_swap_space is not None and self.v_on_host(variant):
             return made | self.engine_args | {"kv_swap_space": self.kv_swap_space}
         return made | self.engine_args

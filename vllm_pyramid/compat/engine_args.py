@@ -31,6 +31,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "Prompt tokens kept, on average over layers and KV heads: a number, or a share of "
         "the prompt such as 12%%. Default: the policy's own.",
     },
+    "kv_min_tokens": {
+        "metavar": "N",
+        "help": "The least that a share of a prompt comes to: prompts of up to N tokens are kept "
+        "whole. 0 for no floor. Default: the preset's own, or 256.",
+    },
     "kv_policy_args": {
         "metavar": "JSON",
         "help": 'Changes to the policy\'s parameters, for example \'{"beta": 14, "window": 16}\'.',

@@ -111,6 +111,7 @@ def run(work: Work) -> None:
             work.model,
             kv_policy=work.kv_policy,
             kv_policy_args=work.kv_policy_args or None,
+            kv_min_tokens=0,  # budgets are measured as they are given
             kv_trace=folder if work.recall else None,
             logits_processors=[QUALIFIED_NAME] if forced else None,
             **_engine_args(work),

@@ -80,6 +80,7 @@ class Result(BaseModel):
             None.
         recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
             hold (`ops.recall.kept_mass`), where the task needs it, else None.
+        agreement, divergence: see `AgreementTask`, else None.
         prefill_seconds: from the start of the prefill to the first token; None if not timed.
         decode_tokens_per_second: of the tokens after the first; None if not timed.
     """
@@ -90,5 +91,7 @@ class Result(BaseModel):
     eviction: EvictionReport
     nats: float | None = None
     recall: list[list[float]] | None = None
+    agreement: float | None = None
+    divergence: float | None = None
     prefill_seconds: float | None = None
     decode_tokens_per_second: float | None = None

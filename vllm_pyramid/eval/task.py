@@ -20,6 +20,7 @@ from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
 
 __all__ = [
+    "AgreementTask",
     "Figure",
     "GeneratedTask",
     "NumberTask",
@@ -44,6 +45,10 @@ class Sample:
         stop: texts at which the answer ends, for the task to cut it there.
         may_be_cut: a prompt that is too long for the model loses its middle instead of being an
             error.
+        lead: text that is decoded behind the prompt whatever the model would say; the answer
+            follows it.
+        follows_full: the continuation to measure is what the whole cache generates in
+            `max_tokens`.
     """
 
     prompt: str
@@ -52,6 +57,8 @@ class Sample:
     facts: dict[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     may_be_cut: bool = False
+    lead: str = ""
+    follows_full: bool = False
 
     @property
     def forced(self) -> bool:
@@ -150,6 +157,33 @@ class NumberTask(GeneratedTask):
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
         (figure,) = super().figures(samples, results)
         return [replace(figure, digits=fmean(map(self.digits, samples, results)))]
+
+
+class AgreementTask(GeneratedTask):
+    """A task without a right answer: what is asked is whether eviction changes what is said.
+
+    The continuation is what the whole cache generates greedily. Along it, but for its first token,
+    which comes from the prefill: the share of tokens that would have been the greedy choice over
+    the kept cache too, and the divergence KL(full || policy) of the next token's distributions, in
+    nats.
+    """
+
+    metric = "greedy tokens as of the whole cache"
+    answer_tokens = 64
+
+    def score(self, sample: Sample, result: Result) -> float:
+        """The share that agrees."""
+        assert result.agreement is not None
+        return result.agreement
+
+    def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
+        """Agreement, and divergence."""
+        nats = [result.divergence for result in results if result.divergence is not None]
+        assert len(nats) == len(results)
+        return [
+            *super().figures(samples, results),
+            Figure("divergence from the whole cache, nats", fmean(nats), lower_is_better=True),
+        ]
 
 
 def begins_with(text: str, answer: str) -> bool:

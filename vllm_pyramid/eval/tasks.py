@@ -16,6 +16,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from vllm_pyramid.eval import phrases
+from vllm_pyramid.eval.documents import Explain, Quote, SecondTurn, Summary
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
 from vllm_pyramid.eval.task import Figure, GeneratedTask, NumberTask, Sample, Task
@@ -271,6 +272,7 @@ class AttentionRecall(GeneratedTask):
 _IN_ORDER_OF_TABLES: tuple[type[Task], ...] = (
     *(Needle, MultiKey, MultiValue, TwoQuestions),
     *(VariableTracing, KeyValue, FewShot, Perplexity, AttentionRecall),
+    *(Explain, Summary, Quote, SecondTurn),
 )
 GENERATED = {task.name: task for task in _IN_ORDER_OF_TABLES}
 

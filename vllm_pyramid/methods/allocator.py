@@ -103,7 +103,7 @@ class CurveAllocator(Allocator):
         if not policy.schedule.every:
             return plan
         # A share is one of the prompt, also when more has been generated.
-        target = budget.tokens or max(mean, policy.min_budget)
+        target = max(mean, budget.least(policy.min_budget))
         return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan, target))
 
 

@@ -64,7 +64,9 @@ def best_lengths(scores: torch.Tensor, total: int, *, sinks: int = 0) -> torch.T
     return _split_at(candidates, threshold, total)
 
 
-def least_lengths(scores: torch.Tensor, goal: float, *, limit: int, sinks: int = 0) -> torch.Tensor:
+def least_lengths(
+    scores: torch.Tensor, goal: float, *, limit: int, at_least: int = 0, sinks: int = 0
+) -> torch.Tensor:
     """The least total whose mean R is at least `goal` (XKV's Eq. 18): `[L]` int64.
 
     The sums over the sorted shares are the mean R of every total; the first that reaches the goal
@@ -72,18 +74,18 @@ def least_lengths(scores: torch.Tensor, goal: float, *, limit: int, sinks: int =
 
     Args:
         scores: `[L, n]`. goal: mean R, 0 .. 1. limit: the most tokens of all layers beyond the
-            sinks; where the goal needs more, these are given.
+            sinks; where the goal needs more, these are given. at_least: the fewest of them.
     """
     shares = shares_of(scores)
     candidates = shares[:, sinks:].contiguous()
-    assert 0 <= limit <= candidates.numel(), (limit, candidates.shape)
+    assert 0 <= at_least <= limit <= candidates.numel(), (at_least, limit, candidates.shape)
     if limit == 0:
         return torch.zeros(len(candidates), dtype=torch.int64, device=scores.device)
     kept_anyway = torch.where(shares.sum(dim=-1) > 0, shares[:, :sinks].sum(dim=-1), 1.0).sum()
     descending = candidates.flatten().sort(descending=True).values[:limit]
     reached = kept_anyway + torch.cat([descending.new_zeros(1), descending.cumsum(dim=0)])
     # reached[N] is L times the mean R of N tokens.
-    total = (reached < goal * len(candidates) - ROUNDING).sum().clamp(max=limit)
+    total = (reached < goal * len(candidates) - ROUNDING).sum().clamp(at_least, limit)
     threshold = descending[(total - 1).clamp(min=0)]
     return torch.where(total > 0, _split_at(candidates, threshold, total), 0)
 

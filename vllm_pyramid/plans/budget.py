@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 _TOKENS = re.compile(r"[0-9]+")
@@ -16,7 +16,7 @@ _HOW = "give a number of tokens such as 512, or a share of the prompt such as '1
 
 @dataclass(frozen=True)
 class Budget:
-    """Either a number of tokens or a share of the prompt; exactly one of the two is set.
+    """Either a number of tokens or a share of the prompt: `tokens` or `percent`, never both.
 
     This is what the papers call KV size: the mean over layers and KV heads of the tokens that
     survive the end of prefill, observation window and sinks included.
@@ -24,10 +24,13 @@ class Budget:
     Attributes:
         tokens: a fixed number of tokens, at least 1.
         percent: a share of the prompt in percent, above 0 and at most 100, held exactly.
+        min_tokens: the least that a share comes to: shorter prompts are kept whole. None: not said.
+            A number of tokens is what it says.
     """
 
     tokens: int | None = None
     percent: Fraction | None = None
+    min_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert (self.tokens is None) != (self.percent is None)
@@ -70,7 +73,7 @@ class Budget:
 
     @property
     def value(self) -> int | str:
-        """The budget as a user writes it: `512` or `'12%'`; `parse` reads it back."""
+        """The budget as a user writes it: `512` or `'12%'`; `parse` reads it back, without floor."""
         if self.tokens is not None:
             return self.tokens
         assert self.percent is not None
@@ -84,15 +87,23 @@ class Budget:
     def __str__(self) -> str:
         return str(self.value)
 
+    def with_floor(self, min_tokens: int | None) -> Budget:
+        """The same with a floor, unless it has one already."""
+        return replace(self, min_tokens=min_tokens) if self.min_tokens is None else self
+
+    def least(self, floor: int) -> int:
+        """The least tokens that it comes to where the prompt has so many; see `tokens_for`."""
+        return self.tokens or max(floor, self.min_tokens or 0)
+
     def tokens_for(self, prompt_len: int, floor: int) -> int:
         """Tokens per layer and KV head for a prompt, never more than the prompt has.
 
         Args:
             prompt_len: tokens of the prompt.
-            floor: the least a percentage may come to (window + sinks + 1); shares of short prompts
-                are raised to it. Shares are rounded up.
+            floor: the least that the policy can work with (window + sinks + 1); shares of short
+                prompts are raised to it and to `min_tokens`. Shares are rounded up.
         """
         if self.tokens is not None:
             return min(self.tokens, prompt_len)
         assert self.percent is not None
-        return min(max(math.ceil(self.percent * prompt_len / 100), floor), prompt_len)
+        return min(max(math.ceil(self.percent * prompt_len / 100), self.least(floor)), prompt_len)

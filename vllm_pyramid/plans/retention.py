@@ -232,6 +232,7 @@ class OpenPlan:
         floor: tokens that every layer keeps: window and sinks.
         exact: the total is `budget_tokens` times the layers; otherwise at most that.
         fill_blocks: as in `Policy`.
+        least: mean tokens a layer keeps at least.
     """
 
     prompt_len: int
@@ -241,6 +242,7 @@ class OpenPlan:
     floor: int
     exact: bool
     fill_blocks: bool
+    least: int = 0
     every: ClassVar[int] = 0
     pieces: ClassVar[tuple[Piece, ...]] = ()
     is_open: ClassVar[Literal[True]] = True
@@ -286,6 +288,11 @@ class OpenPlan:
     def mean(self) -> int:
         """B: mean tokens a layer has to choose, or at most."""
         return self.budget_tokens - self.floor
+
+    @property
+    def least_mean(self) -> int:
+        """The least that B may come to."""
+        return max(self.least - self.floor, 0)
 
     @property
     def capacity(self) -> int:

@@ -6,10 +6,11 @@
 """
 
 from vllm_pyramid.plans import Budget, OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.policy.base import DEFAULT_MIN_TOKENS, Policy
 from vllm_pyramid.policy.registry import load_policy, load_presets, policy_names
 
 __all__ = [
+    "DEFAULT_MIN_TOKENS",
     "Budget",
     "OpenPlan",
     "Plan",

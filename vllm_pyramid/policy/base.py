@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 # Queries whose attention a trace reports on where the policy scores with none: PyramidKV's 8.
 TRACE_WINDOW = 8
+# Where a policy is served and nothing else is said, no share of a prompt falls below so many tokens
+# (measured: docs/quality.md).
+DEFAULT_MIN_TOKENS = 256
 # Base classes of the sections of a preset.
 SECTIONS: dict[str, type[Component]] = {
     base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values)
@@ -64,6 +67,8 @@ class Policy(BaseModel):
         window: the prompt's last tokens, kept in every layer; with a scorer that needs queries
             they are the observation window whose queries score the others.
         sinks: the prompt's first tokens, kept in every layer.
+        min_tokens: the least that a share of a prompt comes to, so that prompts up to this length
+            are kept whole; None: what the server is set to. A budget in tokens is what it says.
         fill_blocks: fill the room that rounding to blocks leaves with the next best tokens (same
             memory) instead of keeping exactly the paper's number.
         scorer, allocator, selector, schedule, values: the parts, see `vllm_pyramid.methods`.
@@ -79,6 +84,7 @@ class Policy(BaseModel):
     ]
     window: int = Field(default=0, ge=0)
     sinks: int = Field(default=0, ge=0)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     fill_blocks: bool = True
     scorer: Annotated[SerializeAsAny[Scorer], _parsed_by(Scorer)]
     allocator: Annotated[SerializeAsAny[Allocator], _parsed_by(Allocator)] = Field(
@@ -220,7 +226,8 @@ class Policy(BaseModel):
         Raises:
             ValueError: a part is made for another number of layers.
         """
-        return _plan(self, prompt_len, num_layers, block_size, budget or self.budget)
+        budget = (budget or self.budget).with_floor(self.min_tokens)
+        return _plan(self, prompt_len, num_layers, block_size, budget)
 
     # In the engine ------------------------------------------------------------------------------
 

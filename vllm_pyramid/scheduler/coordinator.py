@@ -46,6 +46,7 @@ class SchedulerRequest:
 
     Attributes:
         plan: None of a request without one, which keeps everything. policy: its name.
+        min_tokens: the least that its share comes to; None where it has no share or no floor.
         num_blocks: table entries of the layers with the smallest blocks, null blocks included.
         settled: the plan with which its survivors were moved, once the worker has said so.
         confirmed: number of the latest eviction that the worker has reported.
@@ -55,6 +56,7 @@ class SchedulerRequest:
 
     plan: Plan | None = None
     policy: str = ""
+    min_tokens: int | None = None
     num_blocks: int = 0
     settled: RetentionPlan | None = None
     confirmed: int = 0
@@ -110,15 +112,17 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     # Plans ------------------------------------------------------------------------------------
 
-    def set_plan(self, request_id: str, plan: Plan, policy: str = "") -> None:
+    def set_plan(
+        self, request_id: str, plan: Plan, policy: str = "", min_tokens: int | None = None
+    ) -> None:
         """Say what the request keeps once its prompt is processed, or that it will be solved.
 
         Args:
-            policy: name of the policy that the plan is of.
+            policy, min_tokens: what the plan is of; see `SchedulerRequest`.
         """
         assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
         due = plan.prompt_len if plan.evicts else None
-        self._requests[request_id] = SchedulerRequest(plan, policy, due=due)
+        self._requests[request_id] = SchedulerRequest(plan, policy, min_tokens, due=due)
 
     def plan_of(self, request_id: str) -> Plan:
         """The plan that `set_plan` was given."""
@@ -129,6 +133,10 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     def policy_name(self, request_id: str) -> str:
         """The policy that `set_plan` was given."""
         return self._requests[request_id].policy
+
+    def min_tokens(self, request_id: str) -> int | None:
+        """The floor that `set_plan` was given."""
+        return self._requests[request_id].min_tokens
 
     def forget_plan(self, request_id: str) -> None:
         """Drop the plan of a request that has finished."""

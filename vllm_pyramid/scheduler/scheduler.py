@@ -110,7 +110,9 @@ class PyramidSchedulerMixin(SchedulerPoints):
             for hooks in self.hooks:
                 if fields := hooks.arrived(request.request_id, served.application, plan):
                     plan = self._replan(request, served, plan, fields)
-        self.coordinator.set_plan(request.request_id, plan, served.policy.name)
+        self.coordinator.set_plan(
+            request.request_id, plan, served.policy.name, served.least_of_share
+        )
         super().add_request(request)
 
     def _check(self, request: Request) -> ServedRequest:
@@ -253,6 +255,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
             if plan.is_open:
                 report["kv_budget"] = settled.budget_tokens
                 report["solved_tokens"] = settled.keep.tolist()
+        if (least := self.coordinator.min_tokens(request.request_id)) is not None:
+            report["kv_min_tokens"] = least
         for hooks in self.hooks:
             report |= hooks.finished(request.request_id)
         return report

@@ -124,7 +124,11 @@ class SolvingAllocator(Allocator):
         """An open plan, where the prompt may be shortened."""
         mean = budget.tokens_for(prompt_len, policy.min_budget)
         fixed = policy.window + policy.sinks
-        if not (fixed < prompt_len if self.sets_total else mean < prompt_len):
+        least = mean
+        if self.sets_total:  # a total that is found is a share of the prompt too
+            least = policy.min_budget if budget.tokens else budget.least(policy.min_budget)
+            least = min(mean, least)
+        if least >= prompt_len:
             return plan_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
         assert fixed < mean, (fixed, mean, "the budget was not checked")
         return OpenPlan(
@@ -134,6 +138,7 @@ class SolvingAllocator(Allocator):
             mean,
             floor=fixed,
             exact=not self.sets_total,
+            least=least,
             fill_blocks=policy.fill_blocks,
         )
 
@@ -160,7 +165,7 @@ class SolvingAllocator(Allocator):
 
     @abstractmethod
     def measures(
-        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int
+        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
     ) -> torch.Tensor:
         """One number a layer, on the device: `[m]`.
 
@@ -168,6 +173,7 @@ class SolvingAllocator(Allocator):
             evidence: `[m, ...]` of one request over all heads; where it has a last dimension of
                 context tokens, that is cut to the request's own.
             mean: B. capacity: C. sinks: the first context tokens, which are kept anyway.
+            least: B is at least this, if `sets_total`.
         """
 
     @abstractmethod
@@ -202,14 +208,16 @@ class GlobalAllocator(SolvingAllocator):
         return sum_of_heads(scores)
 
     def measures(
-        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int
+        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
     ) -> torch.Tensor:
         from vllm_pyramid.ops.solve import best_lengths, least_lengths
 
-        total = mean * evidence.shape[0]
+        layers = evidence.shape[0]
         if self.retention is None:
-            return best_lengths(evidence, total, sinks=sinks)
-        return least_lengths(evidence, self.retention, limit=total, sinks=sinks)
+            return best_lengths(evidence, mean * layers, sinks=sinks)
+        return least_lengths(
+            evidence, self.retention, limit=mean * layers, at_least=least * layers, sinks=sinks
+        )
 
     def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
         return measures.astype(np.int64)  # they are the lengths
@@ -225,7 +233,7 @@ class SharingAllocator(SolvingAllocator):
     floor: float = Field(default=0.0, ge=0.0, le=1.0)
 
     def measures(
-        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int
+        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
     ) -> torch.Tensor:
         return evidence
 

@@ -189,6 +189,7 @@ class DecayAllocator(Allocator):
             block_size,
             budget=budget,
             sinks=policy.sinks,
+            least=budget.min_tokens or 0,
             fill_blocks=policy.fill_blocks,
         )
         if not policy.schedule.every:
@@ -199,10 +200,12 @@ class DecayAllocator(Allocator):
         """Tokens of the recent sequence of a piece of `tokens`; at least one, its last."""
         return min(tokens, max(1, int(tokens * self.recent_ratio)))
 
-    def contexts(self, context: int, num_layers: int, decay_ratio: float) -> Integers:
+    def contexts(
+        self, context: int, num_layers: int, decay_ratio: float, least: int = 0
+    ) -> Integers:
         """Context tokens that each layer keeps, `[num_layers]`, never more than the one below."""
         kept = np.empty(num_layers, np.int64)
-        floor = min(context, self.min_context)
+        floor = min(context, max(self.min_context, least))
         for layer in range(num_layers):
             if layer % self.interval == 0:
                 depth = layer / num_layers
@@ -213,29 +216,36 @@ class DecayAllocator(Allocator):
             kept[layer] = context
         return kept
 
-    def lengths(self, tokens: int, num_layers: int, share: float = 1.0) -> Integers:
+    def lengths(self, tokens: int, num_layers: int, share: float = 1.0, least: int = 0) -> Integers:
         """Tokens that each layer keeps of a piece, its recent sequence included: `[num_layers]`.
 
         Args:
             tokens: of the piece. share: at most this part of `tokens * num_layers` is kept, by a
                 lower decay ratio; where floor and recent sequence alone are more, they are kept.
+            least: tokens that every layer keeps, where there are so many.
         """
         recent = self.recent(tokens)
-        kept = recent + self.contexts(tokens - recent, num_layers, self.decay_ratio)
+        contexts = partial(self.contexts, tokens - recent, num_layers, least=least - recent)
+        kept = recent + contexts(self.decay_ratio)
         most = math.floor(share * tokens * num_layers)
         if int(kept.sum()) <= most:
             return kept
         low, high = 0.0, self.decay_ratio
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            total = recent * num_layers + self.contexts(tokens - recent, num_layers, middle).sum()
+            total = recent * num_layers + contexts(middle).sum()
             low, high = (middle, high) if total <= most else (low, middle)
-        return recent + self.contexts(tokens - recent, num_layers, low)
+        return recent + contexts(low)
 
 
 @lru_cache(maxsize=8192)
 def piece_lengths(
-    allocator: DecayAllocator, tokens: int, num_layers: int, share: float, block_size: int
+    allocator: DecayAllocator,
+    tokens: int,
+    num_layers: int,
+    share: float,
+    block_size: int,
+    least: int = 0,
 ) -> tuple[Integers, Integers]:
     """Of a piece: tokens the method keeps and tokens held, `[num_layers]` each.
 
@@ -243,8 +253,9 @@ def piece_lengths(
         block_size: each layer gives up whole blocks of this many tokens; 1 for exactly the method's
             number. What is held never rises with depth, as it is the method's number rounded up to
             the same grid in every layer.
+        least: see `DecayAllocator.lengths`.
     """
-    keep = allocator.lengths(tokens, num_layers, share)
+    keep = allocator.lengths(tokens, num_layers, share, least)
     held = tokens - (tokens - keep) // block_size * block_size
     return keep, held
 
@@ -258,6 +269,7 @@ def thinning_plan(
     budget: Budget,
     sinks: int,
     fill_blocks: bool,
+    least: int = 0,
 ) -> RetentionPlan:
     """What each layer keeps of a prompt that is thinned piece by piece.
 
@@ -265,6 +277,7 @@ def thinning_plan(
 
     Args:
         budget: a percentage, the upper limit. sinks: first tokens of the prompt, always kept.
+        least: tokens that every layer keeps of the first piece, so of the prompt.
     """
     assert budget.percent is not None, "the budget was not checked"
     share = float(budget.percent) / 100
@@ -273,7 +286,7 @@ def thinning_plan(
     for start in range(0, prompt_len, allocator.piece_tokens):
         tokens = min(allocator.piece_tokens, prompt_len - start)
         unit = block_size if fill_blocks else 1
-        of_piece = piece_lengths(allocator, tokens, num_layers, share, unit)
+        of_piece = piece_lengths(allocator, tokens, num_layers, share, unit, 0 if start else least)
         pieces.append(
             Piece(
                 start=start,

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The floor of shares: short prompts are kept whole, and no share falls below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from vllm_pyramid.config import KVSettings
+from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy, policy_names
+from vllm_pyramid.request_config import RequestKeys, check_request, resolve
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, BLOCK = 6, 16
+FLOOR = 200
+
+
+def kept(policy: Policy, prompt_len: int, extra: dict[str, Any] | None = None) -> float:
+    """Tokens kept a layer, on average; where they are solved, the least that it may be."""
+    served = resolve(policy, RequestKeys.parse(extra))
+    plan = served.policy.plan(prompt_len, LAYERS, BLOCK, served.budget)
+    if plan.is_open:
+        return plan.budget_tokens if plan.exact else plan.least
+    return float(plan.keep.mean())
+
+
+def served(name: str, budget: str | None = None, **settings: Any) -> Policy:
+    """The policy as a server has it."""
+    policy = KVSettings(name, budget, **settings).policy()
+    assert policy is not None
+    return policy
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_no_share_of_any_policy_falls_below_it(name: str) -> None:
+    evicts = load_policy(name).evicts
+    policy = served(name, "5%" if evicts else None, kv_min_tokens=FLOOR if evicts else None)
+    for prompt_len in (1, 37, FLOOR - 1, FLOOR):
+        plan = policy.plan(prompt_len, LAYERS, BLOCK)
+        assert not plan.is_open and not plan.skip.any(), prompt_len
+    for prompt_len in (FLOOR + 1, 500, 3000, 20 * FLOOR, 9000):
+        # Pieces between layers have lengths of their own; others are exact.
+        thinned = policy.allocator.thins_prompts or not evicts
+        share = -(-prompt_len // 20)
+        wanted = max(FLOOR, share)
+        found = kept(policy, prompt_len)
+        assert found >= min(wanted, prompt_len) if thinned else found == wanted, prompt_len
+
+
+def test_thinned_prompts_keep_it_in_every_layer() -> None:
+    for prompt_len in (FLOOR, FLOOR + 1, 400, 900):
+        plan = served("pyramidinfer", "5%", kv_min_tokens=FLOOR).plan(prompt_len, 32, BLOCK)
+        assert plan.keep.min() >= FLOOR, prompt_len
+    assert served("pyramidinfer", "5%", kv_min_tokens=0).plan(400, 32, BLOCK).keep.min() < FLOOR
+
+
+def test_a_total_that_is_solved_keeps_it() -> None:
+    policy = served("xkv", kv_policy_args={"retention": 0.5}, kv_min_tokens=FLOOR)
+    plan = policy.plan(1000, LAYERS, BLOCK)
+    assert plan.is_open and plan.least == FLOOR and plan.least_mean == FLOOR - policy.min_budget + 1
+    assert not policy.plan(FLOOR, LAYERS, BLOCK).is_open
+
+
+def test_it_is_on_by_default_where_a_policy_is_served() -> None:
+    assert served("snapkv").min_tokens == DEFAULT_MIN_TOKENS > 0
+    assert kept(served("snapkv"), 37) == 37
+    assert kept(served("snapkv"), 1000) == DEFAULT_MIN_TOKENS
+    assert kept(load_policy("snapkv"), 1000) == 120, "a policy alone has none"
+    assert served("full").min_tokens is None
+
+
+def test_a_preset_has_its_own(tmp_path: Any) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("budget: 10%\nwindow: 4\nscorer: observation_window\nmin_tokens: 50\n")
+    assert served(str(file)).min_tokens == 50
+    assert served(str(file), kv_min_tokens=60).min_tokens == 60
+    assert served("snapkv", kv_policy_args={"min_tokens": 70}).min_tokens == 70
+
+
+def test_a_budget_in_tokens_is_what_it_says() -> None:
+    policy = served("snapkv", "64", kv_min_tokens=FLOOR)
+    assert kept(policy, 100) == 64
+    assert kept(policy, 1000, {"kv_budget": "5%"}) == FLOOR
+    h2o = served("h2o", "64", kv_min_tokens=FLOOR)
+    assert h2o.plan(100, LAYERS, BLOCK).after(2).keep.mean() == 64
+
+
+def test_a_share_keeps_it_during_generation_too() -> None:
+    plan = served("h2o", "10%", kv_min_tokens=FLOOR).plan(50, LAYERS, BLOCK)
+    assert not plan.skip.any()
+    later = [plan.after(number) for number in range(2, 20)]
+    assert [int(p.keep.mean()) for p in later] == [min(p.prompt_len, FLOOR) for p in later]
+    assert later[-1].prompt_len > FLOOR
+
+
+def test_of_a_request() -> None:
+    policy = served("snapkv", "10%", kv_min_tokens=FLOOR)
+    assert kept(policy, 1000, {"kv_min_tokens": 0}) == 100
+    assert kept(policy, 1000, {"kv_min_tokens": 300}) == 300
+    assert kept(policy, 1000, {"kv_min_tokens": 0, "kv_budget": "5%"}) == 50
+    assert resolve(policy, RequestKeys()).least_of_share == FLOOR
+    for extra, least in (({"kv_min_tokens": 7}, 7), ({"kv_budget": 64}, None)):
+        assert resolve(policy, RequestKeys.parse(extra)).least_of_share == least
+    for wrong in (-1, 2**31, True, 1.5, "many", [3]):
+        with pytest.raises(ValueError, match="kv_min_tokens of a request must be a number of tok"):
+            RequestKeys.parse({"kv_min_tokens": wrong})
+    params = SamplingParams(extra_args={"kv_policy": "full", "kv_min_tokens": 5})
+    with pytest.raises(ValueError, match="kv_min_tokens has no effect on policy 'full'"):
+        check_request(policy, params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_policy": "snapkv", "kv_min_tokens": -1}, "must be a number of tokens"),
+        ({"kv_policy": "snapkv", "kv_min_tokens": True}, "not True"),
+        ({"kv_policy": "snapkv", "kv_min_tokens": "12%"}, "not '12%'"),
+        ({"kv_policy": "kcache", "kv_min_tokens": 5}, "'kcache' keeps every token"),
+        ({"kv_min_tokens": 5}, "kv_min_tokens without a kv_policy"),
+        ({"kv_policy": "snapkv", "kv_mintokens": 5}, "did you mean 'kv_min_tokens'"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVSettings.from_additional_config(settings)

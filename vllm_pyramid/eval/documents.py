@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks over real documents, as chats: questions, summaries, quotations, a second question.
+
+The documents are those behind Python's `help()`. What is right is either in the text, or what the
+model itself answers with its whole cache (`Agreement`).
+"""
+
+from __future__ import annotations
+
+import random
+
+from vllm_pyramid.eval import phrases
+from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.task import AgreementTask, GeneratedTask, NumberTask, Sample
+from vllm_pyramid.eval.words import DIGITS, make_names, make_numbers
+
+__all__ = ["Explain", "Quote", "SecondTurn", "Summary"]
+
+# A quotation begins with so many words of a sentence, which has twice as many at least.
+_GIVEN = 8
+
+
+def _chat(tokens: Tokens, text: str, *more: str) -> str:
+    """A chat up to the model's reply: a user's question, then replies and further questions."""
+    roles = ("user", "assistant")
+    messages = [
+        {"role": roles[i % 2], "content": content} for i, content in enumerate((text, *more))
+    ]
+    return tokens.chat(messages)
+
+
+def _filled(tokens: Tokens, rng: random.Random, question: str, length: int) -> list[str]:
+    """Sentences of documents that fill a chat of `length` tokens with the question."""
+    room = length - tokens.count(_chat(tokens, f"\n\n{question}")) - 8
+    if room < 64:
+        raise ValueError(f"{length} tokens leave no room for a document: ask for {length + 64}")
+    return tokens.passage(rng, room)
+
+
+class Explain(AgreementTask):
+    """A question about a place in the text, in a user's words."""
+
+    name = "explain"
+    summary = "a question about a document, against the whole cache's own answer"
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        question = "Explain in your own words what the text above says about this: {}"
+        sentences = _filled(tokens, rng, question + " word" * 24, length)
+        about = " ".join(rng.choice(sentences).split()[:12])
+        text = " ".join(sentences)
+        prompt = _chat(tokens, f"{text}\n\n{question.format(about)}")
+        return Sample(prompt, (), self.answer_tokens, follows_full=True)
+
+
+class Summary(AgreementTask):
+    """A summary of the text."""
+
+    name = "summary"
+    summary = "a summary of a document, against the whole cache's own"
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        question = "Summarise the text above in a few sentences."
+        text = " ".join(_filled(tokens, rng, question, length))
+        prompt = _chat(tokens, f"{text}\n\n{question}")
+        return Sample(prompt, (), self.answer_tokens, follows_full=True)
+
+
+class Quote(GeneratedTask):
+    """A sentence of the text whose beginning is given; the next eight words are to be quoted."""
+
+    name = "quote"
+    summary = "a sentence of a document, to be quoted from its beginning"
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        question = "Quote the sentence of the text above that begins with: {}"
+        sentences = _filled(tokens, rng, question + " word" * (4 * _GIVEN), length)
+        long = [s for s in sentences if len(s.split()) >= 2 * _GIVEN]
+        if not long:
+            raise ValueError(f"{length} tokens are too few for the task {self.name!r}")
+        words = rng.choice(long).split()
+        given = " ".join(words[:_GIVEN])
+        prompt = _chat(tokens, f"{' '.join(sentences)}\n\n{question.format(given)}") + given
+        answer = " ".join(words[_GIVEN : 2 * _GIVEN])
+        return Sample(prompt, (answer,), tokens.count(answer) + 4)
+
+
+class SecondTurn(NumberTask):
+    """Eight facts in a text; a chat asks for one and then, after the eviction, for another.
+
+    The first question is the one that the eviction sees. Its right answer and the second question
+    are given (`Sample.lead`), as if the chat had gone on over the kept cache.
+    """
+
+    name = "second-turn"
+    summary = "a chat's second question, asked when the first one has evicted the cache"
+    keys = 8
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        code = phrases.FACTS["code"]
+        keys = make_names(rng, self.keys, held_out=True)
+        values = make_numbers(rng, self.keys, held_out=True)
+        first, second = rng.sample(range(self.keys), 2)
+        asked = [code.question(keys[place]) for place in (first, second)]
+        frame = tokens.count(_chat(tokens, "")) + 4
+        text = tokens.hide(
+            rng, list(map(code.state, keys, values)), f"\n\n{asked[0].ask}", length - frame
+        )
+        prompt = _chat(tokens, text)
+        whole = _chat(tokens, text, f"{asked[0].begin} {values[first]}.", asked[1].ask)
+        if not whole.startswith(prompt):
+            raise ValueError("this model's chat template changes what was said before")
+        lead = whole[len(prompt) :] + asked[1].begin
+        return Sample(prompt, (values[second],), DIGITS + 4, lead=lead)
