@@ -74,7 +74,7 @@ def solving_seconds(name: str, tokens: int, layers: int, kv_heads: int) -> float
                 statistics = window_statistics(layer_scores, lens, window=WINDOW)
             evidence.append(solver.evidence(layer_scores, statistics))
         own = torch.stack(evidence)[:, 0].contiguous()
-        measures = solver.measures(own, mean, capacity, 0).double().numpy()
+        measures = solver.measures(own, mean, capacity, 0, 0).double().numpy()
         solver.allocate(measures, mean, capacity)
 
     solve()

@@ -87,7 +87,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _run_policies(args: argparse.Namespace) -> int:
-    from vllm_pyramid.policy import load_presets
+    from vllm_pyramid.policy import RECOMMENDED, load_presets
 
     presets = load_presets()
     if args.json:
@@ -111,8 +111,8 @@ def _run_policies(args: argparse.Namespace) -> int:
     console = Console()
     console.print(table)
     console.print(
-        "The budget is the mean number of prompt tokens kept per layer and KV head; these are the "
-        "defaults. A .yaml file of the same format works in place of a name; `none` switches the "
+        f"`auto` is {RECOMMENDED}. The budget is the mean number of prompt tokens kept per layer "
+        "and KV head; these are the defaults. A .yaml file of the same format works in place of a name; `none` switches the "
         "plugin off.",
         highlight=False,
     )

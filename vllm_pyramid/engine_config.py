@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_pyramid.config import SERVED_KEY, KVSettings
-from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND
 
 logger = init_logger(f"vllm.{__name__}")
@@ -48,6 +48,8 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
     """
     policy = settings.policy()
     assert policy is not None
+    if settings.kv_policy == AUTO:
+        logger.info("kv-policy auto: %s (%s), budget %s", policy.name, policy.paper, policy.budget)
     if current_platform.device_type not in _WORKERS:
         raise ValueError(
             f"a KV policy runs on CUDA devices and on CPUs; this is {current_platform.device_type}"

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from vllm_pyramid.config import parse_min_tokens, refuse_misspelt
-from vllm_pyramid.policy import Budget, Policy, load_policy
+from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 
 FULL_POLICY = "full"
 MAX_NAME = 256
@@ -101,6 +101,10 @@ class ServedRequest(NamedTuple):
         return (budget.min_tokens or None) if is_share else None
 
 
+# A client may say what the server was told.
+_AUTO = (AUTO, RECOMMENDED)
+
+
 @lru_cache(maxsize=1)
 def _full_policy() -> Policy:
     return load_policy(FULL_POLICY)
@@ -118,7 +122,7 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
     chosen = policy
     if keys.policy == FULL_POLICY:
         chosen = _full_policy() if policy.name != FULL_POLICY else policy
-    elif keys.policy not in (None, policy.name):
+    elif keys.policy not in (None, policy.name) and (keys.policy, policy.name) != _AUTO:
         possible = list(dict.fromkeys((policy.name, FULL_POLICY)))
         raise ValueError(
             f"kv_policy {keys.policy!r} is not served here: a request may ask for "

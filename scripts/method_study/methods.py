@@ -156,7 +156,9 @@ class Method:
         if plan.is_open:
             context = torch.stack(scores)[:, None, :, : tokens - window]
             evidence = torch.stack([policy.allocator.evidence(s, None) for s in context])[:, 0]
-            measured = policy.allocator.measures(evidence, plan.mean, plan.capacity, sinks)
+            measured = policy.allocator.measures(
+                evidence, plan.mean, plan.capacity, sinks, plan.least_mean
+            )
             lengths = policy.allocator.allocate(measured.double().numpy(), plan.mean, plan.capacity)
             plan = plan.settled((plan.floor + lengths).tolist())
         held = tokens - plan.skip

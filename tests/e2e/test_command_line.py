@@ -20,7 +20,7 @@ from vllm_pyramid.policy import policy_names
 
 pytestmark = pytest.mark.engine
 
-POLICIES = ", ".join(policy_names())
+POLICIES = ", ".join(["auto", *policy_names()])
 BAD_PRESET = """\
 name: mine
 scorer: {kind: observation-window}

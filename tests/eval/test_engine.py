@@ -15,10 +15,13 @@ import torch
 from tests.plans import recent_positions
 from vllm_pyramid.cli import main
 from vllm_pyramid.demo import model_path
-from vllm_pyramid.eval.engine import _take_recalls
+from vllm_pyramid.eval.engine import Request, Work, _take_recalls, answer_all
+from vllm_pyramid.eval.forced import divergence
 from vllm_pyramid.eval.haystack import load_tokens
+from vllm_pyramid.eval.result import REFERENCE_TOKENS, Result
 from vllm_pyramid.eval.results import rows_of
 from vllm_pyramid.eval.run import Run, Settings, Store
+from vllm_pyramid.eval.task import DIGITS_METRIC
 from vllm_pyramid.eval.tasks import load_task
 from vllm_pyramid.eval.variants import Variant, parse_variants
 
@@ -56,7 +59,8 @@ def rows(folder: Path, random_model: Path) -> dict[tuple[str, str, str], dict[st
     )
     assert status == 0
     found = json.loads((folder / "results.json").read_text())["rows"]
-    return {(row["task"], row["policy"], row["budget"]): row for row in found}
+    exact = [row for row in found if row["metric"] != DIGITS_METRIC]
+    return {(row["task"], row["policy"], row["budget"]): row for row in exact}
 
 
 def test_a_full_budget_costs_nothing(rows: dict[tuple[str, str, str], dict[str, Any]]) -> None:
@@ -85,9 +89,8 @@ def test_perplexity_is_that_of_the_model(
 
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
     tokens = load_tokens(random_model)
-    means = []
+    losses = []
     for seed in (0, 1):
-        losses = []
         for sample in load_task("perplexity").samples(tokens, LENGTH, 3, seed):
             prompt = tokens.encode(sample.prompt)
             ids = tokens.encode(sample.prompt + sample.answers[0])
@@ -97,8 +100,7 @@ def test_perplexity_is_that_of_the_model(
             # Without the first token, whose probability the prefill gives.
             loss = torch.nn.functional.cross_entropy(logits[1:], targets[1:])
             losses.append(float(loss))
-        means.append(math.exp(sum(losses) / len(losses)))
-    expected = sum(means) / len(means)
+    expected = math.exp(sum(losses) / len(losses))
     assert rows["perplexity", "full", "100%"]["score"] == pytest.approx(expected, rel=1e-3)
 
 
@@ -174,15 +176,76 @@ def test_the_built_in_model_finds_what_is_kept(tmp_path: Path) -> None:
     store = Store(tmp_path / "samples.jsonl")
     evaluation.execute(store, lambda _: None, lambda: None)
     found = rows_of(evaluation.answers(store)).itertuples()
-    rows: dict[Any, Any] = {(row.task, row.policy): row for row in found}
+    rows: dict[Any, Any] = {(row.task, row.policy, row.metric): row for row in found}
     store.close()
     for task in ("needle", "multi-key"):
-        recency = rows[task, "streaming-llm"]
-        assert rows[task, "full"].score >= 0.9
-        assert rows[task, wide].score >= 0.9
-        assert recency.score <= 0.5
+        exact = "exact match"
+        assert rows[task, "full", exact].score >= 0.9
+        assert rows[task, wide, exact].score >= 0.9
+        assert rows[task, "streaming-llm", exact].score <= 0.5
+        digits = rows[task, "streaming-llm", DIGITS_METRIC].score
         # The first digit comes from the prefill, before the eviction; one in ten others by chance.
-        assert 0.2 <= recency.digits <= 0.6 < rows[task, wide].digits
+        assert 0.2 <= digits <= 0.6 < rows[task, wide, DIGITS_METRIC].score
+
+
+def _answered(work: Work) -> dict[str, Result]:
+    return dict(answer_all(work, lambda _: None))
+
+
+@pytest.mark.usefixtures("fewer_processes")
+def test_given_tokens_and_the_whole_caches_own_answer() -> None:
+    """A reference, what other budgets make of it, and an answer behind given tokens."""
+    tokens = load_tokens(model_path())
+    sample = load_task("multi-key").samples(tokens, 600, 1, seed=3)[0]
+    prompt = tokens.encode(sample.prompt)
+    work = Work(
+        label="x",
+        model=str(model_path()),
+        kv_policy="full",
+        kv_policy_args={},
+        policy_name="full",
+        engine_args={"max_model_len": 700, "dtype": "float32"},
+        requests=[
+            Request(key="r", prompt_token_ids=prompt, budget=None, max_tokens=20, is_reference=True)
+        ],
+    )
+    reference = _answered(work)["r"].reference
+    assert reference is not None
+    assert [place[0] for place in reference.likeliest] == reference.token_ids
+    assert {len(place) for place in reference.logprobs} == {REFERENCE_TOKENS}
+
+    def request(key: str, budget: str | None, **changes: Any) -> Request:
+        values: dict[str, Any] = {"prompt_token_ids": prompt, "max_tokens": 0}
+        return Request(key=key, budget=budget, **{**values, **changes})
+
+    ids = reference.token_ids
+    both = {"forced": ids, "reference": reference}
+    requests = [request(budget, budget, **both) for budget in ("100%", "30%", "5%")]
+    # Its own first tokens given, it goes on as before; so it does behind a longer prompt.
+    requests.append(request("lead", "100%", forced=ids[:6], max_tokens=14))
+    requests.append(request("longer", "100%", prompt_token_ids=prompt + ids[:6], max_tokens=14))
+    snapkv = {"label": "y", "kv_policy": "snapkv", "policy_name": "snapkv", "requests": requests}
+    found = _answered(work.model_copy(update=snapkv))
+    same, less, least = (found[budget] for budget in ("100%", "30%", "5%"))
+    assert same.agreement == 1.0 and same.divergence == pytest.approx(0.0, abs=1e-4)
+    assert same.divergence is not None and less.divergence is not None
+    assert least.divergence is not None and least.agreement is not None
+    assert same.divergence < less.divergence < least.divergence
+    assert least.agreement < 1.0 and least.divergence > 0.1
+    assert found["lead"].text and found["lead"].text == found["longer"].text
+
+
+def test_the_divergence_counts_what_is_left_as_one_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = torch.randn(2, 9, generator=generator, dtype=torch.float64).log_softmax(dim=-1)
+    few = [0, 2, 3, 7]
+    lumped = [torch.cat([x[few].exp(), 1 - x[few].exp().sum()[None]]).log() for x in (theirs, ours)]
+    expected = float((lumped[0].exp() * (lumped[0] - lumped[1])).sum())
+    assert divergence(theirs[few].tolist(), ours[few].tolist()) == pytest.approx(expected)
+    assert divergence(theirs.tolist(), theirs.tolist()) == pytest.approx(0.0, abs=1e-6)
+    whole = float((theirs.exp() * (theirs - ours)).sum())
+    assert divergence(theirs.tolist(), ours.tolist()) == pytest.approx(whole, abs=1e-6)
+    assert expected < whole
 
 
 def test_recalls_are_those_of_the_prompts_end(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from tests.eval.test_tasks import WordTokenizer, eviction
@@ -22,9 +21,9 @@ from vllm_pyramid.eval import command, engine
 from vllm_pyramid.eval import run as run_module
 from vllm_pyramid.eval.engine import ChildError
 from vllm_pyramid.eval.haystack import Tokens
-from vllm_pyramid.eval.result import EvictionReport, Result
-from vllm_pyramid.eval.results import COLUMNS, as_json, as_markdown, merged_json, rows_of, tables
-from vllm_pyramid.eval.run import Run, Settings, Store
+from vllm_pyramid.eval.result import EvictionReport, Reference, Result
+from vllm_pyramid.eval.results import COLUMNS, as_json, as_markdown, rows_of, tables
+from vllm_pyramid.eval.run import REFERENCE, Run, Settings, Store
 from vllm_pyramid.eval.tasks import load_task
 from vllm_pyramid.eval.variants import Variant, parse_variants
 
@@ -62,6 +61,17 @@ class FakeEngines:
         self.fail_after = fail_after
         self.served: list[str] = []
 
+    def compared(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["is_reference"]:
+            assert not request["forced"] and request["budget"] is None
+            ids = request["prompt_token_ids"][:3]
+            return {"reference": Reference(token_ids=ids, likeliest=[], logprobs=[])}
+        if request["reference"] is None:
+            return {}
+        assert request["forced"] == request["prompt_token_ids"][:3], "of another prompt"
+        assert request["max_tokens"] == 0
+        return {"agreement": 0.5, "divergence": 0.25}
+
     def __call__(
         self, module: str, work: Mapping[str, Any], what: str, *, offline: bool
     ) -> Iterator[dict[str, Any]]:
@@ -76,6 +86,7 @@ class FakeEngines:
                     [10, 6], len(request["prompt_token_ids"]), 0.125 if request["budget"] else 1.0
                 ),
                 nats=math.log(4.0) if request["forced"] else None,
+                **self.compared(request),
             )
             yield {"key": request["key"], "result": result.model_dump()}
 
@@ -138,24 +149,24 @@ def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -
     assert [(row.task, row.policy, row.budget) for row in listed] == [
         (task, *rest)
         for rest in (("full", "100%"), ("snapkv", "10%"), ("snapkv", "50%"))
-        for task in ("needle", "perplexity")
+        for task in ("needle", "needle", "perplexity")
     ]
-    needle, perplexity = listed[:2]
-    assert (needle.score, needle.n, needle.seeds, needle.spread) == (0.0, 6, 2, 0.0)
+    needle, digits, perplexity = listed[:3]
+    assert (needle.score, needle.low, needle.high) == (0.0, 0.0, 0.0)
+    assert (needle.n, needle.seeds) == (6, 2)
     # The answer is "1": one digit of five where the number begins with it.
     ones = [job.sample.answers[0].startswith("1") for job in evaluation.jobs[:6]]
-    assert needle.digits == pytest.approx(sum(ones) / 30) and needle.digits_spread >= 0
-    assert math.isnan(perplexity.digits) and math.isnan(perplexity.digits_spread)
+    assert digits.score == pytest.approx(sum(ones) / 30)
+    assert digits.low <= digits.score <= digits.high
     assert perplexity.score == pytest.approx(4.0) and perplexity.metric == "perplexity"
     assert perplexity.lower_is_better and not needle.lower_is_better
-    assert (listed[0].memory, listed[2].memory) == (1.0, 0.125)
+    assert (listed[0].memory, listed[3].memory) == (1.0, 0.125)
 
     written = json.loads(as_json(rows, {"model": "m"}))
-    assert written["runs"] == [{"model": "m"}]
-    assert written["rows"][0] == {**{name: getattr(needle, name) for name in COLUMNS}, "run": 0}
-    assert written["rows"][1]["digits"] is None
+    assert written["run"] == {"model": "m"}
+    assert written["rows"][0] == {name: getattr(needle, name) for name in COLUMNS}
     read = list(csv.DictReader(io.StringIO(rows.to_csv(index=False))))
-    assert len(read) == 6 and read[1]["policy"] == "full" and float(read[1]["score"]) > 3.9
+    assert len(read) == 9 and read[2]["policy"] == "full" and float(read[2]["score"]) > 3.9
 
     shown = tables(rows)
     assert [str(table.title).split(" (")[0] for table in shown] == [
@@ -165,71 +176,54 @@ def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -
     ]
     for table in shown[:2]:
         assert [column.header for column in table.columns] == ["policy", "10%", "50%", "100%"]
-    assert list(shown[0].columns[1].cells) == ["", "0.00 ± 0.00"]
+    assert list(shown[0].columns[1].cells) == ["", "0.00 (0.00 to 0.00)"]
     assert list(shown[1].columns[1].cells) == [
         "",
-        f"{needle.digits:.2f} ± {needle.digits_spread:.2f}",
+        f"{digits.score:.2f} ({digits.low:.2f} to {digits.high:.2f})",
     ]
     markdown = as_markdown(rows).splitlines()
     assert markdown[2:5] == [
         "| policy | 10% | 50% | 100% |",
         "|---|---:|---:|---:|",
-        "| full |  |  | 0.00 ± 0.00 |",
+        "| full |  |  | 0.00 (0.00 to 0.00) |",
     ]
 
 
-def table_of(**scores: float) -> pd.DataFrame:
-    """Rows of a run, by policy."""
-    return pd.DataFrame(
-        {
-            "task": "needle",
-            "metric": "exact match",
-            "policy": policy,
-            "budget": "12%",
-            "length": 1024,
-            "score": score,
-            "spread": None,
-            "n": 10,
-            "seeds": 1,
-            "memory": 0.1,
-            "lower_is_better": False,
-            "digits": None,
-            "digits_spread": None,
-        }
-        for policy, score in scores.items()
-    )
-
-
-def test_rows_of_several_runs_keep_their_commands() -> None:
-    def merge(known: str, rows: pd.DataFrame, command: str, model: str = "m") -> str:
-        return merged_json(known, rows, {"model": model, "command": command}, "rows.json")
-
-    def read(text: str) -> dict[tuple[str, str], tuple[float, str]]:
-        held = json.loads(text)
-        return {
-            (held["runs"][row["run"]]["model"], row["policy"]): (
-                row["score"],
-                held["runs"][row["run"]]["command"],
-            )
-            for row in held["rows"]
-        }
-
-    first = merge("", table_of(full=1.0, snapkv=0.1), "one")
-    assert first == as_json(table_of(full=1.0, snapkv=0.1), {"model": "m", "command": "one"})
-    both = merge(first, table_of(snapkv=0.2, xkv=0.3), "two")
-    assert read(both) == {
-        ("m", "full"): (1.0, "one"),
-        ("m", "snapkv"): (0.2, "two"),
-        ("m", "xkv"): (0.3, "two"),
+def test_answers_are_compared_with_the_whole_caches_own(
+    tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the references, once for all policies; then every request goes with its own."""
+    engines = FakeEngines()
+    monkeypatch.setattr(engine, "run_child", engines)
+    evaluation = Run(settings(tasks=(load_task("summary"),)), tokens)
+    store = Store(tmp_path / "samples.jsonl")
+    missing = evaluation.missing(store)
+    assert [(label, len(of)) for label, of in missing.items()] == [
+        (REFERENCE, 6),
+        ("full", 6),
+        ("snapkv", 12),
+    ]
+    evaluation.execute(store, lambda _: None, lambda: None)
+    assert len(engines.served) == len(set(engines.served)) == 24
+    rows = rows_of(evaluation.answers(store))
+    store.close()
+    assert set(rows["metric"]) == {
+        "greedy tokens as of the whole cache",
+        "divergence from the whole cache, nats",
     }
-    assert [row["policy"] for row in json.loads(both)["rows"]] == ["full", "snapkv", "xkv"]
-    # Another model's rows stand beside them; a run that nothing is left of goes.
-    other = merge(both, table_of(full=0.5), "three", model="n")
-    assert len(read(other)) == 4 and len(json.loads(other)["runs"]) == 3
-    last = merge(other, table_of(full=0.9), "four")
-    assert [run["command"] for run in json.loads(last)["runs"]] == ["two", "three", "four"]
-    assert read(last)["m", "full"] == (0.9, "four")
-    assert read(last)["n", "full"] == (0.5, "three")
+    assert all(rows[rows["metric"].str.startswith("greedy")]["score"] == 0.5)
+    again = Store(tmp_path / "samples.jsonl")
+    more = Run(settings(tasks=(load_task("summary"),), policies=(Variant("xkv"),)), tokens)
+    assert list(more.missing(again)) == ["xkv"], "the references are there"
+    again.close()
+
+
+def test_what_is_given_behind_a_prompt_is_no_answer(tokens: Tokens) -> None:
+    evaluation = Run(settings(tasks=(load_task("second-turn"),)), tokens)
+    for job in evaluation.jobs:
+        prompt, lead = job.request.prompt_token_ids, job.request.forced
+        assert prompt + lead == tokens.encode(job.sample.prompt + job.sample.lead)
+        assert job.request.answer_tokens == len(lead) + job.sample.max_tokens > len(lead) > 0
 
 
 @pytest.mark.parametrize(
@@ -265,7 +259,6 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(
         ),
         (["--csv", "/"], "cannot write /: Is a directory"),
         (["--policies", 'kcache:{"top_m":1}'], "--policies: policy 'kcache': unknown argument"),
-        (["--merge-into", __file__], "does not hold the `runs` and `rows`"),
         (["--model", "/nowhere"], "cannot read the tokenizer of '/nowhere'"),
         (["--max-prompt", "5"], "--max-prompt must be at least 64 tokens, not 5"),
         (["--longbench", "/nowhere"], "--longbench: there is no file or folder '/nowhere'"),

@@ -12,7 +12,7 @@ import pytest
 from vllm_pyramid.eval import phrases
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import EvictionReport, Result
-from vllm_pyramid.eval.task import Figure, Sample, Task
+from vllm_pyramid.eval.task import DIGITS_METRIC, Figure, Sample, Task
 from vllm_pyramid.eval.tasks import GENERATED, load_task
 from vllm_pyramid.eval.words import DIGITS, is_held_out, make_names, make_numbers
 
@@ -25,12 +25,19 @@ class WordTokenizer:
     """A token for every word and mark, and one in front: splits as no real tokenizer does."""
 
     bos_token = "<s>"
-    chat_template: str | None = None
+    chat_template: str | None = "stands for one"
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert add_special_tokens
         pieces = re.findall(r"\w+|[^\w\s]", text)
         return [0, *(1 + hash(piece) % 1000 for piece in pieces)]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize and add_generation_prompt
+        turns = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return "".join(turns) + "assistant: "
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +62,17 @@ def result(
     nats: float | None = None,
     recall: list[list[float]] | None = None,
     report: EvictionReport | None = None,
+    agreement: float = 0.0,
 ) -> Result:
     report = report or eviction([1], LENGTH, 1.0)
-    return Result(text=text, eviction=report, nats=nats, recall=recall)
+    return Result(
+        text=text,
+        eviction=report,
+        nats=nats,
+        recall=recall,
+        agreement=agreement,
+        divergence=1 - agreement,
+    )
 
 
 def perfect(task: Task, sample: Sample) -> Result:
@@ -67,8 +82,9 @@ def perfect(task: Task, sample: Sample) -> Result:
         "variable-tracing": lambda: f" {phrases.traced(sample.answers)}.\n\nQuestion",
         "two-questions": lambda: f" 10000. The secret code of X is {sample.answers[0]}.",
     }
-    text = right.get(task.name, lambda: f" {sample.answers[0]}. And more")()
-    return result(text, nats=0.0, recall=[[1.0], [1.0]])
+    answer = (*sample.answers, "")[0]
+    text = right.get(task.name, lambda: f" {answer}{' And' * (task.name == 'quote') or '. And'}")()
+    return result(text, nats=0.0, recall=[[1.0], [1.0]], agreement=1.0)
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -101,7 +117,10 @@ def test_the_answer_stands_in_the_prompt(name: str, tokens: Tokens) -> None:
     for sample in task.samples(tokens, LENGTH, 4, seed=1):
         for answer in sample.answers:
             assert answer in sample.prompt
-            assert is_held_out(answer)
+            assert task.needs_chat or is_held_out(answer)
+        assert sample.follows_full == (not sample.answers)
+        # What is given behind the prompt answers the first of two questions, never the second.
+        assert not any(answer in sample.lead for answer in sample.answers)
 
 
 def test_a_wrong_number_that_begins_alike_is_wrong(tokens: Tokens) -> None:
@@ -133,10 +152,11 @@ def test_digits_count_at_their_place(text: str, share: float) -> None:
 
 def test_other_answers_have_no_digits() -> None:
     sample = Sample("", ("12345", "67890"), 9)
-    names = {"needle", "multi-key", "key-value", "two-questions"}
-    for name in GENERATED.keys() - names:
+    names = {"needle", "multi-key", "key-value", "two-questions", "second-turn"}
+    for name in GENERATED:
         found = result(" 12345.", nats=1.0, recall=[[0.5]])
-        assert [f.digits for f in load_task(name).figures([sample], [found])] == [None]
+        metrics = [figure.metric for figure in load_task(name).figures([sample], [found])]
+        assert (DIGITS_METRIC in metrics) == (name in names), metrics
 
 
 def test_the_needle_stands_at_its_depth(tokens: Tokens) -> None:
@@ -224,9 +244,56 @@ def test_figures_are_means_and_perplexity_of_the_mean(tokens: Tokens) -> None:
     samples = load_task("needle").samples(tokens, LENGTH, 2, seed=0)
     results = [result(f" {samples[0].answers[0]}."), result(f" {samples[1].answers[0][:2]}")]
     assert load_task("needle").figures(samples, results) == [
-        Figure("exact match", 0.5, digits=pytest.approx(0.7))
+        Figure("exact match", 0.5, 0.0, 1.0),
+        Figure(DIGITS_METRIC, pytest.approx(0.7), pytest.approx(0.4), 1.0),
     ]
     results = [result(nats=1.0), result(nats=2.0)]
+    e = math.e
     assert load_task("perplexity").figures(samples, results) == [
-        Figure("perplexity", pytest.approx(math.exp(1.5)), lower_is_better=True)
+        Figure(
+            "perplexity",
+            pytest.approx(e**1.5),
+            pytest.approx(e),
+            pytest.approx(e**2),
+            lower_is_better=True,
+        )
     ]
+    results = [result(agreement=0.5), result(agreement=1.0)]
+    agreement, divergence = load_task("summary").figures(samples, results)
+    assert agreement.score == 0.75 and divergence.score == 0.25 and divergence.lower_is_better
+
+
+def test_intervals() -> None:
+    """As wide as theory says, the same for equal values, and on the same draws for all."""
+    rng = random.Random(1)
+    values = [rng.gauss(3.0, 1.0) for _ in range(400)]
+    figure = Figure.of("x", values)
+    assert figure == Figure.of("x", values)
+    assert figure.low is not None and figure.high is not None
+    assert figure.high - figure.low == pytest.approx(2 * 1.96 / 20, rel=0.1)
+    assert figure.low < figure.score < figure.high
+    shifted = Figure.of("x", [value + 1 for value in values])
+    assert shifted.low == pytest.approx(figure.low + 1)
+    alone = Figure.of("x", [0.5])
+    assert (alone.low, alone.high) == (0.5, 0.5)
+
+
+def test_words_of_a_quotation_count_at_their_place(tokens: Tokens) -> None:
+    sample = Sample("", ("one two three four",), 9)
+    for text, share in (
+        (" one two three four five", 1.0),
+        ("one two 3 four", 0.75),
+        ("two three four", 0.0),
+        ("one", 0.25),
+        ("", 0.0),
+    ):
+        assert load_task("quote").score(sample, result(text)) == share
+
+
+def test_a_chat_needs_a_template(monkeypatch: pytest.MonkeyPatch, tokens: Tokens) -> None:
+    assert tokens.can_chat
+    monkeypatch.setattr(WordTokenizer, "chat_template", None)
+    assert not tokens.can_chat
+    for name in (name for name, task in GENERATED.items() if task.needs_chat):
+        with pytest.raises(ValueError, match="has no chat template"):
+            load_task(name).samples(tokens, LENGTH, 1, seed=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def _mean_query(data: MadeUp, head: int, count: int) -> torch.Tensor:
     return _turned(data, data.plain[-WINDOW:, head].double().mean(dim=0), count)
 
 
-def expected_attention(data: MadeUp, head: int, token: int) -> float:
+def expected_attention(data: MadeUp, head: int, token: int, epsilon: float = 0.01) -> float:
     total = 0.0
     for h in group(data, head):
         queries = data.plain[-WINDOW:, h].double()
@@ -91,7 +92,23 @@ def expected_attention(data: MadeUp, head: int, token: int) -> float:
         ]
         total += float(torch.tensor(logits, dtype=torch.float64).softmax(dim=0)[token - SINKS])
     norm = float(data.values[head, token].double().norm())
-    return (total / len(group(data, head)) + 0.01) * norm
+    return (total / len(group(data, head)) + epsilon) * norm
+
+
+@cache
+def _shares(data_seed: int, tokens: int, head: int) -> tuple[list[float], list[float]]:
+    """Of `observed_expected`: both parts of the tokens between sinks and window."""
+    data = MadeUp(seed=data_seed, tokens=tokens)
+    inside = range(SINKS, tokens - WINDOW)
+    weighed = [value_aware(data, head, token) for token in range(tokens - WINDOW)]
+    pooled = [sum(weighed[max(t - 2, 0) : t + 3]) / 5 for t in inside]
+    expected = [expected_attention(data, head, t, epsilon=0.0) for t in inside]
+    return [x / sum(pooled) for x in pooled], [x / sum(expected) for x in expected]
+
+
+def observed_expected(data: MadeUp, head: int, token: int) -> float:
+    observed, expected = _shares(data.seed, data.tokens, head)
+    return observed[token - SINKS] + 2.0 * expected[token - SINKS]
 
 
 def capkv(data: MadeUp, head: int, token: int) -> float:
@@ -115,6 +132,10 @@ ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
     "tova": ({}, tova),
     "value_aware": ({}, value_aware),
     "expected_attention": ({"future_positions": 16, "epsilon": 0.01}, expected_attention),
+    "observed_expected": (
+        {"kernel_size": 5, "expected": 2.0, "future_positions": 16},
+        observed_expected,
+    ),
     "capkv": ({"future_positions": 16}, capkv),
 }
 

@@ -11,7 +11,8 @@ import pytest
 
 from vllm_pyramid.methods.curves import UniformAllocator
 from vllm_pyramid.methods.host_values import HostValues
-from vllm_pyramid.policy import load_policy, load_presets, policy_names
+from vllm_pyramid.policy import AUTO, RECOMMENDED, load_policy, load_presets, policy_names
+from vllm_pyramid.request_config import RequestKeys, resolve
 from vllm_pyramid.step.probe import probe
 
 pytestmark = pytest.mark.cpu
@@ -43,6 +44,18 @@ def test_the_presets() -> None:
         assert policy.name == name
         assert "https://" in policy.paper or name == "random"  # a control, nobody's method
         assert f"| `{name}` |" in DOCS.read_text(), f"docs/policies.md has no row for {name}"
+
+
+def test_auto_is_a_preset() -> None:
+    assert load_policy("auto") == load_policy(RECOMMENDED)
+    assert load_policy("auto", "25%", {"window": 8}) == load_policy(
+        RECOMMENDED, "25%", {"window": 8}
+    )
+    assert AUTO not in policy_names()
+    keys = RequestKeys.parse({"kv_policy": "auto"})
+    assert resolve(load_policy("auto"), keys).policy == load_policy(RECOMMENDED)
+    with pytest.raises(ValueError, match="kv_policy 'auto' is not served here"):
+        resolve(load_policy("snapkv"), keys)
 
 
 def test_values_of_the_papers() -> None:

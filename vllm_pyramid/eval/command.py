@@ -53,7 +53,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--list", action="store_true", help="show the tasks and stop")
     for name, default, text in (
-        ("model", None, "folder or Hugging Face name (default: the built-in model)"),
+        ("model", None, "folder, Hugging Face name, or `smollm2` (default: the built-in model)"),
         (
             "policies",
             "full,streaming-llm,snapkv,pyramidkv",
@@ -61,7 +61,12 @@ def add_command(commands: Any) -> None:
             "'full,snapkv:{\"kernel_size\":11}' (%(default)s)",
         ),
         ("budgets", "3%,12%", "tokens or per cent, for the policies that evict (%(default)s)"),
-        ("tasks", None, "names, or `all` generated ones (all; none beside tasks of lm-eval)"),
+        (
+            "tasks",
+            None,
+            "names, or `all` generated ones that the model can be asked (all; none beside tasks of "
+            "lm-eval)",
+        ),
         ("lengths", "1024", "of the prompts, in tokens (%(default)s)"),
         ("samples", 10, "of each task, length and seed (%(default)s)"),
         ("seeds", "0", "each makes samples of its own (%(default)s)"),
@@ -73,7 +78,6 @@ def add_command(commands: Any) -> None:
     for name, text in (
         ("out", "folder for all results, kept for the next run too (%(default)s)"),
         ("json", "write the rows there too"),
-        ("merge-into", "put the rows into this JSON file of other runs, in place of equal ones"),
         ("csv", "write the rows there too"),
         ("markdown", "write the tables there"),
     ):
@@ -120,21 +124,17 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_pyramid.eval.engine import ChildError, orderly_termination
     from vllm_pyramid.eval.haystack import load_tokens
-    from vllm_pyramid.eval.results import check_mergeable, rows_of
+    from vllm_pyramid.eval.results import rows_of
     from vllm_pyramid.eval.run import Run, Store
 
     if not args.no_pictures and not has_matplotlib():
         console.print("No pictures: they need matplotlib (pip install 'vllm-pyramid\\[eval]').")
         args.no_pictures = True
-    shared: Path | None = args.merge_into
-    check_writable(
-        args.out, (args.out / "samples.jsonl", args.json, shared, args.csv, args.markdown)
-    )
-    if shared is not None:
-        check_mergeable(shared.read_text(encoding="utf-8"), str(shared))
-    settings = _settings(args)
+    check_writable(args.out, (args.out / "samples.jsonl", args.json, args.csv, args.markdown))
+    tokens = load_tokens(_model(args))
+    settings = _settings(args, tokens.can_chat)
     try:
-        evaluation = Run(settings, load_tokens(settings.model))
+        evaluation = Run(settings, tokens)
     except RuntimeError as error:  # a Python without the texts
         raise ValueError(str(error)) from error
     with closing(Store(args.out / "samples.jsonl", fresh=args.fresh)) as store:
@@ -163,8 +163,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _model(args: argparse.Namespace) -> str:
+    """The folder or name of the model."""
     from vllm_pyramid.demo import model_path
+    from vllm_pyramid.smollm2 import smollm2_folder
+
+    if args.model is None:
+        return str(model_path())
+    return str(smollm2_folder()) if args.model == "smollm2" else str(args.model)
+
+
+def _settings(args: argparse.Namespace, can_chat: bool) -> Settings:
     from vllm_pyramid.eval.run import Settings
     from vllm_pyramid.eval.tasks import GENERATED, load_task
     from vllm_pyramid.eval.variants import parse_variants
@@ -173,9 +182,10 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise ValueError(f"--max-prompt must be at least 64 tokens, not {args.max_prompt}")
     of_lm_eval = _tasks_of_lm_eval(args)
     given = args.tasks or ("" if of_lm_eval else "all")
-    generated = tuple(GENERATED) if given == "all" else names(given, "--tasks") if given else ()
+    possible = [name for name, task in GENERATED.items() if can_chat or not task.needs_chat]
+    generated = possible if given == "all" else names(given, "--tasks") if given else ()
     return Settings(
-        model=args.model or str(model_path()),
+        model=_model(args),
         policies=parse_variants(args.policies, "--policies"),
         budgets=names(args.budgets, "--budgets"),
         tasks=(*map(load_task, generated), *of_lm_eval),
@@ -211,7 +221,8 @@ def _write(
     console: Any, args: argparse.Namespace, answers: Sequence[Answer], rows: pd.DataFrame
 ) -> None:
     """Write the results to all files that are wanted, and show the tables."""
-    from vllm_pyramid.eval.results import as_json, as_markdown, merged_json, tables
+    from vllm_pyramid.eval.results import as_json, as_markdown, tables
+    from vllm_pyramid.eval.task import DIGITS_METRIC
 
     about = {
         "version": vllm_pyramid.__version__,
@@ -219,12 +230,9 @@ def _write(
         "model": "built-in" if args.model is None else args.model,
         "command": _command(args),
     }
-    shared: Path | None = args.merge_into
-    known = shared.read_text(encoding="utf-8") if shared is not None else ""
     for path, text in (
         (args.out / "results.json", as_json(rows, about)),
         (args.json, as_json(rows, about)),
-        (shared, merged_json(known, rows, about, str(shared))),
         (args.out / "results.csv", rows.to_csv(index=False)),
         (args.csv, rows.to_csv(index=False)),
         (args.markdown, as_markdown(rows)),
@@ -233,7 +241,7 @@ def _write(
             path.write_text(text, encoding="utf-8")
     for table in tables(rows):
         console.print(table)
-    if rows["digits"].notna().any():
+    if (rows["metric"] == DIGITS_METRIC).any():
         console.print(_ABOUT_DIGITS, highlight=False)
     written = ["results.json", "results.csv"]
     if not args.no_pictures:

@@ -8,9 +8,12 @@ model itself answers with its whole cache (`Agreement`).
 from __future__ import annotations
 
 import random
+from itertools import zip_longest
+from statistics import fmean
 
 from vllm_pyramid.eval import phrases
 from vllm_pyramid.eval.haystack import Tokens
+from vllm_pyramid.eval.result import Result
 from vllm_pyramid.eval.task import AgreementTask, GeneratedTask, NumberTask, Sample
 from vllm_pyramid.eval.words import DIGITS, make_names, make_numbers
 
@@ -41,6 +44,7 @@ class Explain(AgreementTask):
     """A question about a place in the text, in a user's words."""
 
     name = "explain"
+    needs_chat = True
     summary = "a question about a document, against the whole cache's own answer"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
@@ -56,6 +60,7 @@ class Summary(AgreementTask):
     """A summary of the text."""
 
     name = "summary"
+    needs_chat = True
     summary = "a summary of a document, against the whole cache's own"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
@@ -69,7 +74,9 @@ class Quote(GeneratedTask):
     """A sentence of the text whose beginning is given; the next eight words are to be quoted."""
 
     name = "quote"
+    needs_chat = True
     summary = "a sentence of a document, to be quoted from its beginning"
+    metric = "words right at their place"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
         question = "Quote the sentence of the text above that begins with: {}"
@@ -83,17 +90,22 @@ class Quote(GeneratedTask):
         answer = " ".join(words[_GIVEN : 2 * _GIVEN])
         return Sample(prompt, (answer,), tokens.count(answer) + 4)
 
+    def score(self, sample: Sample, result: Result) -> float:
+        wanted, found = sample.answers[0].split(), result.text.split()
+        return fmean(a == b for a, b in zip_longest(wanted, found[: len(wanted)]))
+
 
 class SecondTurn(NumberTask):
-    """Eight facts in a text; a chat asks for one and then, after the eviction, for another.
+    """Three facts in a text; a chat asks for one and then, after the eviction, for another.
 
     The first question is the one that the eviction sees. Its right answer and the second question
     are given (`Sample.lead`), as if the chat had gone on over the kept cache.
     """
 
     name = "second-turn"
+    needs_chat = True
     summary = "a chat's second question, asked when the first one has evicted the cache"
-    keys = 8
+    keys = 3
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
         code = phrases.FACTS["code"]

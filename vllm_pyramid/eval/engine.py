@@ -7,6 +7,7 @@ the progress display and `{"key": ..., "result": {...}}` for every request.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from vllm_pyramid.child_process import ChildError, orderly_termination, read_task, run_child, say
-from vllm_pyramid.eval.result import EvictionReport, Result
+from vllm_pyramid.eval.result import REFERENCE_TOKENS, EvictionReport, Reference, Result
 from vllm_pyramid.model_shape import shape_of_model
 
 __all__ = ["ChildError", "Request", "Work", "answer_all", "orderly_termination"]
@@ -31,7 +32,9 @@ class Request(BaseModel):
         key: comes back with the result.
         budget: the request's own, None for a policy that evicts nothing.
         max_tokens: to generate; no text stops it before, since vLLM then returns no report.
-        forced: the continuation to decode instead, or empty.
+        forced: tokens to decode first, or empty; their probability is measured if no others follow.
+        reference: of which they are the tokens, to be compared with.
+        is_reference: the answer becomes a reference for others.
         ignore_eos: generate all of `max_tokens`.
     """
 
@@ -42,12 +45,14 @@ class Request(BaseModel):
     budget: str | None
     max_tokens: int
     forced: list[int] = []
+    reference: Reference | None = None
+    is_reference: bool = False
     ignore_eos: bool = False
 
     @property
     def answer_tokens(self) -> int:
         """Tokens that the answer can take."""
-        return max(self.max_tokens, len(self.forced))
+        return self.max_tokens + len(self.forced)
 
 
 class Work(BaseModel):
@@ -105,7 +110,7 @@ def run(work: Work) -> None:
     from vllm_pyramid.eval.forced import QUALIFIED_NAME
 
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
-        traces = Path(folder)
+        files = Path(folder)
         say(stage="starting the engine")
         llm = LLM(
             work.model,
@@ -114,12 +119,13 @@ def run(work: Work) -> None:
             kv_min_tokens=0,  # budgets are measured as they are given
             kv_trace=folder if work.recall else None,
             logits_processors=[QUALIFIED_NAME] if forced else None,
+            max_logprobs=REFERENCE_TOKENS,
             **_engine_args(work),
         )
 
         def generate(batch: Sequence[Request]) -> list[Any]:
             prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in batch]
-            return llm.generate(prompts, [_params(r) for r in batch], use_tqdm=False)
+            return llm.generate(prompts, [_params(r, files) for r in batch], use_tqdm=False)
 
         if work.timed:
             say(stage="warming up")
@@ -128,9 +134,15 @@ def run(work: Work) -> None:
         for start in range(0, len(work.requests), work.batch):
             batch = work.requests[start : start + work.batch]
             outputs = generate(batch)
-            recalls = _take_recalls(traces) if work.recall else {}
+            recalls = _take_recalls(files) if work.recall else {}
             for request, output in zip(batch, outputs, strict=True):
                 result = _result(work, request, output, recalls.get(output.request_id))
+                if request.reference is not None:
+                    result = _compared(request, result, files)
+                if request.forced and request.max_tokens:
+                    own = output.outputs[0].token_ids[len(request.forced) :]
+                    text = llm.get_tokenizer().decode(own, skip_special_tokens=True)
+                    result = result.model_copy(update={"text": text})
                 say(key=request.key, result=result.model_dump())
 
 
@@ -152,15 +164,24 @@ def _engine_args(work: Work) -> dict[str, Any]:
     return {**defaults, **work.engine_args}
 
 
-def _params(request: Request) -> Any:
+def _findings(request: Request, files: Path) -> Path:
+    """Where a worker writes what it found beside a reference."""
+    return files / f"{request.key}.json"
+
+
+def _params(request: Request, files: Path) -> Any:
     from vllm import SamplingParams
 
-    from vllm_pyramid.eval.forced import forced_params
+    from vllm_pyramid.eval.forced import FINDINGS_KEY, REFERENCE_KEY, forced_params
 
     extra: dict[str, object] = {} if request.budget is None else {"kv_budget": request.budget}
+    if request.reference is not None:
+        extra[REFERENCE_KEY] = request.reference.model_dump()
+        extra[FINDINGS_KEY] = str(_findings(request, files))
     if request.forced:
-        return forced_params(request.forced, extra)
+        return forced_params(request.forced, extra, request.max_tokens)
     return SamplingParams(
+        logprobs=REFERENCE_TOKENS if request.is_reference else None,
         temperature=0.0,
         max_tokens=request.max_tokens,
         ignore_eos=request.ignore_eos,
@@ -179,12 +200,13 @@ def _result(work: Work, request: Request, output: Any, recall: list[list[float]]
     if recall is not None and not np.isfinite(np.concatenate(recall)).all():
         raise RuntimeError("a prompt's last chunk was too short to measure its attention recall")
     nats = prefill = speed = None
-    if request.forced:
-        if list(completion.token_ids) != request.forced:
-            raise RuntimeError("the engine did not follow the given continuation")
+    reference = Reference.of(completion) if request.is_reference else None
+    if request.forced and list(completion.token_ids[: len(request.forced)]) != request.forced:
+        raise RuntimeError("the engine did not follow the given continuation")
+    if request.forced and not request.max_tokens:
         # The first token's comes from the prefill, before the eviction.
         chosen = [p[t].logprob for t, p in zip(request.forced, completion.logprobs, strict=True)]
-        nats = -float(np.mean(chosen[1:]))
+        nats = -float(np.mean(chosen[1:])) if len(chosen) > 1 else 0.0
     if work.timed:
         times = output.metrics
         if times is None:
@@ -197,9 +219,26 @@ def _result(work: Work, request: Request, output: Any, recall: list[list[float]]
         eviction=EvictionReport.checked(output.kv_transfer_params, work.policy_name),
         nats=nats,
         recall=recall,
+        reference=reference,
         prefill_seconds=prefill,
         decode_tokens_per_second=speed,
     )
+
+
+def _compared(request: Request, result: Result, files: Path) -> Result:
+    """The result with what the worker found beside the reference, but for the first token.
+
+    Raises:
+        RuntimeError: it found nothing.
+    """
+    path = _findings(request, files)
+    if not path.is_file():
+        raise RuntimeError("the worker compared nothing with the whole cache's answer")
+    found = json.loads(path.read_text())[1:]
+    path.unlink()
+    agrees, nats = zip(*found, strict=True) if found else ((True,), (0.0,))
+    update = {"agreement": float(np.mean(agrees)), "divergence": float(np.mean(nats))}
+    return result.model_copy(update=update)
 
 
 def _take_recalls(folder: Path) -> dict[str, list[list[float]]]:

@@ -1,47 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes a given continuation, to measure its probability behind an evicted prompt.
+"""Decodes given tokens, to measure what a model says of them behind an evicted prompt.
 
 vLLM's prompt log probabilities come from the prefill, before anything is evicted. So the
 continuation is decoded: a logits processor leaves only its next token, and the log probabilities
 that vLLM returns are those before any processor (`logprobs_mode="raw_logprobs"`).
+
+Beside a reference, the likeliest tokens of the whole cache at each place, the processor compares
+what the kept cache makes of them. It runs in a worker, which writes its findings to a file.
 """
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
-FORCED_KEY = "forced_token_ids"
+FORCED_KEY, REFERENCE_KEY, FINDINGS_KEY = "forced_token_ids", "forced_reference", "forced_findings"
 # For `LLM(logits_processors=[...])`.
 QUALIFIED_NAME = f"{__name__}:ForcedTokens"
 
 
+def divergence(reference: list[float], found: list[float]) -> float:
+    """KL(reference || found) in nats over some tokens, all others counted as one.
+
+    Args:
+        reference, found: log probabilities of the same tokens.
+    """
+    ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (found, reference))
+    rest = [torch.log1p(-x.exp().sum().clamp(max=1 - 1e-9)) for x in (theirs, ours)]
+    kl = (theirs.exp() * (theirs - ours)).sum() + rest[0].exp() * (rest[0] - rest[1])
+    return max(float(kl), 0.0)
+
+
 class ForcedTokens(AdapterLogitsProcessor):
-    """Requests with `extra_args={"forced_token_ids": [...]}` generate exactly these tokens."""
+    """Requests with `extra_args={"forced_token_ids": [...]}` generate these tokens first."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        forced = (params.extra_args or {}).get(FORCED_KEY)
+        extra = params.extra_args or {}
+        forced = extra.get(FORCED_KEY)
         if forced is None:
             return None
+        reference: dict[str, Any] = extra.get(REFERENCE_KEY, {})
+        findings: list[tuple[bool, float]] = []
 
-        def only_next(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        def compare(place: int, logits: torch.Tensor) -> None:
+            likeliest, logprobs = reference["likeliest"][place], reference["logprobs"][place]
+            found = logits.float().log_softmax(dim=-1)
+            agrees = int(found.argmax()) == likeliest[0]
+            findings.append((agrees, divergence(logprobs, found[likeliest].tolist())))
+            if len(findings) == len(forced):
+                Path(extra[FINDINGS_KEY]).write_text(json.dumps(findings))
+
+        def next_token(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            place = len(output_token_ids)
+            if place >= len(forced):
+                return logits
+            # A preempted request comes again with its tokens; its places are known.
+            if reference and place == len(findings):
+                compare(place, logits)
             alone = torch.full_like(logits, -torch.inf)
-            alone[forced[min(len(output_token_ids), len(forced) - 1)]] = 0.0
+            alone[forced[place]] = 0.0
             return alone
 
-        return only_next
+        return next_token
 
 
-def forced_params(token_ids: list[int], extra_args: dict[str, object]) -> SamplingParams:
-    """Parameters of a request that decodes `token_ids` and returns their log probabilities."""
+def forced_params(
+    token_ids: list[int], extra_args: dict[str, object], more: int = 0
+) -> SamplingParams:
+    """Parameters of a request that decodes `token_ids`, then `more` tokens of its own.
+
+    It returns the log probabilities of all. A text's end among the given tokens ends nothing.
+    """
     return SamplingParams(
         temperature=0.0,
-        max_tokens=len(token_ids),
-        min_tokens=len(token_ids),
+        max_tokens=len(token_ids) + more,
         ignore_eos=True,
         logprobs=0,
         detokenize=False,

@@ -37,13 +37,18 @@ class Tokens:
     def count(self, text: str) -> int:
         return len(self.encode(text))
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
     def chat(self, messages: list[dict[str, str]]) -> str:
         """The messages in the model's chat template, up to the reply.
 
         Raises:
             ValueError: the model has no chat template.
         """
-        if not self._tokenizer.chat_template:
+        if not self.can_chat:
             raise ValueError("this model's tokenizer has no chat template")
         apply = self._tokenizer.apply_chat_template
         return str(apply(messages, tokenize=False, add_generation_prompt=True))

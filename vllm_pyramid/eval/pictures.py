@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vllm_pyramid.eval.results import scores_of
+from vllm_pyramid.eval.results import titled
 from vllm_pyramid.eval.run import Answer
 
 __all__ = ["draw"]
@@ -59,7 +59,7 @@ def _style(place: int) -> dict[str, str]:
 
 
 def _quality(rows: pd.DataFrame) -> Any:
-    scores = scores_of(rows)
+    scores = titled(rows)
     policies = list(scores["policy"].unique())
     figure, axes = _subplots(scores["title"].nunique(), 3.4, 2.8)
     for axis, (_, group) in zip(axes, scores.groupby("title", sort=False), strict=True):
@@ -72,7 +72,7 @@ def _quality(rows: pd.DataFrame) -> Any:
             axis.errorbar(
                 100 * line["memory"],
                 line["score"],
-                line["spread"].fillna(0.0),
+                [(line["score"] - line[end]).abs().fillna(0.0) for end in ("low", "high")],
                 **_style(policies.index(policy)),
                 markersize=4,
                 linewidth=1,

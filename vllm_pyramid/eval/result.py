@@ -8,7 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["EvictionReport", "Result"]
+__all__ = ["REFERENCE_TOKENS", "EvictionReport", "Reference", "Result"]
+
+# Likeliest tokens of a place that a reference holds; all others count as one.
+REFERENCE_TOKENS = 64
 
 
 class EvictionReport(BaseModel):
@@ -71,6 +74,34 @@ class EvictionReport(BaseModel):
         return [kept / self.computed_tokens for kept in self.kept_tokens]
 
 
+class Reference(BaseModel):
+    """What the whole cache says greedily, and how sure it is of it.
+
+    Attributes:
+        token_ids: `[n]`, its answer. likeliest: `[n][REFERENCE_TOKENS]` token ids, the most likely
+            first. logprobs: of these, in nats.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    token_ids: list[int]
+    likeliest: list[list[int]]
+    logprobs: list[list[float]]
+
+    @classmethod
+    def of(cls, completion: Any) -> Reference:
+        """Of a completion that was asked for so many log probabilities."""
+        places = [
+            sorted(place.items(), key=lambda item: item[1].rank)[:REFERENCE_TOKENS]
+            for place in completion.logprobs
+        ]
+        return cls(
+            token_ids=list(completion.token_ids),
+            likeliest=[[token for token, _ in place] for place in places],
+            logprobs=[[round(found.logprob, 5) for _, found in place] for place in places],
+        )
+
+
 class Result(BaseModel):
     """What the engine returned for a prompt.
 
@@ -81,6 +112,7 @@ class Result(BaseModel):
         recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
             hold (`ops.recall.kept_mass`), where the task needs it, else None.
         agreement, divergence: see `AgreementTask`, else None.
+        reference: what other policies are compared with, where it was asked for.
         prefill_seconds: from the start of the prefill to the first token; None if not timed.
         decode_tokens_per_second: of the tokens after the first; None if not timed.
     """
@@ -93,5 +125,6 @@ class Result(BaseModel):
     recall: list[list[float]] | None = None
     agreement: float | None = None
     divergence: float | None = None
+    reference: Reference | None = None
     prefill_seconds: float | None = None
     decode_tokens_per_second: float | None = None

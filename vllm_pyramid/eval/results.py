@@ -23,72 +23,51 @@ __all__ = [
     "COLUMNS",
     "as_json",
     "as_markdown",
-    "check_mergeable",
-    "merged_json",
     "rows_of",
-    "scores_of",
     "tables",
+    "titled",
 ]
 
-# score: the mean over the seeds. spread: standard deviation of the seeds' means, none with one
-# seed. n: samples over all seeds. memory: cache blocks held after the last eviction, as a share of
-# the full cache's. length: in tokens, 0 where each prompt of a file has its own.
-# digits, digits_spread: as score and spread, of `NumberTask.digits`.
+# score: over all seeds' samples. low, high: its 95 % interval. n: samples over all seeds. memory:
+# cache blocks held after the last eviction, as a share of the full cache's. length: in tokens, 0
+# where each prompt of a file has its own.
 COLUMNS = [
-    "task", "metric", "policy", "budget", "length", "score", "spread", "n", "seeds", "memory",
-    "lower_is_better", "digits", "digits_spread",
+    "task", "metric", "policy", "budget", "length", "score", "low", "high", "n", "seeds", "memory",
+    "lower_is_better",
 ]  # fmt: skip
 _GROUP = ["task", "length", "policy", "budget"]
 
 
 def rows_of(answers: Iterable[Answer]) -> pd.DataFrame:
     """The rows, in the order of the answers."""
-    by_seed: dict[tuple[Any, ...], list[Answer]] = {}
+    groups: dict[tuple[Any, ...], list[Answer]] = {}
     for answer in answers:
-        key = (answer.task.name, answer.length, answer.policy, answer.budget, answer.seed)
-        by_seed.setdefault(key, []).append(answer)
-    figures = [
+        key = (answer.task.name, answer.length, answer.policy, answer.budget)
+        groups.setdefault(key, []).append(answer)
+    rows = [
         {
-            **dict(zip([*_GROUP, "seed"], key, strict=True)),
+            **dict(zip(_GROUP, key, strict=True)),
             **asdict(figure),
             "n": len(group),
+            "seeds": len({answer.seed for answer in group}),
             "memory": fmean(answer.result.eviction.memory for answer in group),
         }
-        for key, group in by_seed.items()
+        for key, group in groups.items()
         for figure in group[0].task.figures([a.sample for a in group], [a.result for a in group])
     ]
-    table = pd.DataFrame(figures).astype({"digits": float})
-    rows = table.groupby([*_GROUP, "metric", "lower_is_better"], sort=False).agg(
-        score=("score", "mean"),
-        spread=("score", "std"),
-        n=("n", "sum"),
-        seeds=("seed", "count"),
-        memory=("memory", "mean"),
-        digits=("digits", "mean"),
-        digits_spread=("digits", "std"),
-    )
-    return rows.reset_index()[COLUMNS]
+    return pd.DataFrame(rows).astype({"low": float, "high": float})[COLUMNS]
 
 
-def scores_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """What there is to show: the rows, and behind each task's those of its digits as others.
-
-    Further columns: `prompts`, how long they were, and `title`, the same for rows of one table.
-    """
-    digits = rows.drop(columns=["score", "spread"])[rows["digits"].notna()]
-    digits = digits.rename(columns={"digits": "score", "digits_spread": "spread"})
-    digits["metric"] = "digits right at their place"
-    parts = []
-    for _, group in rows.groupby(["task", "length"], sort=False):
-        parts += [group, digits[digits.index.isin(group.index)]]
-    scores = pd.concat(parts)
-    scores["prompts"] = [f"{n:,} tokens" if n else "lengths of the file" for n in scores["length"]]
-    scores["title"] = [
+def titled(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows, those of one table together, with `prompts`, how long they were, and `title`."""
+    prompts = [f"{n:,} tokens" if n else "lengths of the file" for n in rows["length"]]
+    rows = rows.assign(prompts=prompts)
+    rows["title"] = [
         f"{row.task}, {row.prompts}: {row.metric} "
         f"({'lower' if row.lower_is_better else 'higher'} is better, n = {row.n})"
-        for row in scores.itertuples()
+        for row in rows.itertuples()
     ]
-    return scores
+    return rows
 
 
 def _grids(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -97,15 +76,15 @@ def _grids(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     A policy that evicts nothing has its figure in the last column.
     """
     budgets = sorted(rows["budget"].unique(), key=lambda budget: bool(budget == "100%"))
-    for title, group in scores_of(rows).groupby("title", sort=False):
-        cells = group.assign(cell=list(map(_cell, group["score"], group["spread"])))
+    for title, group in titled(rows).groupby("title", sort=False):
+        cells = group.assign(cell=list(map(_cell, group["score"], group["low"], group["high"])))
         grid = cells.pivot(index="policy", columns="budget", values="cell")
         grid = grid.reindex(index=group["policy"].unique(), columns=budgets)
         yield str(title), grid.fillna("")
 
 
-def _cell(score: float, spread: float) -> str:
-    return f"{score:.2f}" if pd.isna(spread) else f"{score:.2f} ± {spread:.2f}"
+def _cell(score: float, low: float, high: float) -> str:
+    return f"{score:.2f}" if pd.isna(low) else f"{score:.2f} ({low:.2f} to {high:.2f})"
 
 
 def tables(rows: pd.DataFrame) -> list[Table]:
@@ -134,57 +113,6 @@ def as_markdown(rows: pd.DataFrame) -> str:
 
 
 def as_json(rows: pd.DataFrame, about: Mapping[str, str]) -> str:
-    """`runs`: what was run, by which command; `rows`, each with its run's place in that list."""
-    return merged_json("", rows, about, "")
-
-
-def merged_json(known: str, rows: pd.DataFrame, about: Mapping[str, str], name: str) -> str:
-    """As `as_json`, with the runs and rows of an earlier file.
-
-    A row takes the place of an earlier one of the same model, task, metric, length, policy and
-    budget. A run of which no row is left is dropped.
-
-    Args:
-        known: the file's text, empty for none. name: of the file, for the message.
-
-    Raises:
-        ValueError: it is not such a file.
-    """
-    runs, before = _read(known, name)
-    new = rows.assign(run=len(runs), model=about["model"]).astype(object)
-    records: list[Any] = [*before, *new.where(new.notna(), None).to_dict("records")]
-    after = {tuple(row[column] for column in ("model", "metric", *_GROUP)): row for row in records}
-    kept = sorted({row["run"] for row in after.values()})
-    runs = [run for place, run in enumerate([*runs, dict(about)]) if place in kept]
-    written = [
-        {**{column: row[column] for column in COLUMNS}, "run": kept.index(row["run"])}
-        for row in after.values()
-    ]
-    return json.dumps({"runs": runs, "rows": written}, indent=1) + "\n"
-
-
-def check_mergeable(text: str, name: str) -> None:
-    """Find out before a long run whether rows can be merged into a file of that text.
-
-    Raises:
-        ValueError: see `merged_json`.
-    """
-    _read(text, name)
-
-
-def _read(text: str, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The runs and rows of a file, each row with its run's model."""
-    if not text.strip():
-        return [], []
-    try:
-        data = json.loads(text)
-        runs = list(data["runs"])
-        rows = [{**row, "model": runs[row["run"]]["model"]} for row in data["rows"]]
-        if lacking := [name for row in rows for name in COLUMNS if name not in row]:
-            raise KeyError(lacking[0])
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"{name} does not hold the `runs` and `rows` that `vllm-pyramid eval --json` writes "
-            f"({error!r}): name another file"
-        ) from None
-    return runs, rows
+    """The rows, and beside them what was run, by which command."""
+    records = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    return json.dumps({"run": dict(about), "rows": records}, indent=1) + "\n"

@@ -21,7 +21,10 @@ from vllm_pyramid.eval.variants import Variant, budgets_of
 from vllm_pyramid.model_shape import longest_of_model
 from vllm_pyramid.store import Store, identity_of_model, key_of
 
-__all__ = ["Answer", "Job", "Run", "Settings", "Store", "budgets_of"]
+__all__ = ["REFERENCE", "Answer", "Job", "Run", "Settings", "Store", "budgets_of"]
+
+# What the answers of the whole cache are called, with which others are compared.
+REFERENCE = "the whole cache's own answers"
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Run:
         identity = identity_of_model(settings.model)
         needing = [task.name for task in settings.tasks if task.needs_recall]
         self.jobs: list[Job] = []
+        # The request for the whole cache's own answer, by the key of one that is compared with it.
+        self._references: dict[str, Request] = {}
         for variant in settings.policies:
             if needing and variant.thins_prompts:
                 raise ValueError(
@@ -109,6 +114,7 @@ class Run:
                 where = [identity, settings.engine_args, variant.definition(), budget]
                 for task, length, seed, sample, prompt, forced in made:
                     what = [prompt, forced, sample.max_tokens, task.needs_recall]
+                    what += [True] if sample.follows_full else []
                     request = Request(
                         key=key_of(where, what),
                         prompt_token_ids=prompt,
@@ -116,14 +122,27 @@ class Run:
                         max_tokens=sample.max_tokens,
                         forced=forced,
                     )
+                    if sample.follows_full:
+                        of_full = key_of([identity, settings.engine_args, REFERENCE], what)
+                        self._references[request.key] = request.model_copy(
+                            update={"key": of_full, "budget": None, "is_reference": True}
+                        )
                     self.jobs.append(Job(task, variant, length, seed, sample, request))
 
     def missing(self, store: Store) -> dict[str, list[Request]]:
-        """The requests that the store has no result of, by the policy's label; each once."""
+        """The requests that the store has no result of, by the policy's label; each once.
+
+        First, under `REFERENCE`, those whose answers others are compared with.
+        """
         wanted: dict[str, dict[str, Request]] = {}
         for job in self.jobs:
-            if store.get(job.request.key) is None:
-                wanted.setdefault(job.policy, {})[job.request.key] = job.request
+            if store.get(job.request.key) is not None:
+                continue
+            needed = self._references.get(job.request.key)
+            if needed is not None and store.get(needed.key) is None:
+                wanted = {REFERENCE: {}, **wanted}
+                wanted[REFERENCE][needed.key] = needed
+            wanted.setdefault(job.policy, {})[job.request.key] = job.request
         return {label: list(requests.values()) for label, requests in wanted.items()}
 
     def execute(
@@ -135,12 +154,14 @@ class Run:
             ChildError: an engine failed.
         """
         missing = self.missing(store)
-        for variant in self.settings.policies:
-            if not (requests := missing.get(variant.label)):
+        whole = Variant("full")
+        for label, variant in ((REFERENCE, whole), *((v.label, v) for v in self.settings.policies)):
+            if not (requests := missing.get(label)):
                 continue
+            requests = [self._beside_its_reference(request, store) for request in requests]
             longest = max(len(r.prompt_token_ids) + r.answer_tokens for r in requests)
             work = Work(
-                label=variant.label,
+                label=label,
                 model=self.settings.model,
                 kv_policy=variant.policy,
                 kv_policy_args=dict(variant.args),
@@ -153,6 +174,16 @@ class Run:
                 for key, result in results:
                     store.put(key, result.model_dump())
                     on_result()
+
+    def _beside_its_reference(self, request: Request, store: Store) -> Request:
+        """The request as it is run: with the answer that it is compared with."""
+        if request.key not in self._references:
+            return request
+        found = Result.model_validate(store.get(self._references[request.key].key)).reference
+        assert found is not None
+        return request.model_copy(
+            update={"forced": found.token_ids, "reference": found, "max_tokens": 0}
+        )
 
     def answers(self, store: Store) -> Iterator[Answer]:
         """Every job with its result.
@@ -169,17 +200,18 @@ class Run:
     def _encode(
         self, tokens: Tokens, task: Task, length: int, sample: Sample
     ) -> tuple[list[int], list[int]]:
-        """The ids of the prompt, and of the continuation if that is given."""
+        """The ids of the prompt, and of what is given behind it."""
         prompt, forced = tokens.encode(sample.prompt), []
-        if sample.forced:
-            both = tokens.encode(sample.prompt + sample.answers[0])
+        given = sample.answers[0] if sample.forced else sample.lead
+        if given:
+            both = tokens.encode(sample.prompt + given)
             if both[: len(prompt)] != prompt:
                 raise ValueError(
                     "this model's tokenizer does not split the prompt and its continuation at the "
-                    f"same place: near {sample.prompt[-20:]!r} and {sample.answers[0][:20]!r}"
+                    f"same place: near {sample.prompt[-20:]!r} and {given[:20]!r}"
                 )
             forced = both[len(prompt) :]
-        answer = max(sample.max_tokens, len(forced)) + 1
+        answer = sample.max_tokens + len(forced) + 1
         room = None if self._longest is None else self._longest - answer
         if sample.may_be_cut:
             limits = [limit for limit in (room, self.settings.max_prompt) if limit is not None]

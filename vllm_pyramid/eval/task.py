@@ -11,10 +11,11 @@ import random
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
@@ -30,6 +31,10 @@ __all__ = [
     "right_digits",
     "seed_of",
 ]
+
+
+DIGITS_METRIC = "digits right at their place"
+_INTERVAL = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,33 @@ class Sample:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure over the samples of a seed. digits: see `NumberTask`, None for other answers."""
+    """One figure over the samples, with its 95 % interval; None where there is none."""
 
     metric: str
     score: float
+    low: float | None = None
+    high: float | None = None
     lower_is_better: bool = False
-    digits: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        metric: str,
+        values: Iterable[float],
+        *,
+        exponential: bool = False,
+        lower_is_better: bool = False,
+    ) -> Figure:
+        """The mean of a number a prompt, or its exponential; the interval by bootstrap.
+
+        Prompts are drawn again 2,000 times, with the same chance in every figure, so that policies
+        are compared on the same draws.
+        """
+        numbers = np.array(list(values), np.float64)
+        drawn = np.random.default_rng(0).integers(0, len(numbers), (2000, len(numbers)))
+        means = np.array([numbers.mean(), *np.quantile(numbers[drawn].mean(axis=1), _INTERVAL)])
+        score, low, high = (np.exp(means) if exponential else means).tolist()
+        return cls(metric, score, low, high, lower_is_better)
 
 
 class Task(ABC):
@@ -83,12 +109,14 @@ class Task(ABC):
         name: for `--tasks`. summary: one line for `vllm-pyramid eval --list`.
         metric: what `score` returns.
         needs_recall: whether results must hold the attention recall.
+        needs_chat: whether prompts are chats, for models with a chat template.
     """
 
     name: str
     summary: str = ""
     metric: str = "exact match"
     needs_recall: bool = False
+    needs_chat: bool = False
 
     @abstractmethod
     def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
@@ -113,8 +141,8 @@ class Task(ABC):
         return float(begins_with(result.text, sample.answers[0]))
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        """The figures over the samples of one seed: by default the mean score."""
-        return [Figure(self.metric, fmean(map(self.score, samples, results)))]
+        """The figures over all samples: by default the mean score."""
+        return [Figure.of(self.metric, map(self.score, samples, results))]
 
 
 class GeneratedTask(Task):
@@ -155,8 +183,8 @@ class NumberTask(GeneratedTask):
         return right_digits(self.number_in(result.text), sample.answers[0])
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        (figure,) = super().figures(samples, results)
-        return [replace(figure, digits=fmean(map(self.digits, samples, results)))]
+        digits = Figure.of(DIGITS_METRIC, map(self.digits, samples, results))
+        return [*super().figures(samples, results), digits]
 
 
 class AgreementTask(GeneratedTask):
@@ -182,7 +210,7 @@ class AgreementTask(GeneratedTask):
         assert len(nats) == len(results)
         return [
             *super().figures(samples, results),
-            Figure("divergence from the whole cache, nats", fmean(nats), lower_is_better=True),
+            Figure.of("divergence from the whole cache, nats", nats, lower_is_better=True),
         ]
 
 

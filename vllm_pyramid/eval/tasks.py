@@ -8,7 +8,6 @@ of variables, stores and labelled examples; the perplexity of a continuation; at
 from __future__ import annotations
 
 import difflib
-import math
 import random
 import re
 from collections.abc import Sequence
@@ -244,8 +243,8 @@ class Perplexity(GeneratedTask):
         return result.nats
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        nats = fmean(map(self.score, samples, results))
-        return [Figure(self.metric, math.exp(nats), lower_is_better=True)]
+        nats = map(self.score, samples, results)
+        return [Figure.of(self.metric, nats, exponential=True, lower_is_better=True)]
 
 
 class AttentionRecall(GeneratedTask):

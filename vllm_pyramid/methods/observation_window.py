@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.base import Policy
     from vllm_pyramid.step.batch import EvictionBatch
     from vllm_pyramid.step.view import LayerView
+
+
+def odd(field: str) -> Any:
+    """A validator of a pooling's width."""
+
+    def check(value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError(f"{field} must be odd, not {value}: a token is its own centre")
+        return value
+
+    return field_validator(field)(check)
 
 
 class ObservationWindowScorer(Scorer):
@@ -38,12 +49,7 @@ class ObservationWindowScorer(Scorer):
     kernel_size: int = Field(default=5, ge=1, le=1023)
     gqa_reduce: Literal["mean", "max", "sum"] = "mean"
 
-    @field_validator("kernel_size")
-    @classmethod
-    def _odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, not {value}: a token is its own centre")
-        return value
+    _odd = odd("kernel_size")
 
     def check(self, policy: Policy) -> None:
         """Its kernel sees whole prompts only, so it cannot evict during generation."""

@@ -73,7 +73,7 @@ class Budget:
 
     @property
     def value(self) -> int | str:
-        """The budget as a user writes it: `512` or `'12%'`; `parse` reads it back, without floor."""
+        """The budget as a user writes it: `512` or `'12%'`; `parse` reads it back, no floor."""
         if self.tokens is not None:
             return self.tokens
         assert self.percent is not None

@@ -7,10 +7,18 @@
 
 from vllm_pyramid.plans import Budget, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.base import DEFAULT_MIN_TOKENS, Policy
-from vllm_pyramid.policy.registry import load_policy, load_presets, policy_names
+from vllm_pyramid.policy.registry import (
+    AUTO,
+    RECOMMENDED,
+    load_policy,
+    load_presets,
+    policy_names,
+)
 
 __all__ = [
+    "AUTO",
     "DEFAULT_MIN_TOKENS",
+    "RECOMMENDED",
     "Budget",
     "OpenPlan",
     "Plan",

@@ -15,6 +15,8 @@ from vllm_pyramid.plans import Budget
 from vllm_pyramid.policy.base import SECTIONS, Policy
 from vllm_pyramid.policy.yaml_file import read_yaml_mapping
 
+# `auto`: the preset that did best on a real model (docs/quality.md).
+AUTO, RECOMMENDED = "auto", "snapkv-expected"
 _PRESET_KEYS = tuple(Policy.model_fields)
 _PLAIN_KEYS = tuple(
     key for key in _PRESET_KEYS if key not in {"name", "description", "paper", "budget", *SECTIONS}
@@ -54,7 +56,8 @@ def load_policy(
     """A policy from a packaged preset or a YAML file, with changes.
 
     Args:
-        name_or_path: a preset's name (`policy_names`) or the path of a `.yaml` or `.yml` file.
+        name_or_path: a preset's name (`policy_names`), `auto` for the recommended one, or the path
+            of a `.yaml` or `.yml` file.
         budget: replaces the preset's: `512`, `"512"` or `"12%"`. Where `args` turn a policy into
             one that sets its own total (`retention`), the budget is an upper limit, and without
             one given here there is none (`100%`).
@@ -66,6 +69,8 @@ def load_policy(
         ValueError: unknown name, key or kind (the valid ones are listed), unreadable file (with
             its line), or values that do not go together.
     """
+    if name_or_path == AUTO:
+        name_or_path = RECOMMENDED
     data, lines = _read(name_or_path)
     where = f"policy {name_or_path!r}"
     policy = _build(data, where, lines)
@@ -91,8 +96,8 @@ def _read(name_or_path: str) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]
     else:
         names = policy_names()
         raise ValueError(
-            f"unknown policy {name_or_path!r}{did_you_mean(name_or_path, names)}; valid policies: "
-            f"{', '.join(names)}, or the path of a .yaml file"
+            f"unknown policy {name_or_path!r}{did_you_mean(name_or_path, [AUTO, *names])}; valid "
+            f"policies: {AUTO}, {', '.join(names)}, or the path of a .yaml file"
         )
     data, lines = read_yaml_mapping(path)
     data.setdefault("name", path.stem)
