@@ -112,8 +112,8 @@ def _run_policies(args: argparse.Namespace) -> int:
     console.print(table)
     console.print(
         f"`auto` is {RECOMMENDED}. The budget is the mean number of prompt tokens kept per layer "
-        "and KV head; these are the defaults. A .yaml file of the same format works in place of a name; `none` switches the "
-        "plugin off.",
+        "and KV head; these are the defaults. A .yaml file of the same format works in place of a "
+        "name; `none` switches the plugin off.",
         highlight=False,
     )
     return 0
