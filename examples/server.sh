@@ -4,7 +4,7 @@
 # A server on which every layer of the model has its own KV budget.
 #
 #   examples/server.sh MODEL [further flags of vllm serve]
-#   examples/server.sh "$(vllm-pyramid demo-model)" --kv-trace traces
+#   examples/server.sh "$(vllm-pyramid model built-in)" --kv-trace traces
 #
 # Then, in another shell: python examples/client.py
 set -euo pipefail
@@ -15,5 +15,6 @@ if (($# == 0)); then
 fi
 model=$1
 shift
-# 256 tokens of each prompt, averaged over layers and KV heads. A flag that is given again wins.
-exec vllm serve "$model" --kv-policy pyramidkv --kv-budget 256 "$@"
+# The recommended policy; 12 % of each prompt, and never less than 256 tokens. A flag that is given
+# again wins.
+exec vllm serve "$model" --kv-policy auto --kv-budget 12% --kv-min-tokens 256 "$@"

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do our scorers rank keys as kvpress's presses do, on the same keys, values and queries?
 
-    .venv/bin/python scripts/kvpress_parity/scorers.py FOLDER
+    .venv/bin/python scripts/kvpress_parity/scorers.py FOLDER [--model MODEL]
 
 FOLDER holds the unpacked wheel of kvpress 0.5.5 (`pip download kvpress==0.5.5 --no-deps`). Its
 press modules are imported as they are, past the package's `__init__`, which asks for another
-transformers and replaces attention functions. Keys, values and queries are made up, float32; a
-press gets the queries as hidden states of a layer whose projection is the identity.
+transformers and replaces attention functions. Keys, values and queries are made up, or those of a
+Llama on a text, float32; a press gets the queries as hidden states of a layer whose projection is
+the identity.
 
 Compared are the scores, and index by index the tokens that each head keeps at three shares. Tokens
 that a press protects are left out on both sides. Exit status 1 if anything differs.
@@ -127,8 +128,18 @@ class RotaryModule:
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
-def compare(case: Case, shape: tuple[int, int, int, int], seed: int) -> Iterator[str]:
-    """What differs."""
+@dataclass(frozen=True)
+class Layer:
+    """What a layer has of a prompt: `[T, H, D]` queries without rotary embedding, `[G, T, D]`."""
+
+    plain: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rotary: Rotary
+
+
+def made_up(shape: tuple[int, int, int, int], seed: int) -> Layer:
+    """Noise."""
     heads_kv, heads, size, tokens = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -137,9 +148,29 @@ def compare(case: Case, shape: tuple[int, int, int, int], seed: int) -> Iterator
 
     rotary = Rotary(cos_sin(size, tokens + 1024))
     plain = noise(tokens, heads, size) + noise(heads, size)  # queries have a mean in real models
+    return Layer(plain, noise(heads_kv, tokens, size), noise(heads_kv, tokens, size), rotary)
+
+
+def of_model(folder: Path, ids: list[int]) -> Iterator[Layer]:
+    """Every layer of a Llama, on a prompt."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "method_study"))
+    from llama import Llama
+
+    model = Llama(folder)
+    with torch.no_grad():
+        caches, _ = model.prefill(ids)
+    for cache in caches:
+        plain = model.rotary.turn_back(cache.queries, torch.arange(len(ids)))
+        yield Layer(plain, cache.keys, cache.values, model.rotary)
+
+
+def compare(case: Case, layer_data: Layer) -> Iterator[str]:
+    """What differs."""
+    plain, keys, values = layer_data.plain, layer_data.keys, layer_data.values
+    rotary = layer_data.rotary
+    (tokens, heads, size), heads_kv = plain.shape, len(keys)
     cos, sin = rotary.at(torch.arange(tokens))
     queries = rotary.turn(plain, cos[:, None], sin[:, None])
-    keys, values = noise(heads_kv, tokens, size), noise(heads_kv, tokens, size)
 
     press = getattr(importlib.import_module(f"kvpress.presses.{case.module}"), case.press)
     layer = SimpleNamespace(
@@ -205,17 +236,27 @@ def main() -> int:
     """Compare all; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="with the unpacked wheel of kvpress 0.5.5")
-    import_presses(parser.parse_args().folder)
+    parser.add_argument("--model", type=Path, help="folder of a Llama, for keys that are not noise")
+    args = parser.parse_args()
+    import_presses(args.folder)
+    layers = {f"shape {shape}": made_up(shape, seed) for seed, shape in enumerate(SHAPES)}
+    if args.model:
+        from vllm_pyramid.eval.haystack import load_tokens
+        from vllm_pyramid.eval.topics import topics
+
+        text = "\n\n".join(topics().values())
+        ids = load_tokens(args.model).encode(text[:8000])[:1500]
+        layers |= {f"layer {i}": layer for i, layer in enumerate(of_model(args.model, ids))}
     failed = 0
     for case in CASES:
         found = [
-            f"{shape}: {problem}"
-            for seed, shape in enumerate(SHAPES)
-            for problem in compare(case, shape, seed)
+            f"{name}: {problem}"
+            for name, layer in layers.items()
+            for problem in compare(case, layer)
         ]
         failed += bool(found)
         what = f"{case.press}{case.settings or ''} and {case.scorer['kind']}"
-        print(f"{what}: {'; '.join(found) or f'equal in {len(SHAPES)} shapes'}")
+        print(f"{what}: {'; '.join(found) or f'equal in {len(layers)} shapes and layers'}")
     return int(failed > 0)
 
 

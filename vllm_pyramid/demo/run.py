@@ -28,11 +28,9 @@ from vllm_pyramid.eval.phrases import FACTS
 from vllm_pyramid.eval.result import Result
 from vllm_pyramid.eval.task import begins_with
 from vllm_pyramid.eval.words import make_name, make_number
+from vllm_pyramid.policy import RECOMMENDED
 
-POLICIES = ("full", "streaming-llm", "pyramidkv")  # the first evicts nothing
-# The number asked for has five tokens, and the prompt's last query looks at the first: the pooling
-# of the scores must reach over all of them (docs/quality.md).
-POLICY_ARGS = {"pyramidkv": {"kernel_size": 11}}
+POLICIES = ("full", "streaming-llm", RECOMMENDED)  # the first evicts nothing
 SEED = 0
 DEPTH = 0.4  # of the hidden fact: beyond the reach of a policy that keeps what is recent
 BAR_WIDTH = 40
@@ -66,7 +64,7 @@ def work_of(model: Path, prompt: str, max_tokens: int, policy: str, budget: str)
         label=policy,
         model=str(model),
         kv_policy=policy,
-        kv_policy_args=POLICY_ARGS.get(policy, {}),
+        kv_policy_args={},
         policy_name=policy,
         engine_args={
             "max_model_len": len(ids) + max_tokens + 64,
