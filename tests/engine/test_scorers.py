@@ -31,7 +31,7 @@ BLOCK = 16
 NEAR_TIE = 5e-4
 CASES: dict[str, tuple[str | int, dict[str, Any]]] = {
     "expected-attention": ("30%", {"window": 24}),
-    "snapkv-expected": ("30%", {"window": 24}),
+    "snapkv-expected": ("30%", {"window": 16, "queries": 8}),
     "capkv": ("30%", {"window": 24}),
     "lagkv": ("30%", {"lag": 16}),
     "tova": (64, {"schedule": {"kind": "interval", "interval": 8}}),

@@ -133,7 +133,7 @@ ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
     "value_aware": ({}, value_aware),
     "expected_attention": ({"future_positions": 16, "epsilon": 0.01}, expected_attention),
     "observed_expected": (
-        {"kernel_size": 5, "expected": 2.0, "future_positions": 16},
+        {"queries": WINDOW, "kernel_size": 5, "expected": 2.0, "future_positions": 16},
         observed_expected,
     ),
     "capkv": ({"future_positions": 16}, capkv),
@@ -174,6 +174,23 @@ def test_lagkv_ranks_each_part_by_the_next(tokens: int) -> None:
             assert found.min() >= 0 and found.max() < 1
         rest = scores[head, SINKS + parts * lag :]
         assert rest.min() >= 1 and (rest.diff() > 0).all(), "the most recent first"
+
+
+@pytest.mark.parametrize("kind", ["expected_attention", "observed_expected"])
+def test_only_the_last_queries_count(kind: str) -> None:
+    """A longer window keeps more tokens; the scores of the others are of as many queries."""
+    alone = {"expected": 0.0} if kind == "observed_expected" else {}  # one part, so one ratio
+    scorer = parse_component(Scorer, {"kind": kind, "queries": WINDOW, **alone})
+    data = MadeUp(tokens=60)
+    before = slice(SINKS, data.tokens - 3 * WINDOW - 10)
+    short, long = (
+        scorer.score(data.view(window, SINKS))[:, before] for window in (WINDOW, 3 * WINDOW)
+    )
+    ratio = long / short  # what the first is a share of is less
+    torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4, atol=0)
+    policy = {"expected_attention": "expected-attention", "observed_expected": "auto"}[kind]
+    with pytest.raises(ValueError, match="looks at 9 queries, which the window of 8"):
+        load_policy(policy, None, {"window": 8, "queries": 9})
 
 
 def test_lagkv_survives_constant_channels() -> None:
@@ -262,7 +279,7 @@ SCORING = [
 def test_dead_tokens_and_the_order_of_pages_change_nothing(kind: str) -> None:
     scorer = parse_component(Scorer, kind)
     data = MadeUp()
-    plain, moved = data.view(WINDOW, SINKS), data.view(WINDOW, SINKS, start=5)
+    plain, moved = data.view(2 * WINDOW, SINKS), data.view(2 * WINDOW, SINKS, start=5)
     torch.testing.assert_close(scorer.score(plain), scorer.score(moved))
 
 

@@ -48,7 +48,7 @@ def test_the_presets() -> None:
 
 def test_auto_is_a_preset() -> None:
     assert load_policy("auto") == load_policy(RECOMMENDED)
-    assert load_policy("auto", "25%", {"window": 8}) == load_policy(
+    assert load_policy("auto", "25%", {"window": 20}) == load_policy(
         RECOMMENDED, "25%", {"window": 8}
     )
     assert AUTO not in policy_names()

@@ -12,7 +12,17 @@ from vllm_pyramid.methods.scorer import Scorer
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.policy.base import Policy
     from vllm_pyramid.step.view import LayerView
+
+
+def check_queries(queries: int | None, policy: Policy) -> None:
+    """Raise ValueError where a scorer looks at more queries than the window has."""
+    if queries is not None and queries > policy.window:
+        raise ValueError(
+            f"policy {policy.name!r}: its scorer looks at {queries} queries, which the window of "
+            f"{policy.window} does not have: set `window` to at least as many"
+        )
 
 
 class ExpectedAttentionScorer(Scorer):
@@ -27,6 +37,7 @@ class ExpectedAttentionScorer(Scorer):
     `window` queries, since a long prompt comes in chunks.
 
     Attributes:
+        queries: of how many of the window's last queries; None: of all.
         future_positions: how many positions to come the queries are turned to.
         covariance: use S; otherwise the mean alone.
         epsilon: added to the weight, so that V counts where the weight is next to nothing.
@@ -36,15 +47,21 @@ class ExpectedAttentionScorer(Scorer):
     needs_positions: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     kind: Literal["expected_attention"] = "expected_attention"
+    queries: int | None = Field(default=None, ge=1)
     future_positions: int = Field(default=512, ge=1)
     covariance: bool = True
     epsilon: float = Field(default=0.0, ge=0.0)
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        super().check(policy)
+        check_queries(self.queries, policy)
 
     def score(self, view: LayerView) -> torch.Tensor:
         """See the base."""
         import torch.nn.functional as F
 
-        queries = view.unrotated_queries().transpose(0, 1)  # [H, W, D]
+        queries = view.unrotated_queries(self.queries).transpose(0, 1)  # [H, W, D]
         mean = queries.mean(dim=1)
         spread = (queries - mean[:, None]) / len(queries[0]) ** 0.5
         mean, spread = (

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer
+from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer, check_queries
 from vllm_pyramid.methods.observation_window import odd
 from vllm_pyramid.methods.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.policy.base import Policy
     from vllm_pyramid.step.view import LayerView
 
 # Queries whose attention is in memory at once.
@@ -23,13 +24,16 @@ _AT_ONCE = 8
 class ObservedExpectedScorer(Scorer):
     """SnapKV's attention times the size of V, pooled widely, plus Expected Attention.
 
-    The first part is what the window's queries attend to (SnapKV, arXiv:2404.14469), weighed by the
+    The first part is what the last `queries` attend to (SnapKV, arXiv:2404.14469), weighed by the
     L1 norm of V (VATP, arXiv:2406.12335), then pooled so wide that an answer of several tokens
     stays together. It finds what the question is about. The second is what queries to come are
     expected to attend to (arXiv:2510.00636): it keeps what any continuation needs. Each is divided
-    by its sum over the head's tokens. This combination is ours; docs/quality.md compares it.
+    by its sum over the head's tokens. The policy's window may be longer than `queries`: it keeps a
+    whole question, of which the end looks at the text. The combination is ours; docs/quality.md
+    compares it.
 
     Attributes:
+        queries: of the window's last ones, whose attention and statistics count.
         kernel_size: width of the pooling of the first part in tokens, odd.
         expected: weight of the second part beside the first.
         future_positions: see `ExpectedAttentionScorer`.
@@ -39,11 +43,17 @@ class ObservedExpectedScorer(Scorer):
     needs_positions: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     kind: Literal["observed_expected"] = "observed_expected"
+    queries: int = Field(default=16, ge=1)
     kernel_size: int = Field(default=21, ge=1, le=1023)
     expected: float = Field(default=1.0, ge=0.0)
     future_positions: int = Field(default=512, ge=1)
 
     _odd = odd("kernel_size")
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        super().check(policy)
+        check_queries(self.queries, policy)
 
     def score(self, view: LayerView) -> torch.Tensor:
         """See the base."""
@@ -53,7 +63,7 @@ class ObservedExpectedScorer(Scorer):
         inside = slice(view.sinks, view.num_tokens - view.window)
         last = len(view.queries)
         observed = torch.zeros(view.num_kv_heads, view.num_tokens, device=view.queries.device)
-        for first in range(last - view.window, last, _AT_ONCE):
+        for first in range(last - self.queries, last, _AT_ONCE):
             logits = view.logits_of(slice(first, min(first + _AT_ONCE, last)))
             observed += view.reduce_groups(logits.softmax(dim=-1).sum(dim=1))
         weighed = observed * view.values.norm(p=1, dim=-1)
@@ -61,7 +71,9 @@ class ObservedExpectedScorer(Scorer):
         pooled = F.avg_pool1d(weighed[:, : inside.stop], self.kernel_size, stride=1, padding=half)
         scores = _shares(pooled[:, inside])
         if self.expected:
-            expected = ExpectedAttentionScorer(future_positions=self.future_positions)
+            expected = ExpectedAttentionScorer(
+                queries=self.queries, future_positions=self.future_positions
+            )
             scores = scores + self.expected * _shares(expected.score(view)[:, inside])
         return F.pad(scores, (view.sinks, view.window))
 
