@@ -68,6 +68,7 @@ def make_scheduler(args: argparse.Namespace, admission: str) -> Any:
         additional_config={
             "kv_policy": args.policy,
             "kv_budget": args.budget,
+            "kv_min_tokens": 0,
             "kv_admission": admission,
         },
     ).create_engine_config()

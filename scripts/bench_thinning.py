@@ -77,6 +77,7 @@ def main() -> None:
             max_num_seqs=4,
             kv_policy="pyramidinfer",
             kv_budget=args.kv_budget,
+            kv_min_tokens=0,
             kv_policy_args=args.kv_policy_args,
             kv_cache_memory_bytes=2 << 30,
         )

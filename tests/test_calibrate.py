@@ -153,4 +153,6 @@ def test_the_command(
     out = capsys.readouterr().out
     assert "4 layers over 2 prompts (1 fitted into the budget)" in out
     policy = load_policy(str(tmp_path / "budgets.yaml"))
-    assert policy.name == "budgets" and policy.budget.tokens == 30
+    assert policy.name == "budgets" and policy.budget.tokens == 30 and policy.min_tokens is None
+    assert main([*argv, "--kv-policy-args", '{"min_tokens": 70}']) == 0
+    assert load_policy(str(tmp_path / "budgets.yaml")).min_tokens == 70

@@ -252,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
     calibration = collect(reports, policy.window + policy.sinks)
     from vllm_pyramid.policy import load_policy
 
-    own = load_policy(args.kv_policy).min_tokens
+    own = load_policy(args.kv_policy, None, settings.kv_policy_args).min_tokens
     made_from = policy.model_copy(update={"min_tokens": own})
     output.write_text(
         policy_text(made_from, calibration, output.stem, args.model), encoding="utf-8"

@@ -19,6 +19,7 @@ from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.config import KVSettings, parse_policy_args
 from vllm_pyramid.eval.command import add_command as add_eval
 from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model
+from vllm_pyramid.open_budgets import floor_sentence
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy, RetentionPlan
@@ -229,12 +230,7 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
         )
     console.print(
         f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "
-        "with whole blocks filled up."
-        + (
-            f" A share never comes to less than {report['min_tokens']} tokens (--kv-min-tokens)."
-            if report["min_tokens"] and policy.budget.percent is not None
-            else ""
-        ),
+        "with whole blocks filled up." + floor_sentence(policy),
         highlight=False,
     )
 

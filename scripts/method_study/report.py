@@ -72,12 +72,13 @@ def main() -> None:
         )
     scored = [task for task in tasks if task in RIGHT]
     said = [task for task in ("explain", "summary") if task in tasks]
-    head = ["method", *scored, *(f"{task}: agreement" for task in said), "perplexity"]
+    forced = [task for task in ("perplexity",) if task in tasks]
+    head = ["method", *scored, *(f"{task}: agreement" for task in said), *forced]
     print(f"\n| {' | '.join(head)} |\n|---{'|---:' * (len(head) - 1)}|")
     for method in order:
         cells = [cell(right[method][task].to_numpy()) for task in scored]
         cells += [cell(agreement[method][task].to_numpy()) for task in said]
-        cells.append(cell(nats[method]["perplexity"].to_numpy(), exponential=True))
+        cells += [cell(nats[method][task].to_numpy(), exponential=True) for task in forced]
         print(f"| {method} | {' | '.join(cells)} |")
 
 

@@ -30,6 +30,9 @@ from vllm_pyramid.eval.haystack import Tokens, load_tokens
 from vllm_pyramid.eval.task import Sample
 from vllm_pyramid.eval.tasks import load_task
 
+# What a row is about: one with all of these equal is not measured again.
+KEY = ("run", "task", "length", "index", "method", "definition", "budget")
+
 
 def continuation(
     tokens: Tokens, sample: Sample, model: Llama, prompt: Prompt, logits: torch.Tensor
@@ -99,18 +102,19 @@ def main() -> int:
     model, tokens = Llama(args.model), load_tokens(args.model)
     repeat = tokens.encode("\n\nRepeat the previous context exactly.\n")
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    made = f"{args.model.name}, seed {args.seed}"
     known = set()
     if args.out.exists():
         for line in args.out.read_text().splitlines():
             row = json.loads(line)
-            known.add((row["task"], row["length"], row["index"], row["method"], row["budget"]))
+            known.add(tuple(row[key] for key in KEY))
     with args.out.open("a") as out:
         for name, length, index, sample in prompts(args, tokens):
             wanted = [
                 (method, budget)
                 for method in methods
                 for budget in (args.budgets.split(",") if method.policy.evicts else ["100%"])
-                if (name, length, index, method.label, budget) not in known
+                if (made, name, length, index, method.label, method.definition, budget) not in known
             ]
             if not wanted:
                 continue
@@ -123,8 +127,9 @@ def main() -> int:
             for method, budget in wanted:
                 kept = method.kept(prompt, budget)
                 got = full if kept is None else model.continued(caches, following, kept)
-                row = {"task": name, "length": length, "index": index, "method": method.label}
-                row |= {"budget": budget, **measured(full, got, following, skip)}
+                values = (made, name, length, index, method.label, method.definition, budget)
+                row = dict(zip(KEY, values, strict=True))
+                row |= measured(full, got, following, skip)
                 print(json.dumps(row), file=out, flush=True)
             print(name, length, index, f"{time.perf_counter() - begun:.1f} s", file=sys.stderr)
     return 0

@@ -26,6 +26,8 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 FLAGS = (
     "--kv-policy",
     "pyramidkv",
+    "--kv-min-tokens",
+    "0",
     "--enforce-eager",
     "--max-model-len",
     "2048",
@@ -143,6 +145,11 @@ def test_single_requests_may_differ(client: openai.OpenAI, model: str) -> None:
     _check_report(_complete(client, model, **_xargs(kv_budget=256)).kv_transfer_params, 256)
     share = _complete(client, model, **_xargs(kv_budget="25%")).kv_transfer_params
     _check_report(share, -(-share["prompt_tokens"] // 4))
+    floor = {"kv_budget": "25%", "kv_min_tokens": 256}
+    floored = _complete(client, model, **_xargs(**floor)).kv_transfer_params
+    assert floored["kv_min_tokens"] == 256 > share["prompt_tokens"] / 4
+    assert "kv_min_tokens" not in share
+    _check_report(floored, 256)
 
     short = _complete(client, model, prompt="A short prompt").kv_transfer_params
     assert short["evicted_tokens"] == 0

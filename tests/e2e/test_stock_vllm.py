@@ -36,7 +36,7 @@ def results(
     plain = [[prompt, greedy(TOKENS)] for prompt in prompts]
     whole = [[prompt, greedy(TOKENS, kv_policy="full")] for prompt in prompts]
     llm = {"model": str(random_model), **SETTINGS}
-    policy = {"kv_policy": "pyramidkv", "kv_budget": "12%"}
+    policy = {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 0}
     children = {
         "none": Child(folder / "none", (llm, [plain]), VLLM_ENABLE_V1_MULTIPROCESSING="0"),
         "pyramidkv": Child(

@@ -68,7 +68,8 @@ def engine(engines: EnginePool, folder: Path) -> Engine:
         kv_policy="auto",
         kv_budget="25%",
         kv_min_tokens=FLOOR,
-        kv_policy_args={"fill_blocks": False},  # blocks would keep some of so few tokens
+        # Blocks, or a long window, would keep many of so few tokens.
+        kv_policy_args={"fill_blocks": False, "window": 16},
         dtype="bfloat16",
     )
 

@@ -51,7 +51,12 @@ INTERVALS = {"h2o": 16, "pyramidinfer": 8}
 
 
 def _settings(policy: str, folder: Path) -> dict[str, Any]:
-    return {"kv_policy": policy, **POLICIES[policy], "kv_trace": str(folder / policy)}
+    return {
+        "kv_policy": policy,
+        "kv_min_tokens": 0,
+        **POLICIES[policy],
+        "kv_trace": str(folder / policy),
+    }
 
 
 @pytest.fixture(scope="module")

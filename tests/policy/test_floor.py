@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from vllm_pyramid.config import KVSettings
+from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy, policy_names
 from vllm_pyramid.request_config import RequestKeys, check_request, resolve
 
@@ -54,6 +56,15 @@ def test_thinned_prompts_keep_it_in_every_layer() -> None:
     for prompt_len in (FLOOR, FLOOR + 1, 400, 900):
         plan = served("pyramidinfer", "5%", kv_min_tokens=FLOOR).plan(prompt_len, 32, BLOCK)
         assert plan.keep.min() >= FLOOR, prompt_len
+    pieces = served(
+        "pyramidinfer",
+        "5%",
+        kv_min_tokens=FLOOR,
+        kv_policy_args={"piece_tokens": 150, "min_context": 16},
+    )
+    assert pieces.plan(FLOOR, 32, BLOCK).keep.tolist() == [FLOOR] * 32
+    least = pieces.plan(3 * FLOOR, 32, BLOCK).keep.min()
+    assert FLOOR <= least < 2 * FLOOR, "later pieces are thinned as far as ever"
     assert served("pyramidinfer", "5%", kv_min_tokens=0).plan(400, 32, BLOCK).keep.min() < FLOOR
 
 
@@ -62,6 +73,19 @@ def test_a_total_that_is_solved_keeps_it() -> None:
     plan = policy.plan(1000, LAYERS, BLOCK)
     assert plan.is_open and plan.least == FLOOR and plan.least_mean == FLOOR - policy.min_budget + 1
     assert not policy.plan(FLOOR, LAYERS, BLOCK).is_open
+    scores = torch.rand(LAYERS, 1000, generator=torch.Generator().manual_seed(0)) ** 8
+    fixed = policy.window + policy.sinks
+    for retention, least in ((0.01, plan.least_mean), (0.01, 0), (0.9, plan.least_mean)):
+        solver = policy.allocator.model_copy(update={"retention": retention})
+        assert isinstance(solver, SolvingAllocator)
+        lengths = solver.measures(scores, plan.mean, plan.capacity, 0, least)
+        total = int(lengths.sum())
+        assert total == least * LAYERS if retention == 0.01 and least else total > 0
+        if total >= plan.least_mean * LAYERS:
+            assert plan.settle(fixed + lengths.numpy()).keep.sum() >= FLOOR * LAYERS
+        else:
+            with pytest.raises(ValueError, match=f"6 layers keep at least {FLOOR} each"):
+                plan.settle(fixed + lengths.numpy())
 
 
 def test_it_is_on_by_default_where_a_policy_is_served() -> None:
@@ -107,6 +131,8 @@ def test_of_a_request() -> None:
     for wrong in (-1, 2**31, True, 1.5, "many", [3]):
         with pytest.raises(ValueError, match="kv_min_tokens of a request must be a number of tok"):
             RequestKeys.parse({"kv_min_tokens": wrong})
+    with pytest.raises(ValueError, match="a floor of shares, and the budget is 64 tokens"):
+        resolve(policy, RequestKeys.parse({"kv_budget": 64, "kv_min_tokens": 5}))
     params = SamplingParams(extra_args={"kv_policy": "full", "kv_min_tokens": 5})
     with pytest.raises(ValueError, match="kv_min_tokens has no effect on policy 'full'"):
         check_request(policy, params)

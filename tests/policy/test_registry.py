@@ -49,7 +49,7 @@ def test_the_presets() -> None:
 def test_auto_is_a_preset() -> None:
     assert load_policy("auto") == load_policy(RECOMMENDED)
     assert load_policy("auto", "25%", {"window": 20}) == load_policy(
-        RECOMMENDED, "25%", {"window": 8}
+        RECOMMENDED, "25%", {"window": 20}
     )
     assert AUTO not in policy_names()
     keys = RequestKeys.parse({"kv_policy": "auto"})

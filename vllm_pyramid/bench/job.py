@@ -68,6 +68,10 @@ class Variant:
         return Budget.parse(self.budget).tokens_for(prompt_len, 1)
 
 
+def _floor(variant: Variant) -> int:
+    return 0 if variant.is_peer else load_policy(variant.policy).min_tokens or 0
+
+
 def _memory(shape: Shape, variant: Variant) -> PolicyMemory | None:
     if variant.is_peer or variant.is_stock:
         return None
@@ -243,7 +247,8 @@ class Job:
             given = {name: v for name, v in self.engine_args.items() if name not in CONFIG_KEYS}
             caching = {"enable_prefix_caching": variant.policy == STOCK_CACHING}
             return made | {"block_size": None} | given | caching
-        made["kv_min_tokens"] = 0  # budgets as they are given, of short prompts too
+        # Budgets as they are given, of short prompts too, but for a floor of the policy's own.
+        made["kv_min_tokens"] = _floor(variant)
         if self.kv_swap_space is not None and self.v_on_host(variant):
             return made | self.engine_args | {"kv_swap_space": self.kv_swap_space}
         return made | self.engine_args

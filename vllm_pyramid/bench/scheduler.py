@@ -156,7 +156,8 @@ def _compare(
     prompt_lens = [prompt_len + index % BLOCK_SIZE for index in range(requests)]
     longest = prompt_len + BLOCK_SIZE + steps + 128
     stock = _config(requests, longest, {})
-    ours = _config(requests, longest, {"kv_policy": "pyramidkv", "kv_budget": "12%"})
+    policy = {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 0}
+    ours = _config(requests, longest, policy)
     drivers = {
         ONE_GROUP: SchedulerDriver(
             Scheduler, stock, _groups(layers, False, False), prompt_lens, steps

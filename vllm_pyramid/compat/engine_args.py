@@ -24,7 +24,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "NAME|PATH.yaml",
         "help": "KV eviction policy with a budget per layer: 'auto' for the recommended one, a "
         "preset (vllm-pyramid policies lists them) or a YAML file. 'none' (the default) leaves "
-        "vLLM as it is; 'full' runs vllm-pyramid's per-layer cache without eviction, as a baseline.",
+        "vLLM as it is; 'full' runs vllm-pyramid's per-layer cache without eviction, as a "
+        "baseline.",
     },
     "kv_budget": {
         "metavar": "N|P%%",

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_pyramid.child_process import ChildError, orderly_termination, read_task, run_child, say
 from vllm_pyramid.eval.result import REFERENCE_TOKENS, EvictionReport, Reference, Result
 from vllm_pyramid.model_shape import shape_of_model
+from vllm_pyramid.policy import load_policy
 
 __all__ = ["ChildError", "Request", "Work", "answer_all", "orderly_termination"]
 
@@ -109,6 +110,8 @@ def run(work: Work) -> None:
     from vllm_pyramid import LLM
     from vllm_pyramid.eval.forced import QUALIFIED_NAME
 
+    # Budgets are measured as they are given, but for a floor that the policy itself has.
+    floor = load_policy(work.kv_policy, None, work.kv_policy_args).min_tokens or 0
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
         files = Path(folder)
         say(stage="starting the engine")
@@ -116,7 +119,7 @@ def run(work: Work) -> None:
             work.model,
             kv_policy=work.kv_policy,
             kv_policy_args=work.kv_policy_args or None,
-            kv_min_tokens=0,  # budgets are measured as they are given
+            kv_min_tokens=floor,
             kv_trace=folder if work.recall else None,
             logits_processors=[QUALIFIED_NAME] if forced else None,
             max_logprobs=REFERENCE_TOKENS,
@@ -235,7 +238,7 @@ def _compared(request: Request, result: Result, files: Path) -> Result:
     if not path.is_file():
         raise RuntimeError("the worker compared nothing with the whole cache's answer")
     found = json.loads(path.read_text())[1:]
-    path.unlink()
+    path.unlink(missing_ok=True)
     agrees, nats = zip(*found, strict=True) if found else ((True,), (0.0,))
     update = {"agreement": float(np.mean(agrees)), "divergence": float(np.mean(nats))}
     return result.model_copy(update=update)

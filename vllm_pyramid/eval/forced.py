@@ -12,6 +12,7 @@ what the kept cache makes of them. It runs in a worker, which writes its finding
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ def divergence(reference: list[float], found: list[float]) -> float:
 class ForcedTokens(AdapterLogitsProcessor):
     """Requests with `extra_args={"forced_token_ids": [...]}` generate these tokens first."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # By the file that it goes to and by place: a preempted request comes here anew, and chunks
+        # of its recomputed prompt come by with logits that mean nothing. The last ones count.
+        self._found: dict[str, dict[int, tuple[bool, float]]] = {}
+
     def is_argmax_invariant(self) -> bool:
         return False
 
@@ -48,28 +55,34 @@ class ForcedTokens(AdapterLogitsProcessor):
         if forced is None:
             return None
         reference: dict[str, Any] = extra.get(REFERENCE_KEY, {})
-        findings: list[tuple[bool, float]] = []
 
         def compare(place: int, logits: torch.Tensor) -> None:
-            likeliest, logprobs = reference["likeliest"][place], reference["logprobs"][place]
             found = logits.float().log_softmax(dim=-1)
-            agrees = int(found.argmax()) == likeliest[0]
-            findings.append((agrees, divergence(logprobs, found[likeliest].tolist())))
+            agrees = int(found.argmax()) == forced[place]
+            ours = found[reference["likeliest"][place]].tolist()
+            findings = self._found.setdefault(extra[FINDINGS_KEY], {})
+            findings[place] = (agrees, divergence(reference["logprobs"][place], ours))
             if len(findings) == len(forced):
-                Path(extra[FINDINGS_KEY]).write_text(json.dumps(findings))
+                _write(Path(extra[FINDINGS_KEY]), [findings[i] for i in range(len(forced))])
 
         def next_token(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
             place = len(output_token_ids)
             if place >= len(forced):
                 return logits
-            # A preempted request comes again with its tokens; its places are known.
-            if reference and place == len(findings):
+            if reference:
                 compare(place, logits)
             alone = torch.full_like(logits, -torch.inf)
             alone[forced[place]] = 0.0
             return alone
 
         return next_token
+
+
+def _write(path: Path, findings: list[tuple[bool, float]]) -> None:
+    """At once: all ranks write what they found, which is the same, and somebody may be reading."""
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps(findings))
+    own.replace(path)
 
 
 def forced_params(

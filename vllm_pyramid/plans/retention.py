@@ -306,7 +306,8 @@ class OpenPlan:
             keep: `[num_layers]` tokens kept per KV head, window and sinks included.
 
         Raises:
-            ValueError: another number of layers, a layer outside floor .. prompt, or another total.
+            ValueError: another number of layers, a layer outside floor .. prompt, another total, or
+                less than the least.
         """
         lengths = np.asarray(keep, np.int64)
         if lengths.shape != (self.num_layers,):
@@ -322,6 +323,11 @@ class OpenPlan:
             raise ValueError(
                 f"the lengths add up to {total} tokens; the budget of {self.budget_tokens} for "
                 f"{self.num_layers} layers is {'' if self.exact else 'at most '}{promised}"
+            )
+        if total < self.least * self.num_layers:
+            raise ValueError(
+                f"the lengths add up to {total} tokens; {self.num_layers} layers keep at least "
+                f"{self.least} each on average"
             )
         mean = -(-total // self.num_layers)
         return RetentionPlan.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)

@@ -277,7 +277,7 @@ def thinning_plan(
 
     Args:
         budget: a percentage, the upper limit. sinks: first tokens of the prompt, always kept.
-        least: tokens that every layer keeps of the first piece, so of the prompt.
+        least: tokens that every layer keeps of the prompt: its first ones, piece by piece.
     """
     assert budget.percent is not None, "the budget was not checked"
     share = float(budget.percent) / 100
@@ -286,7 +286,7 @@ def thinning_plan(
     for start in range(0, prompt_len, allocator.piece_tokens):
         tokens = min(allocator.piece_tokens, prompt_len - start)
         unit = block_size if fill_blocks else 1
-        of_piece = piece_lengths(allocator, tokens, num_layers, share, unit, 0 if start else least)
+        of_piece = piece_lengths(allocator, tokens, num_layers, share, unit, max(least - start, 0))
         pieces.append(
             Piece(
                 start=start,
