@@ -125,9 +125,9 @@ class SolvingAllocator(Allocator):
         mean = budget.tokens_for(prompt_len, policy.min_budget)
         fixed = policy.window + policy.sinks
         least = mean
-        if self.sets_total:  # a total that is found is a share of the prompt too
-            least = policy.min_budget if budget.tokens else budget.least(policy.min_budget)
-            least = min(mean, least)
+        if self.sets_total:  # what is found is a share of the prompt too, if the budget is one
+            floor = 0 if budget.tokens else budget.min_tokens or 0
+            least = max(fixed, min(mean, floor))
         if least >= prompt_len:
             return plan_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
         assert fixed < mean, (fixed, mean, "the budget was not checked")
