@@ -12,7 +12,6 @@ not have:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -77,15 +76,14 @@ class Prompt:
         policy = method.policy
         key = method.score or (policy.scorer, policy.window, policy.sinks)
         if key not in self._memory:
-            make: Callable[[int], torch.Tensor]
+            layers = range(self.model.layers)
             if method.score == "reconstruction":
                 made = self._reconstruction()
-                make = made.__getitem__
             elif method.score == "all":
-                make = self._all_attention
+                made = [self._all_attention(layer) for layer in layers]
             else:
-                make = lambda layer: policy.scorer.score(self.view(layer, policy))  # noqa: E731
-            self._memory[key] = [make(layer) for layer in range(self.model.layers)]
+                made = [policy.scorer.score(self.view(layer, policy)) for layer in layers]
+            self._memory[key] = made
         return self._memory[key]
 
     def _all_attention(self, layer: int) -> torch.Tensor:

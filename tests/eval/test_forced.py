@@ -45,13 +45,12 @@ def logits_for(token: int) -> torch.Tensor:
 
 
 def test_given_tokens_come_first_and_others_are_free() -> None:
-    step = processor().new_req_logits_processor(forced_params(FORCED, {}, more=2))
-    assert step is not None
+    step: Any = processor().new_req_logits_processor(forced_params(FORCED, {}, more=2))
     noise = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(0))
     for place, token in enumerate(FORCED):
-        left = step([1] * place, noise)  # type: ignore[call-arg, arg-type]
+        left = step([1] * place, noise)
         assert left.isfinite().nonzero().flatten().tolist() == [token]
-    assert step([1] * 3, noise) is noise  # type: ignore[call-arg, arg-type]
+    assert step([1] * 3, noise) is noise
 
 
 def test_other_requests_are_left_alone() -> None:

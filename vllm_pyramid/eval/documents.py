@@ -40,34 +40,39 @@ def _filled(tokens: Tokens, rng: random.Random, question: str, length: int) -> l
     return tokens.passage(rng, room)
 
 
-class Explain(AgreementTask):
+class _Chat(AgreementTask):
+    """A question about a whole document."""
+
+    needs_chat = True
+
+    def asked(self, tokens: Tokens, sentences: list[str], question: str) -> Sample:
+        """The sentences, then the question."""
+        prompt = _chat(tokens, f"{' '.join(sentences)}\n\n{question}")
+        return Sample(prompt, (), self.answer_tokens, follows_full=True)
+
+
+class Explain(_Chat):
     """A question about a place in the text, in a user's words."""
 
     name = "explain"
-    needs_chat = True
     summary = "a question about a document, against the whole cache's own answer"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
         question = "Explain in your own words what the text above says about this: {}"
         sentences = _filled(tokens, rng, question + " word" * 24, length)
         about = " ".join(rng.choice(sentences).split()[:12])
-        text = " ".join(sentences)
-        prompt = _chat(tokens, f"{text}\n\n{question.format(about)}")
-        return Sample(prompt, (), self.answer_tokens, follows_full=True)
+        return self.asked(tokens, sentences, question.format(about))
 
 
-class Summary(AgreementTask):
+class Summary(_Chat):
     """A summary of the text."""
 
     name = "summary"
-    needs_chat = True
     summary = "a summary of a document, against the whole cache's own"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
         question = "Summarise the text above in a few sentences."
-        text = " ".join(_filled(tokens, rng, question, length))
-        prompt = _chat(tokens, f"{text}\n\n{question}")
-        return Sample(prompt, (), self.answer_tokens, follows_full=True)
+        return self.asked(tokens, _filled(tokens, rng, question, length), question)
 
 
 class Quote(GeneratedTask):
