@@ -16,7 +16,6 @@ pytestmark = pytest.mark.cpu
 def resolved_config(**changes: Any) -> Any:
     """The parts of a finished `VllmConfig` that are looked at, with nothing to refuse."""
     values: dict[str, Any] = {
-        "cache_config.enable_prefix_caching": False,
         "cache_config.cache_dtype": "auto",
         "speculative_config": None,
         "kv_transfer_config": None,
@@ -46,7 +45,6 @@ def test_nothing_resolved_nothing_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "advice"),
     [
-        ("cache_config.enable_prefix_caching", True, "--no-enable-prefix-caching"),
         ("cache_config.cache_dtype", "fp8_e4m3", "--kv-cache-dtype bfloat16"),
         ("speculative_config", object(), "base model"),
         ("kv_transfer_config", object(), "--kv-transfer-config"),

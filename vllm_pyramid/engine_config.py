@@ -54,15 +54,15 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
         raise ValueError(
             f"a KV policy runs on CUDA devices and on CPUs; this is {current_platform.device_type}"
         )
-    if args.enable_prefix_caching:
-        _refuse(
-            "--enable-prefix-caching",
-            "evicted prompts are compacted in place, so their blocks cannot be shared; leave the "
-            "flag out",
-        )
-    if args.enable_prefix_caching is None:
-        args.enable_prefix_caching = False
-        logger.info("kv-policy %s: prefix caching is off", policy.name)
+    if (reason := policy.not_shareable) is not None:
+        if args.enable_prefix_caching:
+            raise ValueError(
+                f"policy {policy.name!r} does not work with --enable-prefix-caching: {reason}; "
+                "leave the flag out"
+            )
+        if args.enable_prefix_caching is None:
+            args.enable_prefix_caching = False
+            logger.info("kv-policy %s: prefix caching is off: %s", policy.name, reason)
     wants: list[tuple[str, Any, str]] = [
         (
             "--kv-transfer-config",
@@ -199,11 +199,6 @@ def _check_resolved(config: VllmConfig) -> None:
     """Refuse what vLLM switched on by itself, or took from the checkpoint."""
     dtype = config.cache_config.cache_dtype
     resolved: list[tuple[str, Any, str]] = [
-        (
-            "prefix caching",
-            config.cache_config.enable_prefix_caching,
-            "vLLM switched it on; add --no-enable-prefix-caching",
-        ),
         (
             "speculative decoding",
             config.speculative_config,

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.scheduler.checks import check_pool
+
 _COUNTER = itertools.count()
 
 
@@ -129,7 +131,7 @@ class Engine:
 
     def check_whole(self) -> None:
         """Everything went back to the pool."""
-        self.coordinator.check_integrity()
+        check_pool(self.coordinator)
         assert self.pool.get_num_free_blocks() == self.usable_blocks
         assert not self.coordinator.held_blocks.any()
         assert not self.coordinator.skipped_tokens.any()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.scheduler.checks import check_pool
 
 pytestmark = pytest.mark.engine
 
@@ -166,7 +167,7 @@ def test_abort(engine: Engine) -> None:
         Job(prompt, greedy(30), abort_after=steps)
         for prompt, steps in zip(prompts, [0, 2, 3, 4, 20, None], strict=True)
     ]
-    outcomes = engine.run(jobs, lambda engine: engine.coordinator.check_integrity())
+    outcomes = engine.run(jobs, lambda engine: check_pool(engine.coordinator))
     assert [run.output is None for run in outcomes] == [True] * 5 + [False]
     (alone,) = engine.run([Job(prompts[5], greedy(30))])
     assert len(outcomes[5].token_ids) == len(alone.token_ids) == 30

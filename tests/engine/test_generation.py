@@ -22,6 +22,7 @@ from tests.engine.heavy_hitters import (
     held_tokens,
 )
 from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from tests.scheduler.checks import check_pool
 from vllm_pyramid.ops import cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -135,7 +136,7 @@ def test_a_long_generation_holds_a_bounded_cache(
             most = np.maximum(most, engine.coordinator.held_blocks)
             decoding += 1
         if decoding % 97 == 0:
-            engine.coordinator.check_integrity()
+            check_pool(engine.coordinator)
 
     evictions = engine.coordinator.num_evictions
     outcomes = engine.run(

@@ -27,6 +27,7 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
+from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.host_values.traffic import SwapTraffic
 
@@ -215,7 +216,7 @@ def test_nearly_twice_as_many_requests_at_once(
         counts = []
 
         def count(engine: Engine, counts: list[int] = counts, policy: str = policy) -> None:
-            engine.coordinator.check_integrity()
+            check_pool(engine.coordinator)
             running = engine.scheduler.running
             if engine.scheduler.waiting:
                 counts.append(len(running))
@@ -431,7 +432,7 @@ def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: st
         with count_preemptions(engine) as preemptions:
             outcomes = engine.run(
                 _soak_jobs(count, aborts=contended),
-                lambda engine: engine.coordinator.check_integrity(),
+                lambda engine: check_pool(engine.coordinator),
             )
         engine.check_whole()
         (traffic,) = engine.scheduler.hooks

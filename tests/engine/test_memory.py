@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.scheduler.checks import check_pool
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +38,7 @@ def test_blocks_held_after_prefill(
     seen: dict[str, list[tuple[int, list[int]]]] = {}
 
     def record(engine: Engine) -> None:
-        engine.coordinator.check_integrity()
+        check_pool(engine.coordinator)
         for request in engine.scheduler.running:
             seen.setdefault(request.request_id, []).append(
                 (request.num_computed_tokens, engine.coordinator.blocks_held(request.request_id))

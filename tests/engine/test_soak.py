@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, count_preemptions, greedy
+from tests.scheduler.checks import check_pool
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -97,7 +98,7 @@ def _run(
     engine.shuffle_blocks()
 
     def check(engine: Engine) -> None:
-        engine.coordinator.check_integrity()
+        check_pool(engine.coordinator)
 
     with count_preemptions(engine) as preemptions:
         outcomes = engine.run(_jobs(policy, aborts=contended), check)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from tests.scheduler.checks import check_pool
 from vllm_pyramid.request_config import ALLOCATOR_KEY
 
 pytestmark = pytest.mark.engine
@@ -97,7 +98,7 @@ def test_blocks_held_step_by_step(engine: Engine) -> None:
     seen: dict[str, list[tuple[int, list[int]]]] = {}
 
     def record(engine: Engine) -> None:
-        engine.coordinator.check_integrity()
+        check_pool(engine.coordinator)
         for request in engine.scheduler.running:
             seen.setdefault(request.request_id, []).append(
                 (request.num_computed_tokens, engine.coordinator.blocks_held(request.request_id))
@@ -124,7 +125,7 @@ def test_aborts_at_any_moment(engine: Engine) -> None:
         Job(prompt, greedy(30), abort_after=steps)
         for prompt, steps in zip(prompts, [0, 2, 3, 4, 5, 20, None], strict=True)
     ]
-    outcomes = engine.run(jobs, lambda engine: engine.coordinator.check_integrity())
+    outcomes = engine.run(jobs, lambda engine: check_pool(engine.coordinator))
     assert [run.output is None for run in outcomes] == [True] * 6 + [False]
     _check_report(outcomes[-1], engine.num_layers)
     engine.check_whole()

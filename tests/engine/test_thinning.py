@@ -22,6 +22,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from tests.engine.thinned_paper import Settings, ThinnedModel
+from tests.scheduler.checks import check_pool
 from vllm_pyramid.ops import cpu
 
 pytestmark = pytest.mark.engine
@@ -133,7 +134,7 @@ def test_what_is_generated_is_thinned(
 
     def look(engine: Engine) -> None:
         nonlocal mixed
-        engine.coordinator.check_integrity()
+        check_pool(engine.coordinator)
         states = {request.num_output_tokens > 0 for request in engine.scheduler.running}
         mixed += len(states) == 2
 
@@ -267,7 +268,7 @@ def test_other_requests_and_preemption(
         for i, (prompt, extra) in enumerate(zip(prompts, extras, strict=True))
     ]
     with count_preemptions(engine) as preemptions:
-        outcomes = engine.run(jobs, lambda engine: engine.coordinator.check_integrity())
+        outcomes = engine.run(jobs, lambda engine: check_pool(engine.coordinator))
     assert preemptions["evicted"] > 0, preemptions
     model = ThinnedModel(str(path))
     for outcome, extra in zip(outcomes, extras, strict=True):

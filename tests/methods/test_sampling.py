@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from vllm.v1.engine import FinishReason
 
-from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved import scheduler as sampling

@@ -4,7 +4,9 @@
 `PlainWorker` learns about blocks from `SchedulerOutput` alone, as a real worker does, and decides
 what a request has given up with the real `Retention`. Its cache is an array of tags: every cell
 says which request, layer and token it belongs to. A block that the scheduler gives away too early
-is overwritten by its new owner, and the next read of the old owner finds the wrong tag.
+is overwritten by its new owner, and the next read of the old owner finds the wrong tag. Where a
+request begins with blocks of others, these must hold what it would have written itself: the same
+tokens before them, computed from the whole cache.
 
 Shape legend: L layers, P physical blocks, N tokens of a block.
 """
@@ -12,6 +14,7 @@ Shape legend: L layers, P physical blocks, N tokens of a block.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,7 +24,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -32,7 +37,6 @@ from vllm_pyramid.compat.side_channel import StepReport, attach_report
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.plans import OpenPlan
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.worker.retention import Retention
@@ -82,6 +86,7 @@ class Setup:
     max_model_len: int = 96
     num_layers: int = 3
     block_size: int = 4
+    prefix_caching: bool = False
 
     @property
     def device_layers(self) -> int | None:
@@ -120,6 +125,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
         max_num_seqs=setup.max_num_seqs,
         long_prefill_token_threshold=setup.long_prefill_token_threshold,
         async_scheduling=False,
+        enable_prefix_caching=setup.prefix_caching,
         additional_config={
             "kv_policy": setup.policy,
             "kv_budget": setup.budget,
@@ -151,24 +157,43 @@ def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidA
         ),
         structured_output_manager=_structured_output_manager(setup),
         block_size=setup.largest_block,
+        hash_block_size=setup.block_size,
         log_stats=True,
     )
     scheduler.use_v2_model_runner = setup.runner_v2
     return scheduler
 
 
+@cache
+def _hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
+    init_none_hash(sha256)
+    return get_request_block_hasher(block_size, sha256)
+
+
 def make_request(
-    request_id: str, prompt_len: int, max_tokens: int = 8, extra_args: dict[str, Any] | None = None
+    request_id: str,
+    prompt: int | list[int],
+    max_tokens: int = 8,
+    extra_args: dict[str, Any] | None = None,
+    *,
+    hash_block_size: int = 0,
+    cache_salt: str | None = None,
 ) -> Request:
-    """A request that ends after `max_tokens` tokens or at `STOP_TOKEN`."""
+    """A request that ends after `max_tokens` tokens or at `STOP_TOKEN`.
+
+    Args:
+        prompt: its tokens, or how many. hash_block_size: 0 without prefix caching.
+    """
     params = SamplingParams(
         max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], extra_args=extra_args
     )
     return Request(
         request_id=request_id,
-        prompt_token_ids=[1] * prompt_len,
+        prompt_token_ids=[1] * prompt if isinstance(prompt, int) else prompt,
         sampling_params=params,
         pooling_params=None,
+        cache_salt=cache_salt,
+        block_hasher=_hasher(hash_block_size) if hash_block_size else None,
     )
 
 
@@ -187,22 +212,8 @@ def solved_lengths(source: random.Random, plan: OpenPlan) -> np.ndarray:
     return keep
 
 
-def check_pool(coordinator: LockstepCoordinator) -> None:
-    """`check_integrity`, and that no block on the free list belongs to somebody."""
-    coordinator.check_integrity()
-    pool = coordinator.block_pool
-    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-    assert len(free) == len(set(free)) == pool.get_num_free_blocks()
-    owned = {
-        block.block_id
-        for manager in coordinator.single_type_managers
-        for blocks in manager.req_to_blocks.values()
-        for block in blocks
-        if not block.is_null
-    }
-    assert owned.isdisjoint(free), "a block is free and owned"
-    assert all(pool.blocks[index].ref_cnt == 1 for index in owned)
-    assert all(pool.blocks[index].ref_cnt == 0 for index in free)
+# A tag: the writer's serial, whether attention missed anything, the layer, the position.
+SERIAL, INEXACT, LAYER = 25, 24, 16
 
 
 @dataclass
@@ -210,11 +221,22 @@ class Row:
     """A request as the worker knows it."""
 
     serial: int
-    prompt_len: int
+    prompt: list[int]
+    salt: str | None
     tables: list[list[int]]
     cells: np.ndarray  # [L, max_model_len] int64: the tag that each position should hold
     computed: int = 0  # after the latest step
     skip: np.ndarray | None = None  # [L], of the latest eviction
+    adopted: int = 0  # tokens that it began with and has not looked at yet
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)
+
+    def content(self, end: int) -> tuple[Any, ...]:
+        """What the KV of its first `end` tokens depends on."""
+        generated = [ORDINARY_TOKEN] * max(end - self.prompt_len, 0)
+        return (self.salt, *self.prompt[:end], *generated)
 
 
 @dataclass
@@ -227,7 +249,10 @@ class PlainWorker:
     seed: int = 0
     stop: set[str] = field(default_factory=set)  # requests that sample STOP_TOKEN from now on
     rows: dict[str, Row] = field(default_factory=dict)
+    writers: dict[int, Row] = field(default_factory=dict)
+    salts: dict[str, str] = field(default_factory=dict)  # of requests: workers are not told
     num_evictions: int = 0
+    num_adopted: int = 0  # tokens
     num_solved: int = 0
 
     def __post_init__(self) -> None:
@@ -253,13 +278,15 @@ class PlainWorker:
         prompt_lens = np.array([row.prompt_len for row in rows], np.int32)
         step = self.retention.begin_step(request_ids, prompt_lens, computed, scheduled)
         for index, row in enumerate(rows):
-            end = int(computed[index] + scheduled[index])
             assert not step.skips[:, index].any() or computed[index] >= prompt_lens[index]
             if row.skip is not None:
                 assert (step.skips[:, index] == row.skip).all()
-            self._write(row, int(computed[index]), end)
-            self._read(row, step.skips[:, index], end)
-            row.computed = end
+            row.computed = int(computed[index] + scheduled[index])
+            chooses = step.requests[index].policy.splits_at_prompt_end  # among keys, behind it
+            self._write(row, int(computed[index]), row.computed, chooses)
+        for index, row in enumerate(rows):
+            self._adopt(row)
+            self._read(row, step.skips[:, index], row.computed)
         if step.evictions is not None:
             for index in step.evictions.unsolved.tolist():
                 plan = step.evictions.plans[index]
@@ -294,20 +321,21 @@ class PlainWorker:
             self.rows.pop(request_id, None)
             self.retention.remove(request_id)
         for new in output.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None and new.num_computed_tokens == 0
+            assert new.prompt_token_ids is not None
             tokens = new.prefill_token_ids or new.prompt_token_ids
             params = new.sampling_params
             assert params is not None
             totals[new.req_id] = len(tokens)
-            self._begin(new.req_id, len(new.prompt_token_ids), new.block_ids)
+            prompt = new.prompt_token_ids
+            self._begin(new.req_id, prompt, new.block_ids, new.num_computed_tokens)
             self.retention.add(new.req_id, len(new.prompt_token_ids), params.extra_args)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[index]
             row = self.rows[request_id]
             if request_id in cached.resumed_req_ids:
-                assert blocks is not None and cached.num_computed_tokens[index] == 0
-                self._begin(request_id, row.prompt_len, blocks)
+                assert blocks is not None
+                self._begin(request_id, row.prompt, blocks, cached.num_computed_tokens[index])
                 row = self.rows[request_id]
             elif blocks is not None:
                 for table, new_ids in zip(row.tables, blocks, strict=True):
@@ -316,14 +344,39 @@ class PlainWorker:
             totals[request_id] = row.prompt_len + cached.num_output_tokens[index]
         return totals
 
-    def _begin(self, request_id: str, prompt_len: int, block_ids: tuple[list[int], ...]) -> None:
+    def _begin(
+        self, request_id: str, prompt: list[int], block_ids: tuple[list[int], ...], computed: int
+    ) -> None:
         self.serial += 1  # what an earlier life of the request left in the cache is not its own
-        self.rows[request_id] = Row(
+        assert self.setup.prefix_caching or not computed
+        row = self.rows[request_id] = self.writers[self.serial] = Row(
             self.serial,
-            prompt_len,
+            prompt,
+            self.salts.get(request_id),
             [list(ids) for ids in block_ids],
             np.full((self.setup.num_layers, self.setup.max_model_len), -1, np.int64),
+            computed,
+            adopted=computed,
         )
+        self.num_adopted += row.adopted
+
+    def _adopt(self, row: Row) -> None:
+        """Look at what a request began with; it may have been written in this very step."""
+        positions = np.arange(row.adopted)
+        for layer in range(self.setup.num_layers):
+            found = self.memory_PN[self._slots(row, layer, positions)]
+            self.check_shared(layer, positions, found, row)
+            row.cells[layer, : row.adopted] = found
+        row.adopted = 0
+
+    def check_shared(self, layer: int, positions: np.ndarray, tags: np.ndarray, row: Row) -> None:
+        """That cells hold what the whole cache holds at these positions of a request."""
+        assert (tags >= 0).all() and (tags % (1 << SERIAL) == (layer << LAYER) + positions).all(), (
+            f"layer {layer}: what was found is of another place, or not of the whole cache"
+        )
+        for serial in np.unique(tags >> SERIAL).tolist():
+            end = int(positions[tags >> SERIAL == serial].max()) + 1
+            assert self.writers[serial].content(end) == row.content(end), "other tokens' KV"
 
     def _slots(self, row: Row, layer: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         table = np.array(row.tables[layer])
@@ -332,10 +385,13 @@ class PlainWorker:
         assert (blocks > 0).all(), "the null block is nobody's"
         return blocks, positions % block_size
 
-    def _write(self, row: Row, start: int, end: int) -> None:
+    def _write(self, row: Row, start: int, end: int, chooses: bool) -> None:
         positions = np.arange(start, end)
+        evicted = row.skip is not None and bool(row.skip.any())
+        inexact = (positions >= row.prompt_len) & (evicted or chooses)
         for layer in range(self.setup.num_layers):
-            row.cells[layer, start:end] = (row.serial << 24) + (layer << 16) + positions
+            tags = (row.serial << SERIAL) + (inexact << INEXACT) + (layer << LAYER) + positions
+            row.cells[layer, start:end] = tags
             self.memory_PN[self._slots(row, layer, positions)] = row.cells[layer, start:end]
 
     def _read(self, row: Row, skips: np.ndarray, end: int) -> None:

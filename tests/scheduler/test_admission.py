@@ -16,7 +16,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.scheduler.admission import (
     FIRST_GUESS,
@@ -106,8 +107,8 @@ class Job:
             return
         admits = admission.admits
 
-        def watched(request: Request, plan: Any, running: Any) -> bool:
-            answer = admits(request, plan, running)
+        def watched(request: Request, plan: Any, computed: int, running: Any) -> bool:
+            answer = admits(request, plan, computed, running)
             assert answer or running, "refused though nothing runs"
             self.refusals += not answer
             self.since[request.request_id] = self.steps, request.num_tokens

@@ -13,10 +13,12 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tests.scheduler.harness import check_pool, kv_cache_config
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.plans import Eviction, OpenPlan, RetentionPlan
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.scheduler.request import NoBlocks
 
 pytestmark = pytest.mark.cpu
 
@@ -264,7 +266,7 @@ def test_requests_do_not_share_blocks_after_one_has_evicted() -> None:
 
 
 @pytest.mark.parametrize("damage", ["double owner", "leak", "counter"])
-def test_check_integrity_sees_damage(damage: str) -> None:
+def test_check_pool_sees_damage(damage: str) -> None:
     coordinator = make_coordinator()
     allocate(coordinator, "a", 32)
     allocate(coordinator, "b", 32)
@@ -276,7 +278,7 @@ def test_check_integrity_sees_damage(damage: str) -> None:
     else:
         coordinator.held_blocks[3] += 1
     with pytest.raises(AssertionError):
-        coordinator.check_integrity()
+        check_pool(coordinator)
 
 
 def test_block_sizes_must_be_multiples() -> None:

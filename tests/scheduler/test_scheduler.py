@@ -13,7 +13,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import (
     StepReport,
     attach_report,

@@ -25,7 +25,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.plans import plan_for
-from tests.scheduler.harness import PlainWorker, Setup, check_pool, make_request, make_scheduler
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+from tests.scheduler.harness import Row as WorkerRow
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
@@ -52,6 +54,12 @@ OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     {"other": 1},
 )
 PROMPT_LENS = st.one_of(st.integers(1, 64), st.integers(1, 8), st.sampled_from([9, 10, 32, 64]))
+# Where a prompt leaves the trunk of a tree of prompts, and along which branch; or whose answer it
+# goes on from.
+ORIGINS = st.one_of(
+    st.tuples(st.sampled_from([0, 5, 16, 40, 96]), st.integers(0, 2)), st.integers(0, 63)
+)
+SALTS = st.sampled_from([None, None, None, "a", "b"])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -82,8 +90,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Requests are made to wait only while others run."""
         admits = admission.admits
 
-        def watched(request: Request, plan: Plan, running: Sequence[Request]) -> bool:
-            answer = admits(request, plan, running)
+        def watched(
+            request: Request, plan: Plan, computed: int, running: Sequence[Request]
+        ) -> bool:
+            answer = admits(request, plan, computed, running)
             assert answer or running
             self.seen["made to wait"] += not answer
             return answer
@@ -94,16 +104,30 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompts=st.lists(
-            st.tuples(PROMPT_LENS, st.integers(1, 32), st.sampled_from(OVERRIDES)),
+            st.tuples(PROMPT_LENS, st.integers(1, 32), st.sampled_from(OVERRIDES), ORIGINS, SALTS),
             min_size=1,
             max_size=4,
         )
     )
-    def add(self, prompts: list[tuple[int, int, dict[str, Any] | None]]) -> None:
-        for prompt_len, max_tokens, override in prompts:
+    def add(self, prompts: list[Any]) -> None:
+        for prompt_len, max_tokens, override, origin, salt in prompts:
             request_id = f"r{self.num_requests}"
             self.num_requests += 1
-            request = make_request(request_id, prompt_len, max_tokens, override)
+            if self.setup.prefix_caching:
+                prompt = self.prompt_from(origin, prompt_len)
+                prompt_len = len(prompt)
+                request = make_request(
+                    request_id,
+                    prompt,
+                    max_tokens,
+                    override,
+                    hash_block_size=self.setup.block_size,
+                    cache_salt=salt,
+                )
+                if salt is not None:
+                    self.worker.salts[request_id] = salt
+            else:
+                request = make_request(request_id, prompt_len, max_tokens, override)
             self.requests[request_id] = request
             self.plans[request_id] = plan_for(
                 self.scheduler.kv_policy,
@@ -120,6 +144,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.plans[request_id] = self.coordinator.plan_of(request_id)
                 self.seen["averaged"] += request_id in sampled._averaged
             assert self.coordinator.plan_of(request_id) is self.plans[request_id]
+
+    def prompt_from(self, origin: tuple[int, int] | int, length: int) -> list[int]:
+        if isinstance(origin, int):  # the next turn of somebody's conversation
+            turns = [list(request.all_token_ids) for request in self.requests.values()]
+            return [*(turns[origin % len(turns)] if turns else []), *range(50, 50 + length)][:64]
+        leaves, branch = origin
+        return [1000 + i if i < leaves else 2000 + 100 * branch + i for i in range(length)]
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
@@ -151,6 +182,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = {name: request.num_computed_tokens for name, request in self.requests.items()}
         preemptions = {name: request.num_preemptions for name, request in self.requests.items()}
         output = self.scheduler.schedule()
+        began = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        began |= {
+            name: computed
+            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if name in cached.resumed_req_ids
+        }
+        self.seen["hits"] += sum(computed > 0 for computed in began.values())
         for name, scheduled in output.num_scheduled_tokens.items():
             request = self.requests[name]
             if (
@@ -159,8 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ):
                 assert self.coordinator.has_evicted(name) == self.plans[name].evicts, "freed late"
                 self.check_freed(name, request.num_computed_tokens - request.num_in_flight_tokens)
-            again = self.requests[name].num_preemptions != preemptions[name]
-            self.check_chunk(name, 0 if again else before[name], scheduled)
+            self.check_chunk(name, began.get(name, before[name]), scheduled)
         for name, count in preemptions.items():
             self.seen["preempted"] += self.requests[name].num_preemptions - count
             assert self.requests[name].num_preemptions - count <= 1
@@ -176,6 +214,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.seen["evicted later again"] += again
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
         self.check_tables()
+        self.check_rows()
+
+    def check_rows(self) -> None:
+        """Every row holds what the whole cache holds of its tokens, and so does the one before."""
+        pool, prefixes = self.coordinator.block_pool, self.coordinator._prefixes
+        self.seen["twins"] += len(pool.twins)
+        owners: dict[Any, tuple[int, Request]] = {}
+        for request in self.requests.values():
+            for index, block_hash in enumerate(prefixes._hashes(request)):
+                owners.setdefault(block_hash, (index, request))
+        for row in [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]:
+            index, request = owners[row.hash]
+            assert index == 0 or prefixes._hashes(request)[index - 1] in pool.rows
+            prompt, salt = list(request.all_token_ids), request.cache_salt
+            expected = WorkerRow(0, prompt, salt, [], np.zeros(0))
+            blocks = iter(row.blocks)
+            for layer, count in enumerate(prefixes.blocks.tolist()):
+                ids = [next(blocks).block_id for _ in range(count)]
+                size = self.setup.block_sizes[layer]
+                tags = self.worker.memory_PN[ids, :size].reshape(-1)
+                positions = index * prefixes.tokens + np.arange(prefixes.tokens)
+                self.worker.check_shared(layer, positions, tags, expected)
 
     def phases(self, output: SchedulerOutput) -> list[bool]:
         """Whether each request of the step is past its prompt."""
@@ -293,7 +353,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker.execute(self.scheduler.schedule())  # tells the worker who finished
         coordinator, scheduler = self.coordinator, self.scheduler
         assert coordinator.block_pool.get_num_free_blocks() == self.worker.num_blocks
-        assert not coordinator._requests
+        assert not coordinator._requests and not coordinator._rows_before
+        assert not coordinator.block_pool.twins
+        assert scheduler.reset_prefix_cache()
+        assert not coordinator.block_pool.rows and not coordinator.block_pool.idle
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
@@ -378,6 +441,33 @@ VARIANTS: dict[str, Setup] = {
         asynchronous=True,
         **SMALL,
     ),
+    "sync-shared": Setup(prefix_caching=True, reserve_full_prompt=False, **SMALL),
+    "sync-v2-shared": Setup(
+        policy="snapkv", prefix_caching=True, runner_v2=True, max_num_batched_tokens=24
+    ),
+    "async-shared": Setup(prefix_caching=True, asynchronous=True),
+    "async-v2-shared": Setup(
+        policy_args=(("window", 6), ("fill_blocks", False)),
+        prefix_caching=True,
+        asynchronous=True,
+        runner_v2=True,
+        reserve_full_prompt=False,
+        **SMALL,
+    ),
+    "sync-shared-mixed": Setup(budget="100%", prefix_caching=True, **SMALL),
+    "async-shared-swapped": Setup(
+        policy_args=(("window", 6), ("values", "host")), prefix_caching=True, asynchronous=True
+    ),
+    "async-shared-later": Setup(
+        policy="streaming-llm",
+        policy_args=(("sinks", 2), ("schedule", "interval"), ("schedule.interval", 5)),
+        prefix_caching=True,
+        asynchronous=True,
+        **SMALL,
+    ),
+    "async-shared-forecast": Setup(
+        admission="forecast", prefix_caching=True, asynchronous=True, **SMALL
+    ),
     "async-forecast-later": Setup(
         policy="h2o",
         budget=9,
@@ -390,14 +480,18 @@ VARIANTS: dict[str, Setup] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
+    setup = VARIANTS[variant]
+
     class Machine(SchedulerMachine):
-        setup = VARIANTS[variant]
         depth = 2 if setup.asynchronous else 1
         seen: ClassVar[Counter[str]] = Counter()
 
+    Machine.setup = setup
     numbered = seed(list(VARIANTS).index(variant))(Machine)  # every variant lives other lives
     run_state_machine_as_test(numbered, settings=LIMITS)
     happenings = ["evicted", "mixed steps"]
+    if setup.prefix_caching:
+        happenings += ["hits", "twins"]
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["preempted", "evicted again"]

@@ -5,19 +5,23 @@ engine_args     EngineArgs.add_cli_args, .create_engine_config; parse_known_args
                 Why: flags and settings. Remove when plugins can add engine arguments.
 requests        InputProcessor.process_inputs
                 Why: a wrong request must answer 400. Remove when a hook checks extra_args.
-coordinator     kv_cache_manager.get_kv_cache_coordinator, while the scheduler is built
-                Why: one counter a request for all layers. Remove when specs name a coordinator.
-                KVCacheManager.empty_kv_cache_blocks (`scheduler/coordinator.py: NoBlocks`)
-                Why: vLLM's walks every layer to find nothing. Remove when it is a constant.
+coordinator     kv_cache_manager.get_kv_cache_coordinator, kv_cache_coordinator.BlockPool, while
+                the scheduler is built
+                Why: one counter a request for all layers, and blocks that all layers share at
+                once. Remove when specs name a coordinator and that one its pool.
+                KVCacheManager.empty_kv_cache_blocks (`scheduler/request.py: NoBlocks`),
+                .estimate_cached_tokens
+                Why: vLLM's walk every layer to find nothing. Remove when the first is a constant
+                and the second asks the coordinator.
 cache           KVCacheSpecRegistry._ensure_registered,
                 SingleTypeKVCacheManager._remove_blocks_in_range
                 Why: stock specs go first; the head of a request's blocks goes back. Remove when
                 both are public.
 scheduler       Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
-                ._reserve_prefill_lookahead, ._free_request
+                ._reserve_prefill_lookahead, ._get_local_prefix_cache_hit, ._free_request
                 Why: ending one request with an error; the last word on a chunk, and whether a
-                request starts at all; the report of a request. Remove when schedulers have hooks
-                for these.
+                request starts at all; the prefix that it may share; its report. Remove when
+                schedulers have hooks for these.
 side_channel    an attribute of ModelRunnerOutput, a key of SchedulerStats.kv_connector_stats
                 Why: worker -> scheduler -> front end. Remove when messages have a plugin field.
 stats           StatLoggerManager.record

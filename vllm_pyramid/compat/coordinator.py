@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV cache coordinator vLLM builds."""
+"""Which KV cache coordinator vLLM builds, and over which block pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import vllm.v1.core.kv_cache_coordinator as kv_cache_coordinator
 import vllm.v1.core.kv_cache_manager as kv_cache_manager
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
 
 
@@ -21,12 +23,27 @@ def lockstep_coordinator(cls: type[KVCacheCoordinatorNoPrefixCache]) -> Iterator
     """
     original = kv_cache_manager.get_kv_cache_coordinator
 
-    def build(*, use_eagle: bool, enable_caching: bool, **kwargs: Any) -> Any:
-        assert not enable_caching, "prefix caching is refused before the scheduler is built"
-        return cls(use_eagle=use_eagle, **kwargs)
+    def build(*, enable_caching: bool, **kwargs: Any) -> Any:
+        return cls(**kwargs)  # whether a request shares its blocks is said with its plan
 
     kv_cache_manager.get_kv_cache_coordinator = build
     try:
         yield
     finally:
         kv_cache_manager.get_kv_cache_coordinator = original
+
+
+@contextmanager
+def block_pool(cls: type[BlockPool]) -> Iterator[None]:
+    """Inside, coordinators build `cls` as their block pool.
+
+    Target: `vllm.v1.core.kv_cache_coordinator.BlockPool`. Why: the managers of the groups get the
+    pool when they are built, inside the coordinator's constructor. How to remove: when a
+    coordinator can be given its pool.
+    """
+    original = kv_cache_coordinator.BlockPool
+    kv_cache_coordinator.BlockPool = cls
+    try:
+        yield
+    finally:
+        kv_cache_coordinator.BlockPool = original

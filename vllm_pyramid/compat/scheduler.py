@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where vLLM's schedulers let another one have a word, under public names.
 
-Target: `Scheduler._reserve_prefill_lookahead`, `._free_request`, and `.grammar_compile_error_reqs`:
-a set of ids in vLLM 0.32, a dictionary of errors in 0.33. Why: the last word on the size of a chunk
-and on whether a request starts at all; the report of a request; an exception in the scheduler would
-end the engine. Remove when schedulers have hooks for these.
+Target: `Scheduler._reserve_prefill_lookahead`, `._get_local_prefix_cache_hit` (vLLM 0.33 has one
+argument more), `._free_request`, and `.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a
+dictionary of errors in 0.33. Why: the last word on the size of a chunk and on whether a request
+starts at all; the prefix that a request may share, which its plan says; the report of a request; an
+exception in the scheduler would end the engine. Remove when schedulers have hooks for these.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 
 class SchedulerPoints(Scheduler):
-    """Mixed into vLLM's schedulers; ours override `next_chunk` and `report_of`."""
+    """Mixed into vLLM's schedulers; ours override the methods with public names."""
 
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """Tokens of a request's next chunk.
@@ -30,6 +32,17 @@ class SchedulerPoints(Scheduler):
         """vLLM's own answer."""
         chunk: int = super()._reserve_prefill_lookahead(request, computed, tokens)
         return chunk
+
+    def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
+        """What is in the cache of a request that has no blocks, and how many tokens that is.
+
+        Args:
+            most: tokens that it may be; the last one is computed in any case.
+
+        Returns:
+            The blocks, which `KVCacheManager.allocate_slots` is given, and the tokens.
+        """
+        raise NotImplementedError
 
     def report_of(self, request: Request) -> dict[str, Any]:
         """What a request's response says, as `kv_transfer_params`: all that vLLM passes on.
@@ -45,6 +58,15 @@ class SchedulerPoints(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         return self.next_chunk(request, num_computed_tokens, num_new_tokens)
+
+    def _get_local_prefix_cache_hit(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        most = request.num_tokens - 1
+        if max_cache_hit_length is not None:
+            most = min(most, max_cache_hit_length)
+        blocks, tokens = self.cached_prefix(request, most)
+        return blocks, tokens, 0, False
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False

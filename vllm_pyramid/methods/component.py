@@ -74,6 +74,14 @@ class Component(BaseModel):
         """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
         return False
 
+    def not_shareable(self, policy: Policy) -> str | None:
+        """Why requests cannot share the blocks of a prompt because of this part; None: they can.
+
+        They can where the KV of a prompt is that of the full cache until the prompt's end, and an
+        eviction goes by what the cache and the prompt's last queries say.
+        """
+        return None
+
     # When an engine starts or a request comes ---------------------------------------------------
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:

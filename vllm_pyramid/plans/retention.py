@@ -197,6 +197,17 @@ class RetentionPlan:
         return piece
 
     @cached_property
+    def untouched(self) -> int | None:
+        """The first tokens whose slots no eviction writes, in any layer; None: all of them.
+
+        Evicting moves survivors to `skip` and what follows, so what stands before the least skip is
+        what prefill wrote there, until the blocks are given back.
+        """
+        if not self.evicts:
+            return None
+        return 0 if self.pieces else int(self.skip.min())
+
+    @cached_property
     def held(self) -> IntArray:
         """Tokens really kept per KV head, `prompt_len - skip`: `keep`, or up to a block more."""
         return _read_only(self.prompt_len - self.skip)
@@ -278,6 +289,11 @@ class OpenPlan:
     def piece_at(self, computed: int) -> None:
         """See `RetentionPlan.piece_at`."""
         return
+
+    @property
+    def untouched(self) -> int:
+        """See `RetentionPlan.untouched`; nothing can be promised before the lengths are solved."""
+        return 0
 
     @property
     def held(self) -> IntArray:

@@ -173,6 +173,23 @@ class Policy(BaseModel):
         return any(part.splits_at_prompt_end for part in self.parts)
 
     @property
+    def not_shareable(self) -> str | None:
+        """Why requests cannot share the blocks of a prompt; None: they can."""
+        return next(filter(None, (part.not_shareable(self) for part in self.parts)), None)
+
+    def shareable_tokens(self, plan: Plan) -> int | None:
+        """The first tokens of a request whose blocks it may share; None: all, generated ones too.
+
+        Their KV is that of the full cache, whatever the policy and the budget, and no eviction of
+        this request writes into their blocks.
+        """
+        if self.not_shareable is not None:
+            return 0
+        if plan.untouched is None and self.splits_at_prompt_end:
+            return plan.prompt_len  # what is generated attends otherwise
+        return plan.untouched
+
+    @property
     def min_budget(self) -> int:
         """The smallest budget in tokens: window and sinks, and one token to choose."""
         return self.window + self.sinks + 1

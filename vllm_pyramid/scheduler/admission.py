@@ -127,11 +127,15 @@ class Admission:
         self._refused: tuple[str, int] | None = None
         self._waits = 0  # steps since the look that refused it
 
-    def admits(self, request: Request, plan: Plan, running: Sequence[Request]) -> bool:
+    def admits(
+        self, request: Request, plan: Plan, computed: int, running: Sequence[Request]
+    ) -> bool:
         """Whether the first of the waiting requests may start, or start again.
 
         Args:
-            plan: of the request. running: all that run, in the order in which they get tokens.
+            plan: of the request. computed: its tokens that are in the cache; its blocks count all
+                the same, as do those of others that share them.
+            running: all that run, in the order in which they get tokens.
         """
         name = request.request_id
         now = name, self._coordinator.num_releases
@@ -142,9 +146,9 @@ class Admission:
         if not running:
             return True
         rows = [self._rows[other.request_id] for other in running]
-        computed = [other.num_computed_tokens for other in running]
-        in_flight = [other.num_in_flight_tokens for other in running]
-        if self._fits([*rows, self._rows[name]], [*computed, 0], [*in_flight, 0]):
+        processed = [*(other.num_computed_tokens for other in running), computed]
+        in_flight = [*(other.num_in_flight_tokens for other in running), 0]
+        if self._fits([*rows, self._rows[name]], processed, in_flight):
             return True
         self._refused, self._waits = now, 0
         return False

@@ -14,54 +14,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
+from vllm_pyramid.compat.coordinator import block_pool
 from vllm_pyramid.plans import Eviction, IntArray, Plan, RetentionPlan
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
-
-
-class NoBlocks(KVCacheBlocks):
-    """What a request is given that needs no block in a step: nearly every request, every step.
-
-    vLLM's own would look into every layer's empty list to find that it is empty.
-    """
-
-    def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
-        """As vLLM's: None where that is allowed, else an empty list a layer."""
-        return None if allow_none else super().get_block_ids(**kwargs)
-
-
-@dataclass
-class SchedulerRequest:
-    """What the scheduler's side knows of a request; one record from its arrival to its end.
-
-    Attributes:
-        plan: None of a request without one, which keeps everything. policy: its name.
-        min_tokens: the least that its share comes to; None where it has no share or no floor.
-        num_blocks: table entries of the layers with the smallest blocks, null blocks included.
-        settled: the plan with which its survivors were moved, once the worker has said so.
-        confirmed: number of the latest eviction that the worker has reported.
-        released: of the latest eviction whose head has been given back.
-        due: processed tokens at which the next head may go; None if none will.
-    """
-
-    plan: Plan | None = None
-    policy: str = ""
-    min_tokens: int | None = None
-    num_blocks: int = 0
-    settled: RetentionPlan | None = None
-    confirmed: int = 0
-    released: int = 0
-    due: int | None = None
+from vllm_pyramid.scheduler.prefixes import Prefixes
+from vllm_pyramid.scheduler.request import SchedulerRequest
+from vllm_pyramid.scheduler.rows import RowPool
 
 
 class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
@@ -84,9 +51,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     """
 
     single_type_managers: tuple[LayerKVCacheManager, ...]  # type: ignore[assignment]
+    block_pool: RowPool
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, hash_block_size: int, **kwargs: Any) -> None:
+        with block_pool(RowPool):
+            super().__init__(hash_block_size=hash_block_size, **kwargs)
         self.block_sizes = np.array(self.group_block_sizes, np.int64)
         self.block_size = int(self.block_sizes.min())
         assert not (self.block_sizes % self.block_size).any(), (
@@ -100,7 +69,13 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             f"groups are not in the order of layers: {layers}"
         )
         self.num_layers = len(self.single_type_managers)
+        self._prefixes = Prefixes(
+            self.block_pool, self.single_type_managers, self.block_sizes, hash_block_size
+        )
+        self._entries_per_row = self._prefixes.tokens // self.block_size
         self._requests: dict[str, SchedulerRequest] = {}
+        # Of requests that published rows in the step being scheduled, how many they had before.
+        self._rows_before: dict[str, int] = {}
         # The request whose next allocation fails, as if blocks were missing.
         self.refused: str | None = None
         self.held_blocks = np.zeros(self.num_layers, np.int64)
@@ -113,16 +88,21 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     # Plans ------------------------------------------------------------------------------------
 
     def set_plan(
-        self, request_id: str, plan: Plan, policy: str = "", min_tokens: int | None = None
+        self,
+        request_id: str,
+        plan: Plan,
+        policy: str = "",
+        min_tokens: int | None = None,
+        shareable: int | None = 0,
     ) -> None:
         """Say what the request keeps once its prompt is processed, or that it will be solved.
 
         Args:
-            policy, min_tokens: what the plan is of; see `SchedulerRequest`.
+            policy, min_tokens, shareable: what the plan is of; see `SchedulerRequest`.
         """
         assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
         due = plan.prompt_len if plan.evicts else None
-        self._requests[request_id] = SchedulerRequest(plan, policy, min_tokens, due=due)
+        self._requests[request_id] = SchedulerRequest(plan, policy, min_tokens, shareable, due=due)
 
     def plan_of(self, request_id: str) -> Plan:
         """The plan that `set_plan` was given."""
@@ -216,13 +196,20 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             return self.block_pool.num_gpu_blocks + 1
         if apply_admission_cap:
             num_tokens = min(num_tokens, self.most_held(request_id, num_tokens))
-        have, need = self._known(request_id).num_blocks, cdiv(num_tokens, self.block_size)
-        if need <= have:
-            return 0
-        return sum(
+        request = self._known(request_id)
+        have, need = request.num_blocks, cdiv(num_tokens, self.block_size)
+        if request.hit:
+            have = len(request.hit) * self._entries_per_row
+        if need <= have and not request.hit:
+            return 0  # nearly every request, every step
+        blocks = sum(
             layers * (cdiv(need, ratio) - cdiv(have, ratio))
             for ratio, layers in self._layers_of_ratio.items()
         )
+        if request.hit and blocks <= self.block_pool.get_num_free_blocks():
+            # Shared blocks that nobody uses count as free, and will not any more.
+            blocks += self.block_pool.idle_blocks(request.hit)
+        return blocks
 
     def most_held(self, request_id: str, num_tokens: int) -> int:
         """Tokens that a layer holds at most while so many of a request are computed."""
@@ -245,8 +232,15 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         num_external_computed_tokens: int,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> None:
-        """Nothing to adopt: prefix caching and KV connectors are refused at start-up."""
+        """Begin the request's tables with the rows that `cached_tokens` has found."""
         assert not any(new_computed_blocks) and num_external_computed_tokens == 0
+        request = self._requests[request_id]
+        assert num_local_computed_tokens == len(request.hit) * self._prefixes.tokens
+        assert not request.num_blocks and not request.rows
+        request.rows, revived = self._prefixes.enter(request_id, request.hit)
+        request.num_blocks = len(request.hit) * self._entries_per_row
+        request.hit = []
+        self.held_blocks += self._prefixes.blocks * revived
 
     def allocate_new_blocks(
         self,
@@ -277,7 +271,47 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return new_blocks
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """No prefix caching, nothing to hash."""
+        """Let others find the blocks of so many tokens, whose KV this step computes at the latest.
+
+        Others may be in this very step: attention reads what all requests of a step have written.
+        """
+        known = self._requests.get(request.request_id)
+        if known is None or known.released:
+            return
+        tokens = num_computed_tokens
+        if known.shareable is not None:
+            tokens = min(tokens, known.shareable)
+        if tokens // self._prefixes.tokens <= len(known.rows):
+            return  # nearly every request, every step
+        if rows := self._prefixes.publish(request, len(known.rows), tokens):
+            self._rows_before.setdefault(request.request_id, len(known.rows))
+            known.rows.extend(rows)
+
+    def cached_tokens(self, request: Request, most: int) -> int:
+        """Tokens of a request without blocks that are in the cache, at most `most`.
+
+        Their blocks are the request's when the next allocation for it succeeds.
+        """
+        known = self._requests[request.request_id]
+        if known.shareable is not None:
+            most = min(most, known.shareable)
+        known.hit = self._prefixes.find(request, most)
+        return len(known.hit) * self._prefixes.tokens
+
+    def shared_tokens(self, request_id: str) -> int:
+        """Tokens of a request that others find."""
+        return len(self._known(request_id).rows) * self._prefixes.tokens
+
+    def step_ends(self) -> None:
+        """A step has been scheduled, so it will compute what was published for it."""
+        self._rows_before.clear()
+
+    def _leave_rows(self, request_id: str, request: SchedulerRequest) -> npt.NDArray[np.int64]:
+        """The request does without its rows; `[layers]` blocks that nobody uses any more."""
+        ended = self._prefixes.leave(request_id, request.rows) if request.rows else 0
+        request.rows = []
+        freed: npt.NDArray[np.int64] = self._prefixes.blocks * ended
+        return freed
 
     def remove_skipped_blocks(
         self,
@@ -295,12 +329,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             return
         settled, number = self._releasable(request_id, request, processed_computed_tokens)
         request.due = settled.next_eviction(processed_computed_tokens)
-        freed = np.zeros(self.num_layers, np.int64)
         skip = settled.skip_after(number)
+        freed = self._leave_rows(request_id, request)
         for layer, (manager, head) in enumerate(
             zip(self.single_type_managers, (skip // self.block_sizes).tolist(), strict=True)
         ):
-            freed[layer] = manager.release_head(request_id, head)
+            freed[layer] += manager.release_head(request_id, head)
         self.num_releases += 1
         self.held_blocks -= freed
         self.blocks_freed += freed
@@ -345,7 +379,13 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.num_releases += 1
         if (request := self._requests.get(request_id)) is None:
             return
-        self.held_blocks -= -(-request.num_blocks // self._ratios)
+        # Preempted in the step that was to compute them: nobody has been let in since.
+        before = self._rows_before.pop(request_id, len(request.rows))
+        self._prefixes.withdraw(request.rows[before:])
+        del request.rows[before:]
+        in_rows = self._prefixes.blocks * len(request.rows)
+        self.held_blocks -= -(-request.num_blocks // self._ratios) - in_rows
+        self.held_blocks -= self._leave_rows(request_id, request)
         plan = request.settled or request.plan
         if request.released and isinstance(plan, RetentionPlan):
             skip = plan.skip_after(request.released)
@@ -354,8 +394,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         if request.plan is None:
             del self._requests[request_id]
             return
-        due = request.plan.prompt_len if request.plan.evicts else None
-        self._requests[request_id] = SchedulerRequest(request.plan, request.policy, due=due)
+        self.set_plan(
+            request_id, request.plan, request.policy, request.min_tokens, request.shareable
+        )
 
     def new_step_starts(self) -> None:
         """The managers keep nothing per step."""
@@ -387,36 +428,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             for manager in self.single_type_managers
         )
 
-    # Checks -----------------------------------------------------------------------------------
-
     def blocks_held(self, request_id: str) -> list[int]:
         """Blocks the request holds, per layer, counted from its block lists."""
         return [manager.num_held(request_id) for manager in self.single_type_managers]
-
-    def check_integrity(self) -> None:
-        """Recount everything; for tests.
-
-        Raises:
-            AssertionError: blocks free + held differ from the pool, a block has two owners, or a
-                counter disagrees with the block lists.
-        """
-        held = np.zeros(self.num_layers, np.int64)
-        owned: list[int] = []
-        for layer, manager in enumerate(self.single_type_managers):
-            for request_id, blocks in manager.req_to_blocks.items():
-                if not blocks:
-                    continue
-                entries = cdiv(self._requests[request_id].num_blocks, int(self._ratios[layer]))
-                assert len(blocks) == entries, (layer, request_id)
-                assert manager.block_size == self.block_sizes[layer]
-                ids = [block.block_id for block in blocks if not block.is_null]
-                held[layer] += len(ids)
-                owned.extend(ids)
-        assert len(owned) == len(set(owned)), "a block belongs to two places"
-        assert (held == self.held_blocks).all(), (held, self.held_blocks)
-        free = self.block_pool.get_num_free_blocks()
-        usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        assert free + len(owned) == usable, (free, len(owned), usable)
 
 
 def _settled(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:

@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,7 +28,8 @@ from vllm_pyramid.request_config import (
     with_allocator,
 )
 from vllm_pyramid.scheduler.admission import Admission
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator, NoBlocks
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.scheduler.request import NoBlocks
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -41,6 +43,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
       comes back with generated tokens evicts where it did the first time, and never leaves a last
       prompt chunk shorter than the observation window;
     - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
+    - of a prefix that is in the cache, a request takes what it may share (`shareable_tokens`), so
+      that its observation window is still computed;
     - a prompt starts only if it will not be thrown out before that was worth it (`Admission`);
     - what happened is reported with the request and with the statistics.
     """
@@ -53,6 +57,12 @@ class PyramidSchedulerMixin(SchedulerPoints):
         self.coordinator = coordinator
         manager = self.kv_cache_manager
         manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
+        # vLLM's would look for the hashes of blocks, layer by layer; ours have none.
+        manager.estimate_cached_tokens = lambda request: coordinator.shared_tokens(
+            request.request_id
+        )
+        # Not empty to vLLM, so that it passes on to the coordinator what `cached_prefix` has found.
+        self._hit = KVCacheBlocks(tuple(() for _ in coordinator.single_type_managers))
         settings = ServedSettings.of(self.vllm_config)
         assert settings is not None, "this scheduler is only chosen when a policy was asked for"
         self.kv_policy = settings.policy
@@ -110,8 +120,13 @@ class PyramidSchedulerMixin(SchedulerPoints):
             for hooks in self.hooks:
                 if fields := hooks.arrived(request.request_id, served.application, plan):
                     plan = self._replan(request, served, plan, fields)
+        shares = self.kv_cache_manager.enable_caching
         self.coordinator.set_plan(
-            request.request_id, plan, served.policy.name, served.least_of_share
+            request.request_id,
+            plan,
+            served.policy.name,
+            served.least_of_share,
+            served.policy.shareable_tokens(plan) if shares else 0,
         )
         super().add_request(request)
 
@@ -152,6 +167,23 @@ class PyramidSchedulerMixin(SchedulerPoints):
             plan.prompt_len, plan.num_layers, plan.block_size, served.budget
         )
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """See the base."""
+        output = super().schedule(*args, **kwargs)
+        self.coordinator.step_ends()
+        return output
+
+    def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
+        """See the base. The queries that score a prompt are computed in any case."""
+        empty = self.kv_cache_manager.empty_kv_cache_blocks
+        if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            return empty, 0
+        plan = self.coordinator.plan_of(request.request_id)
+        if plan.evicts:
+            most = min(most, plan.prompt_len - self._min_last_chunk)
+        tokens = self.coordinator.cached_tokens(request, max(most, 0))
+        return (self._hit if tokens else empty), tokens
+
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """vLLM's last word on the size of a chunk; ours ends it at the next eviction.
 
@@ -171,7 +203,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
         if (
             not waits
             or self._admission is None
-            or self._admission.admits(request, plan, self.running)
+            or self._admission.admits(request, plan, computed, self.running)
         ):
             chunk = self._chunk(request, plan, computed, tokens)
             if chunk or not waits:

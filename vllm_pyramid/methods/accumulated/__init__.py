@@ -57,6 +57,15 @@ class AccumulatingScorer(Scorer):
         """See the base."""
         return True
 
+    def not_shareable(self, policy: Policy) -> str | None:
+        """See the base."""
+        if not self.gathers(policy):
+            return None
+        return (
+            f"the scorer {self.kind!r} adds up what all queries of a request give each key, and a "
+            "shared prefix comes without these sums"
+        )
+
     @classmethod
     def check_class(cls) -> None:
         """A class that adds up nothing is a mistake."""

@@ -87,6 +87,13 @@ class RecentEnsembleScorer(AccumulatingScorer):
                 f"thinned by the schedule thin_generated, not by {policy.schedule.kind!r}"
             )
 
+    def not_shareable(self, policy: Policy) -> str | None:
+        """See the base."""
+        return (
+            "tokens leave between the layers while a prompt is processed, so the KV of a prefix "
+            "depends on the budget"
+        )
+
     def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
         """See the base."""
         if not isinstance(policy.schedule, ThinGeneratedSchedule):

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recount the blocks of a pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from vllm.utils.math_utils import cdiv
+
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+
+
+def check_pool(coordinator: LockstepCoordinator) -> None:
+    """Every block is free, one request's, or one row's; and the counters say so.
+
+    Raises:
+        AssertionError: free + held differ from the pool, a block has two owners, a row's references
+            are miscounted, or a counter disagrees with the block lists.
+    """
+    pool, prefixes = coordinator.block_pool, coordinator._prefixes
+    held, private = np.zeros(coordinator.num_layers, np.int64), []
+    refs: Counter[int] = Counter()
+    in_use = {}
+    for request_id, record in coordinator._requests.items():
+        assert not (record.rows and record.released), "rows after the head was given back"
+        refs.update(map(id, record.rows))
+        in_use.update({id(row): row for row in record.rows})
+        for layer, manager in enumerate(coordinator.single_type_managers):
+            table = manager.req_to_blocks.get(request_id, [])
+            assert manager.block_size == coordinator.block_sizes[layer]
+            assert len(table) == cdiv(record.num_blocks, int(coordinator._ratios[layer]))
+            count, start = int(prefixes.blocks[layer]), int(prefixes.blocks[:layer].sum())
+            for index, row in enumerate(record.rows):
+                of_layer = row.blocks[start : start + count]
+                assert table[index * count : (index + 1) * count] == list(of_layer)
+            ids = [b.block_id for b in table[len(record.rows) * count :] if not b.is_null]
+            held[layer] += len(ids)
+            private.extend(ids)
+    owners = {name for m in coordinator.single_type_managers for name in m.req_to_blocks}
+    assert owners <= set(coordinator._requests), "blocks of nobody"
+    held += len(in_use) * prefixes.blocks
+    assert (held == coordinator.held_blocks).all(), (held, coordinator.held_blocks)
+
+    rows = {id(row): row for row in (*pool.rows.values(), *in_use.values())}
+    for row in rows.values():
+        assert row.refs == refs[id(row)], "references are miscounted"
+        is_known = pool.rows[row.hash] is row
+        assert is_known != (row in pool.twins.get(row.hash, ())), "a twin is nobody's"
+        assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
+    assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.rows)
+    assert all(pool.twins.values()), "an empty list of twins"
+    of_rows = [block.block_id for row in rows.values() for block in row.blocks]
+
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    everything = [*free, *private, *of_rows]
+    assert len(everything) == len(set(everything)), "a block belongs to two places"
+    # The null block is nobody's.
+    assert len(everything) == pool.num_gpu_blocks - 1, (
+        "a block is lost"
+    )  # the null block is nobody's
+    idle = sum(len(row.blocks) for row in pool.idle)
+    assert pool.get_num_free_blocks() == len(free) + idle
+    assert coordinator.usable_blocks == pool.num_gpu_blocks - 1
+    assert all(pool.blocks[index].ref_cnt == 0 for index in free)
+    assert all(pool.blocks[index].ref_cnt == 1 for index in (*private, *of_rows))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's side knows of a request, and what it gives one that needs no block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+from vllm_pyramid.plans import Plan, RetentionPlan
+from vllm_pyramid.scheduler.rows import Row
+
+
+class NoBlocks(KVCacheBlocks):
+    """What a request is given that needs no block in a step: nearly every request, every step.
+
+    vLLM's own would look into every layer's empty list to find that it is empty.
+    """
+
+    def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
+        """As vLLM's: None where that is allowed, else an empty list a layer."""
+        return None if allow_none else super().get_block_ids(**kwargs)
+
+
+@dataclass
+class SchedulerRequest:
+    """What the scheduler's side knows of a request; one record from its arrival to its end.
+
+    Attributes:
+        plan: None of a request without one, which keeps everything. policy: its name.
+        min_tokens: the least that its share comes to; None where it has no share or no floor.
+        shareable: the first tokens whose blocks it may share; None: all of them.
+        rows: of the pool with which its tables begin, until its head has been given back.
+        hit: hashes of rows that it could begin with, as last looked up.
+        num_blocks: table entries of the layers with the smallest blocks, null blocks included.
+        settled: the plan with which its survivors were moved, once the worker has said so.
+        confirmed: number of the latest eviction that the worker has reported.
+        released: of the latest eviction whose head has been given back.
+        due: processed tokens at which the next head may go; None if none will.
+    """
+
+    plan: Plan | None = None
+    policy: str = ""
+    min_tokens: int | None = None
+    shareable: int | None = 0
+    rows: list[Row] = field(default_factory=list)
+    hit: list[BlockHash] = field(default_factory=list)
+    num_blocks: int = 0
+    settled: RetentionPlan | None = None
+    confirmed: int = 0
+    released: int = 0
+    due: int | None = None

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that requests share: all layers' blocks of one range of positions, as one thing.
+
+    positions      0 .. 15     16 .. 31    32 .. 47
+    layer 0        [ b3  ]     [ b9  ]     [ b1  ]
+    layer 1        [ b7  ]     [ b2  ]     [ b8  ]      one column of this is a row
+    layer m-1      [ b5  ]     [ b4  ]     [ b6  ]
+                   hash 0      hash 1      hash 2
+
+Layers have tables of their own, but what they hold of a prefix is found, shared and forgotten
+together, so the layers can not come to disagree about it, and a lookup costs as much as with one
+table for all layers.
+
+A row is in use while requests refer to it. Then it is idle: its blocks count as free and go to
+whoever needs blocks, least recently used rows first, and of one prompt the deepest first, as in
+vLLM. So a row is never there without the row before it, and a lookup is a bisection.
+
+Two requests that compute one prefix at the same time have two rows of one hash. The first is found
+by others. The second, its twin, takes its place if the first is dissolved, and otherwise ends with
+its request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+
+class Row:
+    """The blocks of all layers at one range of positions, none of which is written any more.
+
+    Attributes:
+        hash: vLLM's, of the tokens up to its end and of all else that their KV depends on (LoRA
+            adapter, images, prompt embeddings, `cache_salt`).
+        blocks: layer by layer. refs: requests that have them in their tables.
+    """
+
+    __slots__ = ("blocks", "hash", "refs")
+
+    def __init__(self, block_hash: BlockHash, blocks: tuple[KVCacheBlock, ...]) -> None:
+        self.hash = block_hash
+        self.blocks = blocks
+        self.refs = 1
+
+
+class RowPool(BlockPool):
+    """vLLM's block pool, with rows in place of its own prefix cache.
+
+    Blocks belong to the free queue, to one request, or to one row.
+
+    Attributes:
+        rows: those that a lookup finds, by hash.
+        idle: those of them that nobody refers to, the next to be dissolved first.
+        twins: rows in use whose hash is another row's, by hash.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert not self.enable_caching, "rows take the place of vLLM's own cache"
+        self.rows: dict[BlockHash, Row] = {}
+        self.idle: dict[Row, None] = {}
+        self.twins: dict[BlockHash, list[Row]] = {}
+        self._idle_blocks = 0
+
+    # Rows -------------------------------------------------------------------------------------
+
+    def longest(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of these hashes, each of which goes on from the one before, are there."""
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in self.rows)
+
+    def publish(self, block_hash: BlockHash, blocks: tuple[KVCacheBlock, ...]) -> Row:
+        """Make a row of a request's blocks, to which that request refers."""
+        row = Row(block_hash, blocks)
+        if self.rows.setdefault(block_hash, row) is not row:
+            self.twins.setdefault(block_hash, []).append(row)
+        return row
+
+    def withdraw(self, row: Row) -> None:
+        """Undo `publish`: the blocks are the request's alone again."""
+        assert row.refs == 1, "others use what was never computed"
+        self._forget(row)
+
+    def idle_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """How many blocks of the rows of these hashes count as free."""
+        rows = map(self.rows.__getitem__, hashes)
+        return sum(len(row.blocks) for row in rows if not row.refs)
+
+    def adopt(self, hashes: Sequence[BlockHash]) -> tuple[list[Row], int]:
+        """Refer to the rows of these hashes; returns them, and how many of them were idle."""
+        rows = [self.rows[block_hash] for block_hash in hashes]
+        revived = 0
+        for row in rows:
+            if not row.refs:
+                del self.idle[row]
+                self._idle_blocks -= len(row.blocks)
+                revived += 1
+            row.refs += 1
+        return rows, revived
+
+    def release(self, rows: Sequence[Row]) -> int:
+        """Drop a request's references to its rows, from position 0 on; returns how many it used
+        alone.
+        """
+        ended = 0
+        for row in reversed(rows):
+            row.refs -= 1
+            if row.refs:
+                continue
+            ended += 1
+            known = self.rows[row.hash]
+            if known is row:
+                self.idle[row] = None
+                self._idle_blocks += len(row.blocks)
+                continue
+            self._forget(row)
+            self.free_blocks(row.blocks)
+            if not known.refs:  # it must outlive the rows behind it, which have just become idle
+                del self.idle[known]
+                self.idle[known] = None
+        return ended
+
+    def _dissolve_oldest(self) -> None:
+        row = next(iter(self.idle))
+        del self.idle[row]
+        self._idle_blocks -= len(row.blocks)
+        self._forget(row)
+        self.free_blocks(row.blocks)
+
+    def _forget(self, row: Row) -> None:
+        twins = self.twins.get(row.hash)
+        if self.rows[row.hash] is not row:
+            assert twins is not None
+            twins.remove(row)
+        elif twins:
+            self.rows[row.hash] = twins.pop(0)
+        else:
+            del self.rows[row.hash]
+        if twins is not None and not twins:
+            del self.twins[row.hash]
+
+    # vLLM's contract --------------------------------------------------------------------------
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that a request could get: those in the queue, and those of idle rows."""
+        return super().get_num_free_blocks() + self._idle_blocks
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As vLLM's; idle rows are dissolved where the queue has too few."""
+        if num_blocks <= self.get_num_free_blocks():
+            while super().get_num_free_blocks() < num_blocks:
+                self._dissolve_oldest()
+        return super().get_new_blocks(num_blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all rows; False, as in vLLM, while requests hold blocks."""
+        if not super().reset_prefix_cache():
+            return False
+        while self.idle:
+            self._dissolve_oldest()
+        return True
