@@ -24,7 +24,8 @@ class PolicyMetrics:
     Metrics (labels: engine, layer):
         vllm_pyramid:evictions_total         evictions of requests (no layer label)
         vllm_pyramid:tokens_evicted_total    tokens given back
-        vllm_pyramid:blocks_freed_total      blocks given back to the pool by eviction
+        vllm_pyramid:blocks_freed_total      blocks given back by eviction; a shared one counts for
+                                             each request that gives it back
         vllm_pyramid:tokens_held             tokens in the cache now
         vllm_pyramid:blocks_held             blocks of the pool in use now
 

@@ -84,6 +84,7 @@ def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
             {
                 "token_ids": list(outputs[name].outputs[0].token_ids),
                 "report": outputs[name].kv_transfer_params,
+                "cached": outputs[name].num_cached_tokens,
             }
             for name in names
         ],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-_SAMPLE = re.compile(r"^(vllm_pyramid:\w+)\{(.*)\} (\S+)$")
+_SAMPLE = re.compile(r"^(vllm_pyramid:\w+|vllm:prefix_cache_\w+)\{(.*)\} (\S+)$")
 
 
 def free_port() -> int:
@@ -70,7 +70,10 @@ class Server:
         raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
 
     def metrics(self) -> dict[str, dict[int, float]]:
-        """Our samples of `/metrics`: name to layer to value, -1 for those without a layer."""
+        """Our samples of `/metrics` and those of the prefix cache: name to layer to value.
+
+        The layer is -1 where there is none.
+        """
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         samples: dict[str, dict[int, float]] = defaultdict(dict)

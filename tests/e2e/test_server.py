@@ -29,6 +29,7 @@ FLAGS = (
     "--kv-min-tokens",
     "0",
     "--enforce-eager",
+    "--enable-prompt-tokens-details",
     "--max-model-len",
     "2048",
     "--max-num-seqs",
@@ -207,6 +208,25 @@ def test_metrics_agree_with_the_responses(
     assert set(metrics["vllm_pyramid:tokens_held"].values()) == {0}
     freed = metrics["vllm_pyramid:blocks_freed_total"]
     assert freed[LAYERS - 1] > freed[0] > 0  # a pyramid
+
+
+def test_a_prefix_is_found_and_counted(server: Server, client: openai.OpenAI, model: str) -> None:
+    """By the same budget, another one and `full`; not by another salt."""
+
+    def cached(**changes: Any) -> int:
+        answer = _complete(client, model, prompt=f"This comes first. {TEXT}", **changes)
+        details = answer.usage.prompt_tokens_details
+        return (details and details.cached_tokens) or 0
+
+    def hits() -> float:
+        return server.metrics()["vllm:prefix_cache_hits_total"][-1]
+
+    before = hits()
+    assert cached() == 0
+    found = [cached(), cached(**_xargs(kv_budget=200)), cached(**_xargs(kv_policy="full"))]
+    assert found[0] == found[2] > found[1] > 0, found
+    assert cached(extra_body={"cache_salt": "another"}) == 0
+    assert hits() - before == sum(found)
 
 
 def test_a_closed_stream_gives_its_blocks_back(

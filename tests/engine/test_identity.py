@@ -24,8 +24,13 @@ pytestmark = pytest.mark.engine
 BATCHES = (1, 7, 40)
 # Longer than any prompt here, so nothing is evicted.
 PLENTY = 4096
-# Small enough that long prompts come in chunks, mixed with others' decode steps.
-SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 1024}
+# Small enough that long prompts come in chunks, mixed with others' decode steps. A hit would make
+# the same prompt's chunks others, and another chunk rounds otherwise.
+SETTINGS: dict[str, Any] = {
+    "max_num_batched_tokens": 512,
+    "max_model_len": 1024,
+    "enable_prefix_caching": False,
+}
 
 
 def _lengths(count: int) -> list[int]:

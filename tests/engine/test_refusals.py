@@ -37,7 +37,28 @@ def test_what_works_is_not_refused(random_model: Path) -> None:
     config = _config(random_model)
     assert config.scheduler_config.scheduler_cls.endswith("PyramidScheduler")
     assert config.parallel_config.worker_cls.endswith("PyramidCpuWorker")
-    # vLLM's own default, switched off.
+    assert config.cache_config.enable_prefix_caching is True  # vLLM's own default
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [("h2o", "adds up"), ("xkv", "solves lengths"), ("pyramidinfer", "between the layers")],
+)
+def test_policies_without_prefix_caching_say_why(
+    random_model: Path, policy: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = {"kv_policy": policy}
+    with pytest.raises(ValueError, match=f"--enable-prefix-caching: .*{reason}"):
+        _config(random_model, chosen, enable_prefix_caching=True)
+    with caplog.at_level("INFO", logger="vllm.vllm_pyramid"):
+        config = _config(random_model, chosen)
+    assert config.cache_config.enable_prefix_caching is False
+    config = _config(random_model, chosen, enable_prefix_caching=False)
+    assert config.cache_config.enable_prefix_caching is False
+
+
+def test_prefix_caching_can_be_switched_off(random_model: Path) -> None:
+    config = _config(random_model, enable_prefix_caching=False)
     assert config.cache_config.enable_prefix_caching is False
 
 
@@ -52,7 +73,6 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [
-        ({"enable_prefix_caching": True}, "--enable-prefix-caching"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "--speculative-config",

@@ -121,7 +121,9 @@ def expected(
 
 
 def _prompts() -> list[list[int]]:
-    return random_prompts([length for length, *_ in REQUESTS])
+    """The last one begins as the first one does, whose prompt has been evicted from by then."""
+    prompts = random_prompts([length for length, *_ in REQUESTS])
+    return [*prompts[:-1], [*prompts[0], *prompts[-1]][: REQUESTS[-1][0]]]
 
 
 @pytest.mark.parametrize(("name", "policy"), RUNS)
@@ -143,6 +145,8 @@ def test_runner(
     assert result["groups"] == SHAPE[1]["num_hidden_layers"]
     # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it.
     assert result["one_tensor_of_tables"] == (triton == "attention")
+    cached = [output["cached"] for output in result["outputs"]]
+    assert cached == [0, 0, 0, {"pyramidkv": 16, "kcache": 64}.get(policy, 0)]
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected[policy]
     _check_reports(policy, [report for _, report in outputs])

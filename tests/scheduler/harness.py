@@ -87,6 +87,7 @@ class Setup:
     num_layers: int = 3
     block_size: int = 4
     prefix_caching: bool = False
+    priorities: bool = False
 
     @property
     def device_layers(self) -> int | None:
@@ -126,6 +127,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
         long_prefill_token_threshold=setup.long_prefill_token_threshold,
         async_scheduling=False,
         enable_prefix_caching=setup.prefix_caching,
+        scheduling_policy="priority" if setup.priorities else "fcfs",
         additional_config={
             "kv_policy": setup.policy,
             "kv_budget": setup.budget,
@@ -178,6 +180,7 @@ def make_request(
     *,
     hash_block_size: int = 0,
     cache_salt: str | None = None,
+    priority: int = 0,
 ) -> Request:
     """A request that ends after `max_tokens` tokens or at `STOP_TOKEN`.
 
@@ -193,6 +196,7 @@ def make_request(
         sampling_params=params,
         pooling_params=None,
         cache_salt=cache_salt,
+        priority=priority,
         block_hasher=_hasher(hash_block_size) if hash_block_size else None,
     )
 

@@ -123,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     override,
                     hash_block_size=self.setup.block_size,
                     cache_salt=salt,
+                    priority=self.num_requests % 3 if self.setup.priorities else 0,
                 )
                 if salt is not None:
                     self.worker.salts[request_id] = salt
@@ -453,6 +454,9 @@ VARIANTS: dict[str, Setup] = {
         runner_v2=True,
         reserve_full_prompt=False,
         **SMALL,
+    ),
+    "async-shared-priorities": Setup(
+        prefix_caching=True, priorities=True, asynchronous=True, reserve_full_prompt=False
     ),
     "sync-shared-mixed": Setup(budget="100%", prefix_caching=True, **SMALL),
     "async-shared-swapped": Setup(

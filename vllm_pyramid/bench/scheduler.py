@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a block table for each layer costs the scheduler, in decode steps without an engine.
 
-Three schedulers alternate step by step: vLLM's with one KV cache group for all layers, vLLM's with
+Four schedulers alternate step by step: vLLM's with one KV cache group for all layers, vLLM's with
 a group for each layer, and ours with a group for each layer and every request evicted to its
-budget. The first one is the baseline. The prompts differ in length, so that in each step some
-requests need a new block.
+budget, without and with prefix caching. The first one is the baseline. The prompts share nothing
+and differ in length, so that in each step some requests need a new block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -37,6 +39,7 @@ from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 
 ONE_GROUP, GROUPS, PYRAMID = "vLLM, one group", "vLLM, a group a layer", "vllm-pyramid"
+CACHING = "vllm-pyramid, prefix caching"
 COLUMNS = [
     *("scheduler", "layers", "requests", "steps", "schedule_ms", "step_ms"),
     *("schedule_ratio", "step_ratio", "blocks_held"),
@@ -54,6 +57,10 @@ class SchedulerDriver:
         prompt_lens: list[int],
         steps: int,
     ) -> None:
+        hasher = None
+        if config.cache_config.enable_prefix_caching:
+            init_none_hash(sha256)
+            hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         blocks = sum(cdiv(length + steps + 2, BLOCK_SIZE) for length in prompt_lens)
         config.cache_config.num_gpu_blocks = blocks * len(groups) + 1
         self.scheduler = cls(
@@ -65,7 +72,10 @@ class SchedulerDriver:
         )
         for index, length in enumerate(prompt_lens):
             params = SamplingParams(max_tokens=steps + 64, ignore_eos=True)
-            self.scheduler.add_request(Request(f"request-{index}", [1] * length, params, None))
+            prompt = [index + 1] * length
+            self.scheduler.add_request(
+                Request(f"request-{index}", prompt, params, None, block_hasher=hasher)
+            )
         while self.scheduler.waiting or any(r.is_prefill_chunk for r in self.scheduler.running):
             self.step()
         self.step()  # evicted blocks are freed in the step after the prompt's last
@@ -99,7 +109,9 @@ class SchedulerDriver:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
-def _config(requests: int, longest: int, additional: dict[str, Any]) -> VllmConfig:
+def _config(
+    requests: int, longest: int, additional: dict[str, Any], *, caching: bool = False
+) -> VllmConfig:
     return EngineArgs(
         model=str(model_path()),
         skip_tokenizer_init=True,
@@ -108,7 +120,7 @@ def _config(requests: int, longest: int, additional: dict[str, Any]) -> VllmConf
         max_model_len=longest,
         max_num_batched_tokens=8192,
         max_num_seqs=requests,
-        enable_prefix_caching=False,
+        enable_prefix_caching=caching,
         async_scheduling=False,
         additional_config=additional,
     ).create_engine_config()
@@ -152,12 +164,13 @@ def scheduler_rows(
 def _compare(
     layers: int, requests: int, steps: int, prompt_len: int, progress: Progress
 ) -> pd.DataFrame:
-    """The three schedulers: medians, and their ratios to the first one's."""
+    """The four schedulers: medians, and their ratios to the first one's."""
     prompt_lens = [prompt_len + index % BLOCK_SIZE for index in range(requests)]
     longest = prompt_len + BLOCK_SIZE + steps + 128
     stock = _config(requests, longest, {})
     policy = {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 0}
     ours = _config(requests, longest, policy)
+    sharing = _config(requests, longest, policy, caching=True)
     drivers = {
         ONE_GROUP: SchedulerDriver(
             Scheduler, stock, _groups(layers, False, False), prompt_lens, steps
@@ -166,11 +179,15 @@ def _compare(
         PYRAMID: SchedulerDriver(
             PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps
         ),
+        CACHING: SchedulerDriver(
+            PyramidScheduler, sharing, _groups(layers, True, True), prompt_lens, steps
+        ),
     }
-    if (evicted := evictions_counted(drivers[PYRAMID].scheduler)) != requests:
-        raise RuntimeError(f"{evicted} of {requests} requests were evicted")
+    for name in (PYRAMID, CACHING):
+        if (evicted := evictions_counted(drivers[name].scheduler)) != requests:
+            raise RuntimeError(f"{name}: {evicted} of {requests} requests were evicted")
     gc.collect()
-    gc.freeze()  # as the engine core does, so that collections do not walk the three pools
+    gc.freeze()  # as the engine core does, so that collections do not walk the four pools
     try:
         for _ in range(steps):
             for driver in drivers.values():

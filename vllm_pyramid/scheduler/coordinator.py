@@ -42,7 +42,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     Attributes:
         held_blocks: `[layers]` int64, blocks of the pool held by all requests, per layer.
         skipped_tokens: `[layers]` int64, tokens given back by requests that still hold blocks.
-        blocks_freed: `[layers]` int64, blocks given back by eviction since the start.
+        blocks_freed: `[layers]` int64, blocks given back by eviction since the start; a shared one
+            counts for each request that gives it back.
         tokens_evicted: `[layers]` int64, tokens evicted since the start; counted when the worker
             confirms, since a request that ends there gives all its blocks back at once.
         num_evictions: evictions since the start: of prompts, and later ones.
@@ -330,14 +331,16 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         settled, number = self._releasable(request_id, request, processed_computed_tokens)
         request.due = settled.next_eviction(processed_computed_tokens)
         skip = settled.skip_after(number)
-        freed = self._leave_rows(request_id, request)
+        shared = self._prefixes.blocks * len(request.rows)
+        unused = self._leave_rows(request_id, request)
+        own = np.zeros(self.num_layers, np.int64)
         for layer, (manager, head) in enumerate(
             zip(self.single_type_managers, (skip // self.block_sizes).tolist(), strict=True)
         ):
-            freed[layer] += manager.release_head(request_id, head)
+            own[layer] = manager.release_head(request_id, head)
         self.num_releases += 1
-        self.held_blocks -= freed
-        self.blocks_freed += freed
+        self.held_blocks -= unused + own
+        self.blocks_freed += shared + own
         self.skipped_tokens += skip - settled.skip_after(request.released)
         request.released = number
 

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix caching beside eviction: tokens as without it, exact hits, nothing shared is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    count_preemptions,
+    greedy,
+    random_prompts,
+)
+from tests.scheduler.checks import check_pool
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 16
+WINDOW = 8
+POLICIES: dict[str, dict[str, Any]] = {
+    "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": "25%"},
+    "snapkv": {"kv_policy": "snapkv", "kv_budget": 64, "kv_policy_args": {"window": WINDOW}},
+    "auto": {"kv_policy": "auto", "kv_budget": "25%"},
+    "streaming-llm": {"kv_policy": "streaming-llm", "kv_budget": 64},
+    "full": {"kv_policy": "full"},
+    "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 32}},
+}
+
+
+def _settings(policy: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "max_num_batched_tokens": 200,
+        "max_num_seqs": 8,
+        "max_model_len": 1024,
+        **POLICIES[policy],
+        **changes,
+    }
+
+
+class Rows:
+    """Looks at every row of the pool after every step: its bytes never change while it is there."""
+
+    def __init__(self, engine: Engine) -> None:
+        worker = engine.core.model_executor.driver_worker.worker
+        self.caches = [cache for cache in worker.model_runner.kv_caches if cache.numel()]
+        self.seen: dict[Any, bytes] = {}
+        self.most = 0
+
+    def __call__(self, engine: Engine) -> None:
+        check_pool(engine.coordinator)
+        pool = engine.pool
+        rows = [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]
+        before, self.seen = self.seen, {}
+        self.most = max(self.most, len(rows))
+        for row in rows:
+            pages = self._pages(engine, row)
+            assert before.get(row, pages) == pages, "a shared block was written"
+            self.seen[row] = pages
+
+    def _pages(self, engine: Engine, row: Any) -> bytes:
+        blocks = iter(row.blocks)
+        found = []
+        for cache, count in zip(self.caches, engine.coordinator._prefixes.blocks, strict=True):
+            for _ in range(int(count)):
+                page = cache[_page_index(cache, engine, next(blocks).block_id)]
+                found.append(page.contiguous().view(torch.uint8).numpy().tobytes())
+        return b"".join(found)
+
+
+def _page_index(cache: torch.Tensor, engine: Engine, block: int) -> Any:
+    """Where a block stands in a layer's tensor: K and V may come before the blocks."""
+    axis = cache.shape.index(engine.pool.num_gpu_blocks)
+    return (*(slice(None),) * axis, block)
+
+
+def _cached(outcomes: Sequence[Outcome]) -> list[int]:
+    return [outcome.output.num_cached_tokens for outcome in outcomes]
+
+
+def _traces(folder: Path, outcomes: Sequence[Outcome]) -> list[list[bytes]]:
+    """What every request kept, in the order of the requests."""
+    found = []
+    for outcome in outcomes:
+        kept = []
+        for path in sorted(folder.glob(f"{outcome.request_id}*.npz")):
+            with np.load(path) as file:
+                names = sorted(name for name in file if name.startswith("kept_"))
+                kept += [file[name].tobytes() for name in names]
+        found.append(kept)
+    return found
+
+
+def _conversation() -> list[list[Job]]:
+    """Waves of requests that share prefixes in all the ways there are."""
+    system, first, second, tail = random_prompts([300, 200, 150, 40])
+    own = {"kv_budget": 96}
+    whole = {"kv_policy": "full"}
+    turn = Job([*system, *first], greedy(24))
+    waves = [
+        [turn, Job([*system, *second], greedy(10), arrival=1)],
+        # The same prompt again, with another budget, and whole; then a longer and a shorter one.
+        [Job(turn.prompt, greedy(12)), Job(turn.prompt, greedy(6, **own))],
+        [Job(turn.prompt, greedy(20, **whole)), Job([*turn.prompt, *tail], greedy(8))],
+        [Job([*system, *tail], greedy(8, **whole)), Job(system[:200], greedy(8))],
+        # Two at once that compute the same, and one that is given up in the middle.
+        [
+            Job([*tail, *second], greedy(6)),
+            Job([*tail, *second], greedy(6)),
+            Job([*tail, *second, *first], greedy(30), abort_after=3),
+        ],
+        [Job([*tail, *second, *first], greedy(8)), Job([*tail, *second], greedy(3, **whole))],
+    ]
+    return waves
+
+
+def _run(engine: Engine, waves: list[list[Job]], on_step: Any) -> list[Outcome]:
+    outcomes = []
+    for wave in waves:
+        outcomes += engine.run(
+            [Job(job.prompt, job.params, job.arrival, job.abort_after) for job in wave], on_step
+        )
+    engine.check_whole()
+    return outcomes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_and_what_is_kept_are_those_without_it(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, policy: str
+) -> None:
+    results = {}
+    for caching in (True, False):
+        folder = tmp_path / str(caching)
+        settings = _settings(policy, enable_prefix_caching=caching)
+        if policy not in ("full", "kcache"):
+            settings["kv_trace"] = str(folder)
+        engine = engines.get(tiny_model("mistral"), **settings)
+        engine.shuffle_blocks()
+        waves = _conversation()
+        if policy in ("full", "kcache"):  # budgets are refused
+            waves[1].pop()
+        look = Rows(engine) if caching else None
+        outcomes = [o for o in _run(engine, waves, look) if o.output is not None]
+        for outcome in outcomes:  # V of a hit is not written again, nor read by other chunks
+            outcome.report.pop("v_bytes_written", None)
+            outcome.report.pop("v_bytes_read", None)
+        results[caching] = (
+            [(outcome.token_ids, outcome.report) for outcome in outcomes],
+            _traces(folder, outcomes),
+            _cached(outcomes),
+        )
+        if look is not None:
+            assert look.most > 20
+    with_it, without = results[True], results[False]
+    assert with_it[0] == without[0]
+    assert with_it[1] == without[1] and (any(with_it[1]) or policy in ("full", "kcache"))
+    assert not any(without[2])
+    assert sum(cached > 0 for cached in with_it[2]) >= 6, with_it[2]
+
+
+def test_hits_are_as_long_as_they_can_be(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Up to what both the earlier request left and this one will not write to."""
+    settings = _settings("snapkv", max_num_batched_tokens=512)
+    engine = engines.get(tiny_model("mistral"), **settings)
+    prompt, other, more = random_prompts([500, 500, 300], seed=1)
+
+    def cached(tokens: list[int], **extra: Any) -> int:
+        (outcome,) = engine.run([Job(tokens, greedy(4, **extra))])
+        return int(outcome.output.num_cached_tokens)
+
+    left = (500 - 64) // BLOCK * BLOCK  # the least skip, of all layers alike
+    assert cached(prompt) == 0
+    assert cached(prompt) == left == 432
+    assert cached(prompt, kv_budget=200) == (500 - 200) // BLOCK * BLOCK
+    assert cached(prompt, kv_policy="full") == left
+    # Now all of it is there, and the answer too; what scores the prompt is computed all the same.
+    assert cached(prompt, kv_policy="full") == 499 // BLOCK * BLOCK
+    assert cached(prompt, kv_budget=25) == (500 - 25) // BLOCK * BLOCK
+    assert cached([*prompt, *more]) == 500 // BLOCK * BLOCK
+    assert cached([*prompt[:400], *other]) == 400
+    assert cached(other) == 0, "it never began with these tokens"
+    assert cached(prompt[:300]) == (300 - 64) // BLOCK * BLOCK
+    assert cached(prompt[:64]) == 63 // BLOCK * BLOCK, "nothing is evicted from it"
+    assert engine.llm.reset_prefix_cache()
+    assert cached(prompt) == 0
+    engine.check_whole()
+
+
+def test_salts_do_not_see_each_other(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    engine = engines.get(tiny_model("mistral"), **_settings("snapkv", max_num_batched_tokens=512))
+    engine.llm.reset_prefix_cache()
+    (prompt,) = random_prompts([400], seed=2)
+    found = []
+    for salt in (None, "a", "b", "a", None):
+        request = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+        (output,) = engine.llm.generate([request], greedy(4), use_tqdm=False)
+        found.append(output.num_cached_tokens)
+    assert found == [0, 0, 0, 336, 336]
+
+
+def test_samples_of_one_prompt_share_it(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """`n = 3`: in one step and in several; each evicts on its own."""
+    from vllm import SamplingParams
+
+    engine = engines.get(tiny_model("mistral"), **_settings("snapkv", max_num_batched_tokens=512))
+    (prompt,) = random_prompts([400], seed=3)
+    params = SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True, detokenize=False)
+    engine.llm.reset_prefix_cache()
+    before = engine.coordinator.num_evictions
+    (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    assert [len(choice.token_ids) for choice in output.outputs] == [6, 6, 6]
+    assert engine.coordinator.num_evictions - before == 3
+    assert not engine.pool.twins and len(engine.pool.rows) == 21, "each computed it for itself"
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_preemption(
+    engines: EnginePool, tiny_model: Callable[[str], Path], asynchronous: bool
+) -> None:
+    """A pool too small for all: who comes back finds its prompt; tokens are those of a large one.
+
+    `--kv-admission prompt`, so that requests really are preempted.
+    """
+    system, *tails = random_prompts([160, *range(60, 160, 10)], seed=4)
+    jobs = [Job([*system, *tail], greedy(90), arrival=2 * i) for i, tail in enumerate(tails)]
+    found = {}
+    for blocks in (2000, 230):
+        engine = engines.get(
+            tiny_model("mistral"),
+            **_settings("snapkv", max_model_len=512),
+            kv_admission="prompt",
+            async_scheduling=asynchronous,
+            num_gpu_blocks_override=blocks,
+        )
+        look = None if asynchronous else Rows(engine)
+        with count_preemptions(engine) as count:
+            outcomes = _run(engine, [jobs], look)
+        found[blocks] = [outcome.token_ids for outcome in outcomes]
+        assert bool(count["evicted"]) == (blocks == 230), count
+    assert found[2000] == found[230]
+
+
+def test_nothing_is_lost_over_many_requests(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """The cache is too small for what comes by; every block is somebody's or free to the end."""
+    engine = engines.get(tiny_model("mistral"), **_settings("snapkv"), num_gpu_blocks_override=400)
+    trunks = random_prompts([240] * 6, seed=5)
+    tails = random_prompts([20 + i % 90 for i in range(200)], seed=6)
+    hits = 0
+    for start in range(0, len(tails), 20):
+        jobs = [
+            Job([*trunks[i % 6][: 60 * (i % 5)], *tail], greedy(1 + i % 7), arrival=i)
+            for i, tail in enumerate(tails[start : start + 20])
+        ]
+        hits += sum(cached > 0 for cached in _cached(engine.run(jobs)))
+        check_pool(engine.coordinator)
+        assert engine.pool.get_num_free_blocks() == engine.usable_blocks
+    assert hits > 50
+    engine.check_whole()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests find of each other's prompts: exact lengths, order, and no surprise for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+from vllm_pyramid.policy import load_policy
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "tokens", "expected"),
+    [
+        ("pyramidkv", "12%", 8192, 6272),
+        ("pyramidkv", 512, 8192, 7200),
+        ("pyramidkv", 512, 32768, 31776),
+        ("pyramidkv", 512, 1024, 32),
+        ("snapkv", "12%", 8192, 7200),
+        ("snapkv", "25%", 8192, 6144),
+        ("streaming-llm", 1024, 8192, 7168),
+        ("full", None, 8192, None),
+        ("kcache", None, 8192, 8192),  # what is generated attends to chosen keys alone
+        ("xkv", "12%", 8192, 0),
+        ("h2o", "12%", 8192, 0),
+        ("pyramidinfer", None, 8192, 0),
+        ("pyramidkv", "100%", 8192, None),
+    ],
+)
+def test_shareable_tokens(
+    policy: str, budget: str | int | None, tokens: int, expected: int | None
+) -> None:
+    """Of 32 layers."""
+    loaded = load_policy(policy, budget)
+    shareable = loaded.shareable_tokens(loaded.plan(tokens, 32, 16))
+    assert shareable == expected
+    assert (shareable == 0) == (loaded.not_shareable is not None)
+
+
+class Pair:
+    """A scheduler and its worker, which looks at everything that it is given."""
+
+    def __init__(self, num_blocks: int = 400, **changes: Any) -> None:
+        values = {"policy": "snapkv", "budget": 16, "prefix_caching": True, "max_model_len": 96}
+        self.setup = Setup(**{**values, **changes})
+        self.scheduler = make_scheduler(self.setup, num_blocks)
+        self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks)
+        self.pool = self.scheduler.coordinator.block_pool
+        self.chunks: list[dict[str, int]] = []
+
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int = 1, *, priority: int = 0, **extra: Any
+    ) -> None:
+        size = self.setup.block_size if self.setup.prefix_caching else 0
+        request = make_request(
+            name, prompt, max_tokens, extra or None, hash_block_size=size, priority=priority
+        )
+        self.scheduler.add_request(request)
+
+    def step(self) -> dict[str, int]:
+        """Tokens that each request was scheduled."""
+        output = self.scheduler.schedule()
+        self.scheduler.update_from_output(output, self.worker.execute(output))
+        check_pool(self.scheduler.coordinator)
+        self.chunks.append(dict(output.num_scheduled_tokens))
+        return self.chunks[-1]
+
+    def run(self, limit: int = 500) -> None:
+        while self.scheduler.requests:
+            self.step()
+            limit -= 1
+            assert limit, "no progress"
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return list(range(1000 + start, 1000 + start + length))
+
+
+def test_requests_of_one_step_find_each_other() -> None:
+    """As in vLLM: attention reads what any request of the step has written."""
+    pair = Pair(max_num_batched_tokens=96)
+    for name in "abc":
+        pair.add(name, prompt(40))
+    shared = (40 - 16) // 4 * 4
+    assert pair.step() == {"a": 40, "b": 40 - shared, "c": 40 - shared}
+    pair.run()
+
+
+def test_who_is_preempted_in_the_step_that_was_to_compute_it_leaves_nothing() -> None:
+    """vLLM's own scheduler leaves the hash of blocks that nobody writes then (issue 57580)."""
+    pair = Pair(num_blocks=21, policy="full", budget="100%", policy_args=(), priorities=True)
+    pair.add("low", prompt(15), 5, priority=1)
+    pair.add("high", prompt(12, 500), 5, priority=0)
+    low = pair.scheduler.requests["low"]
+    assert pair.step() == {"high": 12, "low": 15}
+    pair.scheduler.running.reverse()  # the low one first, as where it came before
+    hashes = low.block_hashes
+    assert len(hashes) == 4 and pair.pool.longest(hashes) == 3
+    assert pair.step() == {"high": 1}, "the other one has given way"
+    assert low.num_preemptions == 1
+    # It had got its 16th token in this step, which would have completed its fourth block.
+    assert hashes[3] not in pair.pool.rows and pair.pool.longest(hashes) == 3
+    pair.run()
+
+
+def test_the_deepest_goes_first_and_the_oldest_prompt_before_it() -> None:
+    pair = Pair(num_blocks=3 * 24, max_num_batched_tokens=96)
+    rows = (40 - 16) // 4
+    for index in range(3):
+        pair.add(f"r{index}", prompt(40, 100 * index))
+        pair.run()
+    assert len(pair.pool.rows) == 3 * rows
+    pair.add("first again", prompt(40))
+    assert pair.step() == {"first again": 16}
+    pair.run()
+    pair.add("large", prompt(60, 900), 1)  # needs 15 of 24 rows' blocks: 6 are free
+    pair.run()
+    left = {}
+    for index in range(3):
+        hashes = make_request("q", prompt(40, 100 * index), hash_block_size=4).block_hashes
+        left[index] = pair.pool.longest(hashes[:rows])
+    assert left[0] == rows, "the latest used"
+    assert left[1] == 0 and 0 < left[2] < rows, "the oldest goes, then the next from its end"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_distinct_prompts_are_scheduled_as_without_it(asynchronous: bool) -> None:
+    """Step by step the same, in a pool so small that requests wait."""
+    schedules = []
+    for caching in (True, False):
+        pair = Pair(
+            num_blocks=3 * 26,
+            policy="pyramidkv",
+            budget="40%",
+            prefix_caching=caching,
+            asynchronous=asynchronous,
+            admission="forecast",
+        )
+        lengths = [(30 + 5 * index % 37, 5 + 7 * index % 30) for index in range(12)]
+        for index, (length, answer) in enumerate(lengths):
+            pair.add(f"r{index}", prompt(length, 200 * index), answer)
+        pair.run()
+        assert sum(sum(step.values()) for step in pair.chunks) == sum(
+            length + answer - 1 for length, answer in lengths
+        ), "nobody was preempted"
+        assert max(map(len, pair.chunks)) < 5
+        schedules.append(pair.chunks)
+    assert schedules[0] == schedules[1]
+
+
+def test_prompt_logprobs_are_computed_again() -> None:
+    pair = Pair(max_num_batched_tokens=96)
+    pair.add("a", prompt(40))
+    pair.run()
+    request = make_request("b", prompt(40), 1, hash_block_size=4)
+    request.skip_reading_prefix_cache = True  # as vLLM sets it for prompt_logprobs
+    pair.scheduler.add_request(request)
+    assert pair.step() == {"b": 40}
+    pair.run()
+    assert not pair.pool.twins
