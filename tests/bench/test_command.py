@@ -173,8 +173,10 @@ class FakeEngines:
         prompts: list[list[int]],
         max_tokens: int,
         on_progress: Callable[[int], None],
+        later: list[list[list[int]]] | None = None,
     ) -> dict[str, Any]:
         cls = type(self)
+        assert later is None or [len(turns) for turns in later] == [self.job.turns - 1] * len(later)
         if len(prompts) == self.job.num_prompts:  # not a warm-up
             if len(cls.runs) == cls.fail_after:
                 raise ChildError("the engine failed")
@@ -371,6 +373,30 @@ def test_variants_and_what_they_keep() -> None:
     assert thinned == Variant("pyramidinfer", "100%")
     (kcache,) = variants_of(["kcache"], ["12%"], 2048, SHAPES["small"])
     assert kcache == Variant("kcache", None) and job.v_on_host(kcache)
+
+
+def test_conversations_of_a_job() -> None:
+    """What all share comes first; each turn brings as many tokens; the last one fits."""
+    job = Job(SHAPES["small"], 300 + 3 * 100 + 2 * 8, 8, 4, 4.0, turns=3, shared_len=300)
+    assert job.turn_len == 100
+    first, later = job.prompts(1), job.later_turns(1)
+    assert {tuple(prompt[:300]) for prompt in first} == {tuple(first[0][:300])}
+    assert [len(prompt) for prompt in first] == [400] * 4
+    assert [[len(turn) for turn in turns] for turns in later] == [[100, 100]] * 4
+    drawn = [tuple(p[300:]) for p in first] + [tuple(t) for turns in later for t in turns]
+    assert len(set(drawn)) == 12
+    assert job.prompts(1) == first and job.prompts(2)[0][:300] != first[0][:300]
+    plain = Job(SHAPES["small"], 64, 8, 4, 4.0)
+    assert [len(prompt) for prompt in plain.prompts(0)] == [64] * 4
+    assert plain.later_turns(0) == [[]] * 4
+
+
+def test_prefix_caching_is_on_where_it_is_measured() -> None:
+    shape = SHAPES["small"]
+    variant = Variant("snapkv", "12%")
+    off = Job(shape, 2048, 64, 32, 4.0).engine_arguments(variant)
+    on = Job(shape, 2048, 64, 32, 4.0, prefix_caching=True).engine_arguments(variant)
+    assert off["enable_prefix_caching"] is False and on["enable_prefix_caching"] is None
 
 
 def test_stock_vllm_has_room_for_as_many_requests_in_its_own_blocks() -> None:

@@ -68,6 +68,28 @@ def test_throughput(tmp_path: Path) -> None:
     assert (tmp_path / "throughput.png").stat().st_size > 1000
 
 
+def test_conversations_find_what_was_said(tmp_path: Path) -> None:
+    """Two turns after a shared beginning, one conversation at a time."""
+    command = ["bench", "prefix", "--layers", str(LAYERS), "--policies", "full,snapkv"]
+    command += ["--budget", "64", "--prompt-len", "200", "--shared-len", "160", "--turns", "2"]
+    command += ["--output-len", "8", "--num-prompts", "3", "--concurrency", "1", "--threads", "1"]
+    command += ["--repetitions", "1", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    full, evicted = json.loads((tmp_path / "prefix.json").read_text())["rows"]
+    assert full["prompt_len"] == 160 + 2 * 200 + 8 and full["turns"] == 2
+    first, last = 360, 568
+    # The first conversation computes all of its first turn; then its second turn finds the first
+    # one, with `full` its answer too; those that follow find the shared beginning in their first.
+    whole = [0, 367 // 16 * 16, 160, 367 // 16 * 16, 160, 367 // 16 * 16]
+    assert full["cached_share"] == pytest.approx(sum(whole) / (3 * (first + last)))
+    left = (first - 64) // 16 * 16
+    assert evicted["cached_share"] == pytest.approx(
+        sum([0, left, 160, left, 160, left]) / (3 * (first + last))
+    )
+    for row in (full, evicted):
+        assert row["resident_max"] == 1 and row["ttft_hit_ms"] < row["ttft_miss_ms"]
+
+
 def test_decode_only_beside_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

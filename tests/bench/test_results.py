@@ -16,7 +16,7 @@ from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.job import Job, Variant
 from vllm_pyramid.bench.report import tables
 from vllm_pyramid.bench.results import as_json, make_rows, records
-from vllm_pyramid.bench.samples import Step, Timing, engine_sample, latencies
+from vllm_pyramid.bench.samples import Request, Step, Timing, engine_sample, latencies
 from vllm_pyramid.bench.shapes import SHAPES
 
 pytestmark = pytest.mark.cpu
@@ -40,9 +40,12 @@ STEPS = [
 ]
 
 
+def requests(*timings: Timing) -> list[Request]:
+    return [Request(timing, 100, 0, False) for timing in timings]
+
+
 def test_a_sample_of_an_engine() -> None:
-    timings = [Timing(4.0, 10.0, 4), Timing(9.0, 19.0, 3)]
-    made = engine_sample(STEPS, timings, preemptions=2)
+    made = engine_sample(STEPS, requests(Timing(4.0, 10.0, 4), Timing(9.0, 19.0, 3)), 2)
     assert made["output_tokens_per_s"] == pytest.approx(7 / 19.5)
     assert made["decode_tokens_per_s"] == pytest.approx(6 / 6.0) and made["decode_batch"] == 2
     assert made["prefill_share"] == pytest.approx(13 / 19.5)
@@ -53,6 +56,19 @@ def test_a_sample_of_an_engine() -> None:
     assert made["ttft_p90_ms"] == pytest.approx(8500.0) and "ttft_p99_ms" not in made
 
 
+def test_what_was_in_the_prefix_cache() -> None:
+    timings = [Timing(seconds, 10.0, 4) for seconds in (4.0, 1.0, 2.0, 6.0)]
+    found = [
+        Request(timing, 100, cached, False)
+        for timing, cached in zip(timings, (0, 60, 20, 0), strict=True)
+    ]
+    made = engine_sample(STEPS, found, 0)
+    assert made["cached_share"] == 0.2
+    assert made["ttft_miss_ms"] == 5000.0 and made["ttft_hit_ms"] == 1500.0
+    assert "cached_share" not in engine_sample(STEPS, found[:1], 0)
+    assert "ttft_miss_ms" not in engine_sample(STEPS, found[1:3], 0)
+
+
 def test_the_99th_percentile_needs_twenty_requests() -> None:
     timings = [Timing(0.001 * (index + 1), 1.0, 2) for index in range(20)]
     assert latencies(timings)["ttft_p99_ms"] == pytest.approx(19.81)
@@ -61,12 +77,12 @@ def test_the_99th_percentile_needs_twenty_requests() -> None:
 
 def test_plentiful_memory_is_steady_until_the_first_ends() -> None:
     steps = [step(1.0, 9, 0, False), step(1.0, 0, 4, False), step(9.0, 0, 3, False, finished=1)]
-    made = engine_sample(steps, [Timing(1.0, 2.0, 2)], 0)
+    made = engine_sample(steps, requests(Timing(1.0, 2.0, 2)), 0)
     assert made["decode_tokens_per_s"] == 4.0
 
 
 def test_a_job_without_steady_decoding_says_none() -> None:
-    made = engine_sample([step(1.0, 9, 1, False)], [Timing(1.0, 1.0, 1)], 0)
+    made = engine_sample([step(1.0, 9, 1, False)], requests(Timing(1.0, 1.0, 1)), 0)
     assert made["decode_tokens_per_s"] is None and made["decode_batch"] is None
     assert made["decode_blocks"] is None and "tpot_p50_ms" not in made
 
@@ -128,7 +144,9 @@ def test_rows_are_written_shown_and_drawn(tmp_path: Path) -> None:
     assert written["rows"] == records(rows) and "machine" in written
     # The form that docs/results has.
     kept = json.loads(
-        (Path(__file__).parents[2] / "docs/results/bench-decode.json").read_text(encoding="utf-8")
+        (Path(__file__).parents[2] / "docs/results/bench-prefix-turns.json").read_text(
+            encoding="utf-8"
+        )
     )
     assert list(written["rows"][0]) == list(kept["rows"][0])
     rows.to_csv(tmp_path / "rows.csv", index=False)

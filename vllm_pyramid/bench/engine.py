@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from vllm_pyramid.bench.memory import evictions_counted
 from vllm_pyramid.bench.profile import profile, refusal
-from vllm_pyramid.bench.samples import Sample, Step, Timing, engine_sample
+from vllm_pyramid.bench.samples import Request, Sample, Step, Timing, engine_sample
 from vllm_pyramid.bench.scheduler_state import (
     BlockGrowth,
     SchedulerLog,
@@ -27,6 +28,27 @@ from vllm_pyramid.child_process import read_tasks, say
 
 _MACHINE_ROUNDS = 20
 _SETTLED_STEPS = 3  # without prefill: then no further request is admitted
+
+
+@dataclass
+class Talk:
+    """A conversation: its latest prompt, and what the user adds after that, turn by turn."""
+
+    prompt: list[int]
+    turns: list[list[int]]
+
+
+def _sampling(max_tokens: int, budget: str | None) -> Any:
+    """Exactly so many tokens, the likeliest."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_budget": budget} if budget is not None else None,
+    )
 
 
 class Engine:
@@ -77,20 +99,14 @@ class Engine:
 
     def add(self, prompts: list[list[int]], max_tokens: int, budget: str | None) -> None:
         """Send requests, all at once."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_budget": budget} if budget is not None else None,
-        )
+        params = _sampling(max_tokens, budget)
         self._count += 1
         for index, prompt in enumerate(prompts):
-            name = f"{self._count}-{index}"
-            self.client.add_request(name, {"prompt_token_ids": prompt}, params)
-            self._sent[name] = time.perf_counter()
+            self._send(f"{self._count}-{index}", prompt, params)
+
+    def _send(self, name: str, prompt: list[int], params: Any) -> None:
+        self.client.add_request(name, {"prompt_token_ids": prompt}, params)
+        self._sent[name] = time.perf_counter()
 
     def step(
         self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0
@@ -122,46 +138,76 @@ class Engine:
         max_tokens: int,
         budget: str | None,
         on_finish: Callable[[], None],
+        later: list[list[list[int]]] | None = None,
+        concurrency: int | None = None,
     ) -> Sample:
-        """A whole job.
+        """A whole job of requests or conversations.
+
+        Args:
+            later: of each prompt, what follows it: the next turn is sent when the one before has
+                been answered, and begins with it and its answer.
+            concurrency: prompts under way at once; None: all.
+            on_finish: called when the last turn of a prompt has been answered.
 
         Raises:
             RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
         self._log.preemptions = 0
-        self.add(prompts, max_tokens, budget)
-        first: dict[str, float] = {}
-        timings: list[Timing] = []
-        reports: list[dict[str, Any]] = []
+        self._count += 1
+        params = _sampling(max_tokens, budget)
+        talks = [
+            Talk(prompt, list(turns))
+            for prompt, turns in zip(prompts, later or [[]] * len(prompts), strict=True)
+        ]
+        waiting = list(enumerate(talks))
+        requests: list[Request] = []
         steps: list[Step] = []
+        first: dict[str, float] = {}
+
+        def send_next() -> None:
+            if waiting:
+                index, talk = waiting.pop(0)
+                self._send(f"{self._count}-{index}-0", talk.prompt, params)
 
         def on_output(output: Any, now: float) -> None:
-            name = output.request_id
-            if output.outputs[0].token_ids:
+            name, tokens = output.request_id, output.outputs[0].token_ids
+            if tokens:
                 first.setdefault(name, now)
-            if output.finished:
-                sent = self._sent.pop(name)
-                tokens = len(output.outputs[0].token_ids)
-                timings.append(Timing(first[name] - sent, now - sent, tokens))
-                if output.kv_transfer_params:
-                    reports.append(output.kv_transfer_params)
-                on_finish()
+            if not output.finished:
+                return
+            sent = self._sent.pop(name)
+            timing = Timing(first[name] - sent, now - sent, len(tokens))
+            report = output.kv_transfer_params or {}
+            evicted = report.get("evicted_tokens", 0) > 0
+            prompt_len = len(output.prompt_token_ids)
+            requests.append(Request(timing, prompt_len, output.num_cached_tokens or 0, evicted))
+            count, index, turn = map(int, name.split("-"))
+            talk = talks[index]
+            if talk.turns:
+                talk.prompt = [*talk.prompt, *tokens, *talk.turns.pop(0)]
+                self._send(f"{count}-{index}-{turn + 1}", talk.prompt, params)
+                return
+            on_finish()
+            send_next()
 
+        for _ in range(concurrency or len(prompts)):
+            send_next()
         while self.client.has_unfinished_requests():
-            steps.append(self.step(on_output, len(timings)))
-        wrong = [timing.tokens for timing in timings if timing.tokens != max_tokens]
-        if len(timings) != len(prompts) or wrong:
+            steps.append(self.step(on_output, len(requests)))
+        wrong = [r.timing.tokens for r in requests if r.timing.tokens != max_tokens]
+        expected = len(prompts) + sum(map(len, later or []))
+        if len(requests) != expected or wrong:
             raise RuntimeError(
-                f"{len(prompts)} requests for {max_tokens} tokens: {len(timings)} came back, "
+                f"{expected} requests for {max_tokens} tokens: {len(requests)} came back, "
                 f"of other lengths: {wrong}"
             )
-        evicted = sum(report["evicted_tokens"] > 0 for report in reports)
-        if budget is not None and evicted != len(prompts):
+        evicted = sum(request.evicted for request in requests)
+        if budget is not None and evicted != expected:
             raise RuntimeError(
-                f"with the budget {budget} only {evicted} of {len(prompts)} requests report that "
+                f"with the budget {budget} only {evicted} of {expected} requests report that "
                 "they evicted something"
             )
-        return engine_sample(steps, timings, self._log.preemptions)
+        return engine_sample(steps, requests, self._log.preemptions)
 
     def fill(
         self,

@@ -148,9 +148,16 @@ class Engines:
         prompts: list[list[int]],
         max_tokens: int,
         on_progress: Callable[[int], None],
+        later: list[list[list[int]]] | None = None,
     ) -> Sample:
-        """A whole job. Progress counts requests that have finished."""
+        """A whole job. Progress counts requests, or conversations, that have finished.
+
+        Args:
+            later: what follows the prompts once they are answered; peers get no conversations.
+        """
         task = {"prompts": prompts, "max_tokens": max_tokens, **self._budget(variant)}
+        if not variant.is_peer:
+            task |= {"later": later, "concurrency": self._job.concurrency}
         answer: Sample = self.ask(variant, "run", on_progress, **task)
         return peer_sample(answer) if variant.is_peer else answer
 

@@ -112,7 +112,12 @@ class Job:
     """The requests that every variant gets, and the KV cache it has for them.
 
     Attributes:
-        prompt_len, output_len: tokens of a request. num_prompts: requests.
+        prompt_len, output_len: tokens of a request; of a conversation, of its last. num_prompts:
+            requests, or conversations.
+        turns: of each conversation: so often a prompt goes on from the answer before it.
+        shared_len: tokens with which all prompts begin.
+        concurrency: requests or conversations under way at once; None: all.
+        prefix_caching: whether our policies share prefixes, those that can.
         pool_prompts: the KV cache has blocks for so many whole requests without eviction.
         kv_swap_space: GiB of host memory for V, where a policy keeps it there; None for as much as
             the KV cache.
@@ -128,6 +133,10 @@ class Job:
     pool_prompts: float
     engine_args: dict[str, Any] = field(default_factory=dict)
     kv_swap_space: float | None = None
+    turns: int = 1
+    shared_len: int = 0
+    concurrency: int | None = None
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         if (tokens := self.prompt_len + self.output_len) > self.shape.positions:
@@ -152,12 +161,33 @@ class Job:
         kept = variant.tokens_kept(self.prompt_len)
         return RequestNeeds.plain(self.shape, self.prompt_len, self.output_len, kept)
 
+    @property
+    def turn_len(self) -> int:
+        """Tokens that a user adds in each turn."""
+        answers = (self.turns - 1) * self.output_len
+        return (self.prompt_len - self.shared_len - answers) // self.turns
+
     def prompts(self, seed: int) -> list[list[int]]:
-        """Random token ids, the same for every variant."""
-        draw = random.Random(seed)
+        """The first prompts: random token ids, the same for every variant."""
+        shared = self._draw(f"shared {seed}", self.shared_len)
+        tokens = self._draw(seed, self.num_prompts * self.turn_len)
+        return [[*shared, *own] for own in self._turns(tokens)]
+
+    def later_turns(self, seed: int) -> list[list[list[int]]]:
+        """What the users add after that, `[num_prompts][turns - 1]` lists of token ids."""
+        count = self.turns - 1
+        tokens = self._draw(f"later {seed}", self.num_prompts * count * self.turn_len)
+        made = self._turns(tokens)
+        return [made[i * count : (i + 1) * count] for i in range(self.num_prompts)]
+
+    def _draw(self, seed: int | str, count: int) -> list[int]:
         # Above the special ones; those that the built-in tokenizer has too.
         ids = range(8, min(self.shape.vocabulary, 4096))
-        return [draw.choices(ids, k=self.prompt_len) for _ in range(self.num_prompts)]
+        return random.Random(seed).choices(ids, k=count)
+
+    def _turns(self, tokens: list[int]) -> list[list[int]]:
+        length = self.turn_len
+        return [tokens[start : start + length] for start in range(0, len(tokens), length)]
 
     # The KV cache. Blocks are always of one layer, and of BLOCK_SIZE tokens.
 
@@ -235,7 +265,7 @@ class Job:
             "block_size": BLOCK_SIZE,
             "dtype": self.shape.dtype,
             "skip_tokenizer_init": True,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": None if self.prefix_caching else False,
             "seed": 0,
         }
         if variant.is_stock:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_pyramid.bench.cost import Machine
 from vllm_pyramid.bench.engines import Engines
-from vllm_pyramid.bench.options import EngineOptions, Latency, Pressure, Throughput
+from vllm_pyramid.bench.options import EngineOptions, Latency, Prefix, Pressure, Throughput
 from vllm_pyramid.bench.prepare import Prepared
 from vllm_pyramid.bench.profile import table
 from vllm_pyramid.bench.report import say, write
@@ -29,7 +29,7 @@ def run_measure(measure: str, options: EngineOptions, prepared: Prepared, consol
         rounds = options.repetitions * len(options.rates)
     total = len(prepared.variants) * prepared.job.num_prompts * rounds
     with ExitStack() as stack:
-        if isinstance(options, Throughput | Pressure) and options.resumable:
+        if isinstance(options, Throughput | Pressure | Prefix) and options.resumable:
             identity = [prepared.identity(measure), options.rounds]
             store = SampleStore(options.out / "samples.jsonl", identity, fresh=options.fresh)
             stack.enter_context(store)  # until the results are written

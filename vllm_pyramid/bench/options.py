@@ -185,6 +185,39 @@ class Pressure(EngineOptions):
         return True
 
 
+class Prefix(EngineOptions):
+    """conversations and shared system prompts, with prefix caching where a variant has it"""
+
+    policies: Names = Field(
+        ("stock-prefix-caching", "auto"),
+        description="names, .yaml files, `stock` and `stock-prefix-caching`; the others are "
+        "compared with the first",
+    )
+    prompt_len: PositiveInt = Field(1024, description="tokens that a user adds in each turn")
+    output_len: AtLeastTwo = Field(64, description="tokens of an answer")
+    num_prompts: PositiveInt = Field(8, description="conversations")
+    turns: PositiveInt = Field(
+        8, description="of a conversation, each sent when the one before has been answered"
+    )
+    shared_len: Annotated[int, Field(ge=0)] = Field(
+        0, description="tokens with which all conversations begin: a system prompt"
+    )
+    concurrency: PositiveInt | None = Field(
+        None, description="conversations under way at once (all)"
+    )
+    pools: Annotated[tuple[Requests, ...], BeforeValidator(_split)] = Field(
+        (),
+        validation_alias="pool_prompts",
+        description="numbers of whole conversations that the cache has room for without eviction "
+        "(all)",
+    )
+    fresh: bool = Field(False, description=FRESH)
+
+    @property
+    def resumable(self) -> bool:
+        return True
+
+
 class SchedulerSteps(MeasureOptions):
     """step cost of the scheduler against layers and requests"""
 
@@ -214,6 +247,7 @@ MEASURES: dict[str, type[_Options]] = {
     "capacity": Capacity,
     "latency": Latency,
     "pressure": Pressure,
+    "prefix": Prefix,
     "scheduler": SchedulerSteps,
     "cost": Cost,
 }

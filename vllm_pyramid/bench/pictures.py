@@ -14,6 +14,7 @@ TITLES = {
     "output_ratio": "times the baseline's output tokens/s",
     "decode_tokens_per_s": "decode tokens/s, all prompts prefilled",
     "resident_max": "requests that decode at once",
+    "cached_share": "share of prompts in the cache",
     "ttft_p50_ms": "time to the first token, median, ms",
     "tpot_p50_ms": "time per token, median, ms",
     "step_ms": "scheduler, ms a step",
@@ -23,6 +24,7 @@ _SHOWN: dict[str, tuple[list[str], str]] = {
     "throughput": (["output_tokens_per_s", "decode_tokens_per_s", "resident_max"], ""),
     "capacity": (["resident_max"], ""),
     "pressure": (["output_tokens_per_s", "output_ratio", "resident_max"], "pool_prompts"),
+    "prefix": (["output_tokens_per_s", "ttft_p50_ms", "cached_share"], "pool_prompts"),
     "latency": (["ttft_p50_ms", "tpot_p50_ms"], "request_rate"),
     "scheduler": (["step_ms"], "requests"),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pyramid.bench.job import KVPRESS, Job, Variant, variants_of
-from vllm_pyramid.bench.options import EngineOptions, Latency, Throughput
+from vllm_pyramid.bench.options import EngineOptions, Latency, Prefix, Throughput
 from vllm_pyramid.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
 from vllm_pyramid.compat.versions import runs_without_plugins, vllm_version
 from vllm_pyramid.store import identity_of_model
@@ -74,14 +74,25 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
 
         model = str(model_path()) if options.model == BUILT_IN else options.model
         shape = shape_of_config(model)
+    prompt_len, talks = options.prompt_len, dict[str, Any]()
+    if isinstance(options, Prefix):
+        answers = (options.turns - 1) * options.output_len
+        prompt_len = options.shared_len + options.turns * options.prompt_len + answers
+        talks = {
+            "turns": options.turns,
+            "shared_len": options.shared_len,
+            "concurrency": options.concurrency,
+            "prefix_caching": True,
+        }
     job = Job(
         shape=shape,
-        prompt_len=options.prompt_len,
+        prompt_len=prompt_len,
         output_len=options.output_len,
         num_prompts=options.num_prompts,
         pool_prompts=max(pool for pool, _ in options.rounds),
         engine_args=options.engine_args,
         kv_swap_space=options.kv_swap_space,
+        **talks,
     )
     variants = variants_of(options.policies, options.budgets, job.prompt_len, shape)
     _check_variants(options, job, variants)

@@ -34,6 +34,9 @@ _LINES = {
     "predicted_resident": "  by the cost model",
     "before_queueing": "before one waits",
     "preemptions": "preempted",
+    "cached_share": "share of prompts in the cache",
+    "ttft_miss_ms": "TTFT ms, nothing there",
+    "ttft_hit_ms": "TTFT ms, something there",
     "ttft_p50_ms": "TTFT ms, median",
     "ttft_p99_ms": "  99th percentile",
     "ttft_ratio": "  of baseline",
@@ -85,7 +88,10 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         row = group.iloc[0]
         if "num_prompts" in row:
             size = f"{row['prompt_len']:,} + {row['output_len']} tokens"
-            title = [f"{row['num_prompts']} requests of {size}", *title]
+            talks = f"conversations of {row['turns']} turns, the last" if row["turns"] > 1 else ""
+            title = [f"{row['num_prompts']} {talks or 'requests'} of {size}", *title]
+            if row["shared_len"]:
+                title.append(f"{row['shared_len']:,} tokens shared by all")
             title.append(f"medians of {row['repetitions']}")
         records = cast("list[dict[str, Any]]", group.to_dict("records"))
         lines = [

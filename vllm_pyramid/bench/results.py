@@ -17,7 +17,9 @@ from vllm_pyramid.bench.samples import PERCENTILES, Sample
 # What a row holds, in the order of the files. A measure that does not give a value leaves it empty.
 #
 # output_tokens_per_s: end to end. decode_tokens_per_s, decode_batch: of steady decode steps.
-# prefill_share: of the time. ttft, tpot: time to the first token (waiting included) and per token
+# cached_share: of the prompts' tokens, found in the prefix cache; ttft_hit, ttft_miss: of requests
+# that found something there, and that did not. prefill_share: of the time. ttft, tpot: time to the
+# first token (waiting included) and per token
 # after it. output_low ... decode_high: the smallest and largest repetition.
 # ..._ratio: to the baseline, of rates or of median times: the median of the repetitions' ratios,
 # and the smallest and the largest.
@@ -28,10 +30,12 @@ from vllm_pyramid.bench.samples import PERCENTILES, Sample
 # before_queueing: so many can be sent at once before one waits for admission.
 # predicted_...: by the cost model. host_bytes: of V in host memory, on top of the KV cache.
 _KEYS = ["policy", "budget"]
-_JOB = ["prompt_len", "output_len", "num_prompts"]
+_JOB = ["prompt_len", "output_len", "num_prompts", "turns", "shared_len"]
 _CONDITIONS = ["pool_prompts", "request_rate"]
 _TIMES = [f"{metric}_p{percent}_ms" for metric in ("ttft", "tpot") for percent in PERCENTILES]
-_MEDIANS = ["output_tokens_per_s", "decode_tokens_per_s", "decode_batch", "prefill_share", *_TIMES]
+_RATES = ["output_tokens_per_s", "decode_tokens_per_s", "decode_batch", "prefill_share"]
+_CACHED = ["cached_share", "ttft_miss_ms", "ttft_hit_ms"]
+_MEDIANS = [*_RATES, *_CACHED, *_TIMES]
 _LARGEST = ["resident_max", "to_their_end", "before_queueing"]
 _LARGEST_BLOCKS = ["peak_blocks", "decode_blocks", "preemptions"]
 _RANGES = {"output": "output_tokens_per_s", "decode": "decode_tokens_per_s"}
@@ -40,7 +44,7 @@ _SPREAD = [f"{name}_{end}" for name in _RANGES for end in ("low", "high")]
 _RATIO_COLUMNS = [f"{name}_ratio{end}" for name in _RATIOS for end in ("", "_low", "_high")]
 _PREDICTED = ["predicted_decode_tokens_per_s", "predicted_resident", "predicted_prefill_share"]
 _COLUMNS = [
-    *("measure", *_KEYS, *_JOB, *_CONDITIONS, *_MEDIANS[:4], *_LARGEST, *_TIMES),
+    *("measure", *_KEYS, *_JOB, *_CONDITIONS, *_RATES, *_CACHED, *_LARGEST, *_TIMES),
     *(*_LARGEST_BLOCKS, "repetitions", *_SPREAD, *_RATIO_COLUMNS, *_PREDICTED, "host_bytes"),
 ]
 _WHOLE = [*_LARGEST, *_LARGEST_BLOCKS, "predicted_resident", "host_bytes"]

@@ -39,10 +39,10 @@ def whole_jobs(
             if ready != pool:
                 _warm_up(prepared, engines, pool, progress)
                 ready = pool
-            prompts, measured = job.prompts(number), []
+            prompts, later, measured = job.prompts(number), job.later_turns(number), []
             for variant in variants:
                 progress.stage(f"{variant.label}, {number + 1}")
-                sample = engines.run(variant, prompts, job.output_len, progress.advance)
+                sample = engines.run(variant, prompts, job.output_len, progress.advance, later)
                 measured.append(sample | {"pool_prompts": pool})
             store.save(pool, number, measured, processor(), machine)
         samples += zip(variants, measured, strict=True)

@@ -48,12 +48,24 @@ class Timing(NamedTuple):
     tokens: int
 
 
-def engine_sample(steps: Sequence[Step], timings: Sequence[Timing], preemptions: int) -> Sample:
+class Request(NamedTuple):
+    """A request of an engine: its times, its prompt's tokens, those that were in the prefix cache,
+    and whether it evicted.
+    """
+
+    timing: Timing
+    prompt_len: int
+    cached: int
+    evicted: bool
+
+
+def engine_sample(steps: Sequence[Step], requests: Sequence[Request], preemptions: int) -> Sample:
     """A whole job of an engine.
 
     Steady decode steps are those without prompt tokens, while requests wait for admission (the KV
     cache is as full as it gets) or before the first request has finished.
     """
+    timings = [request.timing for request in requests]
     pure = [step for step in steps if not step.prompt_tokens]
     steady = [step for step in pure if step.decoding and (step.waiting or not step.finished)]
     seconds = sum(step.seconds for step in steps)
@@ -68,6 +80,21 @@ def engine_sample(steps: Sequence[Step], timings: Sequence[Timing], preemptions:
         "decode_blocks": max((step.blocks for step in pure), default=None),
         "preemptions": preemptions,
         **latencies(timings),
+        **_cached(requests),
+    }
+
+
+def _cached(requests: Sequence[Request]) -> dict[str, float]:
+    """The share of prompts that was in the prefix cache, and what that does for the first token."""
+    hits = [1e3 * r.timing.first for r in requests if r.cached]
+    if not hits:
+        return {}
+    found = sum(r.cached for r in requests) / sum(r.prompt_len for r in requests)
+    misses = [1e3 * r.timing.first for r in requests if not r.cached]
+    return {
+        "cached_share": found,
+        "ttft_hit_ms": float(np.median(hits)),
+        **({"ttft_miss_ms": float(np.median(misses))} if misses else {}),
     }
 
 
