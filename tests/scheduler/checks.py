@@ -42,6 +42,9 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     held += len(in_use) * prefixes.blocks
     assert (held == coordinator.held_blocks).all(), (held, coordinator.held_blocks)
 
+    aside = [row for row in pool.idle if row.hash is None]
+    left = [record.left.blocks for record in coordinator._requests.values() if record.left]
+    assert {*map(id, aside)} <= {*map(id, left)}, "set aside for nobody"
     rows = {id(row): row for row in (*pool.rows.values(), *in_use.values())}
     for row in rows.values():
         assert row.refs == refs[id(row)], "references are miscounted"
@@ -50,7 +53,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
     assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.rows)
     assert all(pool.twins.values()), "an empty list of twins"
-    of_rows = [block.block_id for row in rows.values() for block in row.blocks]
+    of_rows = [block.block_id for row in (*rows.values(), *aside) for block in row.blocks]
 
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     everything = [*free, *private, *of_rows]

@@ -33,9 +33,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_pyramid.compat.side_channel import StepReport, attach_report
+from vllm_pyramid.compat.side_channel import StepReport, attach_report, read_copies
 from vllm_pyramid.demo import model_path
-from vllm_pyramid.plans import OpenPlan
+from vllm_pyramid.plans import OpenPlan, RetentionPlan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
@@ -257,6 +257,8 @@ class PlainWorker:
     salts: dict[str, str] = field(default_factory=dict)  # of requests: workers are not told
     num_evictions: int = 0
     num_adopted: int = 0  # tokens
+    num_copied: int = 0  # blocks
+    num_left: int = 0  # requests that left copies behind
     num_solved: int = 0
 
     def __post_init__(self) -> None:
@@ -272,6 +274,11 @@ class PlainWorker:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step; checks that every position that attention would read holds its token."""
         totals = self._update(output)
+        self.retention.copies = read_copies(output)
+        if output.kv_cache_block_copies:
+            sources, own = zip(*output.kv_cache_block_copies, strict=True)
+            self.memory_PN[list(own)] = self.memory_PN[list(sources)]
+            self.num_copied += len(own)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         request_ids = list(output.num_scheduled_tokens)
@@ -298,6 +305,10 @@ class PlainWorker:
                 step.evictions.settle(index, solved_lengths(self.random, plan))
                 self.num_solved += 1
             for index, request_id in enumerate(step.evictions.request_ids):
+                if blocks := step.evictions.copies[index]:
+                    plan = step.evictions.plans[index]
+                    assert isinstance(plan, RetentionPlan)
+                    self._leave_behind(self.rows[request_id], plan, blocks)
                 end, helds = step.evictions.prompt_lens[index], step.evictions.helds[:, index]
                 befores = step.evictions.befores[:, index]
                 self._evict(self.rows[request_id], int(end), befores, helds)
@@ -404,6 +415,14 @@ class PlainWorker:
             assert (found == row.cells[layer, skip:end]).all(), (
                 f"layer {layer}: a live position was overwritten"
             )
+
+    def _leave_behind(self, row: Row, plan: RetentionPlan, blocks: list[int]) -> None:
+        """Copy what the eviction overwrites; of blocks of `block_size` in every layer."""
+        self.num_left += 1
+        places, end = iter(blocks), plan.prompt_len // plan.block_size
+        for layer, skip in enumerate(plan.skip.tolist()):
+            for index in range(skip // plan.block_size, end):
+                self.memory_PN[next(places)] = self.memory_PN[row.tables[layer][index]]
 
     def _evict(self, row: Row, end: int, befores: np.ndarray, helds: np.ndarray) -> None:
         row.skip = end - helds

@@ -214,6 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 again = self.requests[name].num_preemptions > 0
                 self.seen["evicted later again"] += again
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
+        self.seen["copied"] += self.worker.num_copied > 0
+        self.seen["left behind"] += self.worker.num_left > 0
         self.check_tables()
         self.check_rows()
 
@@ -223,11 +225,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["twins"] += len(pool.twins)
         owners: dict[Any, tuple[int, Request]] = {}
         for request in self.requests.values():
-            for index, block_hash in enumerate(prefixes._hashes(request)):
+            for index, block_hash in enumerate(prefixes.hashes(request)):
                 owners.setdefault(block_hash, (index, request))
         for row in [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]:
             index, request = owners[row.hash]
-            assert index == 0 or prefixes._hashes(request)[index - 1] in pool.rows
+            assert index == 0 or prefixes.hashes(request)[index - 1] in pool.rows
             prompt, salt = list(request.all_token_ids), request.cache_salt
             expected = WorkerRow(0, prompt, salt, [], np.zeros(0))
             blocks = iter(row.blocks)
@@ -458,6 +460,7 @@ VARIANTS: dict[str, Setup] = {
     "async-shared-priorities": Setup(
         prefix_caching=True, priorities=True, asynchronous=True, reserve_full_prompt=False
     ),
+    "async-shared-solved": Setup(policy="xkv", prefix_caching=True, asynchronous=True),
     "sync-shared-mixed": Setup(budget="100%", prefix_caching=True, **SMALL),
     "async-shared-swapped": Setup(
         policy_args=(("window", 6), ("values", "host")), prefix_caching=True, asynchronous=True
@@ -496,6 +499,7 @@ def test_machine(variant: str) -> None:
     happenings = ["evicted", "mixed steps"]
     if setup.prefix_caching:
         happenings += ["hits", "twins"]
+        happenings += [] if "swapped" in variant else ["copied", "left behind"]
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["preempted", "evicted again"]

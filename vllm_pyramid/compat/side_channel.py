@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carrying our data through vLLM's messages between processes.
 
-Worker to scheduler: `ModelRunnerOutput` is pickled, so an extra attribute survives. Scheduler to
-front end: only declared fields survive; `SchedulerStats.kv_connector_stats` is a free dictionary,
-unused without a KV connector (which a KV policy refuses). Remove when vLLM has a field for plugins.
+Worker to scheduler: `ModelRunnerOutput` is pickled, so an extra attribute survives; so does one of
+`SchedulerOutput` on the way to the workers. Scheduler to front end: only declared fields survive;
+`SchedulerStats.kv_connector_stats` is a free dictionary, unused without a KV connector (which a KV
+policy refuses). Remove when vLLM has a field for plugins.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_pyramid.plans import Eviction
 
 _REPORT = "vllm_pyramid_report"
+_COPIES = "vllm_pyramid_copies"
 _STATS = "vllm_pyramid"
 
 
@@ -43,6 +46,18 @@ def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerO
 def read_report(output: ModelRunnerOutput) -> StepReport:
     """What `attach_report` sent, or an empty one."""
     return getattr(output, _REPORT, StepReport({}, {}))
+
+
+def attach_copies(output: SchedulerOutput, copies: dict[str, list[int]]) -> None:
+    """Tell the workers which blocks take copies of what an eviction overwrites, by request id."""
+    if copies:
+        setattr(output, _COPIES, copies)
+
+
+def read_copies(output: SchedulerOutput) -> dict[str, list[int]]:
+    """What `attach_copies` sent."""
+    copies: dict[str, list[int]] = getattr(output, _COPIES, {})
+    return copies
 
 
 def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:

@@ -75,12 +75,18 @@ class Component(BaseModel):
         return False
 
     def not_shareable(self, policy: Policy) -> str | None:
-        """Why requests cannot share the blocks of a prompt because of this part; None: they can.
+        """Why a prompt cannot begin with what others have computed because of this part; None: it
+        can.
 
-        They can where the KV of a prompt is that of the full cache until the prompt's end, and an
-        eviction goes by what the cache and the prompt's last queries say.
+        It can where its KV is that of the full cache until its end, and an eviction goes by what
+        the cache and the prompt's last queries say.
         """
         return None
+
+    @property
+    def copies_blocks(self) -> bool:
+        """Whether all of a block is in one page of the device, which copying it takes along."""
+        return True
 
     # When an engine starts or a request comes ---------------------------------------------------
 

@@ -208,6 +208,15 @@ class RetentionPlan:
         return 0 if self.pieces else int(self.skip.min())
 
     @cached_property
+    def blocks_behind(self) -> IntArray:
+        """Whole blocks of the prompt that the eviction at its end writes to, `[num_layers]`."""
+        return _read_only(self.prompt_len // self.block_size - self.skip // self.block_size)
+
+    def most_blocks_behind(self) -> int:
+        """`blocks_behind` of all layers."""
+        return int(self.blocks_behind.sum())
+
+    @cached_property
     def held(self) -> IntArray:
         """Tokens really kept per KV head, `prompt_len - skip`: `keep`, or up to a block more."""
         return _read_only(self.prompt_len - self.skip)
@@ -294,6 +303,13 @@ class OpenPlan:
     def untouched(self) -> int:
         """See `RetentionPlan.untouched`; nothing can be promised before the lengths are solved."""
         return 0
+
+    def most_blocks_behind(self) -> int:
+        """See `RetentionPlan.blocks_behind`: as many as it may come to."""
+        # Each layer's share is rounded up, and may be one block more where blocks are filled.
+        kept = -(-self.budget_tokens * self.num_layers // self.block_size)
+        whole = self.num_layers * (self.prompt_len // self.block_size)
+        return min(kept + 2 * self.num_layers, whole)
 
     @property
     def held(self) -> IntArray:

@@ -174,7 +174,7 @@ class Policy(BaseModel):
 
     @property
     def not_shareable(self) -> str | None:
-        """Why requests cannot share the blocks of a prompt; None: they can."""
+        """Why a request cannot begin with what others have computed; None: it can."""
         return next(filter(None, (part.not_shareable(self) for part in self.parts)), None)
 
     def shareable_tokens(self, plan: Plan) -> int | None:
@@ -183,11 +183,25 @@ class Policy(BaseModel):
         Their KV is that of the full cache, whatever the policy and the budget, and no eviction of
         this request writes into their blocks.
         """
-        if self.not_shareable is not None:
+        reusable = self.reusable_tokens(plan)
+        return reusable if plan.untouched is None or reusable == 0 else plan.untouched
+
+    def reusable_tokens(self, plan: Plan) -> int | None:
+        """The first tokens whose KV is that of the full cache; None: all, generated ones too.
+
+        Behind `shareable_tokens` they are copied into blocks of the request's own, and out of them
+        before it evicts.
+        """
+        if self.not_shareable is not None or plan.pieces:
             return 0
-        if plan.untouched is None and self.splits_at_prompt_end:
-            return plan.prompt_len  # what is generated attends otherwise
-        return plan.untouched
+        if plan.untouched is None:
+            return plan.prompt_len if self.splits_at_prompt_end else None
+        return plan.prompt_len if self.copies_blocks else plan.untouched
+
+    @property
+    def copies_blocks(self) -> bool:
+        """Whether a block can be copied as one page of the device."""
+        return all(part.copies_blocks for part in self.parts)
 
     @property
     def min_budget(self) -> int:

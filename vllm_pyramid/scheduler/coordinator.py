@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import block_pool
 from vllm_pyramid.plans import Eviction, IntArray, Plan, RetentionPlan
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
-from vllm_pyramid.scheduler.prefixes import Prefixes
-from vllm_pyramid.scheduler.request import SchedulerRequest
+from vllm_pyramid.scheduler.prefixes import Prefixes, copies_of
+from vllm_pyramid.scheduler.request import LeftBehind, SchedulerRequest
 from vllm_pyramid.scheduler.rows import RowPool
 
 
@@ -77,6 +77,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._requests: dict[str, SchedulerRequest] = {}
         # Of requests that published rows in the step being scheduled, how many they had before.
         self._rows_before: dict[str, int] = {}
+        self.block_copies: list[KVCacheBlockCopy] = []
         # The request whose next allocation fails, as if blocks were missing.
         self.refused: str | None = None
         self.held_blocks = np.zeros(self.num_layers, np.int64)
@@ -95,15 +96,18 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         policy: str = "",
         min_tokens: int | None = None,
         shareable: int | None = 0,
+        reusable: int | None = 0,
     ) -> None:
         """Say what the request keeps once its prompt is processed, or that it will be solved.
 
         Args:
-            policy, min_tokens, shareable: what the plan is of; see `SchedulerRequest`.
+            policy, min_tokens, shareable, reusable: what the plan is of; see `SchedulerRequest`.
         """
         assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
         due = plan.prompt_len if plan.evicts else None
-        self._requests[request_id] = SchedulerRequest(plan, policy, min_tokens, shareable, due=due)
+        self._requests[request_id] = SchedulerRequest(
+            plan, policy, min_tokens, shareable, reusable, due=due
+        )
 
     def plan_of(self, request_id: str) -> Plan:
         """The plan that `set_plan` was given."""
@@ -200,7 +204,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         request = self._known(request_id)
         have, need = request.num_blocks, cdiv(num_tokens, self.block_size)
         if request.hit:
-            have = len(request.hit) * self._entries_per_row
+            have = self._shared_rows(request) * self._entries_per_row
         if need <= have and not request.hit:
             return 0  # nearly every request, every step
         blocks = sum(
@@ -209,7 +213,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         )
         if request.hit and blocks <= self.block_pool.get_num_free_blocks():
             # Shared blocks that nobody uses count as free, and will not any more.
-            blocks += self.block_pool.idle_blocks(request.hit)
+            blocks += self.block_pool.idle_blocks(request.hit[: self._shared_rows(request)])
         return blocks
 
     def most_held(self, request_id: str, num_tokens: int) -> int:
@@ -238,10 +242,20 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         request = self._requests[request_id]
         assert num_local_computed_tokens == len(request.hit) * self._prefixes.tokens
         assert not request.num_blocks and not request.rows
-        request.rows, revived = self._prefixes.enter(request_id, request.hit)
-        request.num_blocks = len(request.hit) * self._entries_per_row
+        shared = self._shared_rows(request)
+        if shared:
+            request.rows, revived = self._prefixes.enter(request_id, request.hit[:shared])
+            request.num_blocks = shared * self._entries_per_row
+            self.held_blocks += self._prefixes.blocks * revived
+        if copied := request.hit[shared:]:
+            for block_hash in reversed(copied):
+                self.block_pool.touch_row(block_hash)
+            sources = self._prefixes.blocks_of(copied)  # the next line may dissolve them
+            new_blocks = self.allocate_new_blocks(
+                request_id, num_local_computed_tokens, num_local_computed_tokens
+            )
+            self.block_copies += copies_of(sources, new_blocks)
         request.hit = []
-        self.held_blocks += self._prefixes.blocks * revived
 
     def allocate_new_blocks(
         self,
@@ -294,10 +308,17 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         Their blocks are the request's when the next allocation for it succeeds.
         """
         known = self._requests[request.request_id]
-        if known.shareable is not None:
-            most = min(most, known.shareable)
-        known.hit = self._prefixes.find(request, most)
+        if known.reusable is not None:
+            most = min(most, known.reusable)
+        shared = most if known.shareable is None else min(most, known.shareable)
+        known.hit = self._prefixes.find(request, most, shared // self._prefixes.tokens)
         return len(known.hit) * self._prefixes.tokens
+
+    def _shared_rows(self, request: SchedulerRequest) -> int:
+        """Of the rows that a request could begin with, those that it would not copy."""
+        if request.shareable is None:
+            return len(request.hit)
+        return min(len(request.hit), request.shareable // self._prefixes.tokens)
 
     def shared_tokens(self, request_id: str) -> int:
         """Tokens of a request that others find."""
@@ -305,7 +326,38 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def step_ends(self) -> None:
         """A step has been scheduled, so it will compute what was published for it."""
+        for request_id, before in self._rows_before.items():
+            for row in self._requests[request_id].rows[before:]:
+                row.scheduled = True
         self._rows_before.clear()
+
+    def keep_prompt(self, request: Request, others: int) -> list[int]:
+        """Set blocks aside for what the eviction in the step just scheduled will overwrite.
+
+        Args:
+            others: blocks that were set aside for other evictions in this step.
+
+        Returns:
+            Their ids, for the worker to copy to (`StepEvictions.copies`); none if nothing is to be
+            left behind, or the pool has not as many. They are as many as can be needed.
+        """
+        known, tokens = self._requests[request.request_id], self._prefixes.tokens
+        plan, first = known.plan, len(known.rows)
+        if plan is None or known.left is not None or known.reusable in (0, known.shareable):
+            return []
+        hashes = self._prefixes.hashes(request)[: plan.prompt_len // tokens]
+        if len(hashes) <= first or self.block_pool.longest(hashes) == len(hashes):
+            return []
+        aside = self.block_pool.set_aside(plan.most_blocks_behind(), others)
+        if aside is None:
+            return []
+        known.left = LeftBehind(first, hashes[first:], aside)
+        return [block.block_id for block in aside.blocks]
+
+    def take_block_copies(self) -> list[KVCacheBlockCopy]:
+        """Copies that the worker is to make before the step that has just been scheduled."""
+        copies, self.block_copies = self.block_copies, []
+        return copies
 
     def _leave_rows(self, request_id: str, request: SchedulerRequest) -> npt.NDArray[np.int64]:
         """The request does without its rows; `[layers]` blocks that nobody uses any more."""
@@ -332,7 +384,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         request.due = settled.next_eviction(processed_computed_tokens)
         skip = settled.skip_after(number)
         shared = self._prefixes.blocks * len(request.rows)
-        unused = self._leave_rows(request_id, request)
+        left = self._leave_behind(request_id, request, settled)
+        unused = left + self._leave_rows(request_id, request)
         own = np.zeros(self.num_layers, np.int64)
         for layer, (manager, head) in enumerate(
             zip(self.single_type_managers, (skip // self.block_sizes).tolist(), strict=True)
@@ -340,9 +393,21 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             own[layer] = manager.release_head(request_id, head)
         self.num_releases += 1
         self.held_blocks -= unused + own
-        self.blocks_freed += shared + own
+        self.blocks_freed += shared + left + own
         self.skipped_tokens += skip - settled.skip_after(request.released)
         request.released = number
+
+    def _leave_behind(
+        self, request_id: str, request: SchedulerRequest, settled: RetentionPlan
+    ) -> npt.NDArray[np.int64]:
+        """Copies and the head's blocks become rows; `[layers]` blocks of the head that do."""
+        left, request.left = request.left, None
+        copies = None if left is None else self.block_pool.take(left.blocks)
+        if left is None or copies is None:
+            return np.zeros(self.num_layers, np.int64)
+        return self._prefixes.leave_behind(
+            request_id, left.first, left.hashes, settled.skip, copies
+        )
 
     def _releasable(
         self, request_id: str, request: SchedulerRequest, processed: int
@@ -386,6 +451,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         before = self._rows_before.pop(request_id, len(request.rows))
         self._prefixes.withdraw(request.rows[before:])
         del request.rows[before:]
+        if request.left is not None and (aside := self.block_pool.take(request.left.blocks)):
+            self.block_pool.free_blocks(aside)
         in_rows = self._prefixes.blocks * len(request.rows)
         self.held_blocks -= -(-request.num_blocks // self._ratios) - in_rows
         self.held_blocks -= self._leave_rows(request_id, request)
@@ -398,7 +465,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             del self._requests[request_id]
             return
         self.set_plan(
-            request_id, request.plan, request.policy, request.min_tokens, request.shareable
+            request_id,
+            request.plan,
+            request.policy,
+            request.min_tokens,
+            request.shareable,
+            request.reusable,
         )
 
     def new_step_starts(self) -> None:

@@ -4,6 +4,16 @@
 A request shares blocks only before the first position that an eviction of its own writes to
 (`RetentionPlan.untouched`). So nothing that is shared is ever written, and what is shared is the KV
 of the full cache: requests find each other's blocks whatever their policies and budgets.
+
+Behind that position a request can still begin with what others have computed, in blocks of its own
+into which the worker copies it. And what an eviction of its own will overwrite there, the worker
+copies first, to blocks that were set aside for it:
+
+    positions   0 ....... untouched ....... skip of a layer ....... end of the prompt
+    adopted     [ shared         ][ copied to own blocks                 ][ computed ]
+    left behind [ its own rows   ][ the head's blocks ][ copies, set aside          ]
+
+Blocks that are set aside count as free. If somebody needs them meanwhile, less is left behind.
 """
 
 from __future__ import annotations
@@ -13,7 +23,7 @@ from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
@@ -46,14 +56,17 @@ class Prefixes:
         assert self.tokens % hash_block_size == 0, (self.tokens, hash_block_size)
         self._hashes_per_row = self.tokens // hash_block_size
 
-    def find(self, request: Request, tokens: int) -> list[BlockHash]:
+    def find(self, request: Request, tokens: int, shared: int) -> list[BlockHash]:
         """The hashes of rows that a request without blocks could begin with.
 
         Args:
-            tokens: of all these rows, at most.
+            tokens: of all these rows, at most. shared: the first rows, which it may share.
         """
-        hashes = self._hashes(request)[: tokens // self.tokens]
-        return hashes[: self._pool.longest(hashes)]
+        hashes = self.hashes(request)[: tokens // self.tokens]
+        found = hashes[: self._pool.longest(hashes)]
+        while len(found) > shared and not self._pool.rows[found[-1]].scheduled:
+            found.pop()  # copied before the step begins, which is too early
+        return found
 
     def enter(self, request_id: str, hashes: Sequence[BlockHash]) -> tuple[list[Row], int]:
         """Put the rows of these hashes at the head of a request's empty tables.
@@ -72,7 +85,7 @@ class Prefixes:
 
     def publish(self, request: Request, known: int, tokens: int) -> list[Row]:
         """Make rows of a request's blocks up to so many tokens, of which `known` rows are some."""
-        hashes = self._hashes(request)
+        hashes = self.hashes(request)
         end = min(tokens // self.tokens, len(hashes))
         columns: list[Sequence[KVCacheBlock]] = []
         for manager, count in zip(self._managers, self._counts, strict=True):
@@ -83,6 +96,45 @@ class Prefixes:
             self._pool.publish(block_hash, blocks)
             for block_hash, blocks in zip(hashes[known:end], of_rows, strict=True)
         ]
+
+    def blocks_of(self, hashes: Sequence[BlockHash]) -> list[tuple[KVCacheBlock, ...]]:
+        """The blocks of the rows of these hashes, `[layers][rows]`."""
+        return list(zip(*(self._pool.rows[name].blocks for name in hashes), strict=True))
+
+    def leave_behind(
+        self,
+        request_id: str,
+        first: int,
+        hashes: Sequence[BlockHash],
+        skip: npt.NDArray[np.int32],
+        copies: Sequence[KVCacheBlock],
+    ) -> npt.NDArray[np.int64]:
+        """Make rows of what an evicted request has left: heads of its tables, and copies.
+
+        Args:
+            first: the position of the first of these rows. hashes: of the rows from `first` on.
+            skip: `[layers]` of the eviction. copies: of whole blocks from `skip` on, layer by
+                layer, or more. What is not used goes back to the pool.
+
+        Returns:
+            `[layers]` blocks of the heads, which are the request's no longer.
+        """
+        heads: list[int] = (skip // self.tokens).tolist()
+        end, null = first + len(hashes), self._pool.null_block
+        tables = [manager.req_to_blocks[request_id] for manager in self._managers]
+        starts = np.cumsum([0, *(end - head for head in heads)]).tolist()
+        unused = list(copies[starts[-1] :])
+        for index in range(end - 1, first - 1, -1):
+            blocks = [
+                table[index] if index < head else copies[start + index - head]
+                for table, head, start in zip(tables, heads, starts, strict=False)
+            ]
+            if not self._pool.offer(hashes[index - first], blocks):
+                unused += blocks
+        for table, head in zip(tables, heads, strict=True):
+            table[first:head] = [null] * max(head - first, 0)
+        self._pool.free_blocks(unused)
+        return np.maximum(np.array(heads, np.int64) - first, 0)
 
     def leave(self, request_id: str, rows: Sequence[Row]) -> int:
         """Take rows out of a request's tables, where null blocks keep their places.
@@ -101,5 +153,18 @@ class Prefixes:
         for row in reversed(rows):
             self._pool.withdraw(row)
 
-    def _hashes(self, request: Request) -> list[BlockHash]:
+    def hashes(self, request: Request) -> list[BlockHash]:
+        """Of a request's rows."""
         return request.block_hashes[self._hashes_per_row - 1 :: self._hashes_per_row]
+
+
+def copies_of(
+    sources: Sequence[Sequence[KVCacheBlock]], own: Sequence[Sequence[KVCacheBlock]]
+) -> list[KVCacheBlockCopy]:
+    """The copies that fill blocks with others, both `[layers][blocks]`.
+
+    The sources may be dissolved and given away in the same step: the worker makes its copies before
+    it writes anything of the step.
+    """
+    pairs = zip(chain.from_iterable(sources), chain.from_iterable(own), strict=True)
+    return [KVCacheBlockCopy(source.block_id, block.block_id) for source, block in pairs]

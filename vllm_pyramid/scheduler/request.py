@@ -25,6 +25,20 @@ class NoBlocks(KVCacheBlocks):
 
 
 @dataclass
+class LeftBehind:
+    """Blocks that were set aside for copies of what an eviction overwrites.
+
+    Attributes:
+        first: rows before it. hashes: of the rows from there on to the prompt's end.
+        blocks: as set aside.
+    """
+
+    first: int
+    hashes: list[BlockHash]
+    blocks: Row
+
+
+@dataclass
 class SchedulerRequest:
     """What the scheduler's side knows of a request; one record from its arrival to its end.
 
@@ -32,8 +46,10 @@ class SchedulerRequest:
         plan: None of a request without one, which keeps everything. policy: its name.
         min_tokens: the least that its share comes to; None where it has no share or no floor.
         shareable: the first tokens whose blocks it may share; None: all of them.
+        reusable: the first tokens that others may have computed; None: all of them.
         rows: of the pool with which its tables begin, until its head has been given back.
         hit: hashes of rows that it could begin with, as last looked up.
+        left: what it will leave behind when it evicts; None if nothing.
         num_blocks: table entries of the layers with the smallest blocks, null blocks included.
         settled: the plan with which its survivors were moved, once the worker has said so.
         confirmed: number of the latest eviction that the worker has reported.
@@ -45,8 +61,10 @@ class SchedulerRequest:
     policy: str = ""
     min_tokens: int | None = None
     shareable: int | None = 0
+    reusable: int | None = 0
     rows: list[Row] = field(default_factory=list)
     hit: list[BlockHash] = field(default_factory=list)
+    left: LeftBehind | None = None
     num_blocks: int = 0
     settled: RetentionPlan | None = None
     confirmed: int = 0

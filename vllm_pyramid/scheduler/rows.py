@@ -35,16 +35,21 @@ class Row:
 
     Attributes:
         hash: vLLM's, of the tokens up to its end and of all else that their KV depends on (LoRA
-            adapter, images, prompt embeddings, `cache_salt`).
+            adapter, images, prompt embeddings, `cache_salt`). None of blocks that are set aside.
         blocks: layer by layer. refs: requests that have them in their tables.
+        scheduled: whether the step that computes them has been scheduled; until then they can be
+            read in that step, behind what writes them, but not before it.
     """
 
-    __slots__ = ("blocks", "hash", "refs")
+    __slots__ = ("blocks", "hash", "refs", "scheduled")
 
-    def __init__(self, block_hash: BlockHash, blocks: tuple[KVCacheBlock, ...]) -> None:
+    def __init__(
+        self, block_hash: BlockHash | None, blocks: Sequence[KVCacheBlock], refs: int = 1
+    ) -> None:
         self.hash = block_hash
         self.blocks = blocks
-        self.refs = 1
+        self.refs = refs
+        self.scheduled = False
 
 
 class RowPool(BlockPool):
@@ -72,7 +77,7 @@ class RowPool(BlockPool):
         """How many of these hashes, each of which goes on from the one before, are there."""
         return bisect_left(hashes, True, key=lambda block_hash: block_hash not in self.rows)
 
-    def publish(self, block_hash: BlockHash, blocks: tuple[KVCacheBlock, ...]) -> Row:
+    def publish(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> Row:
         """Make a row of a request's blocks, to which that request refers."""
         row = Row(block_hash, blocks)
         if self.rows.setdefault(block_hash, row) is not row:
@@ -111,26 +116,73 @@ class RowPool(BlockPool):
             if row.refs:
                 continue
             ended += 1
-            known = self.rows[row.hash]
-            if known is row:
-                self.idle[row] = None
-                self._idle_blocks += len(row.blocks)
+            if self._known(row) is row:
+                self._rest(row)
                 continue
             self._forget(row)
             self.free_blocks(row.blocks)
-            if not known.refs:  # it must outlive the rows behind it, which have just become idle
-                del self.idle[known]
-                self.idle[known] = None
+            self.touch_row(row.hash)  # it must outlive those behind it, which are idle by now
         return ended
+
+    def offer(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> bool:
+        """Make an idle row of blocks; False, and nothing happens, if there is one of that hash."""
+        if block_hash in self.rows:
+            self.touch_row(block_hash)
+            return False
+        row = self.rows[block_hash] = Row(block_hash, blocks, refs=0)
+        row.scheduled = True
+        self._rest(row)
+        return True
+
+    def touch_row(self, block_hash: BlockHash | None) -> None:
+        """If the row of this hash is idle, let it be the last to be dissolved."""
+        assert block_hash is not None
+        row = self.rows[block_hash]
+        if not row.refs:
+            del self.idle[row]
+            self.idle[row] = None
+
+    def set_aside(self, num_blocks: int, but: int) -> Row | None:
+        """Blocks that still count as free, and go like an idle row's.
+
+        Args:
+            but: free blocks that must stay what they are: the latest that became idle.
+
+        Returns:
+            None if there are too few.
+        """
+        if num_blocks > self.get_num_free_blocks() - but:
+            return None
+        row = Row(None, self.get_new_blocks(num_blocks), refs=0)
+        self._rest(row)
+        return row
+
+    def take(self, row: Row) -> Sequence[KVCacheBlock] | None:
+        """The blocks that were set aside, for the caller to own; None if they have gone."""
+        if row not in self.idle:
+            return None
+        del self.idle[row]
+        self._idle_blocks -= len(row.blocks)
+        return row.blocks
+
+    def _rest(self, row: Row) -> None:
+        self.idle[row] = None
+        self._idle_blocks += len(row.blocks)
 
     def _dissolve_oldest(self) -> None:
         row = next(iter(self.idle))
         del self.idle[row]
         self._idle_blocks -= len(row.blocks)
-        self._forget(row)
+        if row.hash is not None:
+            self._forget(row)
         self.free_blocks(row.blocks)
 
+    def _known(self, row: Row) -> Row:
+        assert row.hash is not None
+        return self.rows[row.hash]
+
     def _forget(self, row: Row) -> None:
+        assert row.hash is not None
         twins = self.twins.get(row.hash)
         if self.rows[row.hash] is not row:
             assert twins is not None

@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.scheduler import SchedulerPoints
-from vllm_pyramid.compat.side_channel import attach_policy_stats, read_report
+from vllm_pyramid.compat.side_channel import attach_copies, attach_policy_stats, read_report
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.plans import Plan
 from vllm_pyramid.request_config import (
@@ -79,6 +79,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
                 lag=self.vllm_config.max_concurrent_batches - 1,
             )
         self._sent_stats: dict[str, Any] | None = None
+        # Requests whose prompt may end in the step being scheduled.
+        self._evicting: list[Request] = []
         self._log_capacity()
 
     def _log_capacity(self) -> None:
@@ -127,6 +129,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
             served.policy.name,
             served.least_of_share,
             served.policy.shareable_tokens(plan) if shares else 0,
+            served.policy.reusable_tokens(plan) if shares else 0,
         )
         super().add_request(request)
 
@@ -169,8 +172,20 @@ class PyramidSchedulerMixin(SchedulerPoints):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """See the base."""
+        self._evicting = []
         output = super().schedule(*args, **kwargs)
         self.coordinator.step_ends()
+        if copies := self.coordinator.take_block_copies():
+            assert not output.kv_cache_block_copies
+            output.kv_cache_block_copies = copies
+        # Last, when everybody has got the blocks that this step needs.
+        copies_to: dict[str, list[int]] = {}
+        for request in self._evicting:
+            if request.request_id in output.num_scheduled_tokens:
+                others = sum(map(len, copies_to.values()))
+                if blocks := self.coordinator.keep_prompt(request, others):
+                    copies_to[request.request_id] = blocks
+        attach_copies(output, copies_to)
         return output
 
     def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
@@ -225,6 +240,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
             return piece.tokens if tokens >= piece.tokens else 0
         tokens = min(tokens, stop - computed)
         left = stop - computed - tokens
+        if left == 0 and computed < plan.prompt_len:
+            self._evicting.append(request)
         if computed < plan.prompt_len and 0 < left < self._min_last_chunk:
             tokens -= self._min_last_chunk - left
         return max(tokens, 0)

@@ -9,6 +9,7 @@ that layer l computes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,12 +89,14 @@ class StepEvictions:
         befores: `[L, E]` int32, skips that held until now; None: no skips.
         helds: `[L, E]` int32, tokens that stay in each layer; all of them while a plan is open.
         budgets: `[E]` int32, mean tokens a layer; what an open plan came to, once it is solved.
-        unsolved: indices of the requests whose plan was open when the step began.
+        unsolved: indices of the requests whose plan was open when the step began. known: of others.
         gives: `[E]` bool, whether the request has something to report: its plan shortens a layer,
             or was open.
         tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
         of_prompts: `[E]` int32, tokens of the prompts; not given: `prompt_lens`.
         block_size: tokens of the largest cache block.
+        copies: E lists of blocks that take copies of what an eviction at a prompt's end overwrites,
+            layer by layer (`RetentionPlan.blocks_behind`); None where nothing is to be copied.
     """
 
     request_ids: list[str]
@@ -106,6 +109,7 @@ class StepEvictions:
     befores: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     of_prompts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     block_size: int = 16
+    copies: Sequence[list[int] | None] = ()
     helds: IntArray = field(init=False)
     budgets: IntArray = field(init=False)
     unsolved: npt.NDArray[np.int64] = field(init=False)
@@ -115,9 +119,11 @@ class StepEvictions:
     def __post_init__(self) -> None:
         is_open = np.array([plan.is_open for plan in self.plans], bool)
         self.unsolved = np.flatnonzero(is_open)
+        self.known: list[int] = np.flatnonzero(~is_open).tolist()
         # Prompts with pieces gave up what they give while the layers ran.
         self._done = np.array([bool(plan.pieces) for plan in self.plans], bool)
         self._on_device: dict[bytes, _DeviceEvictions] = {}
+        self._copies_on_device: dict[int, torch.Tensor] = {}
         self.helds = np.stack([plan.held for plan in self.plans], axis=1)
         self.numbers = self.numbers or [1] * len(self.plans)
         if not self.of_prompts.size:
@@ -178,6 +184,32 @@ class StepEvictions:
             host_deads=deads[layer],
             host_keeps=self.helds[layer, chosen],
         )
+
+    def copy_blocks(self, call: LayerCall, indices: Iterable[int]) -> None:
+        """Copy what these evictions will overwrite in a layer, whole blocks up to the prompt's end.
+
+        Where a layer keeps everything that is all of the prompt: the request goes on with it.
+        """
+        if not any(self.copies):
+            return
+        device = call.key_cache.device
+        for index in indices:
+            blocks, plan = self.copies[index], self.plans[index]
+            if not blocks:
+                continue
+            assert isinstance(plan, RetentionPlan) and self.numbers[index] == 1
+            if (places := self._copies_on_device.get(index)) is None:
+                places = upload(np.array(blocks, np.int64), device)
+                self._copies_on_device[index] = places
+            start, count = (
+                int(plan.blocks_behind[: call.layer].sum()),
+                plan.blocks_behind[call.layer],
+            )
+            end = plan.prompt_len // plan.block_size
+            sources = call.block_table[int(self.rows[index]), end - int(count) : end].long()
+            targets = places[start : start + int(count)]
+            call.key_cache[targets] = call.key_cache[sources]
+            call.value_cache[targets] = call.value_cache[sources]
 
     def settle(self, index: int, keep: npt.NDArray[np.int64]) -> None:
         """The lengths of a request are solved: `keep` is `[L]`, window and sinks included.

@@ -28,6 +28,7 @@ def evict_layer(
     Args:
         hooks: of the methods at work: one of them may have gathered scores.
     """
+    evictions.copy_blocks(call, evictions.known)
     shortened = evictions.chosen(call.layer)
     if shortened.size == 0:
         return

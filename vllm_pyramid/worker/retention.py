@@ -40,6 +40,8 @@ class Retention:
 
     Attributes:
         hooks: of the methods at work; set once the runner has made them.
+        copies: of the step's evictions, the blocks that take copies of what they overwrite, by
+            request id; set from the scheduler's output.
     """
 
     def __init__(self, policy: Policy, num_layers: int, block_size: int, max_num_reqs: int) -> None:
@@ -48,6 +50,7 @@ class Retention:
         self.block_size = block_size
         self.step = Step.nothing(num_layers, 0)
         self.hooks: list[WorkerHooks] = []
+        self.copies: dict[str, list[int]] = {}
         self._requests: dict[str, WorkerRequest] = {}
         self._num_open = 0  # of requests whose plan was open when they came
         # The skips of the request in each row, refreshed only when a row changes hands or its
@@ -165,6 +168,7 @@ class Retention:
             befores=skips[:, ending],
             of_prompts=np.array([requests[row].promised.prompt_len for row in ending], np.int32),
             block_size=self.block_size,
+            copies=[self.copies.get(requests[row].request_id) for row in ending],
         )
 
     def end_step(self) -> tuple[dict[str, Eviction], dict[str, Any]]:

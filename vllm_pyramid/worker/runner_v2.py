@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_pyramid.compat.side_channel import read_copies
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
 
 
@@ -29,6 +30,7 @@ class PyramidRunnerV2(PyramidRunnerMixin):
         self.block_tables.init_block_table_layout_tensors()
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        self.retention.copies = read_copies(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             self.forget_request(request_id)
         super().finish_requests(scheduler_output)  # type: ignore[misc]

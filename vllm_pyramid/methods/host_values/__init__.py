@@ -56,6 +56,11 @@ class HostValues(Values):
         """Behind the prompt keys are chosen: no step may have queries of both kinds."""
         return True
 
+    @property
+    def copies_blocks(self) -> bool:
+        """See the base: V lies elsewhere."""
+        return False
+
     def check(self, policy: Policy) -> None:
         """See the base."""
         if any(part.works_during_prompt for part in policy.parts):

@@ -142,13 +142,6 @@ class SolvingAllocator(Allocator):
             fill_blocks=policy.fill_blocks,
         )
 
-    def not_shareable(self, policy: Policy) -> str | None:
-        """See the base."""
-        return (
-            f"the allocator {self.kind!r} solves lengths at a prompt's end, so that nobody can say "
-            "before which blocks an eviction will write to"
-        )
-
     def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
         """See the base."""
         from vllm_pyramid.methods.solved.worker import LayerSolver

@@ -137,6 +137,7 @@ class LayerSolver(WorkerHooks):
         host_keeps = np.ascontiguousarray(evictions.helds[:, group])
         keeps = upload(host_keeps, layers[0].scores.device)
         for layer, waiting in enumerate(layers):
+            evictions.copy_blocks(waiting.batch.call, group.tolist())
             batch = replace(waiting.batch, keeps=keeps[layer], host_keeps=host_keeps[layer])
             if (batch.host_keeps < batch.host_lens).any():
                 batch.shorten(waiting.scores, self.trace, waiting.mass)
