@@ -31,6 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "snapkv": {"kv_policy": "snapkv", "kv_budget": 64, "kv_policy_args": {"window": WINDOW}},
     "auto": {"kv_policy": "auto", "kv_budget": "25%"},
     "streaming-llm": {"kv_policy": "streaming-llm", "kv_budget": 64},
+    "xkv": {"kv_policy": "xkv", "kv_budget": "25%"},
     "full": {"kv_policy": "full"},
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 32}},
 }
@@ -170,30 +171,53 @@ def test_tokens_and_what_is_kept_are_those_without_it(
 def test_hits_are_as_long_as_they_can_be(
     engines: EnginePool, tiny_model: Callable[[str], Path]
 ) -> None:
-    """Up to what both the earlier request left and this one will not write to."""
+    """All that was computed, but for the queries that score: shared or copied."""
     settings = _settings("snapkv", max_num_batched_tokens=512)
     engine = engines.get(tiny_model("mistral"), **settings)
     prompt, other, more = random_prompts([500, 500, 300], seed=1)
+    look = Rows(engine)
 
     def cached(tokens: list[int], **extra: Any) -> int:
-        (outcome,) = engine.run([Job(tokens, greedy(4, **extra))])
+        (outcome,) = engine.run([Job(tokens, greedy(4, **extra))], look)
         return int(outcome.output.num_cached_tokens)
 
-    left = (500 - 64) // BLOCK * BLOCK  # the least skip, of all layers alike
+    def all_but_window(tokens: int) -> int:
+        return (tokens - WINDOW) // BLOCK * BLOCK
+
     assert cached(prompt) == 0
-    assert cached(prompt) == left == 432
-    assert cached(prompt, kv_budget=200) == (500 - 200) // BLOCK * BLOCK
-    assert cached(prompt, kv_policy="full") == left
-    # Now all of it is there, and the answer too; what scores the prompt is computed all the same.
-    assert cached(prompt, kv_policy="full") == 499 // BLOCK * BLOCK
-    assert cached(prompt, kv_budget=25) == (500 - 25) // BLOCK * BLOCK
-    assert cached([*prompt, *more]) == 500 // BLOCK * BLOCK
+    assert cached(prompt) == all_but_window(500) == 480
+    for own in ({"kv_budget": 200}, {"kv_budget": 25}, {"kv_budget": "90%"}):
+        assert cached(prompt, **own) == 480
+    assert cached(prompt, kv_policy="full") == 496
+    assert cached(prompt[:300]) == all_but_window(300)
+    assert cached(prompt[:64]) == 63 // BLOCK * BLOCK, "nothing is evicted from it"
+    assert cached([*prompt, *more]) == 496
+    assert cached([*prompt, *more]) == all_but_window(800)
     assert cached([*prompt[:400], *other]) == 400
     assert cached(other) == 0, "it never began with these tokens"
-    assert cached(prompt[:300]) == (300 - 64) // BLOCK * BLOCK
-    assert cached(prompt[:64]) == 63 // BLOCK * BLOCK, "nothing is evicted from it"
     assert engine.llm.reset_prefix_cache()
     assert cached(prompt) == 0
+    engine.check_whole()
+
+
+def test_blocks_that_are_needed_are_not_kept(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """In a pool without room for copies a prompt leaves its head behind, or nothing."""
+    engine = engines.get(
+        tiny_model("mistral"),
+        **_settings("snapkv", max_num_batched_tokens=512, max_model_len=512),
+        num_gpu_blocks_override=4 * 32 + 1,  # one prompt of the greatest length, and the null block
+    )
+    look = Rows(engine)
+    (prompt,) = random_prompts([500], seed=1)
+    found = []
+    for _ in range(3):
+        (outcome,) = engine.run([Job(prompt, greedy(12))], look)
+        found.append((outcome.output.num_cached_tokens, outcome.token_ids))
+    left = (500 - 64) // BLOCK * BLOCK  # before the least skip, of all layers alike
+    assert [cached for cached, _ in found] == [0, left, left]
+    assert found[0][1] == found[1][1] == found[2][1]
     engine.check_whole()
 
 
@@ -208,7 +232,7 @@ def test_salts_do_not_see_each_other(
         request = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
         (output,) = engine.llm.generate([request], greedy(4), use_tqdm=False)
         found.append(output.num_cached_tokens)
-    assert found == [0, 0, 0, 336, 336]
+    assert found == [0, 0, 0, 384, 384]
 
 
 def test_samples_of_one_prompt_share_it(
@@ -225,7 +249,7 @@ def test_samples_of_one_prompt_share_it(
     (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     assert [len(choice.token_ids) for choice in output.outputs] == [6, 6, 6]
     assert engine.coordinator.num_evictions - before == 3
-    assert not engine.pool.twins and len(engine.pool.rows) == 21, "each computed it for itself"
+    assert not engine.pool.twins and len(engine.pool.rows) == 25, "each computed it for itself"
     engine.check_whole()
 
 

@@ -42,7 +42,7 @@ def test_what_works_is_not_refused(random_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "reason"),
-    [("h2o", "adds up"), ("xkv", "solves lengths"), ("pyramidinfer", "between the layers")],
+    [("h2o", "adds up"), ("pyramidinfer", "between the layers")],
 )
 def test_policies_without_prefix_caching_say_why(
     random_model: Path, policy: str, reason: str, caplog: pytest.LogCaptureFixture

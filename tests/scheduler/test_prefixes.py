@@ -15,31 +15,38 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.mark.parametrize(
-    ("policy", "budget", "tokens", "expected"),
+    ("policy", "budget", "tokens", "shareable", "reusable"),
     [
-        ("pyramidkv", "12%", 8192, 6272),
-        ("pyramidkv", 512, 8192, 7200),
-        ("pyramidkv", 512, 32768, 31776),
-        ("pyramidkv", 512, 1024, 32),
-        ("snapkv", "12%", 8192, 7200),
-        ("snapkv", "25%", 8192, 6144),
-        ("streaming-llm", 1024, 8192, 7168),
-        ("full", None, 8192, None),
-        ("kcache", None, 8192, 8192),  # what is generated attends to chosen keys alone
-        ("xkv", "12%", 8192, 0),
-        ("h2o", "12%", 8192, 0),
-        ("pyramidinfer", None, 8192, 0),
-        ("pyramidkv", "100%", 8192, None),
+        ("pyramidkv", "12%", 8192, 6272, 8192),
+        ("pyramidkv", 512, 8192, 7200, 8192),
+        ("pyramidkv", 512, 32768, 31776, 32768),
+        ("pyramidkv", 512, 1024, 32, 1024),
+        ("snapkv", "12%", 8192, 7200, 8192),
+        ("snapkv", "25%", 8192, 6144, 8192),
+        ("streaming-llm", 1024, 8192, 7168, 8192),
+        ("full", None, 8192, None, None),
+        ("kcache", None, 8192, 8192, 8192),  # what is generated attends to chosen keys alone
+        ("xkv", "12%", 8192, 0, 8192),
+        ("h2o", "12%", 8192, 0, 0),
+        ("pyramidinfer", None, 8192, 0, 0),
+        ("pyramidkv", "100%", 8192, None, None),
     ],
 )
-def test_shareable_tokens(
-    policy: str, budget: str | int | None, tokens: int, expected: int | None
+def test_what_a_request_may_begin_with(
+    policy: str, budget: str | int | None, tokens: int, shareable: int | None, reusable: int | None
 ) -> None:
-    """Of 32 layers."""
+    """Of 32 layers: in blocks that others have too, and in copies."""
     loaded = load_policy(policy, budget)
-    shareable = loaded.shareable_tokens(loaded.plan(tokens, 32, 16))
-    assert shareable == expected
-    assert (shareable == 0) == (loaded.not_shareable is not None)
+    plan = loaded.plan(tokens, 32, 16)
+    assert loaded.shareable_tokens(plan) == shareable
+    assert loaded.reusable_tokens(plan) == reusable
+    assert (reusable == 0) == (loaded.not_shareable is not None)
+
+
+def test_v_in_host_memory_is_not_copied() -> None:
+    loaded = load_policy("snapkv", 512, {"values": "host"})
+    plan = loaded.plan(8192, 32, 32)
+    assert loaded.reusable_tokens(plan) == loaded.shareable_tokens(plan) == 7680
 
 
 class Pair:
@@ -109,23 +116,24 @@ def test_who_is_preempted_in_the_step_that_was_to_compute_it_leaves_nothing() ->
 
 
 def test_the_deepest_goes_first_and_the_oldest_prompt_before_it() -> None:
-    pair = Pair(num_blocks=3 * 24, max_num_batched_tokens=96)
-    rows = (40 - 16) // 4
+    pair = Pair(num_blocks=3 * 36, max_num_batched_tokens=96)
     for index in range(3):
         pair.add(f"r{index}", prompt(40, 100 * index))
         pair.run()
-    assert len(pair.pool.rows) == 3 * rows
+    assert len(pair.pool.rows) == 3 * 10
     pair.add("first again", prompt(40))
-    assert pair.step() == {"first again": 16}
+    assert pair.step() == {"first again": 40 - (40 - 6) // 4 * 4}
     pair.run()
-    pair.add("large", prompt(60, 900), 1)  # needs 15 of 24 rows' blocks: 6 are free
-    pair.run()
+    pair.add("large", prompt(60, 900), 1)  # needs 15 rows' blocks: 6 are free
+    pair.step()
     left = {}
     for index in range(3):
         hashes = make_request("q", prompt(40, 100 * index), hash_block_size=4).block_hashes
-        left[index] = pair.pool.longest(hashes[:rows])
-    assert left[0] == rows, "the latest used"
-    assert left[1] == 0 and 0 < left[2] < rows, "the oldest goes, then the next from its end"
+        left[index] = pair.pool.longest(hashes)
+        assert all((name in pair.pool.rows) == (i < left[index]) for i, name in enumerate(hashes))
+    assert left[0] == 10, "the latest used"
+    assert left[1] == 0 and 0 < left[2] < 10, "the oldest goes, then the next from its end"
+    pair.run()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

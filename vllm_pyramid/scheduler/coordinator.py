@@ -346,7 +346,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         if plan is None or known.left is not None or known.reusable in (0, known.shareable):
             return []
         hashes = self._prefixes.hashes(request)[: plan.prompt_len // tokens]
-        if len(hashes) <= first or self.block_pool.longest(hashes) == len(hashes):
+        if self.block_pool.longest(hashes) == len(hashes):
+            for block_hash in reversed(hashes[first:]):  # there from an earlier request: used again
+                self.block_pool.touch_row(block_hash)
             return []
         aside = self.block_pool.set_aside(plan.most_blocks_behind(), others)
         if aside is None:
@@ -451,7 +453,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         before = self._rows_before.pop(request_id, len(request.rows))
         self._prefixes.withdraw(request.rows[before:])
         del request.rows[before:]
-        if request.left is not None and (aside := self.block_pool.take(request.left.blocks)):
+        if request.settled is not None:
+            self._leave_behind(request_id, request, request.settled)
+        elif request.left is not None and (aside := self.block_pool.take(request.left.blocks)):
             self.block_pool.free_blocks(aside)
         in_rows = self._prefixes.blocks * len(request.rows)
         self.held_blocks -= -(-request.num_blocks // self._ratios) - in_rows
