@@ -167,7 +167,8 @@ def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidA
 
 
 @cache
-def _hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
+def hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
+    """What makes a request's block hashes, as in an engine with prefix caching."""
     init_none_hash(sha256)
     return get_request_block_hasher(block_size, sha256)
 
@@ -197,7 +198,7 @@ def make_request(
         pooling_params=None,
         cache_salt=cache_salt,
         priority=priority,
-        block_hasher=_hasher(hash_block_size) if hash_block_size else None,
+        block_hasher=hasher(hash_block_size) if hash_block_size else None,
     )
 
 

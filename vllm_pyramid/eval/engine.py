@@ -158,6 +158,7 @@ def _engine_args(work: Work) -> dict[str, Any]:
         "max_num_seqs": work.batch,
         "max_num_batched_tokens": max(2048, min(longest, 16384)),
         "seed": 0,
+        "enable_prefix_caching": False,  # other chunks round otherwise, and runs are compared
     }
     if current_platform.is_cpu():
         shape, _ = shape_of_model(work.model, None)

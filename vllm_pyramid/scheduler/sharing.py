@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request finds of its prompt in the cache, what it shows others, what it leaves behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.request import Request
+
+from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.scheduler.prefixes import Prefixes
+from vllm_pyramid.scheduler.request import LeftBehind, SchedulerRequest
+from vllm_pyramid.scheduler.rows import RowPool
+
+
+class PrefixSharing:
+    """Prefix caching, as a part of `LockstepCoordinator`.
+
+    Attributes:
+        block_copies: that the worker is to make before the step that is being scheduled.
+    """
+
+    block_pool: RowPool
+    num_layers: int
+    block_copies: list[KVCacheBlockCopy]
+    _prefixes: Prefixes
+    _requests: dict[str, SchedulerRequest]
+    # Of requests that published rows in the step being scheduled, how many they had before.
+    _rows_before: dict[str, int]
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others find the blocks of so many tokens, whose KV this step computes at the latest.
+
+        Others may be in this very step: attention reads what all requests of a step have written.
+        """
+        known = self._requests.get(request.request_id)
+        if known is None or known.released:
+            return
+        tokens = num_computed_tokens
+        if known.shareable is not None:
+            tokens = min(tokens, known.shareable)
+        if tokens // self._prefixes.tokens <= len(known.rows):
+            return  # nearly every request, every step
+        if rows := self._prefixes.publish(request, len(known.rows), tokens):
+            self._rows_before.setdefault(request.request_id, len(known.rows))
+            known.rows.extend(rows)
+
+    def cached_tokens(self, request: Request, most: int) -> int:
+        """Tokens of a request without blocks that are in the cache, at most `most`.
+
+        Their blocks are the request's when the next allocation for it succeeds.
+        """
+        known = self._requests[request.request_id]
+        if known.reusable is not None:
+            most = min(most, known.reusable)
+        shared = most if known.shareable is None else min(most, known.shareable)
+        known.hit = self._prefixes.find(request, most, shared // self._prefixes.tokens)
+        return len(known.hit) * self._prefixes.tokens
+
+    def _shared_rows(self, request: SchedulerRequest) -> int:
+        """Of the rows that a request could begin with, those that it would not copy."""
+        if request.shareable is None:
+            return len(request.hit)
+        return min(len(request.hit), request.shareable // self._prefixes.tokens)
+
+    def shared_tokens(self, request_id: str) -> int:
+        """Tokens of a request that others find."""
+        known = self._requests.get(request_id)
+        return 0 if known is None else len(known.rows) * self._prefixes.tokens
+
+    def step_ends(self) -> None:
+        """A step has been scheduled, so it will compute what was published for it."""
+        for request_id, before in self._rows_before.items():
+            for row in self._requests[request_id].rows[before:]:
+                row.scheduled = True
+        self._rows_before.clear()
+
+    def keep_prompt(self, request: Request, others: int) -> list[int]:
+        """Set blocks aside for what the eviction in the step just scheduled will overwrite.
+
+        Args:
+            others: blocks that were set aside for other evictions in this step.
+
+        Returns:
+            Their ids, for the worker to copy to (`StepEvictions.copies`); none if nothing is to be
+            left behind, or the pool has not as many. They are as many as can be needed.
+        """
+        known, tokens = self._requests[request.request_id], self._prefixes.tokens
+        plan, first = known.plan, len(known.rows)
+        if plan is None or known.left is not None or known.reusable in (0, known.shareable):
+            return []
+        hashes = self._prefixes.hashes(request)[: plan.prompt_len // tokens]
+        if self.block_pool.longest(hashes) == len(hashes):
+            for block_hash in reversed(hashes[first:]):  # there from an earlier request: used again
+                self.block_pool.touch_row(block_hash)
+            return []
+        aside = self.block_pool.set_aside(plan.most_blocks_behind(), others)
+        if aside is None:
+            return []
+        known.left = LeftBehind(first, hashes[first:], aside)
+        return [block.block_id for block in aside.blocks]
+
+    def take_block_copies(self) -> list[KVCacheBlockCopy]:
+        """Copies that the worker is to make before the step that has just been scheduled."""
+        copies, self.block_copies = self.block_copies, []
+        return copies
+
+    def _leave_rows(self, request_id: str, request: SchedulerRequest) -> npt.NDArray[np.int64]:
+        """The request does without its rows; `[layers]` blocks that nobody uses any more."""
+        ended = self._prefixes.leave(request_id, request.rows) if request.rows else 0
+        request.rows = []
+        freed: npt.NDArray[np.int64] = self._prefixes.blocks * ended
+        return freed
+
+    def _leave_behind(
+        self, request_id: str, request: SchedulerRequest, settled: RetentionPlan | None
+    ) -> npt.NDArray[np.int64]:
+        """Copies and the head's blocks become rows; `[layers]` blocks of the head that do.
+
+        Args:
+            settled: None if the worker has not said that it evicted: then nothing was copied.
+        """
+        left, request.left = request.left, None
+        copies = None if left is None else self.block_pool.take(left.blocks)
+        if left is None or copies is None or settled is None:
+            self.block_pool.free_blocks(copies or ())
+            return np.zeros(self.num_layers, np.int64)
+        return self._prefixes.leave_behind(
+            request_id, left.first, left.hashes, settled.skip, copies
+        )
+
+    def _withdraw_rows(self, request_id: str, request: SchedulerRequest) -> None:
+        """Take back rows that were to be computed in the step from which it is preempted.
+
+        Nobody has been let in since, so nobody else uses them.
+        """
+        before = self._rows_before.pop(request_id, len(request.rows))
+        self._prefixes.withdraw(request.rows[before:])
+        del request.rows[before:]
