@@ -310,7 +310,10 @@ def test_commands_of_kept_results_are_still_options(path: Path) -> None:
     args = _build_parser().parse_args(words)
     options = parse(args.measure, vars(args))
     for row in kept["rows"]:
-        assert row["prompt_len"] == options.prompt_len and row["num_prompts"] == options.num_prompts
+        assert (
+            row["prompt_len"] == options.longest_prompt
+            and row["num_prompts"] == options.num_prompts
+        )
         assert row["repetitions"] == options.repetitions
         assert row["pool_prompts"] in [pool for pool, _ in options.rounds]
         assert row["policy"] in (*options.policies, "full")  # the first policy was `full` once

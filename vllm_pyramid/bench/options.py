@@ -121,6 +121,11 @@ class EngineOptions(MeasureOptions):
     )
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt of the job."""
+        return self.prompt_len
+
+    @property
     def resumable(self) -> bool:
         """Whether an interrupted run goes on: where the repetitions are whole jobs."""
         return False
@@ -212,6 +217,11 @@ class Prefix(EngineOptions):
         "(all)",
     )
     fresh: bool = Field(False, description=FRESH)
+
+    @property
+    def longest_prompt(self) -> int:
+        answers = (self.turns - 1) * self.output_len
+        return self.shared_len + self.turns * self.prompt_len + answers
 
     @property
     def resumable(self) -> bool:

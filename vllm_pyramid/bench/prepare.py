@@ -74,10 +74,8 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
 
         model = str(model_path()) if options.model == BUILT_IN else options.model
         shape = shape_of_config(model)
-    prompt_len, talks = options.prompt_len, dict[str, Any]()
+    talks: dict[str, Any] = {}
     if isinstance(options, Prefix):
-        answers = (options.turns - 1) * options.output_len
-        prompt_len = options.shared_len + options.turns * options.prompt_len + answers
         talks = {
             "turns": options.turns,
             "shared_len": options.shared_len,
@@ -86,7 +84,7 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
         }
     job = Job(
         shape=shape,
-        prompt_len=prompt_len,
+        prompt_len=options.longest_prompt,
         output_len=options.output_len,
         num_prompts=options.num_prompts,
         pool_prompts=max(pool for pool, _ in options.rounds),
