@@ -277,9 +277,9 @@ class PlainWorker:
         totals = self._update(output)
         self.retention.copies = read_copies(output)
         if output.kv_cache_block_copies:
-            sources, own = zip(*output.kv_cache_block_copies, strict=True)
-            self.memory_PN[list(own)] = self.memory_PN[list(sources)]
-            self.num_copied += len(own)
+            for source, own in output.kv_cache_block_copies:
+                self.memory_PN[own] = self.memory_PN[source]
+                self.num_copied += 1
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         request_ids = list(output.num_scheduled_tokens)

@@ -22,8 +22,10 @@ scheduler       Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionar
                 Why: ending one request with an error; the last word on a chunk, and whether a
                 request starts at all; the prefix that it may share; its report. Remove when
                 schedulers have hooks for these.
-side_channel    an attribute of ModelRunnerOutput, a key of SchedulerStats.kv_connector_stats
-                Why: worker -> scheduler -> front end. Remove when messages have a plugin field.
+side_channel    an attribute of ModelRunnerOutput, one of SchedulerOutput, a key of
+                SchedulerStats.kv_connector_stats
+                Why: worker -> scheduler -> front end, scheduler -> worker. Remove when messages
+                have a plugin field.
 stats           StatLoggerManager.record
                 Why: our counters reach Prometheus and the log. Remove with side_channel.
 runner          class of worker.model_runner (V1 and V2), static_forward_context, attn_groups

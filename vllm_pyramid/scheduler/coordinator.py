@@ -249,7 +249,7 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         if copied := request.hit[shared:]:
             for block_hash in reversed(copied):
                 self.block_pool.touch_row(block_hash)
-            sources = self._prefixes.blocks_of(copied)  # the next line may dissolve them
+            sources = self._prefixes.blocks_of(copied)
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens
             )

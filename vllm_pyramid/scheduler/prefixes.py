@@ -39,7 +39,7 @@ class Prefixes:
 
     Attributes:
         tokens: of a row: the largest block.
-        blocks: `[layers]` int64, blocks of a row in each layer.
+        blocks: `[layers]` int64, blocks of a row in each layer. row_blocks: of all layers.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Prefixes:
         self._pool, self._managers = pool, managers
         self.tokens = int(block_sizes.max())
         self.blocks = self.tokens // block_sizes
+        self.row_blocks = int(self.blocks.sum())
         self._counts: list[int] = self.blocks.tolist()
         assert self.tokens % hash_block_size == 0, (self.tokens, hash_block_size)
         self._hashes_per_row = self.tokens // hash_block_size
@@ -163,8 +164,8 @@ def copies_of(
 ) -> list[KVCacheBlockCopy]:
     """The copies that fill blocks with others, both `[layers][blocks]`.
 
-    The sources may be dissolved and given away in the same step: the worker makes its copies before
-    it writes anything of the step.
+    The worker makes a step's copies in their order and before it writes anything else, so the
+    sources may go to requests that are admitted later in the step.
     """
     pairs = zip(chain.from_iterable(sources), chain.from_iterable(own), strict=True)
     return [KVCacheBlockCopy(source.block_id, block.block_id) for source, block in pairs]

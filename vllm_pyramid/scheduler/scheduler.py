@@ -43,8 +43,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
       comes back with generated tokens evicts where it did the first time, and never leaves a last
       prompt chunk shorter than the observation window;
     - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
-    - of a prefix that is in the cache, a request takes what it may share (`shareable_tokens`), so
-      that its observation window is still computed;
+    - of a prefix that is in the cache, a request shares what it may share and gets copies of the
+      rest, but for the queries that score it; what its eviction overwrites is copied first;
     - a prompt starts only if it will not be thrown out before that was worth it (`Admission`);
     - what happened is reported with the request and with the statistics.
     """
@@ -58,9 +58,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
         manager = self.kv_cache_manager
         manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
         # vLLM's would look for the hashes of blocks, layer by layer; ours have none.
-        manager.estimate_cached_tokens = lambda request: coordinator.shared_tokens(
-            request.request_id
-        )
+        manager.estimate_cached_tokens = lambda request: coordinator.left_tokens(request.request_id)
         # Not empty to vLLM, so that it passes on to the coordinator what `cached_prefix` has found.
         self._hit = KVCacheBlocks(tuple(() for _ in coordinator.single_type_managers))
         settings = ServedSettings.of(self.vllm_config)
@@ -173,19 +171,16 @@ class PyramidSchedulerMixin(SchedulerPoints):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """See the base."""
         self._evicting = []
+        self.coordinator.step_ends()  # rows that were published between two steps are computed
         output = super().schedule(*args, **kwargs)
         self.coordinator.step_ends()
         if copies := self.coordinator.take_block_copies():
             assert not output.kv_cache_block_copies
             output.kv_cache_block_copies = copies
         # Last, when everybody has got the blocks that this step needs.
-        copies_to: dict[str, list[int]] = {}
-        for request in self._evicting:
-            if request.request_id in output.num_scheduled_tokens:
-                others = sum(map(len, copies_to.values()))
-                if blocks := self.coordinator.keep_prompt(request, others):
-                    copies_to[request.request_id] = blocks
-        attach_copies(output, copies_to)
+        scheduled = output.num_scheduled_tokens
+        evicting = [request for request in self._evicting if request.request_id in scheduled]
+        attach_copies(output, self.coordinator.keep_prompts(evicting))
         return output
 
     def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlockCopy
 from vllm.v1.request import Request
 
-from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.plans import Plan, RetentionPlan
 from vllm_pyramid.scheduler.prefixes import Prefixes
 from vllm_pyramid.scheduler.request import LeftBehind, SchedulerRequest
 from vllm_pyramid.scheduler.rows import RowPool
@@ -55,7 +57,15 @@ class PrefixSharing:
         if known.reusable is not None:
             most = min(most, known.reusable)
         shared = most if known.shareable is None else min(most, known.shareable)
-        known.hit = self._prefixes.find(request, most, shared // self._prefixes.tokens)
+        shared_rows = shared // self._prefixes.tokens
+        known.hit = self._prefixes.find(request, most, shared_rows)
+        if len(known.hit) > shared_rows:
+            # What is copied must not be dissolved for the blocks that this request gets.
+            needed = self._prefixes.row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
+            needed -= self._prefixes.row_blocks * shared_rows
+            free = self.block_pool.get_num_free_blocks()
+            if needed > free - self.block_pool.idle_blocks(known.hit):
+                del known.hit[shared_rows:]
         return len(known.hit) * self._prefixes.tokens
 
     def _shared_rows(self, request: SchedulerRequest) -> int:
@@ -64,10 +74,13 @@ class PrefixSharing:
             return len(request.hit)
         return min(len(request.hit), request.shareable // self._prefixes.tokens)
 
-    def shared_tokens(self, request_id: str) -> int:
-        """Tokens of a request that others find."""
+    def left_tokens(self, request_id: str) -> int:
+        """Tokens of a request that others find, or will find when it has evicted."""
         known = self._requests.get(request_id)
-        return 0 if known is None else len(known.rows) * self._prefixes.tokens
+        if known is None:
+            return 0
+        behind = 0 if known.left is None else len(known.left.hashes)
+        return (len(known.rows) + behind) * self._prefixes.tokens
 
     def step_ends(self) -> None:
         """A step has been scheduled, so it will compute what was published for it."""
@@ -76,30 +89,40 @@ class PrefixSharing:
                 row.scheduled = True
         self._rows_before.clear()
 
-    def keep_prompt(self, request: Request, others: int) -> list[int]:
-        """Set blocks aside for what the eviction in the step just scheduled will overwrite.
+    def keep_prompts(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """Set blocks aside for what the evictions in the step just scheduled will overwrite.
 
         Args:
-            others: blocks that were set aside for other evictions in this step.
+            requests: whose prompts end in it.
 
         Returns:
-            Their ids, for the worker to copy to (`StepEvictions.copies`); none if nothing is to be
-            left behind, or the pool has not as many. They are as many as can be needed.
+            By request, ids of blocks for the worker to copy to (`StepEvictions.copies`), as many as
+            can be needed. None of a request that leaves nothing behind, or has all of it there, or
+            for which the pool has too few.
         """
-        known, tokens = self._requests[request.request_id], self._prefixes.tokens
+        missing = [found for request in requests if (found := self._not_there(request))]
+        aside: dict[str, list[int]] = {}
+        for request_id, plan, first, hashes in missing:
+            # Nothing becomes idle between these calls, so the latest are those of this step.
+            others = sum(map(len, aside.values()))
+            row = self.block_pool.set_aside(plan.most_blocks_behind(), others)
+            if row is not None:
+                self._requests[request_id].left = LeftBehind(first, hashes, row)
+                aside[request_id] = [block.block_id for block in row.blocks]
+        return aside
+
+    def _not_there(self, request: Request) -> tuple[str, Plan, int, list[BlockHash]] | None:
+        """What a prompt leaves behind when it evicts: from which row on, and their hashes."""
+        known = self._requests[request.request_id]
         plan, first = known.plan, len(known.rows)
         if plan is None or known.left is not None or known.reusable in (0, known.shareable):
-            return []
-        hashes = self._prefixes.hashes(request)[: plan.prompt_len // tokens]
-        if self.block_pool.longest(hashes) == len(hashes):
-            for block_hash in reversed(hashes[first:]):  # there from an earlier request: used again
-                self.block_pool.touch_row(block_hash)
-            return []
-        aside = self.block_pool.set_aside(plan.most_blocks_behind(), others)
-        if aside is None:
-            return []
-        known.left = LeftBehind(first, hashes[first:], aside)
-        return [block.block_id for block in aside.blocks]
+            return None
+        hashes = self._prefixes.hashes(request)[: plan.prompt_len // self._prefixes.tokens]
+        if self.block_pool.longest(hashes) < len(hashes):
+            return request.request_id, plan, first, hashes[first:]
+        for block_hash in reversed(hashes[first:]):  # of an earlier request, and used again
+            self.block_pool.touch_row(block_hash)
+        return None
 
     def take_block_copies(self) -> list[KVCacheBlockCopy]:
         """Copies that the worker is to make before the step that has just been scheduled."""
@@ -133,7 +156,7 @@ class PrefixSharing:
     def _withdraw_rows(self, request_id: str, request: SchedulerRequest) -> None:
         """Take back rows that were to be computed in the step from which it is preempted.
 
-        Nobody has been let in since, so nobody else uses them.
+        Nobody has been admitted since, so nobody else uses them.
         """
         before = self._rows_before.pop(request_id, len(request.rows))
         self._prefixes.withdraw(request.rows[before:])

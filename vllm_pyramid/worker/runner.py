@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_pyramid.compat.runner import (
     attention_layer,
@@ -29,6 +31,8 @@ from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.shifted import ShiftedTables
+
+COPIED_BYTES = 64 << 20  # of blocks that are copied at once, which takes as much memory beside them
 
 
 class _TensorParallelRanks:
@@ -49,6 +53,9 @@ class _TensorParallelRanks:
 
 class PyramidRunnerMixin:
     """Mixed into vLLM's model runner; subclasses add how that runner tells what a step holds."""
+
+    kv_caches: list[torch.Tensor]
+    kv_cache_config: KVCacheConfig
 
     vllm_config: VllmConfig
     device: torch.device
@@ -249,6 +256,21 @@ class PyramidRunnerMixin:
             context.trace = self._trace
         for hooks in self.hooks:
             hooks.trace = self._trace
+
+    def copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Make the step's copies of blocks, in order and piece by piece.
+
+        vLLM's runners would make them all at once, and hold all that is copied a second time.
+        """
+        copies = scheduler_output.kv_cache_block_copies
+        if not copies:
+            return
+        page = next(iter(self._specs.values())).page_size_bytes
+        count = max(COPIED_BYTES // page, 1)
+        for start in range(0, len(copies), count):
+            piece = copies[start : start + count]
+            copy_kv_cache_blocks_inplace(self.kv_caches, self.kv_cache_config.num_blocks, piece)
+        scheduler_output.kv_cache_block_copies = None
 
     def forget_request(self, request_id: str) -> None:
         """A request has finished."""

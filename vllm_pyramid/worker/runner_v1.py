@@ -48,6 +48,7 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
     def requests_change(self, scheduler_output: SchedulerOutput) -> None:
         """See the base."""
         self.retention.copies = read_copies(scheduler_output)
+        self.copy_blocks(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             self.forget_request(request_id)
         for request in scheduler_output.scheduled_new_reqs:

@@ -31,6 +31,7 @@ class PyramidRunnerV2(PyramidRunnerMixin):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         self.retention.copies = read_copies(scheduler_output)
+        self.copy_blocks(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             self.forget_request(request_id)
         super().finish_requests(scheduler_output)  # type: ignore[misc]
