@@ -82,7 +82,7 @@ def test_conversations_find_what_was_said(tmp_path: Path) -> None:
     # one, with `full` its answer too; those that follow find the shared beginning in their first.
     whole = [0, 367 // 16 * 16, 160, 367 // 16 * 16, 160, 367 // 16 * 16]
     assert full["cached_share"] == pytest.approx(sum(whole) / (3 * (first + last)))
-    left = (first - 64) // 16 * 16
+    left = first // 16 * 16  # of what was evicted all of the prompt is there, and nothing else
     assert evicted["cached_share"] == pytest.approx(
         sum([0, left, 160, left, 160, left]) / (3 * (first + last))
     )

@@ -130,7 +130,7 @@ def test_the_command_itself(random_model: Path) -> None:
     commands = {
         "at least 9": ["serve", str(random_model), *policy, "8"],
         "--enable-prefix-caching": [
-            *("serve", str(random_model), *policy, "64", "--enable-prefix-caching")
+            *("serve", str(random_model), "--kv-policy", "h2o", "--enable-prefix-caching")
         ],
         "120%": ["bench", "throughput", "--model", str(random_model), *policy, "120%"],
     }
