@@ -34,7 +34,7 @@ class SchedulerPoints(Scheduler):
         return chunk
 
     def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
-        """What is in the cache of a request that has no blocks, and how many tokens that is.
+        """What is in the cache of a request that has no blocks, and how many tokens that is: none.
 
         Args:
             most: tokens that it may be; the last one is computed in any case.
@@ -42,7 +42,7 @@ class SchedulerPoints(Scheduler):
         Returns:
             The blocks, which `KVCacheManager.allocate_slots` is given, and the tokens.
         """
-        raise NotImplementedError
+        return self.kv_cache_manager.empty_kv_cache_blocks, 0
 
     def report_of(self, request: Request) -> dict[str, Any]:
         """What a request's response says, as `kv_transfer_params`: all that vLLM passes on.

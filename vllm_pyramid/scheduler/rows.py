@@ -8,7 +8,7 @@
                    hash 0      hash 1      hash 2
 
 Layers have tables of their own, but what they hold of a prefix is found, shared and forgotten
-together, so the layers can not come to disagree about it, and a lookup costs as much as with one
+together, so the layers cannot come to disagree about it, and a lookup costs as much as with one
 table for all layers.
 
 A row is in use while requests refer to it. Then it is idle: its blocks count as free and go to

@@ -83,7 +83,7 @@ class PrefixSharing:
         return (len(known.rows) + behind) * self._prefixes.tokens
 
     def step_ends(self) -> None:
-        """A step has been scheduled, so it will compute what was published for it."""
+        """What was published up to now is computed, or will be in the step that was scheduled."""
         for request_id, before in self._rows_before.items():
             for row in self._requests[request_id].rows[before:]:
                 row.scheduled = True
