@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 pytestmark = pytest.mark.cpu
@@ -119,11 +118,12 @@ def test_memory_is_chosen_where_python_leaves_it_open(
 
 
 @pytest.mark.parametrize(
-    ("total", "free", "sharing", "share"),
+    ("total", "free", "sharing", "own", "asked"),
     [
-        (13, 9, 1, 0.8 * 9 / 13),  # vLLM would ask for 11.96 GiB and refuse to start
-        (256, 250, 1, 0.8 * 250 / 256),
-        (256, 250, 2, 0.4 * 250 / 256),
+        (13, 9, 1, 0.5, 0.8 * 9 + 0.5),  # vLLM would ask for 11.96 GiB and refuse to start
+        (13, 9, 1, 4, 9),  # never more than is free
+        (256, 250, 1, 0.5, 0.8 * 250 + 0.5),
+        (256, 250, 2, 0.5, 0.4 * 250 + 0.5),
     ],
 )
 def test_a_worker_asks_for_what_is_free(
@@ -132,8 +132,15 @@ def test_a_worker_asks_for_what_is_free(
     total: int,
     free: int,
     sharing: int,
-    share: float,
+    own: float,
+    asked: float,
 ) -> None:
+    """A share of what is free, and what the process has already: vLLM takes that out of it."""
+    monkeypatch.setattr(
+        defaults.psutil,
+        "Process",
+        lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=int(own * GIB))),
+    )
     monkeypatch.setattr(
         defaults, "memory_of_worker_node", lambda workers: (total * GIB, free * GIB, sharing)
     )
@@ -143,9 +150,7 @@ def test_a_worker_asks_for_what_is_free(
         cache_config=SimpleNamespace(gpu_memory_utilization=0.92),
     )
     defaults.take_free_memory(config)
-    own = psutil.Process().memory_info().rss / GIB / total  # vLLM takes it out of the share
-    assert config.cache_config.gpu_memory_utilization == pytest.approx(share + own, rel=0.02)
-    assert config.cache_config.gpu_memory_utilization * total <= free
+    assert config.cache_config.gpu_memory_utilization * total == pytest.approx(asked)
 
     config.additional_config = {}
     config.cache_config.gpu_memory_utilization = 0.3  # the user's
