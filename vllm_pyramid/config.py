@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from vllm_pyramid.methods.kinds import did_you_mean
@@ -306,11 +306,17 @@ class ServedSettings:
         found = config.additional_config
         if not isinstance(found, Mapping) or SERVED_KEY not in found:
             return None
-        data = dict(found[SERVED_KEY])
-        return cls(policy=Policy.model_validate(data.pop("policy")), **data)
+        return _read_settings(json.dumps(found[SERVED_KEY]))
 
     @property
     def min_last_chunk(self) -> int:
         """Prompt tokens that the prefill's last chunk must have: a trace wants a window of them."""
         least = self.policy.min_last_chunk
         return max(least, self.policy.trace_window) if self.trace is not None else least
+
+
+@lru_cache(maxsize=4)
+def _read_settings(data: str) -> ServedSettings:
+    """From JSON. vLLM asks again and again while it looks for the length that fits."""
+    values = json.loads(data)
+    return ServedSettings(policy=Policy.model_validate(values.pop("policy")), **values)

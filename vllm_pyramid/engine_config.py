@@ -158,7 +158,9 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
     policy = served.policy
     _check_model(config, policy)
     _check_resolved(config)
-    _check_chunks(config, policy, served.min_last_chunk)
+    inside = policy.inside
+    least = 0 if inside is None else inside.min_last_chunk
+    _check_chunks(config, policy, max(served.min_last_chunk, least))
     for part in policy.parts:
         part.check_config(policy, config)
     _check_graphs(config, policy)

@@ -38,6 +38,7 @@ KINDS = {
     },
     "selector": {"top_k", "top_k_shared"},
     "schedule": {"prompt_end", "interval", "thin_generated"},
+    "chunk": {"points"},
     "values": {"device", "host"},
 }
 

@@ -36,7 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_pyramid.compat.side_channel import StepReport, attach_report, read_copies
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.plans import OpenPlan, RetentionPlan
-from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.worker.retention import Retention
@@ -61,6 +61,7 @@ def kv_cache_config(
             head_size=8,
             dtype=torch.float32,
             layer_idx=layer,
+            num_layers=num_layers,
         )
         if device_layers is not None and layer >= device_layers:
             spec = KeyOnlyKVCacheSpec.of(spec)
@@ -108,7 +109,11 @@ class Setup:
 
     @property
     def blocks_of_longest(self) -> int:
-        """Blocks of a sequence of the greatest length, over all layers."""
+        """Blocks that the longest prompt holds at most, over all layers."""
+        policy = load_policy(self.policy, self.budget, dict(self.policy_args))
+        if policy.inside is not None:
+            blocks = policy.most_blocks(self.max_model_len, self.num_layers, self.block_size)
+            return int(blocks.sum())
         return sum(cdiv(self.max_model_len, size) for size in self.block_sizes)
 
 
@@ -290,7 +295,8 @@ class PlainWorker:
         prompt_lens = np.array([row.prompt_len for row in rows], np.int32)
         step = self.retention.begin_step(request_ids, prompt_lens, computed, scheduled)
         for index, row in enumerate(rows):
-            assert not step.skips[:, index].any() or computed[index] >= prompt_lens[index]
+            begins = step.requests[index].plan.first.prompt_len
+            assert not step.skips[:, index].any() or computed[index] >= begins
             if row.skip is not None:
                 assert (step.skips[:, index] == row.skip).all()
             row.computed = int(computed[index] + scheduled[index])
@@ -404,7 +410,7 @@ class PlainWorker:
     def _write(self, row: Row, start: int, end: int, chooses: bool) -> None:
         positions = np.arange(start, end)
         evicted = row.skip is not None and bool(row.skip.any())
-        inexact = (positions >= row.prompt_len) & (evicted or chooses)
+        inexact = evicted | (positions >= row.prompt_len) & chooses
         for layer in range(self.setup.num_layers):
             tags = (row.serial << SERIAL) + (inexact << INEXACT) + (layer << LAYER) + positions
             row.cells[layer, start:end] = tags

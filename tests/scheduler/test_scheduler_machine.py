@@ -33,7 +33,7 @@ from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.scheduler import SampledShares
 from vllm_pyramid.plans import OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.request_config import RequestKeys
+from vllm_pyramid.request_config import RequestKeys, resolve
 from vllm_pyramid.scheduler.admission import Admission
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
@@ -113,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for prompt_len, max_tokens, override, origin, salt in prompts:
             request_id = f"r{self.num_requests}"
             self.num_requests += 1
+            prompt_len *= self.setup.max_model_len // 96
             if self.setup.prefix_caching:
                 prompt = self.prompt_from(origin, prompt_len)
                 prompt_len = len(prompt)
@@ -141,15 +142,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             solver = self.scheduler.kv_policy.allocator
             samples = isinstance(solver, SolvingAllocator) and solver.samples
             assert samples == bool(self.sampled), "the hooks are those of the policy"
+            if self.refused(request_id, prompt_len, max_tokens, override):
+                self.plans[request_id] = self.coordinator.plan_of(request_id)
             for sampled in self.sampled:  # the scheduler alone can know
                 self.plans[request_id] = self.coordinator.plan_of(request_id)
                 self.seen["averaged"] += request_id in sampled._averaged
             assert self.coordinator.plan_of(request_id) is self.plans[request_id]
 
+    def refused(
+        self, request_id: str, prompt_len: int, max_tokens: int, override: dict[str, Any] | None
+    ) -> bool:
+        """Whether a request alone would need more than the pool: then it ends with an error."""
+        policy = self.scheduler.kv_policy
+        served = resolve(policy, RequestKeys.parse(override))
+        plan = self.plans[request_id]
+        computed = prompt_len + max_tokens - 1
+        needed = plan.most_blocks(computed, np.array(self.setup.block_sizes)).sum()
+        refused = policy.inside is not None and needed > self.worker.num_blocks
+        assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
+        self.seen["refused"] += refused
+        return refused
+
     def prompt_from(self, origin: tuple[int, int] | int, length: int) -> list[int]:
         if isinstance(origin, int):  # the next turn of somebody's conversation
             turns = [list(request.all_token_ids) for request in self.requests.values()]
-            return [*(turns[origin % len(turns)] if turns else []), *range(50, 50 + length)][:64]
+            most = 2 * self.setup.max_model_len // 3
+            return [*(turns[origin % len(turns)] if turns else []), *range(50, 50 + length)][:most]
         leaves, branch = origin
         return [1000 + i if i < leaves else 2000 + 100 * branch + i for i in range(length)]
 
@@ -206,13 +224,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.append((output, self.worker.execute(output)))
         for name, eviction in read_report(self.in_flight[-1][1]).evictions.items():
             self.seen["evicted"] += 1
-            self.seen["evicted later"] += eviction.number > 1
+            end = self.plans[name].end_number
+            self.seen["evicted later"] += eviction.number > end
+            self.seen["evicted inside"] += eviction.number < end
             assert (eviction.keep is not None) == isinstance(self.plans[name], OpenPlan)
             self.seen["solved"] += eviction.keep is not None
             self.seen["evicted again"] += self.requests[name].num_preemptions > 0
-            if eviction.number > 1:
-                again = self.requests[name].num_preemptions > 0
-                self.seen["evicted later again"] += again
+            again = self.requests[name].num_preemptions > 0
+            self.seen["evicted later again"] += again and eviction.number > end
+            self.seen["evicted inside again"] += again and eviction.number < end
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
         self.seen["copied"] += self.worker.num_copied > 0
         self.seen["left behind"] += self.worker.num_left > 0
@@ -250,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_freed(self, name: str, processed: int) -> None:
         """By the blocks that it has given back, a request keeps to its later evictions too."""
         plan = self.plans[name]
-        if isinstance(plan, RetentionPlan) and plan.every:
+        if isinstance(plan, RetentionPlan) and (plan.every or plan.inner):
             number = plan.evictions_by(processed)
             released = self.coordinator._requests[name].released
             assert 0 < released <= number
@@ -258,7 +278,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (given == plan.skip_after(number)).all(), "freed late"
 
     def check_chunk(self, name: str, computed: int, scheduled: int) -> None:
-        """No chunk crosses an eviction; the prompt's leaves the observation window."""
+        """No chunk crosses an eviction; those in the prompt leave the observation window."""
         plan = self.plans[name]
         on_host = isinstance(self.scheduler.kv_policy.values, HostValues)
         if on_host and computed < plan.prompt_len:
@@ -269,9 +289,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert computed + scheduled <= stop, f"{name}: a chunk crosses an eviction"
         if computed >= plan.prompt_len:
             return
-        left = plan.prompt_len - computed - scheduled
-        assert left >= 0, f"{name}: a chunk crosses the end of the prompt"
-        window = self.scheduler.kv_policy.min_last_chunk
+        assert stop <= plan.prompt_len, f"{name}: a chunk crosses the end of the prompt"
+        left = stop - computed - scheduled
+        policy = self.scheduler.kv_policy
+        window = policy.min_last_chunk
+        if policy.inside is not None and stop < plan.prompt_len:
+            window = policy.inside.min_last_chunk
         assert left >= window or (left == 0 and scheduled >= window), (name, computed, scheduled)
 
     def check_tables(self) -> None:
@@ -331,9 +354,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.check_promise(plan, settled)
                 else:
                     assert settled is plan
-                assert plan.evicts and processed >= plan.prompt_len
+                assert plan.evicts and processed >= plan.exact_tokens
             if self.coordinator.has_evicted(name):
-                assert processed >= plan.prompt_len
+                assert processed >= plan.exact_tokens
+            if plan.inner:
+                self.check_peak(name, request)
+
+    def check_peak(self, name: str, request: Request) -> None:
+        """A request that evicts inside its prompt never holds more than its plan says."""
+        plan, late = self.plans[name], (self.depth - 1) * self.setup.max_num_batched_tokens
+        tokens = max(request.num_computed_tokens, plan.prompt_len)
+        peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late)
+        assert sum(self.coordinator.blocks_held(name)) <= peak.sum()
 
     def check_promise(self, plan: OpenPlan, settled: RetentionPlan) -> None:
         """The solved lengths conserve the budget, and the blocks are those of the lengths."""
@@ -370,6 +402,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.worker.retention._num_open == 0
 
 
+# Evictions inside prompts, which are longer than the pool.
+LONG = {"budget": 14, "max_model_len": 192}
+INSIDE = (("chunk.tokens", 24), ("chunk.keep", 18))
 SMALL = {"max_num_batched_tokens": 11, "long_prefill_token_threshold": 7}
 VARIANTS: dict[str, Setup] = {
     "sync": Setup(),
@@ -484,6 +519,59 @@ VARIANTS: dict[str, Setup] = {
     ),
 }
 
+VARIANTS |= {
+    "sync-inside": Setup(policy_args=(*INSIDE, ("window", 6)), **LONG),
+    "sync-inside-small-chunks": Setup(
+        policy_args=(*INSIDE, ("window", 3), ("chunk.window", 6)),
+        reserve_full_prompt=False,
+        **LONG,
+        **SMALL,
+    ),
+    "async-inside": Setup(
+        policy="keydiff",
+        policy_args=(*INSIDE, ("window", 4), ("sinks", 1)),
+        asynchronous=True,
+        **LONG,
+        **SMALL,
+    ),
+    "async-v2-inside": Setup(
+        policy_args=(*INSIDE, ("window", 6), ("fill_blocks", False)),
+        asynchronous=True,
+        runner_v2=True,
+        max_num_batched_tokens=24,
+        reserve_full_prompt=False,
+        **LONG,
+    ),
+    "sync-inside-later": Setup(
+        policy="h2o", policy_args=(*INSIDE, ("interval", 3)), reserve_full_prompt=False, **LONG
+    ),
+    "async-inside-later-priorities": Setup(
+        policy="streaming-llm",
+        policy_args=(*INSIDE, ("sinks", 2), ("schedule", "interval"), ("schedule.interval", 5)),
+        asynchronous=True,
+        priorities=True,
+        **LONG,
+    ),
+    "async-forecast-inside": Setup(
+        policy_args=(*INSIDE, ("window", 6)),
+        admission="forecast",
+        asynchronous=True,
+        **LONG,
+        **SMALL,
+    ),
+    "sync-shared-inside": Setup(
+        policy="snapkv",
+        policy_args=(*INSIDE, ("window", 6)),
+        prefix_caching=True,
+        reserve_full_prompt=False,
+        **LONG,
+        **SMALL,
+    ),
+    "async-shared-inside": Setup(
+        policy_args=(*INSIDE, ("window", 6)), prefix_caching=True, asynchronous=True, **LONG
+    ),
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
@@ -505,6 +593,8 @@ def test_machine(variant: str) -> None:
     happenings += ["made to wait"] if forecast else ["preempted", "evicted again"]
     if "solved" in variant:
         happenings.append("solved")
+    if "inside" in variant:
+        happenings += ["refused", "evicted inside"] + ([] if forecast else ["evicted inside again"])
     if "later" in variant:
         happenings += ["evicted later"] if forecast else ["evicted later", "evicted later again"]
     if "sampled" in variant:

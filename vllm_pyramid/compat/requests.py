@@ -2,7 +2,8 @@
 """A request's own settings are checked in the front end, where a mistake can be answered.
 
 Target: `InputProcessor.process_inputs`. Why: what is wrong with `vllm_xargs` would otherwise be
-found in the engine core, where an exception ends the engine instead of the request.
+found in the engine core, where an exception ends the engine instead of the request. The same goes
+for one that would not fit into the pool by itself.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.request_config import check_request
+from vllm_pyramid.request_config import ServedRequest, check_request
+from vllm_pyramid.request_fit import Pool, check_fit
 
 
 def _served_policy(processor: InputProcessor) -> Policy | None:
@@ -28,7 +31,7 @@ def _served_policy(processor: InputProcessor) -> Policy | None:
     return policy
 
 
-def _check(policy: Policy, params: object, resumable: bool) -> None:
+def _check(policy: Policy, params: object, resumable: bool) -> ServedRequest | None:
     if resumable:
         raise VLLMValidationError(
             "streaming input does not work with a KV policy: the prompt would grow after its "
@@ -36,11 +39,29 @@ def _check(policy: Policy, params: object, resumable: bool) -> None:
             parameter="resumable",
         )
     if not isinstance(params, SamplingParams):
-        return
+        return None
     try:
-        check_request(policy, params)
+        return check_request(policy, params)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def _check_fit(processor: InputProcessor, served: ServedRequest, request: Any) -> None:
+    config = processor.vllm_config
+    cache, model = config.cache_config, config.model_config
+    if not cache.num_gpu_blocks or request.sampling_params is None:
+        return  # the scheduler looks, too
+    pool = Pool(
+        model.get_num_layers(config.parallel_config),
+        cache.block_size,
+        cache.num_gpu_blocks // config.parallel_config.data_parallel_size - 1,
+        model.max_model_len,
+    )
+    length = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+    try:
+        check_fit(served, length, request.sampling_params, pool)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="prompt") from None
 
 
 def install() -> None:
@@ -60,11 +81,13 @@ def install() -> None:
         **kwargs: Any,
     ) -> Any:
         policy = _served_policy(self)
-        if policy is not None:
-            _check(policy, params, resumable)
-        return process_inputs(
+        served = None if policy is None else _check(policy, params, resumable)
+        request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs
         )
+        if served is not None and policy is not None and policy.inside is not None:
+            _check_fit(self, served, request)
+        return request
 
     InputProcessor.process_inputs = process_checked_inputs  # type: ignore[method-assign]
     InputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ def per_layer_specs(
             for f in fields(FullAttentionSpec)
             if f.init and hasattr(spec, f.name)
         }
-        result[name] = LayerKVCacheSpec(**values, layer_idx=index)
+        result[name] = LayerKVCacheSpec(**values, layer_idx=index, num_layers=len(names))
     sizes = {spec.page_size_bytes for spec in result.values()}
     if len(sizes) > 1:
         raise ValueError(

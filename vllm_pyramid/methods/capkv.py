@@ -32,7 +32,6 @@ class CapKVScorer(Scorer):
     """
 
     needs_queries: ClassVar[bool] = True
-    needs_positions: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     kind: Literal["capkv"] = "capkv"
     tau: float = Field(default=5.0, ge=0)

@@ -44,7 +44,6 @@ class ExpectedAttentionScorer(Scorer):
     """
 
     needs_queries: ClassVar[bool] = True
-    needs_positions: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     kind: Literal["expected_attention"] = "expected_attention"
     queries: int | None = Field(default=None, ge=1)

@@ -98,9 +98,11 @@ class WorkerHooks:
     Attributes:
         name: under which `report` travels to the scheduler's hooks of the same name.
         trace: where kept positions are written; None where no trace was asked for.
+        inside: whether it works for evictions inside the prompt alone.
     """
 
     name: str = ""
+    inside: bool = False
     trace: TraceWriter | None = None
 
     def bytes_beside_block(self) -> int:

@@ -100,7 +100,8 @@ def parse_component(base: type[ComponentT], value: object) -> ComponentT:
 
     Args:
         base: the section's base class.
-        value: an instance, the name of a kind, or a mapping with `kind` and that kind's fields.
+        value: an instance, the name of a kind, or a mapping with `kind` and that kind's fields;
+            where there is only one kind it need not be named.
 
     Raises:
         ValueError: unknown kind or field (the valid ones are listed), or a bad value.
@@ -109,6 +110,8 @@ def parse_component(base: type[ComponentT], value: object) -> ComponentT:
         return value
     if isinstance(value, str):
         value = {"kind": value}
+    if isinstance(value, dict) and "kind" not in value and len(built_in_kinds(base)) == 1:
+        value = {"kind": next(iter(built_in_kinds(base))), **value}
     if not isinstance(value, dict) or "kind" not in value:
         raise ValueError(
             f"{base.section} must be a kind or a mapping with a `kind`, not {value!r}; valid "

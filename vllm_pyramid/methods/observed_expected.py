@@ -40,7 +40,6 @@ class ObservedExpectedScorer(Scorer):
     """
 
     needs_queries: ClassVar[bool] = True
-    needs_positions: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     kind: Literal["observed_expected"] = "observed_expected"
     queries: int = Field(default=16, ge=1)

@@ -23,8 +23,8 @@ class Scorer(Component):
         evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
         needs_queries: `score` looks at queries; the last `window` queries of a prompt are then in
             one chunk, with all keys in the cache.
-        needs_positions: `score` looks at positions, which are known at a prompt's end alone:
-            survivors of an eviction do not remember theirs.
+        needs_positions: `score` looks at the positions of keys, which are known at a request's
+            first eviction alone: survivors do not remember theirs. (Those of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`LayerView.rotary`).
         attention_mass: the scores are attention, so not negative, and their share of a layer's sum
             says how much of it is kept: what allocators that solve the lengths need.

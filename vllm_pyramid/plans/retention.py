@@ -5,8 +5,8 @@
                                  \\-> OpenPlan --settle(keep)--> RetentionPlan
 
 Both answer the same questions; `is_open` tells them apart. Everything that frees blocks or hides
-tokens works with a `RetentionPlan` alone. Where the policy evicts during generation too, it has one
-for every eviction: `RetentionPlan.after`.
+tokens works with a `RetentionPlan` alone. Where the policy evicts inside the prompt or during
+generation too, it has one for every eviction: `RetentionPlan.after`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class RetentionPlan:
             the policy fills blocks. Survivors stand in positions `skip .. prompt_len - 1`.
         front: how many of the first tokens that a layer holds stay in any case.
         recent: how many of the last tokens that a layer holds stay in any case.
-        every: tokens between two evictions after the prompt's; 0 if that is the only one.
+        inner: the plans of evictions inside the prompt, in order, each of the tokens computed by
+            then; skips never fall from one to the next, nor to this one's.
+        every: tokens between two evictions after the prompt's; 0 if none follows.
         later: the plan of a later eviction, by the tokens computed by then.
         pieces: of a prompt that is thinned between layers; none where it is evicted from at its
             end, or keeps everything.
@@ -77,6 +79,7 @@ class RetentionPlan:
     skip: IntArray
     front: IntArray
     recent: IntArray
+    inner: tuple[RetentionPlan, ...] = ()
     every: int = 0
     later: Callable[[int], RetentionPlan] | None = None
     pieces: tuple[Piece, ...] = ()
@@ -133,33 +136,119 @@ class RetentionPlan:
         """The same with evictions every so many tokens; see `every` and `later`."""
         return replace(self, every=every, later=later)
 
-    # Evictions are numbered: 0 is "none yet", 1 the prompt's end, 2 the first one after it.
+    def with_inner(self, inner: Sequence[RetentionPlan]) -> RetentionPlan:
+        """The same with evictions inside the prompt, at equal distances; see `inner`.
+
+        Those in which no layer has anything to give are left out. Where an inner plan would skip
+        more of a layer than a later one, it keeps what the later one needs.
+        """
+        found: list[RetentionPlan] = []
+        skip = self.skip
+        for plan in reversed(inner):
+            if (plan.skip > skip).any():
+                skip = np.minimum(plan.skip, skip) // plan.block_size * plan.block_size
+                keep = np.maximum(plan.keep, plan.prompt_len - skip)
+                plan = replace(plan, skip=_read_only(skip), keep=_read_only(keep))
+            skip = plan.skip
+            if not skip.any():
+                break
+            found.append(plan)
+        return replace(self, inner=tuple(reversed(found)))
+
+    # Evictions are numbered: 0 is "none yet", then come those inside the prompt, the prompt's end
+    # (`end_number`), and those after it.
+
+    @property
+    def end_number(self) -> int:
+        """The number of the eviction at the prompt's end."""
+        return len(self.inner) + 1
+
+    @property
+    def inner_points(self) -> tuple[int, int]:
+        """Tokens computed at the first eviction inside the prompt, and between two; 0 if none."""
+        if not self.inner:
+            return 0, 0
+        first = self.inner[0].prompt_len
+        return first, self.inner[1].prompt_len - first if len(self.inner) > 1 else first
 
     def evictions_by(self, computed: int) -> int:
         """The number of the latest eviction once `computed` tokens have been computed."""
-        if computed < self.prompt_len:
+        if computed >= self.prompt_len:
+            later = (computed - self.prompt_len) // self.every if self.every else 0
+            return self.end_number + later
+        first, distance = self.inner_points
+        if not first or computed < first:
             return 0
-        return 1 + ((computed - self.prompt_len) // self.every if self.every else 0)
+        return min((computed - first) // distance + 1, len(self.inner))
 
     def computed_at(self, number: int) -> int:
         """Tokens computed at an eviction, `number` >= 1."""
-        return self.prompt_len + (number - 1) * self.every
+        if number < self.end_number:
+            return self.inner[number - 1].prompt_len
+        return self.prompt_len + (number - self.end_number) * self.every
 
     def next_eviction(self, computed: int) -> int | None:
         """Tokens computed at the first eviction after `computed` tokens, or None."""
         number = self.evictions_by(computed) + 1
-        return None if number > 1 and not self.every else self.computed_at(number)
+        if number > self.end_number and not self.every:
+            return None
+        return self.computed_at(number)
 
     def after(self, number: int) -> RetentionPlan:
         """What is kept from an eviction on, `number` >= 1."""
-        if number == 1:
+        if number < self.end_number:
+            return self.inner[number - 1]
+        if number == self.end_number:
             return self
-        assert self.later is not None, f"eviction {number} of a plan that evicts once"
+        assert self.later is not None, f"eviction {number} of a plan that does not go on"
         return self.later(self.computed_at(number))
+
+    @property
+    def first(self) -> RetentionPlan:
+        """What is kept from the first eviction on: until then all KV is that of the full cache."""
+        return self.after(1)
 
     def skip_after(self, number: int) -> IntArray:
         """The skips that hold from an eviction on; none before the first."""
         return self.after(number).skip if number else np.zeros_like(self.skip)
+
+    @cached_property
+    def _inner_ends(self) -> tuple[IntArray, IntArray]:
+        """Of the stretches of a prompt up to each eviction: `[m]` ends and `[m, num_layers]` skips.
+
+        The last one ends with the prompt.
+        """
+        ends = [*(plan.prompt_len for plan in self.inner), self.prompt_len]
+        skips = [np.zeros_like(self.skip), *(plan.skip for plan in self.inner)]
+        return np.array(ends, np.int32), np.stack(skips)
+
+    def most_blocks(self, tokens: int, block_sizes: npt.NDArray[Any], late: int = 0) -> IntArray:
+        """Blocks of each layer when all together hold most, until `tokens` are computed.
+
+        Args:
+            tokens: the prompt's at least. block_sizes: `[num_layers]`, see `blocks_in`.
+            late: tokens that may be computed before blocks are back from an eviction.
+
+        Returns:
+            `[num_layers]`; their sum is the request's peak. Where it evicts after the prompt's end,
+            an upper bound of it.
+        """
+        assert tokens >= self.prompt_len
+        ends, skips = self._inner_ends
+        ends = np.minimum(ends + late, tokens)
+        moments = -(-ends[:, None] // block_sizes) - skips // block_sizes
+        if tokens > self.prompt_len and not self.every:
+            end = -(-tokens // block_sizes) - self.skip // block_sizes
+            moments = np.concatenate([moments, end[None]])
+        elif tokens > self.prompt_len:
+            # What all layers keep grows with the evictions until it is the budget, though not what
+            # each of them keeps; up to the next one `every` tokens come; and of each layer's blocks
+            # the last may be filled in part, and the first with tokens beyond what is kept.
+            last = self.after(self.evictions_by(tokens))
+            mean = -(-max(int(last.keep.sum()), int(self.keep.sum())) // self.num_layers)
+            most = -(-(mean + self.every + late) // block_sizes) + 2
+            moments = np.concatenate([moments, np.minimum(most, -(-tokens // block_sizes))[None]])
+        return _read_only(moments[int(moments.sum(axis=1).argmax())])
 
     @classmethod
     def of_pieces(
@@ -200,21 +289,26 @@ class RetentionPlan:
     def untouched(self) -> int | None:
         """The first tokens whose slots no eviction writes, in any layer; None: all of them.
 
-        Evicting moves survivors to `skip` and what follows, so what stands before the least skip is
-        what prefill wrote there, until the blocks are given back.
+        Evicting moves survivors to `skip` and what follows, so what stands before the least skip of
+        the first eviction is what prefill wrote there, until the blocks are given back.
         """
         if not self.evicts:
             return None
-        return 0 if self.pieces else int(self.skip.min())
+        return 0 if self.pieces else int(self.first.skip.min())
+
+    @property
+    def exact_tokens(self) -> int:
+        """The first tokens whose KV is that of the full cache, where there is an eviction."""
+        return self.first.prompt_len
 
     @cached_property
     def blocks_behind(self) -> IntArray:
-        """Whole blocks of the prompt that the eviction at its end writes to, `[num_layers]`."""
+        """Whole blocks of the tokens so far that this eviction writes to, `[num_layers]`."""
         return _read_only(self.prompt_len // self.block_size - self.skip // self.block_size)
 
     def most_blocks_behind(self) -> int:
-        """`blocks_behind` of all layers."""
-        return int(self.blocks_behind.sum())
+        """`blocks_behind` of the first eviction, all layers together."""
+        return int(self.first.blocks_behind.sum())
 
     @cached_property
     def held(self) -> IntArray:
@@ -263,6 +357,9 @@ class OpenPlan:
     exact: bool
     fill_blocks: bool
     least: int = 0
+    inner: ClassVar[tuple[RetentionPlan, ...]] = ()
+    inner_points: ClassVar[tuple[int, int]] = (0, 0)
+    end_number: ClassVar[int] = 1
     every: ClassVar[int] = 0
     pieces: ClassVar[tuple[Piece, ...]] = ()
     is_open: ClassVar[Literal[True]] = True
@@ -298,6 +395,20 @@ class OpenPlan:
     def piece_at(self, computed: int) -> None:
         """See `RetentionPlan.piece_at`."""
         return
+
+    @property
+    def first(self) -> OpenPlan:
+        """See `RetentionPlan.first`."""
+        return self
+
+    @property
+    def exact_tokens(self) -> int:
+        """See `RetentionPlan.exact_tokens`."""
+        return self.prompt_len
+
+    def most_blocks(self, tokens: int, block_sizes: npt.NDArray[Any], late: int = 0) -> IntArray:
+        """See `RetentionPlan.most_blocks`; what it will give back is not known yet."""
+        return self.estimate().most_blocks(tokens, block_sizes, late)
 
     @property
     def untouched(self) -> int:
@@ -389,7 +500,7 @@ class Eviction(NamedTuple):
         tokens: evicted now, summed over all layers.
         keep: tokens that the policy keeps in each layer, where they were solved from the prompt's
             scores; None where the scheduler knows them.
-        number: which eviction of the request, see `RetentionPlan.evictions_by`.
+        number: which eviction of the request, see `RetentionPlan.end_number`.
     """
 
     tokens: int

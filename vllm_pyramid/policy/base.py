@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy: five parts and a budget.
+"""A policy: its parts and a budget.
 
 A policy answers, as a pure function of the prompt's length, how many tokens each layer keeps, or,
 where that depends on the prompt's attention, how many all of them together; its parts say which. It
@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from vllm_pyramid.methods.allocator import Allocator
+from vllm_pyramid.methods.chunk import Chunk, EvictionPoints
 from vllm_pyramid.methods.component import Component
 from vllm_pyramid.methods.curves import UniformAllocator
 from vllm_pyramid.methods.kinds import parse_component
@@ -47,7 +48,7 @@ TRACE_WINDOW = 8
 DEFAULT_MIN_TOKENS = 256
 # Base classes of the sections of a preset.
 SECTIONS: dict[str, type[Component]] = {
-    base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values)
+    base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk)
 }
 
 
@@ -71,7 +72,8 @@ class Policy(BaseModel):
             are kept whole; None: what the server is set to. A budget in tokens is what it says.
         fill_blocks: fill the room that rounding to blocks leaves with the next best tokens (same
             memory) instead of keeping exactly the paper's number.
-        scorer, allocator, selector, schedule, values: the parts, see `vllm_pyramid.methods`.
+        scorer, allocator, selector, schedule, values, chunk: the parts, see
+            `vllm_pyramid.methods`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -99,6 +101,9 @@ class Policy(BaseModel):
     values: Annotated[SerializeAsAny[Values], _parsed_by(Values)] = Field(
         default_factory=DeviceValues
     )
+    chunk: Annotated[SerializeAsAny[EvictionPoints], _parsed_by(Chunk)] = Field(
+        default_factory=EvictionPoints
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
@@ -118,7 +123,19 @@ class Policy(BaseModel):
     @property
     def parts(self) -> tuple[Component, ...]:
         """All parts, in the order in which their hooks are called."""
-        return (self.scorer, self.allocator, self.selector, self.schedule, self.values)
+        return (
+            self.scorer,
+            self.allocator,
+            self.selector,
+            self.schedule,
+            self.values,
+            self.chunk,
+        )
+
+    @cached_property
+    def inside(self) -> Policy | None:
+        """The policy that evicts at points inside the prompt; None: nothing does."""
+        return self.chunk.inside(self)
 
     # As data ------------------------------------------------------------------------------------
 
@@ -196,7 +213,7 @@ class Policy(BaseModel):
             return 0
         if plan.untouched is None:
             return plan.prompt_len if self.splits_at_prompt_end else None
-        return plan.prompt_len if self.copies_blocks else plan.untouched
+        return plan.exact_tokens if self.copies_blocks else plan.untouched
 
     @property
     def copies_blocks(self) -> bool:
@@ -251,14 +268,30 @@ class Policy(BaseModel):
             A `RetentionPlan`; where the lengths depend on the prompt's scores and it may be
             shortened, an `OpenPlan`, from which the solved lengths make a `RetentionPlan`. Where
             prompts are thinned between layers, the plan has pieces, and the mean of its `keep` is
-            what the method's schedule comes to. What is kept at evictions after the prompt's end
-            is in `RetentionPlan.after`.
+            what the method's schedule comes to. What is kept at evictions inside the prompt and
+            after its end is in `RetentionPlan.after`.
 
         Raises:
             ValueError: a part is made for another number of layers.
         """
         budget = (budget or self.budget).with_floor(self.min_tokens)
         return _plan(self, prompt_len, num_layers, block_size, budget)
+
+    def most_blocks(self, longest: int, num_layers: int, block_size: int) -> IntArray:
+        """Blocks of each layer when all together hold most, of the worst prompt of such a length.
+
+        Args:
+            longest: tokens that a prompt has at most. block_size: of K and V.
+
+        Returns:
+            `[num_layers]`; their sum is what a pool must have.
+        """
+        sizes = self.block_sizes(num_layers, block_size)
+        most = [
+            self.plan(length, num_layers, int(sizes.max())).most_blocks(length, sizes)
+            for length in {longest, self.chunk.worst_length(self, longest)}
+        ]
+        return max(most, key=lambda blocks: int(blocks.sum()))
 
     # In the engine ------------------------------------------------------------------------------
 
@@ -279,4 +312,5 @@ def _plan(
 ) -> Plan:
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
     policy.check_layers(num_layers)
-    return policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
+    plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
+    return policy.chunk.plan(policy, plan)

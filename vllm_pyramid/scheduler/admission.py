@@ -155,7 +155,8 @@ class Admission:
 
     def evicted(self, request_id: str, settled: RetentionPlan, number: int) -> None:
         """The worker has evicted: from now on it is known exactly what the request gives back."""
-        self._table[self._rows[request_id], 5] = self._given_back(settled, number)
+        if number >= settled.end_number:
+            self._table[self._rows[request_id], 5] = self._given_back(settled, number)
 
     def ended(self, request: Request) -> None:
         """A request has ended, whether it ever ran or not."""
@@ -178,19 +179,24 @@ class Admission:
             row = self._rows[request.request_id] = self._unused.pop()
         least, most = answer_bounds(request, self._max_model_len)
         plan = plan.estimate()
-        # All pieces but the last, which is the rest, are as long as the first.
+        # All pieces but the last, which is the rest, are as long as the first; so are chunks.
         chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces[:1])])
-        # One that evicted while it generated comes back without ever holding all of it again; heads
-        # come back some steps late, and up to `every` tokens are computed in each.
-        whole = self._coordinator.most_held(request.request_id, request.num_tokens)
-        whole = min(whole + self._lag * plan.every, request.num_tokens)
+        if plan.inner:
+            chunk = min(chunk, plan.inner_points[1])
+        # One that evicts inside its prompt, or evicted while it generated, never holds all of it;
+        # heads come back some steps late, and so many tokens are computed in each. A running
+        # request waits for what it gives back itself, so inside the prompt nothing is late.
+        whole = UNBOUNDED
+        if plan.inner or plan.every:
+            late = self._lag * plan.every
+            whole = self._coordinator.most_blocks(request.request_id, request.num_tokens, late)
         self._table[row] = (
             request.num_prompt_tokens,
             least,
             most,
             request.num_tokens,
             chunk,
-            self._given_back(plan, 1),
+            self._given_back(plan, plan.end_number),
             self._bound(plan, request.num_prompt_tokens + most - 1),
             whole,
         )
@@ -218,7 +224,7 @@ class Admission:
         steps is held whole until the latest step in which it may be done, and grows from the first.
         """
         pool, blocks_of = self._coordinator.usable_blocks, self._coordinator.whole_blocks
-        prompt, least, most, target, chunk, given_back, bound, most_whole = self._table[rows].T
+        prompt, least, most, target, chunk, given_back, bound, peak = self._table[rows].T
         computed = np.array(computed_tokens)
         in_prompt = computed < target
         done = np.where(in_prompt, target, computed + 1)  # tokens with a place after step 0
@@ -226,7 +232,7 @@ class Admission:
         end = np.maximum(end, done)
 
         is_whole = in_prompt | (computed - np.array(in_flight) < prompt)
-        whole = blocks_of(np.minimum(most_whole + 1 + self._lag, end))
+        whole = np.minimum(blocks_of(np.minimum(target + 1 + self._lag, end)), peak)
         at_end = np.minimum(blocks_of(end) - given_back, bound)
         if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
             return True  # whatever comes when

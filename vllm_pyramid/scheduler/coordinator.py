@@ -21,6 +21,7 @@ import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import block_pool
 from vllm_pyramid.plans import Eviction, IntArray, Plan, RetentionPlan
@@ -103,7 +104,7 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
             policy, min_tokens, shareable, reusable: what the plan is of; see `SchedulerRequest`.
         """
         assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
-        due = plan.prompt_len if plan.evicts else None
+        due = plan.exact_tokens if plan.evicts else None
         self._requests[request_id] = SchedulerRequest(
             plan, policy, min_tokens, shareable, reusable, due=due
         )
@@ -147,7 +148,7 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
             settled = _settled(request_id, request.plan, eviction.keep)
         number = eviction.number
         gone = np.zeros_like(settled.skip)
-        if number == 1 or (settled.every and number > before):
+        if number > before:
             gone = settled.skip_after(number) - settled.skip_after(before)
         expected = int(gone.sum())
         if eviction.tokens != expected:
@@ -198,8 +199,6 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         if request_id == self.refused:
             self.refused = None
             return self.block_pool.num_gpu_blocks + 1
-        if apply_admission_cap:
-            num_tokens = min(num_tokens, self.most_held(request_id, num_tokens))
         request = self._known(request_id)
         have, need = request.num_blocks, cdiv(num_tokens, self.block_size)
         if request.hit:
@@ -210,23 +209,39 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
             layers * (cdiv(need, ratio) - cdiv(have, ratio))
             for ratio, layers in self._layers_of_ratio.items()
         )
+        if apply_admission_cap and request.plan is not None:
+            blocks = min(blocks, self.most_blocks(request_id, num_tokens))
         if request.hit and blocks <= self.block_pool.get_num_free_blocks():
             # Shared blocks that nobody uses count as free, and will not any more.
             blocks += self.block_pool.idle_blocks(request.hit[: self._shared_rows(request)])
         return blocks
 
-    def most_held(self, request_id: str, num_tokens: int) -> int:
-        """Tokens that a layer holds at most while so many of a request are computed."""
-        plan = self._known(request_id).plan
-        if plan is None or not plan.every:
-            return num_tokens
-        number = plan.evictions_by(num_tokens)
-        if number == 0:
-            return num_tokens
-        # What is held grows with the evictions until it is the budget; between two of them, `every`
-        # tokens come, and the first block may be filled in part.
-        held = int(plan.after(number).held.max()) + plan.every + int(self.block_sizes.max())
-        return max(plan.prompt_len, held)
+    def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> int:
+        """Blocks that all layers hold at most until so many tokens of a request are computed.
+
+        Args:
+            late: see `RetentionPlan.most_blocks`.
+        """
+        plan = self.plan_of(request_id)
+        if not (plan.inner or plan.every) or num_tokens < plan.prompt_len:
+            return int((-(-num_tokens // self.block_sizes)).sum())
+        return int(plan.most_blocks(num_tokens, self.block_sizes, late).sum())
+
+    def waits_for_blocks(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request lacks blocks that its own last eviction is about to give back.
+
+        Their step is under way. To preempt for them would be wrong: a request alone in the pool
+        would throw out itself, come to the same point again, and never get further.
+
+        Args:
+            num_tokens: that it is to have computed after the next step.
+        """
+        known = self._requests[request.request_id]
+        computed = request.num_computed_tokens
+        if known.due is None or not computed - request.num_in_flight_tokens < known.due <= computed:
+            return False
+        needed = self.get_num_blocks_to_allocate(request.request_id, num_tokens)
+        return needed > self.block_pool.get_num_free_blocks()
 
     def allocate_new_computed_blocks(
         self,
@@ -398,12 +413,15 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         """Blocks of the pool that are free or a request's: all but what somebody keeps back."""
         return self.block_pool.get_num_free_blocks() + int(self.held_blocks.sum())
 
+    @property
+    def full_block_size(self) -> int:
+        """Tokens of a block of K and V."""
+        size: int = self.single_type_managers[0].kv_cache_spec.full_block_size
+        return size
+
     def full_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens take where nothing is evicted and V is on the device."""
-        return sum(
-            cdiv(num_tokens, manager.kv_cache_spec.full_block_size)
-            for manager in self.single_type_managers
-        )
+        return self.num_layers * cdiv(num_tokens, self.full_block_size)
 
     def blocks_held(self, request_id: str) -> list[int]:
         """Blocks the request holds, per layer, counted from its block lists."""

@@ -27,6 +27,7 @@ from vllm_pyramid.request_config import (
     hashable,
     with_allocator,
 )
+from vllm_pyramid.request_fit import Pool, check_fit
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 from vllm_pyramid.scheduler.request import NoBlocks
@@ -39,9 +40,9 @@ class PyramidSchedulerMixin(SchedulerPoints):
 
     - a request's plan (what every layer keeps) is made when it arrives; where the lengths depend on
       its scores it stays open until the worker has solved them;
-    - a chunk never crosses the end of the prompt or a later eviction, so a preempted request that
-      comes back with generated tokens evicts where it did the first time, and never leaves a last
-      prompt chunk shorter than the observation window;
+    - a chunk never crosses an eviction inside the prompt, at its end or later, so a preempted
+      request that comes back with generated tokens evicts where it did the first time, and never
+      leaves a last prompt chunk shorter than the observation window;
     - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
     - of a prefix that is in the cache, a request shares what it may share and gets copies of the
       rest, but for the queries that score it; what its eviction overwrites is copied first;
@@ -65,7 +66,15 @@ class PyramidSchedulerMixin(SchedulerPoints):
         assert settings is not None, "this scheduler is only chosen when a policy was asked for"
         self.kv_policy = settings.policy
         self._min_last_chunk = settings.min_last_chunk
+        inside = self.kv_policy.inside
+        self._min_inner_chunk = 0 if inside is None else inside.min_last_chunk
         self.hooks = self.kv_policy.scheduler_hooks(self.coordinator.num_layers)
+        self._pool = Pool(
+            coordinator.num_layers,
+            coordinator.full_block_size,
+            self.kv_cache_config.num_blocks - 1,
+            self.max_model_len,
+        )
         self._admission = None
         if settings.forecasts:
             self._admission = Admission(
@@ -77,7 +86,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
                 lag=self.vllm_config.max_concurrent_batches - 1,
             )
         self._sent_stats: dict[str, Any] | None = None
-        # Requests whose prompt may end in the step being scheduled.
+        # Requests that may come to their first eviction in the step being scheduled.
         self._evicting: list[Request] = []
         self._log_capacity()
 
@@ -109,6 +118,18 @@ class PyramidSchedulerMixin(SchedulerPoints):
             total / kept,
             "evicted" if plan.evicts else "with this policy",
         )
+        if plan.inner:
+            peak = self.kv_policy.most_blocks(
+                length, self.coordinator.num_layers, self._pool.block_size
+            )
+            logger.info(
+                "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
+                "up to %d tokens never holds more than %d blocks",
+                self.kv_policy.name,
+                *reversed(plan.inner_points),
+                length,
+                peak.sum(),
+            )
 
     def add_request(self, request: Request) -> None:
         """Plan what the request keeps, then queue it."""
@@ -141,7 +162,12 @@ class PyramidSchedulerMixin(SchedulerPoints):
         if params is None:
             return ServedRequest(self.kv_policy)
         try:
-            return check_request(self.kv_policy, params)
+            served = check_request(self.kv_policy, params)
+            if self.kv_policy.inside is not None:
+                limited = copy.copy(params)
+                check_fit(served, request.num_prompt_tokens, limited, self._pool)
+                request.max_tokens = limited.max_tokens
+            return served
         except ValueError as reason:
             request.sampling_params = copy.copy(params)
             request.sampling_params.extra_args = None  # the worker would follow it
@@ -190,7 +216,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
             return empty, 0
         plan = self.coordinator.plan_of(request.request_id)
         if plan.evicts:
-            most = min(most, plan.prompt_len - self._min_last_chunk)
+            least = self._min_inner_chunk if plan.inner else self._min_last_chunk
+            most = min(most, plan.exact_tokens - least)
         tokens = self.coordinator.cached_tokens(request, max(most, 0))
         return (self._hit if tokens else empty), tokens
 
@@ -216,6 +243,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
             or self._admission.admits(request, plan, computed, self.running)
         ):
             chunk = self._chunk(request, plan, computed, tokens)
+            if not waits and self.coordinator.waits_for_blocks(request, computed + chunk):
+                return 0
             if chunk or not waits:
                 return chunk
         self.coordinator.refused = request.request_id
@@ -235,10 +264,11 @@ class PyramidSchedulerMixin(SchedulerPoints):
             return piece.tokens if tokens >= piece.tokens else 0
         tokens = min(tokens, stop - computed)
         left = stop - computed - tokens
-        if left == 0 and computed < plan.prompt_len:
+        if left == 0 and stop == plan.exact_tokens:
             self._evicting.append(request)
-        if computed < plan.prompt_len and 0 < left < self._min_last_chunk:
-            tokens -= self._min_last_chunk - left
+        least = self._min_inner_chunk if stop < plan.prompt_len else self._min_last_chunk
+        if computed < plan.prompt_len and 0 < left < least:
+            tokens -= least - left
         return max(tokens, 0)
 
     def update_from_output(
@@ -286,9 +316,11 @@ class PyramidSchedulerMixin(SchedulerPoints):
         }
         settled = self.coordinator.confirmed_plan(request.request_id)
         if settled is not None:
-            if settled.every:
+            if settled.inner:
+                report["inner_evictions"] = len(settled.inner)
+            number = self.coordinator.confirmed_number(request.request_id)
+            if number != settled.end_number:
                 # Everything below is of the latest eviction, when so many tokens were computed.
-                number = self.coordinator.confirmed_number(request.request_id)
                 settled = settled.after(number)
                 report["kv_budget"] = settled.budget_tokens
                 report["computed_tokens"] = settled.prompt_len

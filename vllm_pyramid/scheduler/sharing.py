@@ -93,7 +93,7 @@ class PrefixSharing:
         """Set blocks aside for what the evictions in the step just scheduled will overwrite.
 
         Args:
-            requests: whose prompts end in it.
+            requests: that come to their first eviction in it.
 
         Returns:
             By request, ids of blocks for the worker to copy to (`StepEvictions.copies`), as many as
@@ -117,7 +117,7 @@ class PrefixSharing:
         plan, first = known.plan, len(known.rows)
         if plan is None or known.left is not None or known.reusable in (0, known.shareable):
             return None
-        hashes = self._prefixes.hashes(request)[: plan.prompt_len // self._prefixes.tokens]
+        hashes = self._prefixes.hashes(request)[: plan.exact_tokens // self._prefixes.tokens]
         if self.block_pool.longest(hashes) < len(hashes):
             return request.request_id, plan, first, hashes[first:]
         for block_hash in reversed(hashes[first:]):  # of an earlier request, and used again
@@ -150,7 +150,7 @@ class PrefixSharing:
             self.block_pool.free_blocks(copies or ())
             return np.zeros(self.num_layers, np.int64)
         return self._prefixes.leave_behind(
-            request_id, left.first, left.hashes, settled.skip, copies
+            request_id, left.first, left.hashes, settled.first.skip, copies
         )
 
     def _withdraw_rows(self, request_id: str, request: SchedulerRequest) -> None:

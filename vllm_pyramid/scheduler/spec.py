@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Self
 
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_pyramid.compat.cache import register_stock_specs
+from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
 
 
@@ -18,16 +20,32 @@ class LayerKVCacheSpec(FullAttentionSpec):
     """Full attention whose blocks belong to one layer alone.
 
     Layers of this spec never share a KV cache group, so each has a block table of its own; their
-    pages have one size and come from one pool. The memory check stays that of the full length,
-    because prefill holds the whole prompt in every layer before it evicts.
+    pages have one size and come from one pool.
+
+    Attributes:
+        layer_idx: from the bottom. num_layers: of the model.
     """
 
     layer_idx: int
+    num_layers: int
 
     @property
     def full_block_size(self) -> int:
         """Tokens of a page that holds K and V: what `full` fits into one of this layer's pages."""
         return self.block_size
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """What a prompt of the greatest length takes of this layer, when all together hold most.
+
+        That is all of it, where nothing is evicted before its end. vLLM's check at start-up, the
+        length that fits and the concurrency that it prints go by this.
+        """
+        settings = ServedSettings.of(vllm_config)
+        if settings is None or settings.policy.inside is None:
+            return super().max_memory_usage_bytes(vllm_config)
+        longest = vllm_config.model_config.max_model_len
+        blocks = settings.policy.most_blocks(longest, self.num_layers, self.full_block_size)
+        return int(blocks[self.layer_idx]) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:

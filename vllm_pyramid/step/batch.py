@@ -33,7 +33,8 @@ class EvictionBatch:
     of that block were evicted before.
 
     Attributes:
-        call: the layer's attention. policy: the engine's.
+        call: the layer's attention.
+        policy: what evicts: the engine's, or inside prompts the one that it has for there.
         evictions: of the step. chosen: `[S]` indices into them.
         tables: `[S, M]` int32. query_ends: `[S]` int32, one behind a request's last query.
         lens: `[S]` int32, tokens in the tables. deads: `[S]` int32. keeps: `[S]` int32, that stay.
@@ -175,7 +176,7 @@ class EvictionBatch:
             block_row=self.tables[row],
             start=int(self.host_deads[row]),
             logit_sinks=call.softmax.sinks,
-            at_prompt_end=self.evictions.numbers[self.chosen[row]] == 1,
+            whole=self.evictions.numbers[self.chosen[row]] == 1,
             last_position=int(self.evictions.prompt_lens[self.chosen[row]]) - 1,
             prompt_len=int(self.evictions.of_prompts[self.chosen[row]]),
             rotary=call.rotary,

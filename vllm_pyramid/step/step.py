@@ -81,11 +81,12 @@ class StepEvictions:
         request_ids: E names.
         rows: `[E]` int64, their rows of the batch.
         query_ends: `[E]` int32, one behind their last query in the step's query tensor.
-        query_lens: `[E]` int32, their queries in the step: at a prompt's end, its last chunk.
-        prompt_lens: `[E]` int32, tokens computed after the step: the prompt's, or more if the
-            eviction is a later one.
+        query_lens: `[E]` int32, their queries in the step: in a prompt, the chunk up to here.
+        prompt_lens: `[E]` int32, tokens computed after the step: the prompt's, fewer if the
+            eviction is one inside it, more if it is a later one.
         plans: E plans of this eviction; open ones until they are solved in this step.
-        numbers: E numbers of the evictions, 1 at a prompt's end; None: all of them are that.
+        numbers: E numbers of the evictions, see `RetentionPlan.end_number`; not given: 1.
+        from_end: `[E]` the same, counted from that at the prompt's end: negative inside it.
         befores: `[L, E]` int32, skips that held until now; None: no skips.
         helds: `[L, E]` int32, tokens that stay in each layer; all of them while a plan is open.
         budgets: `[E]` int32, mean tokens a layer; what an open plan came to, once it is solved.
@@ -95,7 +96,7 @@ class StepEvictions:
         tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
         of_prompts: `[E]` int32, tokens of the prompts; not given: `prompt_lens`.
         block_size: tokens of the largest cache block.
-        copies: E lists of blocks that take copies of what an eviction at a prompt's end overwrites,
+        copies: E lists of blocks that take copies of what a request's first eviction overwrites,
             layer by layer (`RetentionPlan.blocks_behind`); None where nothing is to be copied.
     """
 
@@ -106,6 +107,7 @@ class StepEvictions:
     prompt_lens: IntArray
     plans: list[Plan]
     numbers: list[int] = field(default_factory=list)
+    from_end: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     befores: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     of_prompts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     block_size: int = 16
@@ -126,6 +128,8 @@ class StepEvictions:
         self._copies_on_device: dict[int, torch.Tensor] = {}
         self.helds = np.stack([plan.held for plan in self.plans], axis=1)
         self.numbers = self.numbers or [1] * len(self.plans)
+        if not self.from_end.size:
+            self.from_end = np.zeros(len(self.plans), np.int64)
         if not self.of_prompts.size:
             self.of_prompts = self.prompt_lens
         if not self.befores.size:
@@ -186,9 +190,9 @@ class StepEvictions:
         )
 
     def copy_blocks(self, call: LayerCall, indices: Iterable[int]) -> None:
-        """Copy what these evictions will overwrite in a layer, whole blocks up to the prompt's end.
+        """Copy what these evictions will overwrite in a layer, whole blocks up to their last token.
 
-        Where a layer keeps everything that is all of the prompt: the request goes on with it.
+        Where a layer keeps everything that is all of it: the request goes on with it.
         """
         if not any(self.copies):
             return
@@ -252,6 +256,7 @@ class Step:
         prompt_lens, computed, scheduled: `[R]` tokens of the prompts, computed before the step, and
             of the step.
         numbers: `[R]` of each request's latest eviction, before the step.
+        inner: `[R, 3]` evictions inside the prompt, tokens at the first of them, and between two.
         every: `[R]` tokens between two evictions, or 0. may_evict: `[R]` whether the plan evicts.
         layout: where layers compute different tokens; None: all compute all of the step's.
         wants_log_sum_exp: whether attention is to write its log-sum-exp, where it can.
@@ -264,6 +269,7 @@ class Step:
     computed: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     scheduled: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     numbers: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    inner: Numbers = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     every: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     may_evict: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     layout: StepLayout | None = None
@@ -273,6 +279,11 @@ class Step:
     def nothing(cls, num_layers: int, num_reqs: int) -> Step:
         """A step in which every request has its whole cache and none ends its prompt."""
         return cls(np.zeros((num_layers, num_reqs), np.int32))
+
+    def next_inner(self) -> Numbers:
+        """`[R]` tokens at each request's next eviction inside its prompt; -1 where none comes."""
+        count, first, distance = self.inner.T
+        return np.where(self.numbers < count, first + self.numbers * distance, -1)
 
     def view(self, call: LayerCall, policy: Policy, row: int, first_query: int) -> LayerView | None:
         """A request of the step with its queries from position `first_query` on, or None.
@@ -304,7 +315,7 @@ class Step:
             block_row=call.block_table[row],
             start=skip % size if call.shifted else skip,
             logit_sinks=call.softmax.sinks,
-            at_prompt_end=bool(self.numbers[row] == 0),
+            whole=bool(self.numbers[row] == 0),
             last_position=computed + scheduled - 1,
             prompt_len=int(self.prompt_lens[row]),
             rotary=call.rotary,

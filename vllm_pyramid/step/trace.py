@@ -37,9 +37,10 @@ class TraceWriter:
     has characters that a file's cannot have, is shortened and gets a checksum. A request that is
     preempted and evicts again replaces its files.
 
-    A policy that evicts during generation too adds a file for each later eviction, named
-    `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence,
-    `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN.
+    A policy that evicts inside the prompt or during generation too adds a file for each of these
+    evictions, named `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole
+    sequence, `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN (also at the
+    end of a prompt that was evicted from before: nobody has its full attention).
 
     Args:
         folder: made if need be. num_kv_heads: of each layer, on this rank.
@@ -107,7 +108,8 @@ class TraceWriter:
         for index, request_id in enumerate(evictions.request_ids):
             layers = self._open.pop(request_id, {})
             end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
-            arrays: dict[str, Any] = {"prompt_len" if number == 1 else "computed": end}
+            of_prompt = evictions.from_end[index] == 0
+            arrays: dict[str, Any] = {"prompt_len" if of_prompt else "computed": end}
             placed = self._placed.pop(request_id, None)
             for layer, heads in enumerate(self.num_kv_heads):
                 if placed is not None:
@@ -116,13 +118,13 @@ class TraceWriter:
                 elif layer not in layers:
                     layers[layer] = (
                         self._held_before(evictions, index, layer),
-                        np.full(heads, 1.0 if number == 1 else np.nan, np.float32),
+                        np.full(heads, 1.0 if of_prompt and number == 1 else np.nan, np.float32),
                     )
                 arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = layers[layer]
             plan = evictions.plans[index]
-            if number > 1 or plan.every:
+            if not of_prompt or plan.every:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
-            name = _file_name(request_id) + ("" if number == 1 else f"@{end}") + self.suffix
+            name = _file_name(request_id) + ("" if of_prompt else f"@{end}") + self.suffix
             partial = self.folder / f".{name}.part"
             with partial.open("wb") as file:
                 np.savez_compressed(

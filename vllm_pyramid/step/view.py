@@ -36,8 +36,8 @@ class LayerView:
             stands at the last token. W is at least `window` where the scorer needs queries.
         key_cache, value_cache, block_row, start: where the tokens lie; see `keys` and `values`.
         logit_sinks: `[H]` learned sinks, or None.
-        at_prompt_end: whether nothing was evicted before: then the T tokens are the request's
-            first ones, and a token's place is its position.
+        whole: whether nothing was evicted before: then the T tokens are the request's first ones,
+            and a token's place is its position.
         last_position: of the last query. prompt_len: tokens of the prompt.
         rotary: of the layer; None where it has none. knows_rotary: whether it was asked for.
         ranks: that share the heads; None for one.
@@ -60,7 +60,7 @@ class LayerView:
     block_row: torch.Tensor
     start: int = 0
     logit_sinks: torch.Tensor | None = None
-    at_prompt_end: bool = True
+    whole: bool = True
     last_position: int = 0
     prompt_len: int = 0
     rotary: Rotary | None = None
@@ -83,7 +83,7 @@ class LayerView:
 
     @property
     def places(self) -> torch.Tensor:
-        """`[T]`: 0 .. T - 1; the positions of the tokens at a prompt's end."""
+        """`[T]`: 0 .. T - 1; the positions of the tokens where `whole` is true."""
         return torch.arange(self.num_tokens, device=self.queries.device)
 
     @property

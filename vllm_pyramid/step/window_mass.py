@@ -24,9 +24,9 @@ class WindowMass:
 
     Attributes:
         window: queries it is summed over.
-        rows: `[E]` int64 on the host, which of the S requests have it: those whose prompt ends, if
-            its last chunk had enough queries; fewer come only with prompts that are shorter than
-            the window.
+        rows: `[E]` int64 on the host, which of the S requests have it: those whose prompt ends and
+            was whole, if its last chunk had enough queries; fewer come only with prompts that are
+            shorter than the window.
         mass: `[E, G, >= context]` float32, None if E is 0.
     """
 
@@ -58,7 +58,8 @@ def window_mass(batch: EvictionBatch) -> WindowMass:
     """The mass of one layer for the requests of `batch`."""
     call, evictions, window = batch.call, batch.evictions, batch.policy.trace_window
     lens = evictions.prompt_lens[batch.chosen]
-    at_prompt_end = np.array(evictions.numbers)[batch.chosen] == 1
+    of_whole = np.array(evictions.numbers)[batch.chosen] == 1
+    at_prompt_end = of_whole & (evictions.from_end[batch.chosen] == 0)
     enough = (evictions.query_lens[batch.chosen] >= window) & (lens > window)
     rows = np.flatnonzero(at_prompt_end & enough)
     if rows.size == 0:

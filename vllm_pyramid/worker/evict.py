@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_pyramid.methods.hooks import WorkerHooks
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.step.call import LayerCall
@@ -22,17 +25,31 @@ def evict_layer(
 ) -> None:
     """Move the survivors of every request that evicts in this step to the tail of its range.
 
-    Runs after the layer's attention, so the prompt was attended to in full. Prompts whose lengths
-    are solved still hold everything here; who solves them evicts from them, in all layers together.
+    Runs after the layer's attention, so all that it had was attended to. Prompts whose lengths are
+    solved still hold everything here; who solves them evicts from them, in all layers together.
 
     Args:
         hooks: of the methods at work: one of them may have gathered scores.
     """
     evictions.copy_blocks(call, evictions.known)
     shortened = evictions.chosen(call.layer)
-    if shortened.size == 0:
-        return
-    batch = evictions.batch(call, policy, shortened)
+    inside = evictions.from_end[shortened] < 0
+    for chooses, chosen in ((policy, shortened[~inside]), (policy.inside, shortened[inside])):
+        if chosen.size:
+            assert chooses is not None
+            _shorten(chooses, call, evictions, chosen, hooks, trace)
+
+
+def _shorten(
+    policy: Policy,
+    call: LayerCall,
+    evictions: StepEvictions,
+    chosen: npt.NDArray[np.int64],
+    hooks: Sequence[WorkerHooks],
+    trace: TraceWriter | None,
+) -> None:
+    """The requests `chosen`, `[S]` indices, go by one policy."""
+    batch = evictions.batch(call, policy, chosen)
     mass = window_mass(batch) if trace is not None else None
     gathered = (method.scores(batch) for method in hooks)
     scores = next((found for found in gathered if found is not None), None)

@@ -3,8 +3,8 @@
 
 The worker is never told which blocks were freed. It needs no telling: the skip of a layer follows
 from the request's plan and the tokens computed before the step began. So preemption resets it by
-itself. A request evicts at the end of its prompt and, where the plan says so, every so many tokens
-after it; a step never computes tokens on both sides of such a point.
+itself. A request evicts at the end of its prompt and, where the plan says so, at points inside it
+and every so many tokens after it; a step never computes tokens on both sides of such a point.
 
 A plan is a function of the prompt length, on which scheduler and workers agree without a message,
 or it is open until the step that ends the prompt solves it (`methods/solved`). The worker then goes
@@ -60,6 +60,7 @@ class Retention:
         self._row_skips = np.zeros((max_num_reqs, num_layers), np.int32)
         self._row_number = np.zeros(max_num_reqs, np.int64)  # of the eviction that they are of
         self._row_every = np.zeros(max_num_reqs, np.int64)
+        self._row_inner = np.zeros((max_num_reqs, 3), np.int64)  # `Step.inner`
         self._row_evicts = np.zeros(max_num_reqs, bool)
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
@@ -101,6 +102,7 @@ class Retention:
             if self._row_plan[row] is not plan:
                 self._row_plan[row] = plan
                 self._row_every[row] = plan.every
+                self._row_inner[row] = (len(plan.inner), *plan.inner_points)
                 self._row_evicts[row] = plan.evicts
                 self._row_number[row] = -1
         before = self._numbers(prompt_lens, computed)
@@ -121,6 +123,7 @@ class Retention:
             computed,
             scheduled,
             before,
+            self._row_inner[:num_reqs],
             self._row_every[:num_reqs],
             self._row_evicts[:num_reqs],
         )
@@ -131,9 +134,11 @@ class Retention:
     def _numbers(self, prompt_lens: IntArray, computed: IntArray) -> npt.NDArray[np.int64]:
         """`RetentionPlan.evictions_by` of all rows: `[R]`."""
         every = self._row_every[: len(computed)]
+        count, first, distance = self._row_inner[: len(computed)].T
         past = computed.astype(np.int64) - prompt_lens
         later = np.where(every > 0, past // np.maximum(every, 1), 0)
-        return np.where(past >= 0, 1 + later, 0)
+        inner = (computed - first) // np.maximum(distance, 1) + 1
+        return np.where(past >= 0, count + 1 + later, np.clip(inner, 0, count))
 
     def _evictions(
         self,
@@ -151,20 +156,24 @@ class Retention:
             assert not plan.evicts or after[row] == plan.next_eviction(computed[row]), (
                 "a chunk crosses an eviction"
             )
-        if self.policy.scorer.needs_queries:
-            giving = ending[[plan.evicts for plan in plans]]
-            short = scheduled[giving] < self.policy.window
-            assert not short.any(), "a last prompt chunk is shorter than the observation window"
         of_ending = [int(numbers[row]) for row in ending]
-        ends = [plan.computed_at(number) for plan, number in zip(plans, of_ending, strict=True)]
+        pairs = list(zip(plans, of_ending, strict=True))
+        from_end = np.array([number - plan.end_number for plan, number in pairs])
+        giving = np.array([plan.evicts for plan in plans], bool)
+        for policy, there in ((self.policy, from_end >= 0), (self.policy.inside, from_end < 0)):
+            if policy is not None and policy.scorer.needs_queries:
+                short = scheduled[ending[giving & there]] < policy.window
+                assert not short.any(), "a last prompt chunk is shorter than the observation window"
+        ends = [plan.computed_at(number) for plan, number in pairs]
         return StepEvictions(
             request_ids=[requests[row].request_id for row in ending],
             rows=ending,
             query_ends=np.cumsum(scheduled, dtype=np.int32)[ending],
             query_lens=scheduled[ending].astype(np.int32),
             prompt_lens=np.array(ends, np.int32),
-            plans=[plan.after(number) for plan, number in zip(plans, of_ending, strict=True)],
+            plans=[plan.after(number) for plan, number in pairs],
             numbers=of_ending,
+            from_end=from_end,
             befores=skips[:, ending],
             of_prompts=np.array([requests[row].promised.prompt_len for row in ending], np.int32),
             block_size=self.block_size,

@@ -78,12 +78,18 @@ class KeyMass(WorkerHooks):
 
     def begin_step(self, step: Step) -> None:
         """Work out from which query on the next eviction of each request looks."""
-        every, before = step.every, step.numbers
-        point = step.prompt_lens + before * every
+        inner = step.next_inner()
+        past = np.maximum(step.numbers - step.inner[:, 0], 0)  # evictions at the end and behind it
+        point = step.prompt_lens + past * step.every
+        looks = (past == 0) | (step.every > 0)
+        if self.inside:
+            point, looks = inner, inner >= 0
+        elif self.policy.inside is not None and self.policy.inside.scorer == self.scorer:
+            point = np.where(inner >= 0, inner, point)
         first = np.zeros_like(point)
         if self.scorer.history is not None:
             first = np.maximum(point - self.scorer.history, 0)
-        looks = step.may_evict & ((before == 0) | (every > 0)) & self.counts(step)
+        looks = step.may_evict & looks & self.counts(step)
         self.first_queries = np.where(looks, first, NO_QUERY).astype(np.int32)
         self._uploaded = None
         step.wants_log_sum_exp = True  # saves the pass over K that would find it
@@ -145,6 +151,8 @@ class KeyMass(WorkerHooks):
 
     def scores(self, batch: EvictionBatch) -> torch.Tensor | None:
         """See the base."""
+        if batch.policy.scorer != self.scorer:
+            return None  # another one scores inside the prompt, or at its end
         entries = -(-batch.longest // self.pages.shape[2])
         return self.shared(self.gathered(batch.tables[:, :entries])) * self.scorer.sign
 

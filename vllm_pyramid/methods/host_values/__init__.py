@@ -67,7 +67,8 @@ class HostValues(Values):
             raise ValueError(
                 f"policy {policy.name!r} keeps V in host memory (values: host), which goes with "
                 "evictions at the prompt's end alone so far, by scores made there: its schedule is "
-                f"{policy.schedule.kind!r} and its scorer {policy.scorer.kind!r}"
+                f"{policy.schedule.kind!r}, its scorer {policy.scorer.kind!r}, and chunk.tokens "
+                f"{policy.chunk.tokens}"
             )
 
     def check_layers(self, num_layers: int) -> None:
