@@ -325,3 +325,39 @@ def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:
         (taken, free) = re.findall(r"memory: at most ([\d.]+) GiB.* of the ([\d.]+) GiB", text)[0]
         # 80 % of what is free, and what the worker has taken before it asks.
         assert 0.8 * float(free) <= float(taken) + 0.1 <= min(0.8 * float(free) + 2, float(free))
+
+
+def test_prompts_longer_than_the_cache(random_model: Path, tmp_path: Path) -> None:
+    """With evictions inside the prompt the model's length fits; what does not fit is refused."""
+    with serving(
+        random_model,
+        *("--kv-policy", "snapkv-chunked", "--kv-budget", "256"),
+        *("--kv-policy-args", '{"chunk.tokens": 256, "chunk.keep": 256}'),
+        *("--max-model-len", "auto", "--num-gpu-blocks-override", str(LAYERS * 40 + 1)),
+        *("--enforce-eager", "--max-num-seqs", "4", "--enable-prompt-tokens-details"),
+        log=tmp_path / "server.log",
+    ) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        (model,) = client.models.list().data
+        assert model.max_model_len == 8192
+        prompt = [8 + i % 500 for i in range(8000)]
+        answer = _complete(client, model.id, prompt=prompt)
+        report = answer.kv_transfer_params
+        assert answer.usage.prompt_tokens == 8000 and report["prompt_tokens"] == 8000
+        assert report["inner_evictions"] == 30 and max(report["kept_tokens"]) < 256 + BLOCK
+        # As many tokens as there may be: it ends where the pool does, or by itself.
+        answer = _complete(client, model.id, prompt=prompt, max_tokens=None)
+        assert answer.choices[0].finish_reason in ("length", "stop")
+        for changes, reason in (
+            (_xargs(kv_policy="full"), "holds up to 4000 blocks, and the pool has 320"),
+            (_xargs(kv_budget="50%"), "and the pool has 320"),
+            ({"prompt": [8] * 10, "max_tokens": 8000}, "lower max_tokens"),
+            ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                _complete(client, model.id, **{"prompt": prompt, **changes})
+            assert reason in caught.value.message
+        whole = _complete(client, model.id, prompt=prompt[:600], **_xargs(kv_policy="full"))
+        assert whole.kv_transfer_params["inner_evictions"] == 0
+        text = server.log.read_text()
+    assert "it evicts inside prompts, every 256 tokens" in text

@@ -48,6 +48,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": 24},
     "xkv": {"kv_policy": "xkv", "kv_budget": 24},
     "h2o": {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}},
+    "inside": {
+        "kv_policy": "pyramidkv",
+        "kv_budget": 24,
+        "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
+    },
     # Pages of two sizes, which vLLM's two runners lay out each in its own way.
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
 }
@@ -56,9 +61,12 @@ ENGINES = {
     "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu", ("pyramidkv", "kcache")),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "xkv", "h2o"),
+        ("pyramidkv", "xkv", "h2o", "inside"),
     ),
-    "first-attention": ("1", "attention", "vllm_pyramid.worker.backend_triton", ("pyramidkv",)),
+    "first-attention": (
+        *("1", "attention", "vllm_pyramid.worker.backend_triton"),
+        ("pyramidkv", "inside"),
+    ),
 }
 RUNS = [(name, policy) for name, (*_, policies) in ENGINES.items() for policy in policies]
 # Prompt length, generated tokens, step of arrival (even: see `child.py`), the request's own
@@ -146,7 +154,8 @@ def test_runner(
     # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it.
     assert result["one_tensor_of_tables"] == (triton == "attention")
     cached = [output["cached"] for output in result["outputs"]]
-    assert cached == [0, 0, 0, 0 if policy == "h2o" else 64]
+    # Inside prompts the first eviction is at 32 tokens, with a window of 8.
+    assert cached == [0, 0, 0, {"h2o": 0, "inside": 16}.get(policy, 64)]
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected[policy]
     _check_reports(policy, [report for _, report in outputs])

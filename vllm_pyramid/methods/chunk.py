@@ -11,7 +11,7 @@ E tokens. Points at which there is nothing to give yet are left out. At the prom
 evicts as always, of what is left.
 
 The queries before a point know nothing of the question at the prompt's end. So more is kept there
-than at the end, and another scorer may choose.
+than at the end, and another scorer chooses.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from vllm_pyramid.methods.component import Component
+from vllm_pyramid.methods.keydiff import KeyDiffScorer
 from vllm_pyramid.methods.kinds import parse_component
 from vllm_pyramid.methods.scorer import Scorer
 from vllm_pyramid.plans import Budget, Plan, RetentionPlan
@@ -55,7 +56,9 @@ class EvictionPoints(Chunk):
         keep: tokens kept per layer and KV head on average at a point, window and sinks included;
             at least the budget of the prompt in any case. None: E, or the budget where that is
             more.
-        scorer: what scores at points; None: the policy's.
+        scorer: what scores at points; None: the policy's. KeyDiff looks at keys alone, and was
+            made for prompts that are read in pieces (arXiv:2504.15364): scores of queries, which
+            know no question yet, lose what it will be about (docs/quality.md).
         window: tokens before a point that stay in any case, and whose queries score the others
             where the scorer needs queries; None: the policy's.
     """
@@ -63,7 +66,9 @@ class EvictionPoints(Chunk):
     kind: Literal["points"] = "points"
     tokens: int = Field(default=0, ge=0, lt=2**31)
     keep: int | None = Field(default=None, ge=1, lt=2**31)
-    scorer: Annotated[SerializeAsAny[Scorer] | None, BeforeValidator(_parse_scorer)] = None
+    scorer: Annotated[SerializeAsAny[Scorer] | None, BeforeValidator(_parse_scorer)] = Field(
+        default_factory=KeyDiffScorer
+    )
     window: int | None = Field(default=None, ge=0)
 
     def inside(self, policy: Policy) -> Policy | None:

@@ -278,7 +278,7 @@ class Policy(BaseModel):
         return _plan(self, prompt_len, num_layers, block_size, budget)
 
     def most_blocks(self, longest: int, num_layers: int, block_size: int) -> IntArray:
-        """Blocks of each layer when all together hold most, of the worst prompt of such a length.
+        """Blocks of each layer when all together hold most, whatever the prompt up to some length.
 
         Args:
             longest: tokens that a prompt has at most. block_size: of K and V.
@@ -291,7 +291,9 @@ class Policy(BaseModel):
             self.plan(length, num_layers, int(sizes.max())).most_blocks(length, sizes)
             for length in {longest, self.chunk.worst_length(self, longest)}
         ]
-        return max(most, key=lambda blocks: int(blocks.sum()))
+        # Where blocks begin in another prompt, a layer may touch one more.
+        blocks = max(most, key=lambda blocks: int(blocks.sum())) + (self.inside is not None)
+        return np.minimum(blocks, -(-longest // sizes)).astype(np.int32)
 
     # In the engine ------------------------------------------------------------------------------
 

@@ -231,16 +231,22 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         """Whether a running request lacks blocks that its own last eviction is about to give back.
 
         Their step is under way. To preempt for them would be wrong: a request alone in the pool
-        would throw out itself, come to the same point again, and never get further.
+        would throw out itself, come to the same point again, and never get further. What it can
+        give back now, it gives back.
 
         Args:
             num_tokens: that it is to have computed after the next step.
         """
-        known = self._requests[request.request_id]
-        computed = request.num_computed_tokens
-        if known.due is None or not computed - request.num_in_flight_tokens < known.due <= computed:
+        request_id, computed = request.request_id, request.num_computed_tokens
+        known = self._requests[request_id]
+        if known.due is None or computed < known.due:
+            return False  # nearly every request, every step
+        assert known.plan is not None
+        processed = computed - request.num_in_flight_tokens
+        self.remove_skipped_blocks(request_id, processed)
+        if known.plan.evictions_by(processed) == known.plan.evictions_by(computed):
             return False
-        needed = self.get_num_blocks_to_allocate(request.request_id, num_tokens)
+        needed = self.get_num_blocks_to_allocate(request_id, num_tokens)
         return needed > self.block_pool.get_num_free_blocks()
 
     def allocate_new_computed_blocks(

@@ -314,12 +314,14 @@ class PyramidSchedulerMixin(SchedulerPoints):
             "blocks_before": blocks_before,
             "blocks_after": int(whole.sum()),
         }
+        if self.kv_policy.inside is not None:
+            report["inner_evictions"] = len(plan.inner)
         settled = self.coordinator.confirmed_plan(request.request_id)
         if settled is not None:
-            if settled.inner:
-                report["inner_evictions"] = len(settled.inner)
             number = self.coordinator.confirmed_number(request.request_id)
-            if number != settled.end_number:
+            if request.num_computed_tokens >= plan.prompt_len:
+                number = max(number, settled.end_number)  # which may have had nothing to give
+            if settled.every or number != settled.end_number:
                 # Everything below is of the latest eviction, when so many tokens were computed.
                 settled = settled.after(number)
                 report["kv_budget"] = settled.budget_tokens

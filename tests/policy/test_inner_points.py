@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans with evictions inside the prompt, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.request_config import RequestKeys, resolve
+from vllm_pyramid.request_fit import Pool, check_fit
+
+pytestmark = pytest.mark.cpu
+
+LAYERS = 5
+
+
+def _plan(policy: Policy, prompt_len: int, block_size: int = 8) -> RetentionPlan:
+    plan = policy.plan(prompt_len, LAYERS, block_size)
+    assert isinstance(plan, RetentionPlan)
+    return plan
+
+
+POLICIES = st.builds(
+    lambda name, budget, tokens, keep, args: load_policy(
+        name, budget, {"window": 4, "chunk.tokens": tokens, "chunk.keep": keep, **args}
+    ),
+    st.sampled_from(["pyramidkv", "snapkv", "pyramidkv-wide", "keydiff"]),
+    st.sampled_from([16, 40, 100, "12%", "60%", "100%"]),
+    st.integers(16, 90),
+    st.one_of(st.none(), st.integers(14, 120)),
+    st.sampled_from([{}, {"fill_blocks": False}, {"chunk.scorer": None}, {"chunk.window": 9}]),
+)
+
+
+@settings(deadline=None, max_examples=600)
+@given(policy=POLICIES, prompt_len=st.integers(1, 700), block_size=st.sampled_from([1, 4, 16]))
+def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) -> None:
+    plan, n = _plan(policy, prompt_len, block_size), prompt_len
+    without = policy.model_copy(update={"chunk": {"kind": "points"}})
+    at_end = _plan(without, prompt_len, block_size)
+    # At the end the policy keeps what it keeps without points.
+    assert (plan.skip == at_end.skip).all() and (plan.keep == at_end.keep).all()
+    tokens, behind = policy.chunk.tokens, max(policy.min_last_chunk, 2)
+    points = [inner.prompt_len for inner in plan.inner]
+    assert points == list(range(points[0], n - behind + 1, tokens)) if points else True
+    assert all(point % tokens == 0 for point in points)
+    keep = max(policy.chunk.keep or tokens, plan.budget_tokens)
+    if not points and plan.evicts:  # nothing to give before the end: less than a block
+        last = (n - behind) // tokens * tokens
+        assert last <= 0 or (_plan_of_inside(policy, last, keep, block_size).skip == 0).all()
+    numbers = range(1, plan.end_number + 1)
+    skips = [np.zeros(LAYERS, np.int32), *(plan.skip_after(number) for number in numbers)]
+    for before, after in itertools.pairwise(skips):
+        assert (after >= before).all(), "what was given back cannot be taken back"
+    for inner in plan.inner:
+        assert inner.skip.any() and not (inner.skip % block_size).any()
+        assert inner.held.mean() >= min(keep, inner.prompt_len) - 1
+        assert (inner.held >= (policy.chunk.window or policy.window)).all()
+    # The number of the latest eviction, by definition.
+    ends = [plan.computed_at(number) for number in numbers]
+    assert ends == [*points, n]
+    for computed in {0, 1, n - 1, n, n + 5, *ends, *(end - 1 for end in ends)}:
+        assert plan.evictions_by(computed) == sum(end <= computed for end in ends)
+        later = [end for end in ends if end > computed]
+        assert plan.next_eviction(computed) == (later[0] if plan.evicts and later else None) or (
+            not plan.evicts
+        )
+
+
+def _plan_of_inside(policy: Policy, point: int, keep: int, block_size: int) -> RetentionPlan:
+    from vllm_pyramid.plans import Budget
+
+    assert policy.inside is not None
+    plan = policy.inside.plan(point, LAYERS, block_size, Budget(tokens=keep))
+    assert isinstance(plan, RetentionPlan)
+    return plan
+
+
+@settings(deadline=None, max_examples=60)
+@given(policy=POLICIES, prompt_len=st.integers(1, 500), generated=st.integers(0, 60))
+def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, generated: int) -> None:
+    plan, total, size = _plan(policy, prompt_len), prompt_len + generated, 8
+    held = []
+    for computed in range(1, total + 1):
+        # A step ends here: what was given back by an eviction before it is gone.
+        skip = plan.skip_after(plan.evictions_by(computed - 1))
+        held.append(int((-(-computed // size) - skip // size).sum()))
+    peak = plan.most_blocks(total, np.full(LAYERS, size))
+    assert peak.shape == (LAYERS,) and int(peak.sum()) == max(held)
+
+
+@settings(deadline=None, max_examples=60)
+@given(policy=POLICIES, longest=st.integers(20, 400))
+def test_the_worst_prompt_is_no_worse(policy: Policy, longest: int) -> None:
+    """What the pool must have is enough for every prompt up to that length, and hardly more."""
+    sizes = np.full(LAYERS, 8)
+    most = max(int(_plan(policy, n).most_blocks(n, sizes).sum()) for n in range(1, longest + 1))
+    bound = int(policy.most_blocks(longest, LAYERS, 8).sum())
+    assert most <= bound <= most + 2 * LAYERS
+
+
+def test_a_bound_of_any_length() -> None:
+    """With a budget in tokens a longer prompt holds no more; without points it holds itself."""
+    policy = load_policy("pyramidkv-chunked")
+    peaks = [int(policy.most_blocks(n, 32, 16).sum()) for n in (16384, 131072, 1 << 20)]
+    assert peaks[0] == peaks[1] == peaks[2] <= 32 * ((4096 + 2048) // 16 + 3)
+    assert load_policy("pyramidkv").most_blocks(16384, 32, 16).tolist() == [1024] * 32
+
+
+@pytest.mark.parametrize(
+    ("policy", "args", "message"),
+    [
+        ("xkv", {"chunk.tokens": 256}, "solves the lengths from the scores of a whole prompt"),
+        ("pyramidinfer", {"chunk.tokens": 256}, "thins prompts between layers"),
+        ("full", {"chunk.tokens": 256}, "keeps every token"),
+        ("kcache", {"chunk.tokens": 256}, "evictions at the prompt's end alone"),
+        ("snapkv", {"chunk.tokens": 256, "values": "host"}, "chunk.tokens 256"),
+        ("random", {"chunk.tokens": 256}, "'random' needs positions"),
+        ("snapkv", {"chunk.tokens": 256, "chunk.scorer": "random"}, "chunk.scorer 'random' needs"),
+        ("snapkv", {"chunk.tokens": 32, "chunk.window": 64}, "at least 65"),
+        ("scissorhands", {"chunk.tokens": 64, "chunk.keep": 200}, "looks back over 400 queries"),
+        ("snapkv", {"chunk.keep": 64}, "set chunk.tokens too"),
+        ("snapkv", {"chunk.tokens": -1}, "chunk.points.tokens|chunk.tokens"),
+        ("snapkv", {"chunk": {"token": 64}}, "unknown argument 'chunk.token'"),
+        ("snapkv", {"chunk": {"tokens": 64, "scorer": "keydif"}}, "did you mean 'keydiff'"),
+    ],
+)
+def test_refused(policy: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy(policy, None, args)
+
+
+def test_it_travels_and_needs_no_kind() -> None:
+    policy = load_policy("snapkv", 64, {"chunk": {"tokens": 64, "scorer": None, "window": 16}})
+    again = Policy.model_validate(policy.as_data())
+    assert again == policy and again.chunk.scorer is None and again.inside == policy.inside
+    assert policy.inside is not None and policy.inside.inside is None
+    by_default = load_policy("snapkv", 64, {"chunk": {"tokens": 64}})
+    assert by_default.inside is not None and by_default.inside.scorer.kind == "keydiff"
+    assert load_policy("snapkv", 64).inside is None
+
+
+# Requests that need more than the pool -----------------------------------------------------------
+
+
+def _check(keys: dict[str, Any], prompt_len: int, max_tokens: int, **fields: Any) -> int:
+    policy = load_policy("snapkv", 64, {"chunk": {"tokens": 64, "keep": 64}})
+    pool = Pool(num_layers=2, block_size=16, blocks=24, max_model_len=1000)
+    params = SimpleNamespace(max_tokens=max_tokens, min_tokens=0, **fields)
+    check_fit(resolve(policy, RequestKeys.parse(keys)), prompt_len, params, pool)
+    return params.max_tokens
+
+
+def test_what_fits() -> None:
+    # 64 kept, 64 computed, and the last chunk up to the window: 9 blocks of 12 in each layer.
+    assert _check({}, 900, 50) == 50
+    assert _check({"kv_policy": "full"}, 150, 40) == 40
+    # With the whole length asked for, it ends when the pool is full.
+    assert _check({"kv_policy": "full"}, 150, 850) == 12 * 16 - 150 + 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "prompt_len", "max_tokens", "message"),
+    [
+        ({"kv_policy": "full"}, 193, 1, "193 tokens with policy 'full' .* 26 blocks.* has 24"),
+        ({"kv_budget": "50%"}, 900, 1, "budget 50% holds up to"),
+        ({"kv_policy": "full"}, 150, 60, "room for 43 tokens: lower max_tokens"),
+        ({}, 500, 200, "lower max_tokens"),
+    ],
+)
+def test_what_does_not_fit(
+    keys: dict[str, Any], prompt_len: int, max_tokens: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _check(keys, prompt_len, max_tokens)
