@@ -84,6 +84,7 @@ def make_scheduler(args: argparse.Namespace, admission: str) -> Any:
                 head_size=128,
                 dtype=torch.bfloat16,
                 layer_idx=layer,
+                num_layers=args.layers,
             ),
         )
         for layer in range(args.layers)

@@ -152,8 +152,9 @@ def _budget_report(
 ) -> dict[str, Any]:
     block_bytes = shape.block_bytes(block_size)
     full_blocks = -(-plan.prompt_len // block_size) * shape.num_layers
-    by_layer = plan.blocks_in(policy.block_sizes(shape.num_layers, block_size)).tolist()
-    blocks = sum(by_layer)
+    sizes = policy.block_sizes(shape.num_layers, block_size)
+    by_layer = plan.blocks_in(sizes).tolist()
+    blocks, peak = sum(by_layer), int(plan.most_blocks(plan.prompt_len, sizes).sum())
     swapped = [n for layer, n in enumerate(by_layer) if not policy.values.on_device(layer)]
     return {
         "source": source,
@@ -186,6 +187,11 @@ def _budget_report(
             "mib": full_blocks * block_bytes / _MIB,
         },
         "blocks_share": blocks / full_blocks,
+        "peak": {
+            "blocks": peak,
+            "mib": peak * block_bytes / _MIB,
+            "evictions": [inner.prompt_len for inner in plan.inner],
+        },
         "host_mib": sum(swapped) * block_bytes / _MIB,
     }
 
@@ -220,6 +226,17 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
         f"{report['head_size']} ({report['dtype']}): {total['blocks']} of {full['blocks']} blocks, "
         f"{total['mib']:.2f} of {full['mib']:.2f} MiB, {100 * report['blocks_share']:.1f} % of the "
         "full cache.",
+        highlight=False,
+    )
+    peak = report["peak"]
+    points = peak["evictions"]
+    inside = ""
+    if points:
+        more = f", {points[1]}, ..., {points[-1]}" if len(points) > 2 else ""
+        inside = f", evicting at {points[0]}{more} tokens too ({len(points)} times)"
+    console.print(
+        f"While the prompt is processed it holds up to {peak['blocks']} blocks, "
+        f"{peak['mib']:.2f} MiB{inside}.",
         highlight=False,
     )
     if report["host_mib"]:

@@ -95,6 +95,21 @@ def test_a_window_that_slides_gathers_nothing() -> None:
     assert made.step_bytes == 2 * 40.5 * 16 and made.prefill_ops == prefill_ops(TINY, 64)
 
 
+def test_evictions_inside_the_prompt() -> None:
+    """Points at 32, 48, ..., 144 of 160 tokens keep 16: from the second on 32 are held at most."""
+    args = {"chunk.tokens": 16, "chunk.keep": 16, "window": 4}
+    made = needs(TINY, "snapkv", 160, 9, 16, **args)
+    at_end = needs(TINY, "snapkv", 160, 9, 16, window=4)
+    assert made.prompt_cache == 2 * 2 * BLOCK and at_end.prompt_cache == 20 * BLOCK
+    assert made.decode_cache == at_end.decode_cache and made.step_bytes == at_end.step_bytes
+    pairs = 32**2 / 2 + 8 * (16 * 16 + 16**2 / 2)
+    linear = 2 * TINY.layer_parameters * 2 * 160
+    assert made.prefill_ops == linear + 2 * WIDTH * 2 * pairs
+    assert at_end.prefill_ops == linear + 2 * WIDTH * 2 * 160**2 / 2
+    memory = PolicyMemory(TINY, load_policy("snapkv", 16, args))
+    assert 2 * 2 <= memory.most_blocks(10**5, 9) <= 2 * 4
+
+
 def test_tokens_that_leave_the_forward_pass() -> None:
     """Two pieces, of 32 and 16 tokens; three layers keep all, 2/3 and 1/3 of their contexts."""
     shape = Shape(**{**TINY.__dict__, "layers": 3})

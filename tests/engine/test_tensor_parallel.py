@@ -32,6 +32,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "xkv": {"kv_budget": 64},
     "kcache": {"kv_policy_args": {"top_n": 16}},
     "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 16}},
+    "pyramidkv-chunked": {
+        "kv_budget": 64,
+        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 80, "chunk.scorer": None},
+    },
     # Both stages: what is generated is thinned too.
     "pyramidinfer": {
         "kv_policy_args": {
@@ -135,6 +139,8 @@ def test_two_ranks(
     points = [
         (n, at) for n in LENGTHS for at in range(n, n + TOKENS, INTERVALS.get(policy, TOKENS))
     ]
+    if policy == "pyramidkv-chunked":  # 64 tokens are kept whole, and 8 of the window come after
+        points += [(n, at) for n in LENGTHS for at in range(128, n - 7, 64)]
     assert sorted(one) == sorted((*point, "") for point in points)
     assert sorted(two) == sorted((*point, f"-rank{rank}") for point in points for rank in (0, 1))
     for point in points:

@@ -230,14 +230,14 @@ class Job:
         return self.pool_blocks(variant, pool_prompts) * self.shape.block_bytes
 
     def check_room(self, variant: Variant, pool_prompts: float) -> None:
-        """Check that one request fits, before it evicts anything.
+        """Check that one request fits, also when it holds most.
 
         Raises:
             ValueError: it does not.
         """
         if (memory := self.memory(variant)) is None:
             return
-        needed = memory.whole_request_blocks(self.prompt_len + self.output_len)
+        needed = memory.most_blocks(self.prompt_len, self.output_len)
         if (blocks := self.pool_blocks(variant, pool_prompts)) < needed:
             raise ValueError(
                 f"{variant.label} has {max(blocks, 0)} blocks of a layer for requests, of a cache "

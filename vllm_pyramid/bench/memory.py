@@ -41,16 +41,15 @@ def evictions_counted(scheduler: Any) -> int:
 
 
 def evictions_to_report(scheduler: Any, names: Iterable[str]) -> dict[str, Eviction]:
-    """What a worker reports to our scheduler: the evictions of prompts that end in this step."""
-    coordinator = scheduler.coordinator
-    plans = {name: coordinator.plan_of(name) for name in names}
-    return {
-        name: Eviction(int(plan.skip.sum()))
-        for name, plan in plans.items()
-        if plan.evicts
-        and not coordinator.is_confirmed(name)
-        and scheduler.requests[name].num_computed_tokens >= plan.prompt_len
-    }
+    """What a worker reports to our scheduler: the evictions that requests come to in this step."""
+    coordinator, found = scheduler.coordinator, {}
+    for name in names:
+        plan, before = coordinator.plan_of(name), coordinator.confirmed_number(name)
+        number = plan.evictions_by(scheduler.requests[name].num_computed_tokens)
+        if plan.evicts and number > before:
+            tokens = int((plan.skip_after(number) - plan.skip_after(before)).sum())
+            found[name] = Eviction(tokens, number=number)
+    return found
 
 
 class PolicyMemory:
@@ -94,6 +93,18 @@ class PolicyMemory:
         """Blocks of a request of so many tokens, all layers together, before any eviction."""
         return int((-(-tokens // self._block_sizes)).sum())
 
+    def most_blocks(self, prompt_len: int, output_len: int) -> int:
+        """Blocks that the pool must have for such a request.
+
+        Without evictions inside the prompt vLLM checks that all of its tokens fit.
+        """
+        if self.policy.inside is None:
+            return self.whole_request_blocks(prompt_len + output_len)
+        return max(
+            int(self.policy.most_blocks(prompt_len, self.shape.layers, BLOCK_SIZE).sum()),
+            self._most_blocks(self._plan(prompt_len), output_len),
+        )
+
     def check_budget(self, label: str, prompt_len: int) -> None:
         """Check that the policy evicts from such a prompt, and can keep to its budget.
 
@@ -135,9 +146,13 @@ class PolicyMemory:
             self._prefill(plan),
             step_bytes,
             step_ops,
-            prompt_cache=self.whole_request_blocks(prompt_len) * block_bytes,
+            prompt_cache=self._peak(plan) * block_bytes,
             decode_cache=self._most_blocks(plan, output_len) * block_bytes,
         )
+
+    def _peak(self, plan: RetentionPlan) -> int:
+        """Blocks that are held at most while the prompt is processed, all layers together."""
+        return int(plan.most_blocks(plan.prompt_len, self._block_sizes).sum())
 
     def _attention(self, plan: RetentionPlan, output_len: int) -> tuple[float, float]:
         """Bytes and operations of attention in a decode step: sums over L, means over J."""
@@ -174,13 +189,22 @@ class PolicyMemory:
             return np.zeros(len(computed), np.bool_)
         if scorer.history is None:
             return np.ones(len(computed), np.bool_)
-        first = plan.prompt_len + numbers * plan.every - scorer.history
+        later = numbers - plan.end_number + 1
+        first = plan.prompt_len + later * plan.every - scorer.history
         return np.asarray(computed >= first)
 
     def _prefill(self, plan: RetentionPlan) -> float:
         """Operations, without those of observation windows and of moving what is kept."""
         shape, scorer = self.shape, self.policy.scorer
         width, tokens = 2 * shape.heads * shape.head_size, plan.prompt_len
+        if plan.inner:
+            start, helds, total = 0, np.zeros(shape.layers), 0.0
+            for stretch in (*plan.inner, plan):
+                new = stretch.prompt_len - start
+                total += 2 * shape.layer_parameters * shape.layers * new
+                total += 2 * width * float((helds * new + new**2 / 2).sum())
+                start, helds = stretch.prompt_len, stretch.held.astype(np.float64)
+            return total
         if not plan.pieces:
             ops = prefill_ops(shape, tokens)
             thins = self.policy.allocator.thins_prompts
@@ -205,7 +229,7 @@ class PolicyMemory:
         """
         end, sizes = plan.prompt_len + output_len - 1, self._block_sizes
         most = 0
-        for number in range(1, plan.evictions_by(end) + 1):
+        for number in range(plan.end_number, plan.evictions_by(end) + 1):
             following = plan.computed_at(number + 1) if plan.every else end
             held = -(-min(following, end) // sizes) - plan.skip_after(number) // sizes
             most = max(most, int(held.sum()))

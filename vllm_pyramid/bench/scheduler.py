@@ -135,7 +135,9 @@ def _groups(layers: int, per_layer: bool, own: bool) -> list[KVCacheGroupSpec]:
         "dtype": torch.bfloat16,
     }
     if own:
-        specs = [LayerKVCacheSpec(layer_idx=layer, **shape) for layer in range(layers)]
+        specs = [
+            LayerKVCacheSpec(layer_idx=layer, num_layers=layers, **shape) for layer in range(layers)
+        ]
         return [KVCacheGroupSpec([n], spec) for n, spec in zip(names, specs, strict=True)]
     if per_layer:
         return [KVCacheGroupSpec([name], FullAttentionSpec(**shape)) for name in names]
