@@ -242,6 +242,9 @@ def _check_resolved(config: VllmConfig) -> None:
 
 def _probe(config: VllmConfig, policy: Policy) -> None:
     """Try what the user's own classes score and select with, in the shape of this model."""
+    inside = policy.inside
+    if inside is not None:
+        _probe(config, inside)
     if not any(":" in part.kind for part in (policy.scorer, policy.selector)):
         return
     from vllm_pyramid.step.probe import probe

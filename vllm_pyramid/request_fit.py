@@ -28,12 +28,15 @@ class Pool(NamedTuple):
     max_model_len: int
 
 
-def check_fit(served: ServedRequest, prompt_len: int, params: Any, pool: Pool) -> None:
+def check_fit(
+    served: ServedRequest, prompt_len: int, params: Any, pool: Pool, *, strict: bool = True
+) -> None:
     """Refuse a request that does not fit; end one earlier that asks for all there may be.
 
     Args:
         params: vLLM's `SamplingParams`, with `max_tokens` set. Where that is the greatest length
             that the engine allows, as it is if the client named none, it becomes what fits.
+        strict: also refuse one of which some tokens fit, but not those that were asked for.
 
     Raises:
         ValueError: the prompt does not fit, or not with as many tokens as were asked for.
@@ -53,7 +56,7 @@ def check_fit(served: ServedRequest, prompt_len: int, params: Any, pool: Pool) -
             f"{numbers}: send a shorter one, ask for a smaller kv_budget, or start the server with "
             "more memory for the KV cache"
         )
-    if params.max_tokens < most or fits < params.min_tokens:
+    if (strict and params.max_tokens < most) or fits < params.min_tokens:
         raise ValueError(f"{numbers}, which leaves room for {fits} tokens: lower max_tokens")
     params.max_tokens = fits
 

@@ -231,6 +231,30 @@ def test_a_prompt_of_ten_pools(
     assert [report["inner_evictions"] > 3 for _, report in found[0]] == [True, False, True]
 
 
+def test_a_scorer_inside_gets_the_rotary_embedding(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Expected Attention at points, with SnapKV at the end: it undoes the rotation of queries."""
+    from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer
+
+    engine = engines.get(
+        tiny_model("mistral"),
+        **_settings(Case("snapkv", WINDOW, WINDOW, {"chunk.scorer": "expected_attention"})),
+    )
+    seen, score = [], ExpectedAttentionScorer.score
+
+    def watched(self: Any, view: Any) -> torch.Tensor:
+        seen.append((view.rotary is not None, view.whole, view.last_position + 1))
+        return score(self, view)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpectedAttentionScorer, "score", watched)
+        engine.run(_jobs([300]))
+    assert seen and all(rotary for rotary, _, _ in seen)
+    assert {point for _, _, point in seen} == {64, 128, 192, 256}
+    assert all(whole == (point == 64) for _, whole, point in seen)
+
+
 def test_prefixes_are_shared_up_to_the_first_point(
     engines: EnginePool, tiny_model: Callable[[str], Path]
 ) -> None:

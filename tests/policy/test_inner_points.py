@@ -48,7 +48,7 @@ def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) ->
     at_end = _plan(without, prompt_len, block_size)
     # At the end the policy keeps what it keeps without points.
     assert (plan.skip == at_end.skip).all() and (plan.keep == at_end.keep).all()
-    tokens, behind = policy.chunk.tokens, max(policy.min_last_chunk, 2)
+    tokens, behind = policy.chunk.tokens, max(policy.window, 2)
     points = [inner.prompt_len for inner in plan.inner]
     assert points == list(range(points[0], n - behind + 1, tokens)) if points else True
     assert all(point % tokens == 0 for point in points)
@@ -146,6 +146,21 @@ def test_it_travels_and_needs_no_kind() -> None:
     by_default = load_policy("snapkv", 64, {"chunk": {"tokens": 64}})
     assert by_default.inside is not None and by_default.inside.scorer.kind == "keydiff"
     assert load_policy("snapkv", 64).inside is None
+
+
+def test_what_the_parts_inside_ask_for() -> None:
+    """Sums inside the prompt are gathered in every step; a history has its queries at the end."""
+    sums = {"chunk.tokens": 256, "chunk.scorer": "accumulated_attention"}
+    policy = load_policy("snapkv", 64, sums)
+    assert policy.works_in_every_step and policy.not_shareable is not None
+    assert not load_policy("snapkv", 64, {"chunk.tokens": 256}).works_in_every_step
+    history = load_policy("scissorhands", 64, {"chunk.tokens": 512, "schedule": "prompt_end"})
+    for prompt_len in range(1424, 2000, 7):
+        plan = _plan(history, prompt_len)
+        assert plan.inner and prompt_len - plan.inner[-1].prompt_len >= 400
+    recent = load_policy("keydiff", 64, {"chunk.tokens": 64, "window": 32, "chunk.window": 0})
+    for prompt_len in range(200, 300):
+        assert prompt_len - _plan(recent, prompt_len).inner[-1].prompt_len >= 32
 
 
 # Requests that need more than the pool -----------------------------------------------------------

@@ -35,6 +35,10 @@ pytestmark = pytest.mark.cpu
         ("h2o", "12%", 8192, 0, 0),
         ("pyramidinfer", None, 8192, 0, 0),
         ("pyramidkv", "100%", 8192, None, None),
+        # Up to the first eviction, at 4,096 and 6,144 tokens.
+        ("keydiff-chunked", 2048, 8192, 2048, 4096),
+        ("snapkv-chunked", 2048, 100000, 2048, 6144),
+        ("pyramidkv-chunked", 2048, 100000, 0, 6144),
     ],
 )
 def test_what_a_request_may_begin_with(
@@ -231,3 +235,22 @@ def test_what_the_kv_depends_on_beside_tokens_keeps_prompts_apart() -> None:
             pair.scheduler.finish_requests(new.req_id, RequestStatus.FINISHED_ABORTED)
     shared = (40 - 16) // 4 * 4  # given up before it evicted
     assert found == [0] * len(kinds) + [shared] * len(kinds)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_that_needs_the_whole_pool_starts_with_what_is_there(asynchronous: bool) -> None:
+    """Its peak is the pool, and what it begins with counts as free: not beside the peak."""
+    args = (("chunk.tokens", 24), ("chunk.keep", 24), ("window", 4), ("sinks", 1))
+    changes: dict[str, Any] = {"policy": "keydiff", "policy_args": args, "max_model_len": 192}
+    blocks = Setup(**{"budget": 16, **changes}).blocks_of_longest
+    pair = Pair(num_blocks=blocks, asynchronous=asynchronous, **changes)
+    beginning = prompt(40)
+    pair.add("short", beginning)
+    for _ in range(6):
+        pair.step()
+    assert pair.pool.rows, "nothing was left behind"
+    pair.add("long", [*beginning, *prompt(140, start=500)], 4)
+    for _ in range(20):
+        pair.step()
+    assert not pair.scheduler.requests, "it waits for ever"
+    check_pool(pair.scheduler.coordinator)

@@ -152,12 +152,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def refused(
         self, request_id: str, prompt_len: int, max_tokens: int, override: dict[str, Any] | None
     ) -> bool:
-        """Whether a request alone would need more than the pool: then it ends with an error."""
+        """Whether a prompt alone would need more than the pool: then it ends with an error."""
         policy = self.scheduler.kv_policy
         served = resolve(policy, RequestKeys.parse(override))
         plan = self.plans[request_id]
-        computed = prompt_len + max_tokens - 1
-        needed = plan.most_blocks(computed, np.array(self.setup.block_sizes)).sum()
+        needed = plan.most_blocks(prompt_len, np.array(self.setup.block_sizes)).sum()
         refused = policy.inside is not None and needed > self.worker.num_blocks
         assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
         self.seen["refused"] += refused
@@ -568,6 +567,14 @@ VARIANTS |= {
         **LONG,
         **SMALL,
     ),
+    "sync-v2-shared-inside-whole": Setup(
+        policy="keydiff",
+        policy_args=(*INSIDE, ("window", 4), ("sinks", 1)),
+        prefix_caching=True,
+        runner_v2=True,
+        max_num_batched_tokens=24,
+        **LONG,
+    ),
     "async-shared-inside": Setup(
         policy_args=(*INSIDE, ("window", 6)), prefix_caching=True, asynchronous=True, **LONG
     ),
@@ -588,7 +595,8 @@ def test_machine(variant: str) -> None:
     happenings = ["evicted", "mixed steps"]
     if setup.prefix_caching:
         happenings += ["hits"] if "inside" in variant else ["hits", "twins"]
-        happenings += [] if "swapped" in variant else ["copied", "left behind"]
+        happenings += [] if "swapped" in variant or "whole" in variant else ["copied"]
+        happenings += [] if "swapped" in variant else ["left behind"]
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["preempted", "evicted again"]

@@ -82,7 +82,10 @@ class PolicyMemory:
     @cached_property
     def _gathering(self) -> bool:
         """Whether what queries give keys is gathered beside the cache."""
-        return self.policy.scorer.gathers(self.policy)
+        inside = self.policy.inside
+        return self.policy.scorer.gathers(self.policy) or (
+            inside is not None and inside.scorer.gathers(inside)
+        )
 
     @cached_property
     def _block_sizes(self) -> npt.NDArray[np.int32]:

@@ -51,10 +51,17 @@ def _check_fit(processor: InputProcessor, served: ServedRequest, request: Any) -
     cache, model = config.cache_config, config.model_config
     if not cache.num_gpu_blocks or request.sampling_params is None:
         return  # the scheduler looks, too
+    parallel = config.parallel_config
+    # Summed over the engines of this front end, of which each has a pool of its own.
+    engines = parallel.data_parallel_size
+    if parallel.local_engines_only:
+        engines = parallel.data_parallel_size_local
+    if parallel.data_parallel_rank_local is not None:
+        engines = 1
     pool = Pool(
-        model.get_num_layers(config.parallel_config),
+        model.get_num_layers(parallel),
         cache.block_size,
-        cache.num_gpu_blocks // config.parallel_config.data_parallel_size - 1,
+        cache.num_gpu_blocks // engines - 1,
         model.max_model_len,
     )
     length = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)

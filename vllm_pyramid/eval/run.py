@@ -108,6 +108,12 @@ class Run:
                     f"the full attention that {', '.join(needing)} measures: name other tasks "
                     "(--tasks), or leave the policy out"
                 )
+            if needing and variant.load().inside is not None:
+                raise ValueError(
+                    f"policy {variant.label!r} evicts inside the prompt, so nobody computes the "
+                    f"full attention that {', '.join(needing)} measures: name other tasks "
+                    "(--tasks), or leave the policy out"
+                )
             for budget in budgets_of(variant.load(), settings.budgets):
                 if budget is not None:
                     variant.load(budget)  # raises where they do not suit each other

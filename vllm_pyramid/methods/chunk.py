@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def _tokens_behind(policy: Policy) -> int:
-    """Tokens that a prompt has behind a point at least."""
-    return max(policy.min_last_chunk, 2)
+    """Tokens that a prompt has behind a point at least: all that its end keeps or looks back on."""
+    return max(policy.min_last_chunk, policy.window, policy.scorer.history or 0, 2)
 
 
 def _parse_scorer(value: object) -> Scorer | None:
@@ -117,6 +117,11 @@ class EvictionPoints(Chunk):
     # Answers of a part --------------------------------------------------------------------------
 
     @property
+    def works_in_every_step(self) -> bool:
+        """See the base: what goes for the scorer inside the prompt."""
+        return self.tokens > 0 and self.scorer is not None and self.scorer.works_in_every_step
+
+    @property
     def works_during_prompt(self) -> bool:
         """See the base."""
         return self.tokens > 0
@@ -161,7 +166,7 @@ class EvictionPoints(Chunk):
                     f"{scorer.history} queries, and chunk.tokens is {self.tokens}: it must not "
                     "look beyond the eviction before"
                 )
-        least = max(inside.min_budget, inside.min_last_chunk, policy.min_last_chunk)
+        least = max(inside.min_budget, inside.min_last_chunk, _tokens_behind(policy))
         if self.tokens < least:
             raise ValueError(
                 f"policy {policy.name!r}: chunk.tokens {self.tokens} is too small for its windows "

@@ -280,6 +280,8 @@ class Policy(BaseModel):
     def most_blocks(self, longest: int, num_layers: int, block_size: int) -> IntArray:
         """Blocks of each layer when all together hold most, whatever the prompt up to some length.
 
+        With evictions that bound what is generated, until the first of them, too.
+
         Args:
             longest: tokens that a prompt has at most. block_size: of K and V.
 
@@ -287,8 +289,9 @@ class Policy(BaseModel):
             `[num_layers]`; their sum is what a pool must have.
         """
         sizes = self.block_sizes(num_layers, block_size)
+        later = self.schedule.every if self.inside is not None else 0
         most = [
-            self.plan(length, num_layers, int(sizes.max())).most_blocks(length, sizes)
+            self.plan(length, num_layers, int(sizes.max())).most_blocks(length + later, sizes)
             for length in {longest, self.chunk.worst_length(self, longest)}
         ]
         # Where blocks begin in another prompt, a layer may touch one more.

@@ -184,11 +184,10 @@ class Admission:
         if plan.inner:
             chunk = min(chunk, plan.inner_points[1])
         # One that evicts inside its prompt, or evicted while it generated, never holds all of it;
-        # heads come back some steps late, and so many tokens are computed in each. A running
-        # request waits for what it gives back itself, so inside the prompt nothing is late.
+        # heads come back some steps late, and so many tokens are computed in each.
         whole = UNBOUNDED
         if plan.inner or plan.every:
-            late = self._lag * plan.every
+            late = self._lag * max(plan.every, min(chunk, self._step_tokens) if plan.inner else 0)
             whole = self._coordinator.most_blocks(request.request_id, request.num_tokens, late)
         self._table[row] = (
             request.num_prompt_tokens,

@@ -209,12 +209,14 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
             layers * (cdiv(need, ratio) - cdiv(have, ratio))
             for ratio, layers in self._layers_of_ratio.items()
         )
+        most = blocks
         if apply_admission_cap and request.plan is not None:
-            blocks = min(blocks, self.most_blocks(request_id, num_tokens))
-        if request.hit and blocks <= self.block_pool.get_num_free_blocks():
+            most = self.most_blocks(request_id, num_tokens)
+        if request.hit and min(blocks, most) <= self.block_pool.get_num_free_blocks():
             # Shared blocks that nobody uses count as free, and will not any more.
             blocks += self.block_pool.idle_blocks(request.hit[: self._shared_rows(request)])
-        return blocks
+        # The most that it holds has what it shares among it.
+        return min(blocks, most) if apply_admission_cap and request.plan is not None else blocks
 
     def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> int:
         """Blocks that all layers hold at most until so many tokens of a request are computed.

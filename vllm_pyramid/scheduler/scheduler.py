@@ -165,7 +165,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
             served = check_request(self.kv_policy, params)
             if self.kv_policy.inside is not None:
                 limited = copy.copy(params)
-                check_fit(served, request.num_prompt_tokens, limited, self._pool)
+                # The front end was strict; its pool may be the mean of several.
+                check_fit(served, request.num_prompt_tokens, limited, self._pool, strict=False)
                 request.max_tokens = limited.max_tokens
             return served
         except ValueError as reason:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class PrefixSharing:
     block_copies: list[KVCacheBlockCopy]
     _prefixes: Prefixes
     _requests: dict[str, SchedulerRequest]
+    most_blocks: Callable[[str, int], int]
     # Of requests that published rows in the step being scheduled, how many they had before.
     _rows_before: dict[str, int]
 
@@ -62,6 +63,7 @@ class PrefixSharing:
         if len(known.hit) > shared_rows:
             # What is copied must not be dissolved for the blocks that this request gets.
             needed = self._prefixes.row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
+            needed = min(needed, self.most_blocks(request.request_id, request.num_tokens))
             needed -= self._prefixes.row_blocks * shared_rows
             free = self.block_pool.get_num_free_blocks()
             if needed > free - self.block_pool.idle_blocks(known.hit):

@@ -195,14 +195,16 @@ class PyramidRunnerMixin:
         Raises:
             ValueError: the layer has one that scorers cannot undo.
         """
-        scorer = self.retention.policy.scorer
-        if not scorer.needs_rotary:
+        policy = self.retention.policy
+        scorers = [one.scorer for one in (policy, policy.inside) if one is not None]
+        scorer = next((scorer for scorer in scorers if scorer.needs_rotary), None)
+        if scorer is None:
             return None
         try:
             return rotary_of_layer(self.get_model(), name)
         except ValueError as error:
             raise ValueError(
-                f"policy {self.retention.policy.name!r} has the scorer {scorer.kind!r}, which "
+                f"policy {policy.name!r} has the scorer {scorer.kind!r}, which "
                 f"looks at queries without their rotary embedding: {error}"
             ) from error
 
