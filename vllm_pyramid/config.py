@@ -35,7 +35,7 @@ CONFIG_KEYS = (
     "kv_swap_space",
     "kv_admission",
 )
-# When a waiting prompt starts: if by what all requests will hold it will not be thrown out before
+# When a waiting prompt starts: if by what all requests will hold it will not be preempted before
 # it was worth its prefill, or, as vLLM does, as soon as all of it fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)

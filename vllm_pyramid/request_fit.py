@@ -3,7 +3,7 @@
 
 With evictions inside the prompt an engine serves longer prompts than its cache could hold. Then one
 that opts out, has a larger budget or generates without end may need more than all blocks: it would
-wait, or throw itself out, for ever. So the front end refuses it with the numbers.
+wait, or preempt itself, for ever. So the front end refuses it with the numbers.
 """
 
 from __future__ import annotations

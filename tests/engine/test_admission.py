@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many prompts, room for few answers: nobody is thrown out, and everybody says the same."""
+"""Many prompts, room for few answers: nobody is preempted, and everybody says the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT, ANSWER, REQUESTS, LAYERS = 512, 128, 12, 4
 
 
 def _run(engine: Engine) -> tuple[list[Outcome], dict[str, int], int, int]:
-    """The job; requests thrown out, prompt tokens that were processed, most requests at once."""
+    """The job; requests preempted, prompt tokens that were processed, most requests at once."""
     computed = most = 0
     schedule = engine.scheduler.schedule
 
@@ -59,14 +59,14 @@ def test_a_job_without_preemptions(
         num_gpu_blocks_override=2 * -(-(PROMPT + ANSWER) // 16) * LAYERS + 1,
     )
     ours, preemptions, computed, most = _run(engine)
-    print(f"forecast: {preemptions} thrown out, {computed} tokens, {most} at once")
+    print(f"forecast: {preemptions} preempted, {computed} tokens, {most} at once")
     assert preemptions["all"] == 0
     assert computed == REQUESTS * (PROMPT + ANSWER - 1)
     assert not engine.scheduler._admission._rows
     # As `kv_admission="prompt"` starts it (tests/scheduler), without waiting for another engine.
     monkeypatch.setattr(engine.scheduler, "_admission", None)
     stock, preemptions, computed, more = _run(engine)
-    print(f"prompt: {preemptions} thrown out, {computed} tokens, {more} at once")
+    print(f"prompt: {preemptions} preempted, {computed} tokens, {more} at once")
     assert preemptions["evicted"] >= 2 and more > most >= 4
     assert computed > REQUESTS * (PROMPT + ANSWER - 1)
     assert [o.token_ids for o in ours] == [o.token_ids for o in stock]

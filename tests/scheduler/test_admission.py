@@ -94,7 +94,7 @@ class Job:
     requests: list[Request] = field(default_factory=list)
     started: list[str] = field(default_factory=list)  # in the order of their first tokens
     refusals: int = 0
-    too_soon: int = 0  # thrown out before they had a token for each that was processed for them
+    too_soon: int = 0  # preempted before they had a token for each that was processed for them
     tokens: int = 0  # computed, those of prompts that come back counted again
     most_running: int = 0
     steps: int = 0

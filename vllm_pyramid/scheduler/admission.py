@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: a prompt starts if it will not be thrown out before it was worth its prefill.
+"""Admission: a prompt starts if it will not be preempted before it was worth its prefill.
 
     blocks of one request
       |        __ whole prompt
@@ -10,11 +10,11 @@
          start   evicted
 
 vLLM starts a prompt as soon as all of it fits. With eviction nearly every prompt fits, once: those
-that run hold little yet. Later they grow, the pool runs out, and vLLM throws out the newest, whose
+that run hold little yet. Later they grow, the pool runs out, and vLLM preempts the newest, whose
 prompt then has to be processed again. So we add up what all of them will hold at each moment that
 matters, right before one of them gives blocks back, and compare the greatest sum with the pool.
 
-How far ahead? Whoever is thrown out loses what was processed for it, its prompt and its answer so
+How far ahead? Who is preempted loses what was processed for it, its prompt and its answer so
 far, and keeps the answer's tokens. So we look as many steps ahead as the candidate has tokens to
 process: an answer that is no longer than its prompt then reaches its end, and a longer one has got
 a token for each token processed, if its place is ever needed for older ones. To look to the end of

@@ -233,7 +233,7 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         """Whether a running request lacks blocks that its own last eviction is about to give back.
 
         Their step is under way. To preempt for them would be wrong: a request alone in the pool
-        would throw out itself, come to the same point again, and never get further. What it can
+        would preempt itself, come to the same point again, and never get further. What it can
         give back now, it gives back.
 
         Args:

@@ -46,7 +46,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
     - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
     - of a prefix that is in the cache, a request shares what it may share and gets copies of the
       rest, but for the queries that score it; what its eviction overwrites is copied first;
-    - a prompt starts only if it will not be thrown out before that was worth it (`Admission`);
+    - a prompt starts only if it will not be preempted before that was worth it (`Admission`);
     - what happened is reported with the request and with the statistics.
     """
 
