@@ -8,9 +8,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.scheduler.checks import check_pool
 
@@ -258,3 +261,15 @@ def random_prompts(
     """Random token ids above the special tokens, one prompt a length."""
     source = random.Random(seed)
     return [[source.randrange(8, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def kept_at_evictions(folder: Path, outcome: Outcome) -> dict[int, list[torch.Tensor]]:
+    """What a trace says of each eviction, by the tokens computed: a layer `[G, held]` positions."""
+    found = {}
+    for path in folder.glob(f"{outcome.request_id}*.npz"):
+        with np.load(path) as file:
+            layers = len(file["held"])
+            kept = [torch.from_numpy(file[f"kept_{layer}"]) for layer in range(layers)]
+            assert [len(rows[0]) for rows in kept] == file["held"].tolist()
+            found[int(file["computed" if "computed" in file else "prompt_len"])] = kept
+    return dict(sorted(found.items()))

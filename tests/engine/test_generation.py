@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.engine.heavy_hitters import (
     Method,
@@ -21,7 +20,14 @@ from tests.engine.heavy_hitters import (
     check_log_probabilities,
     held_tokens,
 )
-from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    greedy,
+    kept_at_evictions,
+    random_prompts,
+)
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.ops import cpu
 
@@ -29,18 +35,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 BLOCK = 16
 NUM_TOKENS = int(os.environ.get("PYRAMID_GENERATE", "700"))
-
-
-def _evictions(folder: Path, outcome: Outcome) -> dict[int, list[torch.Tensor]]:
-    """What each eviction kept, by the tokens computed: a layer `[G, held]` positions."""
-    found = {}
-    for path in folder.glob(f"{outcome.request_id}*.npz"):
-        with np.load(path) as file:
-            layers = len(file["held"])
-            kept = [torch.from_numpy(file[f"kept_{layer}"]) for layer in range(layers)]
-            assert [len(rows[0]) for rows in kept] == file["held"].tolist()
-            found[int(file["computed" if "computed" in file else "prompt_len"])] = kept
-    return dict(sorted(found.items()))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,7 @@ def test_kept_tokens_step_by_step(
     for outcome in outcomes:
         prompt = outcome.job.prompt
         computed = len(prompt) + generate - 1  # the last token is sampled and not computed
-        kept = _evictions(tmp_path, outcome)
+        kept = kept_at_evictions(tmp_path, outcome)
         assert list(kept) == list(range(len(prompt), computed + 1, method.interval))
         for point, layers in kept.items():
             held = held_tokens(method, point, BLOCK, fill_blocks)

@@ -19,9 +19,9 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
-    Outcome,
     count_preemptions,
     greedy,
+    kept_at_evictions,
     random_prompts,
 )
 
@@ -89,18 +89,6 @@ def _settings(case: Case, **settings: Any) -> dict[str, Any]:
     }
 
 
-def _kept(folder: Path, outcome: Outcome) -> dict[int, list[torch.Tensor]]:
-    """What each eviction kept, by the tokens computed: a layer `[G, held]` positions."""
-    found = {}
-    for path in folder.glob(f"{outcome.request_id}*.npz"):
-        with np.load(path) as file:
-            layers = len(file["held"])
-            kept = [torch.from_numpy(file[f"kept_{layer}"]) for layer in range(layers)]
-            assert [len(rows[0]) for rows in kept] == file["held"].tolist()
-            found[int(file["computed" if "computed" in file else "prompt_len"])] = kept
-    return dict(sorted(found.items()))
-
-
 def _points(case: Case, prompt_len: int) -> list[int]:
     """Where it is to evict: multiples of E beyond what is kept, a window before the end; n."""
     behind = max(case.last.window, 2)
@@ -138,7 +126,7 @@ def test_kept_tokens_at_every_point(
             for prompt, arrival in zip(random_prompts(lengths, seed=11), arrivals, strict=True)
         ]
         for outcome in engine.run(jobs):
-            n, kept = len(outcome.job.prompt), _kept(tmp_path, outcome)
+            n, kept = len(outcome.job.prompt), kept_at_evictions(tmp_path, outcome)
             assert list(kept) == _points(case, n)
             for point, layers in kept.items():
                 _check_held(case, point, n, [len(rows[0]) for rows in layers])
