@@ -68,6 +68,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
         self._min_last_chunk = settings.min_last_chunk
         inside = self.kv_policy.inside
         self._min_inner_chunk = 0 if inside is None else inside.min_last_chunk
+        # Elsewhere the pool has room for whole sequences: nobody needs his own head's blocks.
+        self._pool_may_be_smaller = inside is not None or self.kv_policy.schedule.every > 0
         self.hooks = self.kv_policy.scheduler_hooks(self.coordinator.num_layers)
         self._pool = Pool(
             coordinator.num_layers,
@@ -244,7 +246,11 @@ class PyramidSchedulerMixin(SchedulerPoints):
             or self._admission.admits(request, plan, computed, self.running)
         ):
             chunk = self._chunk(request, plan, computed, tokens)
-            if not waits and self.coordinator.waits_for_blocks(request, computed + chunk):
+            if (
+                self._pool_may_be_smaller
+                and not waits
+                and self.coordinator.waits_for_blocks(request, computed + chunk)
+            ):
                 return 0
             if chunk or not waits:
                 return chunk
