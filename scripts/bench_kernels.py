@@ -7,7 +7,9 @@
   gathered beforehand (the gathering is not timed);
 - mass: what gathering each key's probability behind that costs, by its log-sum-exp;
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
-- evict: score + select + compact as a share of that prefill.
+- evict: score + select + compact as a share of that prefill;
+- with `--fp8`: the same attention over caches of 8-bit floats, in percent of its time over the
+  others, and writing a token, in percent of the time of a copy.
 
 The two sides of a comparison alternate within a round and every figure is the median over the
 rounds. Decode walks through copies of the cache that together exceed the last-level cache, as the
@@ -35,7 +37,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_pyramid.ops import cpu, cpu_library, reference
-from vllm_pyramid.ops.contract import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.contract import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -140,6 +142,8 @@ def bench_decode(
         F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=group > 1)
 
     ours, plain, paged, theirs_sdpa, masses = [], [], [], [], []
+    small_caches = {kind: [cache.to(kind) for cache in caches] for kind in eight_bits(args)}
+    eights: dict[torch.dtype, list[float]] = {kind: [] for kind in small_caches}
     deadline = time.perf_counter() + args.case_seconds
     for turn in range(max(args.rounds * copies, 8)):
         if turn >= 5 and time.perf_counter() > deadline:
@@ -151,6 +155,10 @@ def bench_decode(
         key, value = split(caches[turn % copies])
         batch = AttentionBatch(query, key, value, table, starts, seq_lens, skips)
         ours.append(timed(cpu.paged_attention, out, batch, softmax, log_sum_exp=lse))
+        for kind, of_kind in small_caches.items():
+            key, value = split(of_kind[turn % copies])
+            eight = replace(batch, key_cache=key, value_cache=value)
+            eights[kind].append(timed(cpu.paged_attention, out, eight, softmax, log_sum_exp=lse))
         if not uneven:
             masses.append(timed(cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
             theirs_sdpa.append(timed(sdpa, caches[(turn + 1) % copies]))
@@ -163,11 +171,28 @@ def bench_decode(
         statistics.median(theirs_sdpa) * 1e3 if theirs_sdpa else None,
         used / statistics.median(paged) / 1e9,
     )
+    rows = [decode, *compared("decode", eights, mine, common)]
     if uneven:
-        return [decode]
+        return rows
     gathering = statistics.median(masses)
     share = (gathering * 1e3, mine * 1e3, 100 * gathering / mine)
-    return [decode, Row("mass / decode", *common, "ms", *share)]
+    return [*rows, Row("mass / decode", *common, "ms", *share)]
+
+
+def eight_bits(args: argparse.Namespace) -> tuple[torch.dtype, ...]:
+    return FP8_DTYPES if args.fp8 else ()
+
+
+def compared(
+    what: str, times: dict[torch.dtype, list[float]], theirs: float, common: tuple[Any, ...]
+) -> list[Row]:
+    """A row a type of 8-bit floats: seconds beside those of the same with the other cache."""
+    found = []
+    for kind, seconds in times.items():
+        name = f"{what}, {str(kind).removeprefix('torch.float8_')}"
+        mine = statistics.median(seconds)
+        found.append(Row(name, *common, "ms", mine * 1e3, theirs * 1e3, 100 * mine / theirs))
+    return found
 
 
 def check_prompt(out: torch.Tensor, batch: AttentionBatch, softmax: Softmax, keep: int) -> None:
@@ -221,12 +246,22 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
 
     if args.refcheck:
         check_prompt(out, batch, softmax, keep)
-    times: dict[str, list[float]] = {"ours": [], "sdpa": [], "evict": []}
+    times: dict[str, list[float]] = {"ours": [], "sdpa": [], "evict": [], "write": []}
+    new = torch.randn(2, context, args.kv_heads, head_size, dtype=dtype)
+    slots = torch.randperm(blocks * BLOCK_SIZE)[:context]
+    eights: dict[torch.dtype, list[float]] = {kind: [] for kind in eight_bits(args)}
+    writes: dict[torch.dtype, list[float]] = {kind: [] for kind in eights}
     for _ in range(args.rounds):
+        times["write"].append(timed(cpu.reshape_and_cache, *new, key, value, slots))
+        for kind in eights:
+            small = split(cache.to(kind))
+            eight = replace(batch, key_cache=small[0], value_cache=small[1])
+            eights[kind].append(timed(cpu.paged_attention, out, eight, softmax))
+            writes[kind].append(timed(cpu.reshape_and_cache, *new, *small, slots))
         times["sdpa"].append(timed(sdpa))
         times["ours"].append(timed(cpu.paged_attention, out, batch, softmax))
         times["evict"].append(timed(evict))
-    mine, theirs, eviction = (statistics.median(times[name]) * 1e3 for name in times)
+    mine, theirs, eviction, write = (statistics.median(times[name]) * 1e3 for name in times)
     size = 2 * context * args.kv_heads * head_size * dtype.itemsize / 1e6
     common = (torch.get_num_threads(), args.dtype, head_size, group, 1, context, size, "ms")
     return [
@@ -235,6 +270,8 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
             *(2 * context**2 * heads * head_size / 1e9, mine, theirs),
         ),
         Row("evict / prefill", *common, eviction, mine, 100 * eviction / mine),
+        *compared("prefill", eights, mine / 1e3, common[:-1]),
+        *compared("write", writes, write / 1e3, common[:-1]),
     ]
 
 
@@ -314,6 +351,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--case-seconds", type=float, default=1.0, help="at most, for a decode case"
     )
+    parser.add_argument("--fp8", action="store_true", help="also caches of 8-bit floats")
     parser.add_argument("--refcheck", action="store_true", help="first compare with float64")
     parser.add_argument("--roofline", type=Path, help="write a picture there (PNG)")
     parser.add_argument("--cold-mib", type=int, default=128, help="more than the last-level cache")

@@ -44,6 +44,7 @@ class Case:
     group: int = 4
     head_size: int = 128
     dtype: torch.dtype = torch.bfloat16
+    cache: torch.dtype | None = None  # None: that of the queries
     joint: bool = True
     window: int = 32
     splits: int = 8
@@ -56,6 +57,7 @@ class Case:
 
 MAIN_CASES = (Case("head 128, group 4, bf16"),)
 MORE_CASES = (
+    Case("head 128, group 4, bf16, e4m3 cache", cache=torch.float8_e4m3fn),
     Case("head 64, group 8, bf16", head_size=64, group=8, pooling="max", reduce="max"),
     Case("head 80, group 1, fp16", head_size=80, group=1, num_kv_heads=32, dtype=torch.float16),
     Case("head 96, group 3, bf16, one split", head_size=96, group=3, splits=1, window=8),
@@ -146,11 +148,12 @@ def call_everything(case: Case) -> None:
     heads, size, block = case.num_kv_heads, case.head_size, 16
     length, tokens, keep = 2048, 256, 512
     if case.joint:
-        pool = torch.zeros(4, heads, block, 2 * size, dtype=case.dtype)
+        pool = torch.zeros(4, heads, block, 2 * size, dtype=case.cache or case.dtype)
         key_cache, value_cache = pool[..., :size], pool[..., size:]
     else:
         key_cache, value_cache = (
-            torch.zeros(4, block, heads, size, dtype=case.dtype).transpose(1, 2) for _ in "kv"
+            torch.zeros(4, block, heads, size, dtype=case.cache or case.dtype).transpose(1, 2)
+            for _ in "kv"
         )
     query = torch.zeros(tokens, heads * case.group, size, dtype=case.dtype)
     key = torch.zeros(tokens, heads, size, dtype=case.dtype)
@@ -197,6 +200,8 @@ def compile_cases(cases: tuple[Case, ...], architectures: tuple[int, ...]) -> li
     usages: list[Usage] = []
     for arch in architectures:
         for case in cases:
+            if case.cache == torch.float8_e4m3fn and arch < 89:
+                continue  # these have no such type
 
             def record(name: str, cubin: bytes, shared: int, case: Case = case) -> None:
                 registers, spill = resource_usage(cubin)

@@ -41,6 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MATRIX = (
     "check_attention.py",
+    "check_fp8.py",
     "check_mass.py",
     "check_moves.py",
     "check_scores.py",

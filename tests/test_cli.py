@@ -128,7 +128,94 @@ def test_only_full_attention_layers_are_counted(
     )
     report = run_json(capsys, "budgets", "--model", model)
     assert report["num_layers"] == 2
-    assert "2 full-attention layers of 4" in report["source"]
+    assert "2 full-attention layers of 4 evict" in report["source"]
+    assert [row["layer"] for row in report["layers"]] == [0, 2]
+    (companion,) = report["companions"]
+    assert (companion["kind"], companion["layers"], companion["sees"]) == ("sliding", 2, 128)
+    page = report["full"]["mib"] / report["full"]["blocks"]
+    assert companion["held"] == 144 and companion["mib"] == pytest.approx(2 * 9 * page)
+    assert main(["budgets", "--model", model]) == 0
+    assert "2 layers with a window of 128 tokens hold 144 each" in capsys.readouterr().out
+
+
+def write_states(folder: Path) -> str:
+    """A configuration of 4 layers, of which 2 keep states."""
+    return write_config(
+        folder,
+        model_type="granitemoehybrid",
+        architectures=["GraniteMoeHybridForCausalLM"],
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=16,
+        mamba_d_head=32,
+        mamba_d_state=32,
+    )
+
+
+def test_states_make_blocks_long(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The size is vLLM's, unless the user gives one; the states' pages are as large."""
+    argv = ["budgets", "--model", write_states(tmp_path), "--prompt-len", "3000"]
+    argv += ["--kv-policy", "snapkv", "--kv-budget", "300"]
+    report = run_json(capsys, *argv)
+    assert report["block_size_from"] == "vllm" and report["block_size"] > 16
+    given = run_json(capsys, *argv, "--block-size", "544")
+    assert given["block_size"] == 544 and given["block_size_from"] == "given"
+    page = given["full"]["mib"] / given["full"]["blocks"]
+    assert [row["layer"] for row in given["layers"]] == [1, 3]
+    assert [row["blocks"] for row in given["layers"]] == [2, 2]
+    (states,) = given["companions"]
+    assert (states["kind"], states["layers"], states["blocks"]) == ("state", 2, 2)
+    assert states["mib"] == pytest.approx(2 * page)
+    assert given["request"]["mib"] == pytest.approx(6 * page)
+    assert given["request"]["full_mib"] == pytest.approx(14 * page)
+    assert main([*argv, "--block-size", "544"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "vLLM may make blocks longer than 544 tokens" in out
+    assert "33.3 % of them stay for 10.0 % of the tokens" in out
+    assert "42.9 %: 2.3 times as many fit" in out
+
+
+def test_a_state_of_unknown_size(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM cannot be asked the output says so, and no total contains a guess."""
+
+    def refuse(model: str, dtype: str) -> int:
+        raise ValueError("no vLLM here")
+
+    monkeypatch.setattr("vllm_pyramid.budgets.companions.state_block_size", refuse)
+    argv = ["budgets", "--model", write_states(tmp_path)]
+    report = run_json(capsys, *argv)
+    assert report["block_size"] == 16 and report["companions"][0]["mib"] is None
+    assert report["request"] is None and report["block_size_unknown"] == "no vLLM here"
+    assert main(argv) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "(no vLLM here)" in out and "give --block-size as the server's log says it" in out
+    assert "times as many fit" not in out
+
+
+def test_lengths_that_depend_on_the_prompt_beside_windows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = write_config(
+        tmp_path,
+        model_type="gemma3_text",
+        architectures=["Gemma3ForCausalLM"],
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        head_dim=32,
+        sliding_window=128,
+        num_kv_shared_layers=0,
+    )
+    argv = ["budgets", "--model", model, "--kv-policy", "xkv", "--kv-budget", "50%"]
+    report = run_json(capsys, *argv)
+    assert report["layers"] == [1, 3]
+    (window,) = report["companions"]
+    assert (window["layers"], window["held"], window["blocks"]) == (2, 144, 18)
+    assert 0.5 < report["request"]["share"] < 0.55
+    assert main(argv) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "All 2 layers that evict (1, 3) together keep" in out
+    assert "2 layers with a window of 128 tokens hold 144 each" in out
+    assert "With these a request holds at most" in out
 
 
 @pytest.mark.parametrize(

@@ -134,3 +134,24 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
     assert len(pages) > len(DOCUMENTS)  # the search page, and one that was not found
     for page in pages:
         assert not loads.search(page.read_text(encoding="utf-8")), page
+
+
+def refused() -> str:
+    """The table of what is refused, from the code's own list."""
+    from vllm_pyramid.refusals import OF_ARGUMENTS, OF_CONFIGURATION
+
+    def code(text: str) -> str:
+        return re.sub(
+            r"--[a-z-]+(?: (?:pooling|none|bfloat16))?|attention_config\.\w+", r"`\g<0>`", text
+        )
+
+    rows = [
+        f"| {code(entry.what.rstrip(':'))} | {code(entry.why)} |"
+        for entry in (*OF_ARGUMENTS, *OF_CONFIGURATION)
+    ]
+    return "\n".join(["| Does not work with a policy | Why, and what to do |", "|---|---|", *rows])
+
+
+def test_what_is_refused_is_what_the_code_says() -> None:
+    text = (DOCS / "limits.md").read_text(encoding="utf-8")
+    assert refused() in text, f"docs/limits.md wants this table:\n{refused()}"

@@ -9,17 +9,29 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig
+
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.refusals import OF_CONFIGURATION, refuse
 
 pytestmark = pytest.mark.cpu
+
+WINDOWS = MistralConfig(num_hidden_layers=2, sliding_window=64)
 
 
 def resolved_config(**changes: Any) -> Any:
     """The parts of a finished `VllmConfig` that are looked at, with nothing to refuse."""
     values: dict[str, Any] = {
+        "model_config.runner_type": "generate",
+        "model_config.is_encoder_decoder": False,
+        "model_config.use_mla": False,
+        "model_config.hf_text_config": LlamaConfig(num_hidden_layers=2),
+        "model_config.max_model_len": 4096,
         "cache_config.cache_dtype": "auto",
         "speculative_config": None,
         "kv_transfer_config": None,
         "parallel_config.use_ubatching": False,
+        "attention_config.backend": None,
         "attention_config.backend_per_kind": {},
         "attention_config.hisparse_config": None,
         "scheduler_config.disable_hybrid_kv_cache_manager": False,
@@ -37,16 +49,18 @@ def resolved_config(**changes: Any) -> Any:
 
 
 def test_nothing_resolved_nothing_refused() -> None:
-    from vllm_pyramid.engine_config import _check_resolved
-
-    _check_resolved(resolved_config())
+    refuse(OF_CONFIGURATION, resolved_config(), load_policy("pyramidkv"))
 
 
 @pytest.mark.parametrize(
     ("path", "value", "advice"),
     [
-        ("cache_config.cache_dtype", "fp8_e4m3", "--kv-cache-dtype bfloat16"),
-        ("speculative_config", object(), "base model"),
+        ("cache_config.cache_dtype", "fp8_per_token_head", "--kv-cache-dtype bfloat16"),
+        ("model_config.runner_type", "pooling", "--kv-policy none"),
+        ("model_config.is_encoder_decoder", True, "decoder-only"),
+        ("model_config.use_mla", True, "MLA"),
+        ("model_config.hf_text_config", WINDOWS, "nothing to evict"),
+        ("speculative_config", SimpleNamespace(method="eagle"), "eagle yet: it keeps a cache"),
         ("kv_transfer_config", object(), "--kv-transfer-config"),
         ("parallel_config.use_ubatching", True, "--ubatch-size"),
         ("attention_config.backend_per_kind", {"full": 1}, "backend_per_kind"),
@@ -55,11 +69,44 @@ def test_nothing_resolved_nothing_refused() -> None:
     ],
 )
 def test_what_vllm_switched_on_is_refused(path: str, value: Any, advice: str) -> None:
-    from vllm_pyramid.engine_config import _check_resolved
-
+    config = resolved_config(**{path: value})
     with pytest.raises(ValueError, match=r"KV policy.*does not work with") as error:
-        _check_resolved(resolved_config(**{path: value}))
+        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
     assert advice in str(error.value)
+
+
+def test_drafts_and_a_policy_that_evicts_while_it_generates() -> None:
+    config = resolved_config(speculative_config=SimpleNamespace(method="ngram"))
+    refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+    with pytest.raises(ValueError, match="such as pyramidkv"):
+        refuse(OF_CONFIGURATION, config, load_policy("h2o"))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_caches_of_8_bit_floats(monkeypatch: Any, device: str, dtype: str) -> None:
+    from vllm_pyramid import refusals
+
+    config = resolved_config(**{"cache_config.cache_dtype": dtype})
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type=device))
+    if device == "cpu" or dtype != "fp8_e5m2":
+        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+    else:
+        with pytest.raises(ValueError, match=f"{dtype} on CUDA.*--kv-cache-dtype fp8"):
+            refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+
+
+def test_fp8_on_cuda_takes_the_triton_backend() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_pyramid import engine_config
+
+    policy, changes = load_policy("pyramidkv"), {"cache_config.cache_dtype": "fp8"}
+    config = resolved_config(**changes)
+    assert engine_config._take_backend(config, policy) == "TRITON_ATTN"
+    chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
+    with pytest.raises(ValueError, match=r"fp8 caches and .*FLASH_ATTN.*TRITON_ATTN"):
+        refuse(OF_CONFIGURATION, resolved_config(**changes, **chosen), policy)
 
 
 def specs(count: int = 3, **changes: Any) -> dict[str, Any]:
@@ -72,10 +119,9 @@ def specs(count: int = 3, **changes: Any) -> dict[str, Any]:
 
 
 def per_layer(stock: dict[str, Any], name: str = "pyramidkv") -> Any:
-    from vllm_pyramid.compat.runner import per_layer_specs
-    from vllm_pyramid.policy import load_policy
+    from vllm_pyramid.worker.roles import roles_of
 
-    return per_layer_specs(stock, load_policy(name), max_model_len=4096)
+    return roles_of(stock, load_policy(name), max_model_len=4096).evicting
 
 
 def test_layers_are_numbered_from_the_bottom_and_keep_their_settings() -> None:
@@ -91,8 +137,8 @@ def test_layers_are_numbered_from_the_bottom_and_keep_their_settings() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"sliding_window": 1024}, "sliding window of 1024 tokens"),
-        ({"attention_chunk_size": 1024}, "sliding window of 1024 tokens"),
+        ({"sliding_window": 1024}, "a window of 1024 tokens and keeps its whole cache"),
+        ({"attention_chunk_size": 1024}, "a window of 1024 tokens and keeps its whole cache"),
         ({"non_causal": True}, "not causal"),
     ],
 )
@@ -105,14 +151,16 @@ def test_layers_that_eviction_would_falsify_are_refused(
 
 def test_a_window_longer_than_any_sequence_is_none() -> None:
     assert len(per_layer(specs(sliding_window=4096))) == 3
-    assert len(per_layer(specs(sliding_window=64), "full")) == 3
 
 
 def test_quantised_caches_and_unequal_pages_are_refused() -> None:
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    with pytest.raises(ValueError, match=r"quantised.*--kv-cache-dtype bfloat16"):
-        per_layer(specs(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "full")
+    with pytest.raises(ValueError, match=r"FP8_PER_TOKEN_HEAD.*--kv-cache-dtype bfloat16"):
+        per_layer(specs(kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD), "full")
+    fp8 = specs(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, dtype=torch.uint8)
+    pages = [spec.page_size_bytes for spec in specs().values()]
+    assert [2 * spec.page_size_bytes for spec in per_layer(fp8).values()] == pages
     stock = specs()
     name = next(iter(stock))
     stock[name] = replace(stock[name], num_kv_heads=4)
@@ -130,3 +178,21 @@ def test_other_kinds_of_cache_are_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match=f"{name}.*MLAAttentionSpec"):
         per_layer(stock)
+
+
+def test_flash_attention_is_asked_about_all_layers() -> None:
+    import transformers
+
+    from vllm_pyramid.engine_config import flash_attention_serves
+
+    def model(text: Any) -> Any:
+        return SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 128, hf_text_config=text)
+
+    kinds = ["sliding_attention", "full_attention"]
+    gemma = {"num_hidden_layers": 2, "layer_types": kinds, "head_dim": 128}
+    assert flash_attention_serves(model(transformers.LlamaConfig(num_hidden_layers=2)))
+    for head_size, served in ((256, True), (512, False)):
+        text = transformers.Gemma4TextConfig(**gemma, global_head_dim=head_size)
+        assert flash_attention_serves(model(text)) == served
+    # Learned sinks need a version that this machine does not have.
+    assert not flash_attention_serves(model(transformers.GptOssConfig(num_hidden_layers=2)))

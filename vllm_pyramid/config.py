@@ -287,6 +287,8 @@ class ServedSettings:
         swap_space_bytes: host memory for V of each worker; None: as much as the device's cache.
         forecasts: whether prompts start by what all requests will hold, not by what they hold now.
         backend: of the attention, where there is a choice.
+        num_drafts: tokens that are drafted for a request in a step; 0 without speculation.
+        asks_prefix_caching: whether the user did, and it is not only vLLM's default.
     """
 
     policy: Policy
@@ -294,6 +296,8 @@ class ServedSettings:
     swap_space_bytes: int | None = None
     forecasts: bool = False
     backend: str | None = None
+    num_drafts: int = 0
+    asks_prefix_caching: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -310,9 +314,22 @@ class ServedSettings:
 
     @property
     def min_last_chunk(self) -> int:
-        """Prompt tokens that the prefill's last chunk must have: a trace wants a window of them."""
-        least = self.policy.min_last_chunk
+        """Prompt tokens that the prefill's last chunk must have.
+
+        A trace wants a window of them. As many as a token and its drafts look like a decode step,
+        which captured graphs replay without coming by any eviction.
+        """
+        least = self._behind_drafts(self.policy.min_last_chunk)
         return max(least, self.policy.trace_window) if self.trace is not None else least
+
+    @property
+    def min_inner_chunk(self) -> int:
+        """The same of a chunk that ends at an eviction inside the prompt; 0 where there is none."""
+        inside = self.policy.inside
+        return 0 if inside is None else self._behind_drafts(inside.min_last_chunk)
+
+    def _behind_drafts(self, tokens: int) -> int:
+        return max(tokens, self.num_drafts + 2) if self.num_drafts else tokens
 
 
 @lru_cache(maxsize=4)

@@ -9,18 +9,19 @@ after. Whatever is not mentioned here works or fails with vLLM's own message.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from vllm import envs
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_pyramid.config import SERVED_KEY, KVSettings
+from vllm_pyramid.model_shape import STATE, layer_kinds
 from vllm_pyramid.policy import AUTO, Policy
-from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND
+from vllm_pyramid.refusals import OF_ARGUMENTS, OF_CONFIGURATION, refuse
+from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND, FP8_CACHES
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -28,16 +29,6 @@ _WORKERS = {
     "cpu": "vllm_pyramid.worker.cpu_worker.PyramidCpuWorker",
     "cuda": "vllm_pyramid.worker.gpu_worker.PyramidGpuWorker",
 }
-_STOCK_WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
-_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
-SLIDING_WINDOW_REASON = (
-    "{layer} has a sliding window of {window} tokens. Evicted caches lose the distances that a "
-    "window is measured in, so models with sliding windows run with --kv-policy full or none only"
-)
-
-
-def _refuse(what: str, why: str) -> None:
-    raise ValueError(f"a KV policy (--kv-policy) does not work with {what} yet: {why}")
 
 
 def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
@@ -63,64 +54,7 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
         if args.enable_prefix_caching is None:
             args.enable_prefix_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", policy.name, reason)
-    wants: list[tuple[str, Any, str]] = [
-        (
-            "--kv-transfer-config",
-            args.kv_transfer_config,
-            "a KV connector would move blocks that hold other tokens than their positions say",
-        ),
-        (
-            "--kv-offloading-size",
-            args.kv_offloading_size,
-            "offloaded blocks would hold other tokens than their positions say",
-        ),
-        (
-            "--speculative-config",
-            args.speculative_config,
-            "drafts may be rejected, and an eviction cannot be taken back",
-        ),
-        (
-            "--pipeline-parallel-size",
-            args.pipeline_parallel_size > 1,
-            "a stage knows only its own layers; use --tensor-parallel-size",
-        ),
-        (
-            "--decode-context-parallel-size",
-            args.decode_context_parallel_size > 1,
-            "the tokens of a block would be spread over ranks",
-        ),
-        (
-            "--prefill-context-parallel-size",
-            args.prefill_context_parallel_size > 1,
-            "the observation window would be spread over ranks",
-        ),
-        ("--enable-dbo", args.enable_dbo, "a step's requests would be split into two batches"),
-        (
-            "--disable-hybrid-kv-cache-manager",
-            args.disable_hybrid_kv_cache_manager,
-            "it forces one block table for all layers; leave the flag out",
-        ),
-        (
-            "--kv-sharing-fast-prefill",
-            args.kv_sharing_fast_prefill,
-            "it skips the queries that the scorer looks through",
-        ),
-        (
-            f"--kv-cache-dtype {args.kv_cache_dtype}",
-            args.kv_cache_dtype not in _KV_CACHE_DTYPES,
-            f"quantised caches have no scoring kernel; use one of {', '.join(_KV_CACHE_DTYPES)}",
-        ),
-        ("--runner pooling", args.runner == "pooling", "pooling keeps no cache to evict from"),
-        ("--scheduler-cls", args.scheduler_cls, "the policy brings its own scheduler"),
-        (
-            f"--worker-cls {args.worker_cls}",
-            args.worker_cls not in ("auto", *_STOCK_WORKERS),
-            "the policy brings its own worker",
-        ),
-    ]
-    for flag, wanted, why in wants:
-        if wanted:
-            _refuse(flag, why)
+    refuse(OF_ARGUMENTS, args, policy)
     for part in policy.parts:
         part.prepare_args(policy, args)
     _check_backend(args.attention_backend or args.attention_config.backend)
@@ -135,32 +69,59 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
         defaults.choose(args)
 
 
+def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVSettings) -> None:
+    """The same where the model matters: called when its configuration has been read.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    if STATE not in layer_kinds(model_config.hf_text_config, model_config.max_model_len):
+        return
+    if args.enable_prefix_caching:
+        raise ValueError(
+            "a KV policy does not work with --enable-prefix-caching and this model yet: some of "
+            "its layers keep a state, which would have to be kept at each point where another "
+            "prompt may leave this one; leave the flag out"
+        )
+    if args.enable_prefix_caching is None:
+        args.enable_prefix_caching = False
+        logger.info(
+            "kv-policy %s: prefix caching is off: layers of this model keep a state",
+            settings.kv_policy,
+        )
+
+
 def _check_backend(chosen: AttentionBackendEnum | str | None) -> None:
     on_cuda = current_platform.device_type == "cuda"
     name = chosen.name if isinstance(chosen, AttentionBackendEnum) else chosen
     if name is not None and (not on_cuda or name.upper() not in BACKENDS):
-        _refuse(
-            f"--attention-backend {name}",
-            f"per-layer tables are built for {' and '.join(BACKENDS)} here"
-            if on_cuda
-            else "on the CPU vllm-pyramid's own kernels run; leave the flag out",
-        )
+        why = "on the CPU vllm-pyramid's own kernels run; leave the flag out"
+        if on_cuda:
+            why = f"per-layer tables are built for {' and '.join(BACKENDS)} here"
+        raise ValueError(f"a KV policy does not work with --attention-backend {name} yet: {why}")
 
 
-def finish_config(config: VllmConfig, settings: KVSettings) -> None:
+def finish_config(
+    config: VllmConfig, settings: KVSettings, *, asks_prefix_caching: bool = False
+) -> None:
     """Check what vLLM made of the rest, and put our scheduler, worker and backend in place.
+
+    Args:
+        asks_prefix_caching: whether the user did: some models show only later that they cannot.
 
     Raises:
         ValueError: naming the flag to change.
     """
     served = settings.served()
     assert served is not None
+    served = replace(
+        served,
+        num_drafts=config.num_speculative_tokens,
+        asks_prefix_caching=asks_prefix_caching,
+    )
     policy = served.policy
-    _check_model(config, policy)
-    _check_resolved(config)
-    inside = policy.inside
-    least = 0 if inside is None else inside.min_last_chunk
-    _check_chunks(config, policy, max(served.min_last_chunk, least))
+    refuse(OF_CONFIGURATION, config, policy)
+    _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)
     _check_graphs(config, policy)
@@ -175,69 +136,6 @@ def finish_config(config: VllmConfig, settings: KVSettings) -> None:
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
-
-
-def _check_model(config: VllmConfig, policy: Policy) -> None:
-    """What can be known of the model here; the rest is checked when its layers exist."""
-    model_config = config.model_config
-    if model_config.runner_type != "generate":
-        raise ValueError(
-            f"a KV policy works with models that generate; this one runs as "
-            f"{model_config.runner_type}: serve it with --kv-policy none"
-        )
-    if model_config.is_encoder_decoder:
-        raise ValueError("a KV policy works with decoder-only models; this one has an encoder")
-    if model_config.use_mla:
-        raise ValueError(
-            "a KV policy does not work with multi-head latent attention (MLA) yet: its cache has "
-            "no KV heads to choose tokens for; serve this model with --kv-policy none"
-        )
-    window = model_config.get_sliding_window()
-    if window and window < model_config.max_model_len and policy.evicts:
-        raise ValueError(SLIDING_WINDOW_REASON.format(layer="this model", window=window))
-
-
-def _check_resolved(config: VllmConfig) -> None:
-    """Refuse what vLLM switched on by itself, or took from the checkpoint."""
-    dtype = config.cache_config.cache_dtype
-    resolved: list[tuple[str, Any, str]] = [
-        (
-            "speculative decoding",
-            config.speculative_config,
-            "this checkpoint brings a draft model, and an eviction cannot be taken back; serve its "
-            "base model",
-        ),
-        ("a KV connector", config.kv_transfer_config, "leave --kv-transfer-config out"),
-        (
-            "two batches a step",
-            config.parallel_config.use_ubatching,
-            "each would need tables of its own; leave --enable-dbo and --ubatch-size out",
-        ),
-        (
-            f"a KV cache of type {dtype}",
-            dtype not in _KV_CACHE_DTYPES,
-            "the checkpoint asks for it; add --kv-cache-dtype bfloat16",
-        ),
-        (
-            "attention_config.backend_per_kind",
-            config.attention_config.backend_per_kind,
-            "it would replace the backend that reads per-layer tables",
-        ),
-        (
-            "attention_config.hisparse_config",
-            config.attention_config.hisparse_config,
-            "it keeps pages of its own",
-        ),
-        (
-            "vLLM's hybrid KV cache manager switched off",
-            config.scheduler_config.disable_hybrid_kv_cache_manager,
-            "every layer needs a block table of its own; KV events and chunked local attention "
-            "switch it off",
-        ),
-    ]
-    for what, present, why in resolved:
-        if present:
-            _refuse(what, why)
 
 
 def _probe(config: VllmConfig, policy: Policy) -> None:
@@ -283,19 +181,36 @@ def _take_cpu_backend(config: VllmConfig) -> None:
 
 
 def _default_backend(config: VllmConfig) -> str:
-    """FlashAttention where the device, this vLLM and the model allow it, else Triton."""
+    """FlashAttention where the device, this vLLM, the model and the cache allow it, else Triton."""
     from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-    model_config = config.model_config
+    if config.cache_config.cache_dtype in FP8_CACHES:
+        return "TRITON_ATTN"
     if (
         current_platform.has_device_capability(80)
         and is_flash_attn_varlen_func_available()
-        and FlashAttentionBackend.supports_dtype(model_config.dtype)
-        and FlashAttentionBackend.supports_head_size(model_config.get_head_size())
+        and flash_attention_serves(config.model_config)
     ):
         return "FLASH_ATTN"
     return "TRITON_ATTN"
+
+
+def flash_attention_serves(model_config: ModelConfig) -> bool:
+    """Whether FlashAttention on this device can run all layers of a model."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    text = model_config.hf_text_config
+    sizes = {model_config.get_head_size()}
+    # Gemma 4 has larger heads where attention is full.
+    if (of_layers := getattr(text, "per_layer_config", None)) is not None:
+        layers = (of_layers[layer] for layer in range(text.num_hidden_layers))
+        sizes |= {getattr(layer, "head_dim", None) for layer in layers} - {None}
+    has_sinks = text.model_type == "gpt_oss" or bool(getattr(text, "attention_sinks", False))
+    return (
+        FlashAttentionBackend.supports_dtype(model_config.dtype)
+        and all(FlashAttentionBackend.supports_head_size(size) for size in sizes)
+        and (not has_sinks or FlashAttentionBackend.supports_sink())
+    )
 
 
 def _check_chunks(config: VllmConfig, policy: Policy, least: int) -> None:

@@ -29,6 +29,11 @@ class PolicyMetrics:
         vllm_pyramid:tokens_held             tokens in the cache now
         vllm_pyramid:blocks_held             blocks of the pool in use now
 
+    With layers that do not evict (labels: engine):
+        vllm_pyramid:companion_blocks_held   blocks of the pool in use by them now
+
+    `layer` is the model's own number.
+
     With V in host memory (labels: engine, direction):
         vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
     """
@@ -62,13 +67,20 @@ class PolicyMetrics:
                 multiprocess_mode="mostrecent",
             ),
         }
+        self.companion_blocks = Gauge(
+            "vllm_pyramid:companion_blocks_held",
+            "Blocks of the pool in use by layers that do not evict.",
+            ["engine"],
+            multiprocess_mode="mostrecent",
+        )
         self.v_bytes = Counter(
             "vllm_pyramid:v_bytes",
             "Bytes of V written to host memory, and of its rows that attention read there.",
             ["engine", "direction"],
         )
         self._logged: dict[int, dict[str, Any]] = {}
-        self._next_log = time.monotonic() + LOG_INTERVAL_S
+        self._started = time.monotonic()
+        self._next_log: dict[int, float] = {}  # by engine: none keeps another one's line away
 
     def observe(self, message: dict[str, Any], engine: int) -> None:
         """Take a message of the scheduler's.
@@ -81,28 +93,32 @@ class PolicyMetrics:
         now: dict[str, Any] = message["now"]
         before: dict[str, Any] = message["before"] or {}
         label = str(engine)
+        layers = now.get("layers") or range(len(now["blocks_held"]))
         self.evictions.labels(label).inc(now["evictions"] - before.get("evictions", 0))
         for name, counter in self.counters.items():
             if now[name] == before.get(name):
                 continue
             earlier = before.get(name) or [0] * len(now[name])
-            for layer, (total, old) in enumerate(zip(now[name], earlier, strict=True)):
+            for layer, total, old in zip(layers, now[name], earlier, strict=True):
                 counter.labels(label, str(layer)).inc(total - old)
         for direction in ("written", "read"):
             key = f"v_bytes_{direction}"
             if key in now:
                 self.v_bytes.labels(label, direction).inc(now[key] - before.get(key, 0))
         for name, gauge in self.gauges.items():
-            for layer, value in enumerate(now[name]):
+            for layer, value in zip(layers, now[name], strict=True):
                 gauge.labels(label, str(layer)).set(value)
+        if "companion_blocks_held" in now:
+            self.companion_blocks.labels(label).set(now["companion_blocks_held"])
         self._log(now, engine)
 
     def _log(self, stats: dict[str, Any], engine: int) -> None:
         now = time.monotonic()
         before = self._logged.get(engine)
-        if now < self._next_log or (before and before["evictions"] == stats["evictions"]):
+        due = self._next_log.get(engine, self._started + LOG_INTERVAL_S)
+        if now < due or (before and before["evictions"] == stats["evictions"]):
             return
-        self._next_log = now + LOG_INTERVAL_S
+        self._next_log[engine] = now + LOG_INTERVAL_S
         self._logged[engine] = stats
         held = stats["blocks_held"]
         logger.info(

@@ -17,15 +17,17 @@ class Pool(NamedTuple):
     """What all requests share.
 
     Attributes:
-        num_layers: of the model. block_size: tokens of a block of K and V.
+        num_layers: that evict. block_size: tokens of a block of K and V.
         blocks: of the pool, without the null block.
         max_model_len: tokens of a sequence at most.
+        beside: blocks that a request holds at most in layers that do not evict.
     """
 
     num_layers: int
     block_size: int
     blocks: int
     max_model_len: int
+    beside: int = 0
 
 
 def check_fit(
@@ -83,4 +85,4 @@ def _blocks(served: ServedRequest, prompt_len: int, computed: int, pool: Pool) -
     policy = served.policy
     sizes = policy.block_sizes(pool.num_layers, pool.block_size)
     plan = policy.plan(prompt_len, pool.num_layers, int(sizes.max()), served.budget)
-    return int(plan.most_blocks(computed, sizes).sum())
+    return int(plan.most_blocks(computed, sizes).sum()) + pool.beside

@@ -9,13 +9,18 @@
 //
 // Letters: R requests, T query tokens, H query heads, G KV heads, D head size, N tokens a block,
 // P physical blocks, M table entries a request.
+//
+// `log_sum_exp` never counts the sinks, whoever writes or reads it; `sinks` are added where weights
+// are computed.
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 8
+#define PYR_ABI_VERSION 10
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
-enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2 };
+// The last two are of caches alone. What stands in one is multiplied with a scale: that of keys
+// comes in with `scale`, that of values apart.
+enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2, PYR_E4M3 = 3, PYR_E5M2 = 4 };
 
 struct PyrAttention {
   void* out;
@@ -33,7 +38,7 @@ struct PyrAttention {
   int64_t out_t, out_h, query_t, query_h;
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r;
   int64_t sliding_window, threads;
-  double scale, soft_cap;
+  double scale, soft_cap, value_scale;
 };
 
 enum PyrMassKind : int64_t { PYR_MASS_SUM = 0, PYR_MASS_BELOW_AVERAGE = 1 };
@@ -67,7 +72,8 @@ struct PyrScores {
   const int32_t* table;
   const int32_t* query_ends;
   const int32_t* prompt_lens;
-  int64_t query_dtype, cache_dtype;
+  const void* sinks;  // [H] or null
+  int64_t query_dtype, cache_dtype, sinks_dtype;
   int64_t T, H, G, D, N, P, R, M, out_len;
   int64_t query_t, query_h, key_p, key_g, key_n, table_r;
   int64_t window, reduce, pooling, kernel_size, threads;
@@ -87,7 +93,8 @@ struct PyrRecentMass {
   const int32_t* skips;
   const int32_t* recents;
   const int32_t* contexts;
-  int64_t query_dtype, cache_dtype;
+  const void* sinks;  // [H] or null
+  int64_t query_dtype, cache_dtype, sinks_dtype;
   int64_t T, H, G, D, N, P, R, M, out_len;
   int64_t query_t, query_h, key_p, key_g, key_n, table_r, threads;
   double scale, soft_cap, distance_weight;
@@ -112,15 +119,18 @@ struct PyrCompact {
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r, kept_r, kept_g, threads;
 };
 
+// Rows are copied, or, into a cache of 8-bit floats, divided by a scale and rounded.
 struct PyrCacheWrite {
   const void* key;
   const void* value;
   void* key_cache;
   void* value_cache;
   const int64_t* slots;
-  int64_t item_size, T, G, D, N, P;
+  int64_t source_dtype, cache_dtype;  // of no meaning where rows are copied
+  int64_t item_size, T, G, D, N, P;   // bytes of an element of the cache
   int64_t key_t, key_h, value_t, value_h;
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, threads;
+  double key_scale, value_scale;
 };
 
 PYR_EXPORT int64_t pyr_abi_version();

@@ -149,12 +149,19 @@ PYR_INLINE void tile_product(int rows, float* c, int64_t c_stride, const float* 
   }
 }
 
-template <class TileSet>
-struct TileMode : PairMode {
+template <class TileSet, class T>
+struct TileMode : PairMode<T> {
   using Tiles = TileSet;
   // Rows that are worked on together, and what numbers of rows are rounded up to in memory.
   static constexpr int kTogether = 2 * kTileRows, kPadRows = kTileRows;
 };
+
+#define PYR_TILED(TILES, T)                                                     \
+  {attention_scratch<TileMode<TILES, T>>, attention<TileMode<TILES, T>>, merge}
+
+// By cache element type.
+#define PYR_TILED_TABLE(TILES) \
+  {{}, PYR_TILED(TILES, bf16_t), {}, PYR_TILED(TILES, e4m3_t), PYR_TILED(TILES, e5m2_t)}
 
 // As attention_tile, with tiles. Head sizes are multiples of 32: a unit is a pair, a tile 16 units.
 template <class Mode>

@@ -192,7 +192,7 @@ void attention_direct(const PyrAttention& p, const AttentionItem& item, const At
                       const Sight& sight, const AttentionScratch& s) {
   using T = typename Mode::Element;
   const int D = int(p.D), units = D / Mode::Step;
-  float unit_row[256];
+  float unit_row[kMaxHeadSize];
   for (int r = 0; r < R; ++r) {
     const int row = item.row0 + r;
     const int64_t head = item.kv_head * sight.heads + row % sight.heads;

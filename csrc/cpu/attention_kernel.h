@@ -84,7 +84,7 @@ PYR_INLINE void finish_row(const PyrAttention& p, const Sight& sight, int kv_hea
     }
   }
   store_row(p.out, (sight.query0 + row / sight.heads) * p.out_t + head * p.out_h, p.out_dtype, sum,
-            weight > 0 ? factor / weight : 0.0f, int(p.D));
+            weight > 0 ? factor / weight * float(p.value_scale) : 0.0f, int(p.D));
 }
 
 template <class Mode>

@@ -89,6 +89,15 @@ int pyr_reshape_and_cache(const PyrCacheWrite* raw) {
   using namespace pyr;
   const PyrCacheWrite& p = *raw;
   const int64_t slots = p.P * p.N, bytes = p.item_size * p.D;
+  const bool quantised = p.cache_dtype == PYR_E4M3 || p.cache_dtype == PYR_E5M2;
+  const int64_t from_size = !quantised ? p.item_size : p.source_dtype == PYR_F32 ? 4 : 2;
+  const auto quantise = kernels_for(PYR_F32, p.cache_dtype).quantise;
+  const auto write_row = [&](char* to, const char* from, double scale) {
+    if (quantised)
+      quantise(reinterpret_cast<uint8_t*>(to), from, p.source_dtype, p.D, float(scale));
+    else
+      copy_row(to, from, bytes);
+  };
   int64_t highest = -1;
   for (int64_t t = 0; t < p.T; ++t) highest = std::max(highest, p.slots[t]);
   if (highest >= slots)
@@ -100,16 +109,16 @@ int pyr_reshape_and_cache(const PyrCacheWrite* raw) {
     for (int64_t t = piece * kTokens; t < end; ++t) {
       if (p.slots[t] < 0) continue;
       const int64_t block = p.slots[t] / p.N, row = p.slots[t] % p.N;
-      const char* key = static_cast<const char*>(p.key) + t * p.key_t * p.item_size;
-      const char* value = static_cast<const char*>(p.value) + t * p.value_t * p.item_size;
+      const char* key = static_cast<const char*>(p.key) + t * p.key_t * from_size;
+      const char* value = static_cast<const char*>(p.value) + t * p.value_t * from_size;
       char* to_key =
           static_cast<char*>(p.key_cache) + (block * p.key_p + row * p.key_n) * p.item_size;
       char* to_value =
           static_cast<char*>(p.value_cache) + (block * p.value_p + row * p.value_n) * p.item_size;
       for (int64_t g = 0; g < p.G; ++g) {
-        copy_row(to_key + g * p.key_g * p.item_size, key + g * p.key_h * p.item_size, bytes);
-        copy_row(to_value + g * p.value_g * p.item_size, value + g * p.value_h * p.item_size,
-                 bytes);
+        write_row(to_key + g * p.key_g * p.item_size, key + g * p.key_h * from_size, p.key_scale);
+        write_row(to_value + g * p.value_g * p.item_size, value + g * p.value_h * from_size,
+                  p.value_scale);
       }
     }
   };

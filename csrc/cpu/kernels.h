@@ -11,9 +11,13 @@
 
 namespace pyr {
 
+constexpr int kDtypes = 5;  // of PyrDtype
+
 // Keys of one step of the attention kernels. Steps are counted from the first visible position of
 // a request, so its result does not depend on where in the table its survivors lie.
 constexpr int64_t kTileKeys = 64;
+// The largest D, which sizes arrays on the stack. ops/cpu_checks.py refuses larger ones.
+constexpr int kMaxHeadSize = 512;
 // Rows (query tokens x query heads of one KV head) up to which a request is split over its context.
 constexpr int64_t kSplitRows = 32;
 
@@ -77,30 +81,33 @@ struct Kernels {
   void (*topn_values)(const PyrAttention&, const AttentionItem&, const float* logits,
                       const int32_t* best, int64_t count, bool renormalize);
   size_t (*recent_scratch)(const PyrRecentMass&);
-  // Each row's maximum, and its weight over its sum: [2][rows of the request and KV head].
+  // Each row's maximum, and its weight over its sum, sink included: [2][rows of the request and KV
+  // head].
   void (*recent_rows)(const PyrRecentMass&, const RecentItem& rows, float* stats, void* scratch);
   void (*recent_keys)(const PyrRecentMass&, const RecentItem& keys, const float* stats,
                       void* scratch);
+  // A row of `count` elements of a dtype into a cache of 8-bit floats; null for other caches.
+  void (*quantise)(uint8_t* out, const void* row, int64_t dtype, int64_t count, float scale);
 };
 
-// By cache element type (PyrDtype). The AVX-512-BF16 unit only has products of bfloat16 with
-// bfloat16; everything else there is the AVX-512 unit's.
-extern const Kernels kKernelsPortable[3];
+// By cache element type (PyrDtype). The AVX-512-BF16 unit only has products of bfloat16 with what
+// is, or is read as, bfloat16; everything else there is null and the AVX-512 unit's.
+extern const Kernels kKernelsPortable[kDtypes];
 #ifdef PYR_X86
-extern const Kernels kKernelsAvx2[3];
-extern const Kernels kKernelsAvx512[3];
-extern const Kernels kKernelsAvx512Bf16;
+extern const Kernels kKernelsAvx2[kDtypes];
+extern const Kernels kKernelsAvx512[kDtypes];
+extern const Kernels kKernelsAvx512Bf16[kDtypes];
 // Takes the place of its attention: many rows in AMX's tiles, or in tiles that are emulated, for
-// tests.
+// tests; null where pairs are.
 struct TiledAttention {
   decltype(Kernels::attention_scratch) attention_scratch;
   decltype(Kernels::attention) attention;
   decltype(Kernels::merge) merge;
 };
 #ifdef PYR_AMX
-extern const TiledAttention kAmx;
+extern const TiledAttention kAmx[kDtypes];
 #endif
-extern const TiledAttention kAmxEmulated;
+extern const TiledAttention kAmxEmulated[kDtypes];
 #endif
 
 }  // namespace pyr

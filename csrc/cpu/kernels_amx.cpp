@@ -2,6 +2,5 @@
 #include "attention_kernel.h"
 
 namespace pyr {
-extern const TiledAttention kAmx = {attention_scratch<TileMode<HardwareTiles>>,
-                                     attention<TileMode<HardwareTiles>>, merge};
+extern const TiledAttention kAmx[kDtypes] = PYR_TILED_TABLE(HardwareTiles);
 }  // namespace pyr

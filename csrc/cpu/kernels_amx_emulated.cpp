@@ -3,6 +3,5 @@
 #include "attention_kernel.h"
 
 namespace pyr {
-extern const TiledAttention kAmxEmulated = {attention_scratch<TileMode<EmulatedTiles>>,
-                                     attention<TileMode<EmulatedTiles>>, merge};
+extern const TiledAttention kAmxEmulated[kDtypes] = PYR_TILED_TABLE(EmulatedTiles);
 }  // namespace pyr

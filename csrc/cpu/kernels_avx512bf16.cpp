@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention_kernel.h"
-#include "key_mass_kernel.h"
-#include "recent_mass_kernel.h"
-#include "score_kernel.h"
-#include "topn_kernel.h"
+#include "kernel_tables.h"
 
 namespace pyr {
-extern const Kernels kKernelsAvx512Bf16 = {
-    attention_scratch<PairMode>, attention<PairMode>,    merge,
-    score_scratch<PairMode>,     score_logits<PairMode>, score_mass<PairMode>, read_memory,
-    key_mass_scratch<PairMode>,  key_mass<PairMode>,
-    topn_scratch<PairMode>,      topn_logits<PairMode>,  topn_values<PairMode>,
-    recent_scratch<PairMode>,    recent_rows<PairMode>,  recent_keys<PairMode>};
+extern const Kernels kKernelsAvx512Bf16[kDtypes] = {
+    {},
+    PYR_KERNELS(PairMode<bf16_t>, nullptr),
+    {},
+    PYR_KERNELS(PairMode<e4m3_t>, quantise_row<e4m3_t>),
+    PYR_KERNELS(PairMode<e5m2_t>, quantise_row<e5m2_t>)};
 }  // namespace pyr

@@ -78,7 +78,7 @@ PYR_INLINE void pack_mass_queries(const PyrAttention& p, const AttentionItem& it
                                   const Sight& sight, const MassScratch& s) {
   const int D = int(p.D), units = D / Mode::Step;
   const bool direct = mass_direct<Mode>(p, item, sight);
-  float unit_row[256];
+  float unit_row[kMaxHeadSize];
   for (int r = 0; r < item.rows; ++r) {
     const int row = item.row0 + r;
     const int64_t head = int64_t(item.kv_head) * sight.heads + row % sight.heads;
@@ -174,15 +174,9 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
   } else {
     each_mass_tile<Mode>(p, item, sight, s, of_tile);
   }
-  if (!p.sinks) return;
-  for (int r = 0; r < item.rows; ++r) {
-    if (s.max[r] == -INFINITY) continue;  // sees no key: there is nothing to share out
+  for (int r = 0; p.sinks && r < item.rows; ++r) {
     const int64_t head = int64_t(item.kv_head) * sight.heads + (item.row0 + r) % sight.heads;
-    const float sink = load_scalar(p.sinks, head, p.sinks_dtype) * kLog2e;
-    const float after = sink > s.max[r] ? sink : s.max[r];
-    s.sum[r] = s.sum[r] * v_first(v_exp2(v_set(s.max[r] - after))) +
-               v_first(v_exp2(v_set(sink - after)));
-    s.max[r] = after;
+    add_sink(load_scalar(p.sinks, head, p.sinks_dtype), &s.max[r], &s.sum[r]);
   }
 }
 

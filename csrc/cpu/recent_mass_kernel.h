@@ -144,6 +144,10 @@ void recent_rows(const PyrRecentMass& p, const RecentItem& item, float* stats, v
       max[r] = after;
     }
   }
+  for (int r = 0; p.sinks && r < rows; ++r) {
+    const int64_t head = int64_t(item.kv_head) * view.heads + (item.begin + r) % view.heads;
+    add_sink(load_scalar(p.sinks, head, p.sinks_dtype), &max[r], &factor[r]);
+  }
   const double steps = view.recent > 1 ? double(view.recent - 1) : 1.0;
   const double rise = (p.distance_weight - 1) / steps;
   const double sum = view.recent + rise * view.recent * double(view.recent - 1) / 2;

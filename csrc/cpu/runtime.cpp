@@ -35,7 +35,7 @@ struct Isa {
   bool built, runs;
   bool by_itself;  // may be chosen where no name is given
   const Kernels* by_dtype;
-  const Kernels* pairs;  // products of bfloat16 with bfloat16, where they are others; or null
+  const Kernels* pairs;  // by_dtype where queries are bfloat16, as far as they are others; or null
 };
 
 #ifdef PYR_X86
@@ -45,13 +45,18 @@ bool has_avx512() {
 }
 bool has_pairs() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-Kernels with_tiles(const TiledAttention& tiled) {
-  Kernels kernels = kKernelsAvx512Bf16;
-  kernels.attention_scratch = tiled.attention_scratch;
-  kernels.attention = tiled.attention;
-  kernels.merge = tiled.merge;
-  return kernels;
-}
+struct Tiled {
+  Kernels by_dtype[kDtypes];
+
+  explicit Tiled(const TiledAttention* tiled) {
+    for (int i = 0; i < kDtypes; ++i) {
+      by_dtype[i] = kKernelsAvx512Bf16[i];
+      by_dtype[i].attention_scratch = tiled[i].attention_scratch;
+      by_dtype[i].attention = tiled[i].attention;
+      by_dtype[i].merge = tiled[i].merge;
+    }
+  }
+};
 
 // Linux keeps the tiles' state for a process that has asked for it, where the processor has them.
 bool has_amx() {
@@ -70,23 +75,23 @@ bool has_amx() {
 constexpr int kIsas = 6;
 const Isa* all_isas() {
 #ifdef PYR_X86
-  static const Kernels emulated = with_tiles(kAmxEmulated);
+  static const Tiled emulated(kAmxEmulated);
 #ifdef PYR_AMX
-  static const Kernels tiled = with_tiles(kAmx);
-  const Kernels* amx = &tiled;
+  static const Tiled tiled(kAmx);
+  const Kernels* amx = tiled.by_dtype;
 #else
   const Kernels* amx = nullptr;
 #endif
   static const Isa isas[kIsas] = {
       {"amx", amx != nullptr, has_amx(), true, kKernelsAvx512, amx},
-      {"avx512bf16", true, has_pairs(), true, kKernelsAvx512, &kKernelsAvx512Bf16},
+      {"avx512bf16", true, has_pairs(), true, kKernelsAvx512, kKernelsAvx512Bf16},
       {"avx512", true, has_avx512(), true, kKernelsAvx512, nullptr},
       {"avx2", true,
        bool(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
             __builtin_cpu_supports("f16c")),
        true, kKernelsAvx2, nullptr},
       {"portable", true, true, true, kKernelsPortable, nullptr},
-      {"amx-emulated", true, has_pairs(), false, kKernelsAvx512, &emulated}};
+      {"amx-emulated", true, has_pairs(), false, kKernelsAvx512, emulated.by_dtype}};
 #else
   static const Isa isas[kIsas] = {{"amx", false, false, true, nullptr, nullptr},
                                   {"avx512bf16", false, false, true, nullptr, nullptr},
@@ -130,7 +135,8 @@ void parallel(int64_t threads, void (*body)(void*), void* context) {
 }
 
 const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype) {
-  if (chosen->pairs && query_dtype == PYR_BF16 && cache_dtype == PYR_BF16) return *chosen->pairs;
+  if (chosen->pairs && query_dtype == PYR_BF16 && chosen->pairs[cache_dtype].attention)
+    return chosen->pairs[cache_dtype];
   return chosen->by_dtype[cache_dtype];
 }
 

@@ -9,7 +9,7 @@ using pyr::ScoreBuffers;
 using pyr::ScoreItem;
 
 struct ScoreScratch {
-  float *queries, *keys, *scores, *row_scale;
+  float *queries, *keys, *scores, *row_max, *row_scale;
 };
 
 template <class Mode>
@@ -20,6 +20,7 @@ PYR_INLINE ScoreScratch carve(const PyrScores& p, void* memory) {
   s.queries = carver.floats(rows * (p.D / Mode::Step));
   s.keys = carver.floats(p.D / Mode::Step * KB);
   s.scores = carver.floats(rows * KB);
+  s.row_max = carver.floats(rows);
   s.row_scale = carver.floats(rows);
   return s;
 }
@@ -28,7 +29,7 @@ template <class Mode>
 size_t score_scratch(const PyrScores& p) {
   const int64_t rows = p.H / p.G * p.window;
   return carved(rows * (p.D / Mode::Step)) + carved(p.D / Mode::Step * KB) + carved(rows * KB) +
-         carved(rows);
+         2 * carved(rows);
 }
 
 // Calls use(first key, scores [rows][KB], vectors) for each tile of the item's keys; the scores are
@@ -118,14 +119,21 @@ void score_logits(const PyrScores& p, const ScoreItem& item, const ScoreBuffers&
   });
 }
 
-// Phase 2: probabilities summed over the window's queries, reduced over the query heads.
+// Phase 2: probabilities summed over the window's queries, reduced over the query heads. Here the sinks
+// are added to what is known of the rows, from whichever source.
 template <class Mode>
 void score_mass(const PyrScores& p, const ScoreItem& item, const ScoreBuffers& b, void* memory) {
   const ScoreScratch s = carve<Mode>(p, memory);
   const int heads = int(p.H / p.G), window = int(p.window), rows = heads * window;
   const int64_t width = round_up(item.end - item.begin, KB);
   const int wanted = p.prompt_lens[item.request] - window;
-  for (int r = 0; r < rows; ++r) s.row_scale[r] = 1.0f / b.row_sum[r];
+  for (int r = 0; r < rows; ++r) {
+    float max = b.row_max[r], sum = b.row_sum[r];
+    const int64_t head = int64_t(item.kv_head) * heads + r / window;
+    if (p.sinks) add_sink(load_scalar(p.sinks, head, p.sinks_dtype), &max, &sum);
+    s.row_max[r] = max;
+    s.row_scale[r] = 1.0f / sum;
+  }
   const auto reduce = [&](int first, const float* scores, int64_t stride, int vectors) {
     for (int i = 0; i < vectors; ++i) {
       const int key = item.begin + first + i * W;
@@ -135,7 +143,7 @@ void score_mass(const PyrScores& p, const ScoreItem& item, const ScoreBuffers& b
         V mass = v_zero();
         for (int w = 0; w < window; ++w) {
           const int r = h * window + w;
-          const V x = v_sub(v_load(scores + r * stride + i * W), v_set(b.row_max[r]));
+          const V x = v_sub(v_load(scores + r * stride + i * W), v_set(s.row_max[r]));
           mass = v_fma(v_exp2(x), v_set(s.row_scale[r]), mass);
         }
         result = p.reduce == PYR_MAX ? (h ? v_max(result, mass) : mass) : v_add(result, mass);

@@ -9,11 +9,12 @@
 //   values         [kTileKeys / Step][padded D] a vector holds W components
 // so both products are the same loop: broadcast a unit of the left, multiply a vector of the right.
 #pragma once
+#include "fp8.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace {
 
+using pyr::kMaxHeadSize;
 using pyr::kTileKeys;
 constexpr int KB = int(kTileKeys);
 
@@ -63,9 +64,10 @@ struct FloatMode {
 };
 
 #if defined(__AVX512BF16__)
-// Pairs of bfloat16, products summed in float32.
+// Pairs of bfloat16, or of what is read as bfloat16; products summed in float32.
+template <class T>
 struct PairMode {
-  using Element = bf16_t;
+  using Element = T;
   static constexpr int Step = 2;
   static constexpr int kElements = 2 * W;
   static constexpr bool kPairs = true;
@@ -74,10 +76,7 @@ struct PairMode {
   static PYR_INLINE V multiply_add(V sum, V a, V b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
   }
-  static PYR_INLINE V load(const bf16_t* row, int n) {
-    if (n >= 2 * W) return _mm512_loadu_ps((const float*)row);
-    return _mm512_maskz_loadu_ps(__mmask16((1u << (n / 2)) - 1), (const float*)row);
-  }
+  static PYR_INLINE V load(const T* row, int n) { return _mm512_castsi512_ps(load_pairs(row, n)); }
   // Vectors of (a[d], b[d]) for the components d .. d + 15 and d + 16 .. d + 31.
   static PYR_INLINE void interleave(V a, V b, V* lo, V* hi) {
     // Word i of the result: 16 * half + i / 2 of a where i is even, of b (bit 5) where it is odd.
@@ -90,10 +89,10 @@ struct PairMode {
     *lo = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, low, y));
     *hi = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, high, y));
   }
-  static PYR_INLINE void pack_value_rows(float* out, const bf16_t* const* rows, int first,
-                                         int keys, int D) {
-    const bf16_t* a = first < keys ? rows[first] : nullptr;
-    const bf16_t* b = first + 1 < keys ? rows[first + 1] : nullptr;
+  static PYR_INLINE void pack_value_rows(float* out, const T* const* rows, int first, int keys,
+                                         int D) {
+    const T* a = first < keys ? rows[first] : nullptr;
+    const T* b = first + 1 < keys ? rows[first + 1] : nullptr;
     for (int d = 0; d < D; d += 2 * W) {
       V lo, hi;
       interleave(a ? load(a + d, D - d) : v_zero(), b ? load(b + d, D - d) : v_zero(), &lo, &hi);
@@ -101,8 +100,8 @@ struct PairMode {
       if (d + W < padded(D)) v_store(out + d + W, hi);
     }
   }
-  static PYR_INLINE void load_values(const bf16_t* const* rows, int i, int d, V* lo, V* hi) {
-    const __m512i x = _mm512_loadu_si512(rows[i] + d), y = _mm512_loadu_si512(rows[i + 1] + d);
+  static PYR_INLINE void load_values(const T* const* rows, int i, int d, V* lo, V* hi) {
+    const __m512i x = load_pairs(rows[i] + d, 2 * W), y = load_pairs(rows[i + 1] + d, 2 * W);
     *lo = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
     *hi = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
   }
@@ -282,6 +281,16 @@ PYR_INLINE float load_scalar(const void* base, int64_t index, int64_t dtype) {
   if (dtype == PYR_F32) return ((const float*)base)[index];
   if (dtype == PYR_BF16) return to_float(((const bf16_t*)base)[index]);
   return to_float(((const f16_t*)base)[index]);
+}
+
+// A row's softmax so far (sum * 2^max), and with its head's sink. A row that has seen no key stays as
+// it is: there is nothing to share out.
+PYR_INLINE void add_sink(float sink, float* max, float* sum) {
+  if (*max == -INFINITY) return;
+  sink *= kLog2e;
+  const float after = sink > *max ? sink : *max;
+  *sum = *sum * v_first(v_exp2(v_set(*max - after))) + v_first(v_exp2(v_set(sink - after)));
+  *max = after;
 }
 
 // A query row of any type -> D / Step units.

@@ -50,7 +50,7 @@ void topn_values(const PyrAttention& p, const AttentionItem& item, const float* 
   const Sight sight = sight_of(p, item.request);
   const int D = int(p.D), row = item.row0;
   const int64_t head = int64_t(item.kv_head) * sight.heads + row % sight.heads;
-  float sum[256 + W], max = -INFINITY, weight = 0;
+  float sum[kMaxHeadSize + W], max = -INFINITY, weight = 0;
   for (int d = 0; d < D; d += W) v_store(sum + d, v_zero());
   if (count) {
     float sink = -INFINITY;
@@ -75,7 +75,7 @@ void topn_values(const PyrAttention& p, const AttentionItem& item, const float* 
     }
   }
   store_row(p.out, (sight.query0 + row / sight.heads) * p.out_t + head * p.out_h, p.out_dtype, sum,
-            weight > 0 ? 1.0f / weight : 0.0f, D);
+            weight > 0 ? float(p.value_scale) / weight : 0.0f, D);
 }
 
 }  // namespace

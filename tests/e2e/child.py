@@ -33,6 +33,16 @@ def pretend_triton_device() -> None:
         def is_active() -> bool:
             return True
 
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    masked_load = InterpreterBuilder.create_masked_load
+
+    def load(self: Any, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        """The interpreter makes an integer of a truth value that was and-ed with a scalar."""
+        mask.data = mask.data.astype(bool)
+        return masked_load(self, ptrs, mask, *args, **kwargs)
+
+    InterpreterBuilder.create_masked_load = load
     backends.clear()
     backends["nvidia"] = Backend(nvidia.compiler, ActiveDriver)
     backends["cpu"] = backends["nvidia"]  # a CPU build of vLLM wants one of this name, too
@@ -48,6 +58,22 @@ def use_attention_of_cuda() -> None:
         return "vllm_pyramid.worker.backend_triton.PyramidTritonBackend"
 
     PyramidCpuPlatform.get_attn_backend_cls = classmethod(backend)  # type: ignore[assignment]
+    from vllm.v1.attention.backends import triton_attn
+
+    from vllm_pyramid.ops import reference
+
+    write = triton_attn.triton_reshape_and_cache_flash
+
+    def rounded(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, *scales: Any) -> None:
+        """vLLM's kernel; not for 8-bit floats, to which the interpreter does not round."""
+        if not dtype.startswith("fp8"):
+            write(key, value, k, v, slots, dtype, *scales)
+            return
+        caches = (k.transpose(1, 2), v.transpose(1, 2))
+        names = {"key_scale": float(scales[0]), "value_scale": float(scales[1])}
+        reference.reshape_and_cache(key, value, *caches, slots, **names)
+
+    triton_attn.triton_reshape_and_cache_flash = rounded
     torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-_SAMPLE = re.compile(r"^(vllm_pyramid:\w+|vllm:prefix_cache_\w+)\{(.*)\} (\S+)$")
+_SAMPLE = re.compile(
+    r"^(vllm_pyramid:\w+|vllm:prefix_cache_\w+|vllm:prompt_tokens_total)\{(.*)\} (\S+)$"
+)
 
 
 def free_port() -> int:
@@ -26,6 +28,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def members(session: int) -> list[tuple[int, str]]:
+    """The processes of a session that are alive, by what they call themselves."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                title = (entry / "cmdline").read_text().replace("\0", " ").strip()
+                found.append((int(entry.name), title))
+    return found
 
 
 class Server:
@@ -41,6 +57,7 @@ class Server:
         *flags: str,
         log: Path,
         unset: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
         command: tuple[str, ...] = (*VLLM, "serve"),
     ) -> None:
         port = free_port()
@@ -55,6 +72,7 @@ class Server:
                 env={
                     **{name: os.environ[name] for name in os.environ if name not in unset},
                     "VLLM_LOGGING_LEVEL": "INFO",
+                    **(environment or {}),
                 },
                 start_new_session=True,
             )
@@ -70,33 +88,31 @@ class Server:
         raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
 
     def metrics(self) -> dict[str, dict[int, float]]:
-        """Our samples of `/metrics` and those of the prefix cache: name to layer to value.
+        """As `metrics_by_engine`, of a server with one engine."""
+        (samples,) = self.metrics_by_engine().values()
+        return samples
+
+    def metrics_by_engine(self) -> dict[int, dict[str, dict[int, float]]]:
+        """Our samples of `/metrics` and some of vLLM's: engine to name to layer to value.
 
         The layer is -1 where there is none.
         """
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             text = answer.read().decode()
-        samples: dict[str, dict[int, float]] = defaultdict(dict)
+        samples: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for line in text.splitlines():
             if match := _SAMPLE.match(line):
                 name, labels, value = match.groups()
+                engine = re.search(r'engine="(\d+)"', labels)
                 layer = re.search(r'layer="(\d+)"', labels)
-                assert 'engine="0"' in labels, line
-                samples[name][int(layer.group(1)) if layer else -1] = float(value)
+                assert engine, line
+                of_engine = samples[int(engine.group(1))]
+                of_engine[name][int(layer.group(1)) if layer else -1] = float(value)
         return samples
 
     def group(self) -> list[int]:
         """The processes of the server that are alive."""
-        members = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError, IndexError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                state, session = fields[0], int(fields[3])
-                if session == self.process.pid and state != "Z":
-                    members.append(int(entry.name))
-        return members
+        return [pid for pid, _ in members(self.process.pid)]
 
     def stop(self, how: signal.Signals, seconds: float) -> float:
         """Send the signal to the front end; the seconds until it had ended.

@@ -12,12 +12,14 @@ Shape legend: n prompt tokens, T all tokens, H query heads, G KV heads, D head s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+Kept = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 _NAME = "recording_and_masking"
 _current: HuggingFaceModel | None = None
 
@@ -26,23 +28,35 @@ def _attention(
     module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     assert _current is not None
+    _current.mask, _current.options = mask, kwargs
     return _current.attend(module.layer_idx, query, key, value, scaling), None
 
 
 AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, eager_mask)
 
 
 class HuggingFaceModel:
-    """A model in float32 whose attention can be looked into and restricted."""
+    """A model in float32 whose attention can be looked into and restricted.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        changes: to the model's configuration.
+
+    Attributes:
+        mask, options: Transformers' own for the attention under way, for subclasses.
+    """
+
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    def __init__(self, path: str, **changes: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=_NAME
+            path, dtype=torch.float32, attn_implementation=_NAME, **changes
         ).eval()
         self.queries: list[torch.Tensor] = []  # a layer: [H, T, D]
         self.keys: list[torch.Tensor] = []  # a layer: [G, T, D]
         self._prompt_len = 0
-        self._kept: Sequence[torch.Tensor] | None = None
+        self._kept: Kept | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -50,14 +64,8 @@ class HuggingFaceModel:
         """Attention of one layer: `[1, H, T, D]`, `[1, G, T, D]` to `[1, T, H, D]`."""
         self.queries.append(query[0])
         self.keys.append(key[0])
-        heads, total = query.shape[1], query.shape[2]
-        kv_heads = key.shape[1]
-        visible = torch.ones(total, total, dtype=torch.bool).tril().repeat(kv_heads, 1, 1)
-        if self._kept is not None:
-            n = self._prompt_len
-            hidden = torch.ones(kv_heads, n, dtype=torch.bool)
-            hidden.scatter_(1, self._kept[layer].long(), False)
-            visible[:, n:, :n] &= ~hidden[:, None, :]
+        heads, kv_heads = query.shape[1], key.shape[1]
+        visible = self.visible(layer, kv_heads, query.shape[2])
         group = heads // kv_heads
         k = key[0].repeat_interleave(group, dim=0)
         v = value[0].repeat_interleave(group, dim=0)
@@ -65,18 +73,28 @@ class HuggingFaceModel:
         logits = logits.masked_fill(~visible.repeat_interleave(group, dim=0), -math.inf)
         return (logits.softmax(dim=-1) @ v).transpose(0, 1)[None]
 
+    def visible(self, layer: int, kv_heads: int, total: int) -> torch.Tensor:
+        """`[G, T, T]` bool: which keys each query of a layer sees."""
+        visible = torch.ones(total, total, dtype=torch.bool).tril().repeat(kv_heads, 1, 1)
+        if self._kept is not None and (isinstance(self._kept, Sequence) or layer in self._kept):
+            n = self._prompt_len
+            hidden = torch.ones(kv_heads, n, dtype=torch.bool)
+            hidden.scatter_(1, self._kept[layer].long(), False)
+            visible[:, n:, :n] &= ~hidden[:, None, :]
+        return visible
+
     @torch.no_grad()
     def forward(
         self,
         tokens: Sequence[int],
         prompt_len: int | None = None,
-        kept: Sequence[torch.Tensor] | None = None,
+        kept: Kept | None = None,
     ) -> torch.Tensor:
         """Log probabilities `[T, vocabulary]` of the token after each one.
 
         Args:
             prompt_len: n; rows from n on see of the prompt only what `kept` holds.
-            kept: a layer, `[G, any]` positions below n.
+            kept: a layer, `[G, any]` positions below n; layers that a mapping lacks keep all.
         """
         global _current
         self.queries, self.keys = [], []

@@ -22,13 +22,19 @@ _COUNTER = itertools.count()
 
 @dataclass
 class Job:
-    """One request: token ids, sampling parameters, and the step before which it arrives."""
+    """One request: token ids, sampling parameters, and the step before which it arrives.
+
+    Attributes:
+        embeds: `[len(prompt), hidden size]`, sent in place of the token ids. lora: its adapter.
+    """
 
     prompt: list[int]
     params: Any
     arrival: int = 0
     abort_after: int | None = None  # steps from its arrival; None: it runs to its end
     name: str = field(default_factory=lambda: f"job{next(_COUNTER)}")
+    embeds: torch.Tensor | None = field(default=None, kw_only=True)
+    lora: Any = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -47,6 +53,11 @@ class Outcome:
     @property
     def token_ids(self) -> list[int]:
         return list(self.output.outputs[0].token_ids)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were in the cache."""
+        return int(self.output.num_cached_tokens)
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
@@ -73,8 +84,10 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.coordinator = self.scheduler.kv_cache_manager.coordinator
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.num_layers = len(self.scheduler.kv_cache_config.kv_cache_groups)
-        self.block_size = self.scheduler.block_size
+        # Stock vLLM's coordinator knows neither.
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        self.num_layers = getattr(self.coordinator, "num_layers", len(groups))
+        self.block_size = getattr(self.coordinator, "largest_block", self.scheduler.block_size)
         self.broken = False
 
     def run(
@@ -104,8 +117,11 @@ class Engine:
         while waiting or self.client.has_unfinished_requests():
             while waiting and waiting[0].arrival <= step:
                 job = waiting.pop(0)
+                prompt = {"prompt_token_ids": job.prompt}
+                if job.embeds is not None:
+                    prompt = {"prompt_embeds": job.embeds}
                 request_id = self.client.add_request(
-                    job.name, {"prompt_token_ids": job.prompt}, job.params
+                    job.name, prompt, job.params, lora_request=job.lora
                 )
                 outcomes[job.name] = Outcome(job, request_id, None)
                 if job.abort_after is not None:
@@ -178,6 +194,30 @@ def is_cpu_build() -> bool:
     from vllm.platforms import builtin_platform_plugins
 
     return builtin_platform_plugins["cpu"]() is not None
+
+
+def register_kernels_once() -> None:
+    """From now on no engine of this process puts C++ in the place of Triton's kernels again.
+
+    vLLM does so for each engine, and looks through all modules for the kernels. It stumbles over
+    llvmlite's, which drafting loads (numba), so whatever runs in this process after an engine that
+    drafts would fail. One registration is enough. An engine in a process of its own makes it once,
+    before it drafts.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.register_triton_kernel_overrides
+    if getattr(original, "is_once", False):
+        return
+    done = []
+
+    def register(cls: Any) -> None:
+        if not done:
+            done.append(original())
+
+    register.is_once = True  # type: ignore[attr-defined]
+    platform.register_triton_kernel_overrides = classmethod(register)
 
 
 class EnginePool:

@@ -130,14 +130,11 @@ def _transformers_model(path: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("name", ["demo", "mistral-sliding"])
+@pytest.mark.parametrize("name", ["demo", "mistral"])
 def test_full_generates_the_tokens_of_transformers(
     engines: EnginePool, random_model: Path, tiny_model: Callable[[str], Path], name: str
 ) -> None:
-    """In float32: the same greedy tokens, and log probabilities to float accuracy.
-
-    Also with a sliding window of 64 tokens, which only policies that evict are refused.
-    """
+    """In float32: the same greedy tokens, and log probabilities to float accuracy."""
     path = random_model if name == "demo" else tiny_model(name)
     model = _transformers_model(path, torch.float32)
     engine = engines.get(path, kv_policy="full", dtype="float32", **SETTINGS)

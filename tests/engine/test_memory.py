@@ -71,7 +71,7 @@ PROMPT_LEN = 2048
 MAX_TOKENS = 96
 
 
-def _running_in_steady_state(engine: Engine, num_requests: int) -> float:
+def running_in_steady_state(engine: Engine, num_requests: int) -> float:
     """Median number of requests that decode at once while more wait, from the second wave on."""
     counts: list[int] = []
     finished = 0
@@ -106,8 +106,8 @@ def test_five_times_as_many_requests_run_at_once(
         "num_gpu_blocks_override": 8 * _blocks(PROMPT_LEN) * layers + 1,
     }
     model = tiny_model("llama-thin")
-    full = _running_in_steady_state(engines.get(model, kv_policy="full", **settings), 32)
-    evicting = _running_in_steady_state(
+    full = running_in_steady_state(engines.get(model, kv_policy="full", **settings), 32)
+    evicting = running_in_steady_state(
         engines.get(model, kv_policy="pyramidkv", kv_budget="12%", **settings), 160
     )
     print(f"requests decoding at once, median: full {full}, pyramidkv {evicting}")

@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
+from tests.engine.conversations import Rows, cached_tokens, conversation, run_waves, traces
 from tests.engine.support import (
-    Engine,
     EnginePool,
     Job,
-    Outcome,
     count_preemptions,
     greedy,
     random_prompts,
@@ -49,94 +46,6 @@ def _settings(policy: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-class Rows:
-    """Looks at every row of the pool after every step: its bytes never change while it is there."""
-
-    def __init__(self, engine: Engine) -> None:
-        worker = engine.core.model_executor.driver_worker.worker
-        self.caches = [cache for cache in worker.model_runner.kv_caches if cache.numel()]
-        self.seen: dict[Any, bytes] = {}
-        self.most = 0
-
-    def __call__(self, engine: Engine) -> None:
-        check_pool(engine.coordinator)
-        pool = engine.pool
-        rows = [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]
-        before, self.seen = self.seen, {}
-        self.most = max(self.most, len(rows))
-        for row in rows:
-            pages = self._pages(engine, row)
-            assert before.get(row, pages) == pages, "a shared block was written"
-            self.seen[row] = pages
-
-    def _pages(self, engine: Engine, row: Any) -> bytes:
-        blocks = iter(row.blocks)
-        found = []
-        for cache, count in zip(self.caches, engine.coordinator._prefixes.blocks, strict=True):
-            for _ in range(int(count)):
-                page = cache[_page_index(cache, engine, next(blocks).block_id)]
-                found.append(page.contiguous().view(torch.uint8).numpy().tobytes())
-        return b"".join(found)
-
-
-def _page_index(cache: torch.Tensor, engine: Engine, block: int) -> Any:
-    """Where a block stands in a layer's tensor: K and V may come before the blocks."""
-    axis = cache.shape.index(engine.pool.num_gpu_blocks)
-    return (*(slice(None),) * axis, block)
-
-
-def _cached(outcomes: Sequence[Outcome]) -> list[int]:
-    return [outcome.output.num_cached_tokens for outcome in outcomes]
-
-
-def _traces(folder: Path, outcomes: Sequence[Outcome]) -> list[list[bytes]]:
-    """What every request kept, in the order of the requests."""
-    found = []
-    for outcome in outcomes:
-        kept = []
-        for path in sorted(folder.glob(f"{outcome.request_id}*.npz")):
-            with np.load(path) as file:
-                names = sorted(name for name in file if name.startswith("kept_"))
-                kept += [file[name].tobytes() for name in names]
-        found.append(kept)
-    return found
-
-
-def _conversation() -> list[list[Job]]:
-    """Waves of requests that share prefixes in all the ways there are."""
-    system, first, second, tail, short = random_prompts([300, 200, 150, 40, 90])
-    own = {"kv_budget": 96}
-    whole = {"kv_policy": "full"}
-    turn = Job([*system, *first], greedy(24))
-    waves = [
-        [turn, Job([*system, *second], greedy(10), arrival=1)],
-        # The same prompt again, with another budget, and whole; then a longer and a shorter one.
-        [Job(turn.prompt, greedy(12)), Job(turn.prompt, greedy(6, **own))],
-        [Job(turn.prompt, greedy(20, **whole)), Job([*turn.prompt, *tail], greedy(8))],
-        [Job([*system, *tail], greedy(8, **whole)), Job(system[:200], greedy(8))],
-        # Two at once that compute the same, and one that is given up in the middle.
-        [
-            Job([*tail, *second], greedy(6)),
-            Job([*tail, *second], greedy(6)),
-            Job([*tail, *second, *first], greedy(30), abort_after=3),
-        ],
-        [Job([*tail, *second, *first], greedy(8)), Job([*tail, *second], greedy(3, **whole))],
-        # In one step: the second one reads what the first one has just written.
-        [Job(short, greedy(6)), Job(short, greedy(6))],
-    ]
-    return waves
-
-
-def _run(engine: Engine, waves: list[list[Job]], on_step: Any) -> list[Outcome]:
-    outcomes = []
-    for wave in waves:
-        outcomes += engine.run(
-            [Job(job.prompt, job.params, job.arrival, job.abort_after) for job in wave], on_step
-        )
-    engine.check_whole()
-    return outcomes
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_and_what_is_kept_are_those_without_it(
     engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, policy: str
@@ -149,18 +58,18 @@ def test_tokens_and_what_is_kept_are_those_without_it(
             settings["kv_trace"] = str(folder)
         engine = engines.get(tiny_model("mistral"), **settings)
         engine.shuffle_blocks()
-        waves = _conversation()
+        waves = conversation()
         if policy in ("full", "kcache"):  # budgets are refused
             waves[1].pop()
         look = Rows(engine) if caching else None
-        outcomes = [o for o in _run(engine, waves, look) if o.output is not None]
+        outcomes = [o for o in run_waves(engine, waves, look) if o.output is not None]
         for outcome in outcomes:  # V of a hit is not written again, nor read by other chunks
             outcome.report.pop("v_bytes_written", None)
             outcome.report.pop("v_bytes_read", None)
         results[caching] = (
             [(outcome.token_ids, outcome.report) for outcome in outcomes],
-            _traces(folder, outcomes),
-            _cached(outcomes),
+            traces(folder, outcomes),
+            cached_tokens(outcomes),
         )
         if look is not None:
             assert look.most > 20
@@ -277,7 +186,7 @@ def test_preemption(
         )
         look = None if asynchronous else Rows(engine)
         with count_preemptions(engine) as count:
-            outcomes = _run(engine, [jobs], look)
+            outcomes = run_waves(engine, [jobs], look)
         found[blocks] = [outcome.token_ids for outcome in outcomes]
         assert bool(count["evicted"]) == (blocks == 230), count
     assert found[2000] == found[230]
@@ -300,7 +209,7 @@ def test_nothing_is_lost_over_many_requests(
             Job([*trunks[i % 6][: 60 * (i % 5)], *tail], greedy(1 + i % 7), arrival=i)
             for i, tail in enumerate(tails[start : start + 20])
         ]
-        hits += sum(cached > 0 for cached in _cached(engine.run(jobs)))
+        hits += sum(cached > 0 for cached in cached_tokens(engine.run(jobs)))
         check_pool(engine.coordinator)
         assert engine.pool.get_num_free_blocks() == engine.usable_blocks
     assert hits > count // 4

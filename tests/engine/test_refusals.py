@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.families import make_family
+
 pytestmark = pytest.mark.engine
 
 
@@ -57,6 +59,16 @@ def test_policies_without_prefix_caching_say_why(
     assert config.cache_config.enable_prefix_caching is False
 
 
+def test_prefix_caching_of_hybrid_models(tmp_path: Path) -> None:
+    """Windows are found with the rest; a state is not."""
+    windows = make_family("gemma3", tmp_path / "gemma3")
+    assert _config(windows).cache_config.enable_prefix_caching is True
+    states = make_family("granite4", tmp_path / "granite4")
+    assert _config(states).cache_config.enable_prefix_caching is False
+    with pytest.raises(ValueError, match=r"--enable-prefix-caching.*keep a state"):
+        _config(states, enable_prefix_caching=True)
+
+
 def test_prefix_caching_can_be_switched_off(random_model: Path) -> None:
     config = _config(random_model, enable_prefix_caching=False)
     assert config.cache_config.enable_prefix_caching is False
@@ -73,13 +85,9 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "--speculative-config",
-        ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype int8_per_token_head"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "--kv-transfer-config",
@@ -119,12 +127,11 @@ def test_wrong_settings(random_model: Path, policy: dict[str, Any], said: str) -
         _config(random_model, policy)
 
 
-def test_sliding_windows(tiny_model: Callable[[str], Path]) -> None:
-    """Eviction moves keys, so a window measured in cache positions would be wrong: refused."""
+def test_models_in_which_every_layer_slides(tiny_model: Callable[[str], Path]) -> None:
+    """There is nothing to evict; beside layers with full attention windows are companions."""
     model = tiny_model("mistral-sliding")
-    with pytest.raises(ValueError, match=r"sliding window of 64 tokens.*--kv-policy full or none"):
+    with pytest.raises(ValueError, match=r"every layer has a sliding window.*--kv-policy none"):
         _config(model)
-    _config(model, {"kv_policy": "full"})
     _config(model, max_model_len=64)  # the window never bites
 
 

@@ -154,7 +154,11 @@ def _check_solved(
 
 
 def _check_positions(
-    trace: Trace, model: HuggingFaceModel, outcome: Outcome, window: int, scorer: dict[str, Any]
+    trace: Trace,
+    model: HuggingFaceModel,
+    outcome: Outcome,
+    window: int,
+    scorer: dict[str, Any],
 ) -> Tally:
     """The kept positions, per layer and KV head; a difference must be a near tie."""
     model.forward(outcome.job.prompt)
@@ -194,7 +198,7 @@ def _check_decode(trace: Trace, model: HuggingFaceModel, outcome: Outcome) -> No
         assert ours[token] == pytest.approx(float(row[token]), abs=5e-4)
 
 
-def _check(
+def check(
     engine: Engine,
     folder: Path,
     model: HuggingFaceModel,
@@ -205,10 +209,13 @@ def _check(
     fill_blocks: bool = True,
     scorer: dict[str, Any] | None = None,
     retention: float | None = None,
+    before_run: Callable[[], None] = lambda: None,
 ) -> None:
+    """All of a run: lengths, kept positions, and what decoding makes of them."""
     engine.shuffle_blocks()
     tally = Tally()
     for staggered in (False, True):
+        before_run()
         for outcome in engine.run(_jobs(vocab_size, staggered=staggered)):
             trace = Trace.read(folder / f"{outcome.request_id}.npz")
             assert trace.prompt_len == len(outcome.job.prompt)
@@ -267,7 +274,7 @@ def test_kept_tokens_and_decoding(
         max_num_batched_tokens=100,
         max_model_len=1024,
     )
-    _check(engine, tmp_path, demo_reference, policy, 2048, fill_blocks=fill_blocks)
+    check(engine, tmp_path, demo_reference, policy, 2048, fill_blocks=fill_blocks)
 
 
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen2", "mistral"])
@@ -288,7 +295,7 @@ def test_other_models(
         max_model_len=1024,
     )
     model = HuggingFaceModel(str(path))
-    _check(engine, tmp_path, model, "pyramidkv", 512, window=16, scorer=scorer)
+    check(engine, tmp_path, model, "pyramidkv", 512, window=16, scorer=scorer)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +329,7 @@ def test_lengths_from_the_scores(
         max_num_batched_tokens=100,
         max_model_len=1024,
     )
-    _check(
+    check(
         engine,
         tmp_path,
         demo_reference,

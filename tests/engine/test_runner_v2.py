@@ -34,6 +34,18 @@ SHAPE = (
         "head_dim": 16,
     },
 )
+# A window of 32 tokens in one of two layers, and caps on the logits.
+HYBRID = (
+    "Gemma2",
+    {
+        **SHAPE[1],
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 4.0,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 128,
@@ -53,19 +65,29 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_budget": 24,
         "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
     },
+    "hybrid": {"kv_policy": "pyramidkv", "kv_budget": 24},
+    "drafts": {"kv_policy": "pyramidkv", "kv_budget": 24},
+    "fp8": {"kv_policy": "pyramidkv", "kv_budget": 24},
     # Pages of two sizes, which vLLM's two runners lay out each in its own way.
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
+}
+# What engines have beside their policy. Drafts change nothing: they are compared with one that has
+# none.
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
+BESIDE: dict[str, dict[str, Any]] = {
+    "drafts": {"speculative_config": DRAFTS},
+    "fp8": {"kv_cache_dtype": "fp8"},
 }
 # Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend, policies.
 ENGINES = {
     "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu", ("pyramidkv", "kcache")),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "xkv", "h2o", "inside"),
+        ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts"),
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "inside"),
+        ("pyramidkv", "inside", "hybrid"),
     ),
 }
 RUNS = [(name, policy) for name, (*_, policies) in ENGINES.items() for policy in policies]
@@ -80,21 +102,37 @@ REQUESTS: list[tuple[int, int, int, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model of each policy."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(models.SHAPES, "llama-tiny", SHAPE)
-        return models.write_model("llama-tiny", tmp_path_factory.mktemp("llama-tiny"))
+        found = {}
+        for name, shape in (("llama-tiny", SHAPE), ("gemma-tiny", HYBRID)):
+            patch.setitem(models.SHAPES, name, shape)
+            found[name] = models.write_model(name, tmp_path_factory.mktemp(name))
+    return {
+        policy: found["gemma-tiny" if policy == "hybrid" else "llama-tiny"] for policy in POLICIES
+    }
 
 
-def _start(folder: Path, model: Path, name: str) -> Child:
+def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
     runner, triton, _, policies = ENGINES[name]
     waves: list[list[Any]] = [[], [], []]
     for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
         waves[arrival // 2].append([prompt, greedy(tokens, **own)])
-    common = {"model": str(model), **SETTINGS}
     return Child(
         folder / name,
-        *(({**common, "additional_config": POLICIES[policy]}, waves) for policy in policies),
+        *(
+            (
+                {
+                    "model": str(model[policy]),
+                    **SETTINGS,
+                    **BESIDE.get(policy, {}),
+                    "additional_config": POLICIES[policy],
+                },
+                waves,
+            )
+            for policy in policies
+        ),
         triton=triton,
         TRITON_INTERPRET="1",
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
@@ -103,7 +141,9 @@ def _start(folder: Path, model: Path, name: str) -> Child:
 
 
 @pytest.fixture(scope="module")
-def children(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
+def children(
+    model: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Child]]:
     """The processes, side by side."""
     folder = tmp_path_factory.mktemp("runner-v2")
     running = {name: _start(folder, model, name) for name in ENGINES}
@@ -114,12 +154,13 @@ def children(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def expected(
-    children: dict[str, Child], engines: EnginePool, model: Path
+    children: dict[str, Child], engines: EnginePool, model: dict[str, Path]
 ) -> dict[str, list[tuple[list[int], dict[str, Any]]]]:
     """Tokens and reports of the first runner by policy, made while the others start."""
     found = {}
     for name, policy in POLICIES.items():
-        engine = engines.get(model, **SETTINGS, **policy)
+        beside = {} if name == "drafts" else BESIDE.get(name, {})
+        engine = engines.get(model[name], **SETTINGS, **beside, **policy)
         jobs = [
             Job(prompt, greedy_params(tokens, **own), arrival)
             for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True)
@@ -151,11 +192,13 @@ def test_runner(
     assert f"vllm_pyramid.worker.runner_v{runner}.PyramidRunnerV{runner}" in result["runner"]
     assert backend in result["modules"]
     assert result["groups"] == SHAPE[1]["num_hidden_layers"]
-    # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it.
-    assert result["one_tensor_of_tables"] == (triton == "attention")
+    # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it,
+    # but for layers that do not evict.
+    assert result["one_tensor_of_tables"] == (triton == "attention" and policy != "hybrid")
     cached = [output["cached"] for output in result["outputs"]]
-    # Inside prompts the first eviction is at 32 tokens, with a window of 8.
-    assert cached == [0, 0, 0, {"h2o": 0, "inside": 16}.get(policy, 64)]
+    # Inside prompts the first eviction is at 32 tokens, with a window of 8. Blocks of a sliding
+    # window are found once they left it: by then two of the first request's had.
+    assert cached == [0, 0, 0, {"h2o": 0, "inside": 16, "hybrid": 32}.get(policy, 64)]
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected[policy]
     _check_reports(policy, [report for _, report in outputs])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import EnginePool, greedy, random_prompts
+from tests.engine.support import Engine, EnginePool, greedy, random_prompts
 from tests.methods.views import cos_sin, view_of
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.plans import RetentionPlan
@@ -66,19 +66,24 @@ def test_kept_positions_are_the_best(
         max_num_batched_tokens=96,
         max_model_len=1024,
     )
+    check_best(engine, tmp_path, RecordingModel(str(random_model)), name)
+    engines.close()
+
+
+def check_best(engine: Engine, folder: Path, model: RecordingModel, name: str) -> None:
+    """What an engine that serves the case `name` keeps; `folder` is that of its traces."""
+    budget, args = CASES[name]
     prompts = random_prompts(LENGTHS, seed=3, vocab_size=2048)
     outcomes = engine.generate(prompts, greedy(20))
     engine.check_whole()
-    engines.close()
     policy = load_policy(name, budget, args)
-    model = RecordingModel(str(random_model))
     rotary, checked = Rotary(cos_sin(32, 4096)), 0
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         n = len(prompt)
         plan = policy.plan(n, engine.num_layers, BLOCK)
         assert isinstance(plan, RetentionPlan)
         model.forward(prompt)
-        with np.load(tmp_path / f"{outcome.request_id}.npz") as file:
+        with np.load(folder / f"{outcome.request_id}.npz") as file:
             kept = [torch.from_numpy(file[f"kept_{layer}"]).long() for layer in range(8)]
         for layer in range(engine.num_layers):
             assert kept[layer].shape[1] == plan.held[layer]

@@ -147,11 +147,11 @@ def test_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_alone_in_pages_of_one_size() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from vllm_pyramid.compat.runner import per_layer_specs
+    from vllm_pyramid.worker.roles import roles_of
 
     stock = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     names = [f"model.layers.{layer}.attn" for layer in range(3)]
-    specs = per_layer_specs(dict.fromkeys(names, stock), load_policy("kcache"), 4096)
+    specs = roles_of(dict.fromkeys(names, stock), load_policy("kcache"), 4096).evicting
     assert [spec.block_size for spec in specs.values()] == [16, 32, 32]
     assert [spec.full_block_size for spec in specs.values()] == [16, 16, 16]
     assert {spec.page_size_bytes for spec in specs.values()} == {stock.page_size_bytes}
@@ -159,7 +159,7 @@ def test_keys_alone_in_pages_of_one_size() -> None:
         block_size=16, num_kv_heads=2, head_size=32, head_size_v=16, dtype=torch.bfloat16
     )
     with pytest.raises(ValueError, match="keys of 32 and values of 16 elements"):
-        per_layer_specs(dict.fromkeys(names, uneven), load_policy("kcache"), 4096)
+        roles_of(dict.fromkeys(names, uneven), load_policy("kcache"), 4096)
 
 
 def test_bytes_moved_are_counted_in_prometheus() -> None:

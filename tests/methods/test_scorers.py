@@ -31,7 +31,15 @@ Oracle = Callable[[MadeUp, int, int], float]
 def weights(data: MadeUp, head: int, query: int) -> torch.Tensor:
     """The softmax of one query of a query head over the keys that it sees: `[query + 1]`."""
     keys = data.keys[head * data.kv_heads // data.heads, : query + 1].double()
-    return (keys @ data.queries[query, head].double() / math.sqrt(data.size)).softmax(dim=0)
+    return softmax(data, head, keys @ data.queries[query, head].double() / math.sqrt(data.size))
+
+
+def softmax(data: MadeUp, head: int, logits: torch.Tensor, tau: float = 1.0) -> torch.Tensor:
+    """Of a query head's logits; a learned sink takes its part."""
+    sums = (logits / tau).exp().sum()
+    if data.logit_sinks is not None:
+        sums = sums + (data.logit_sinks[head].double() / tau).exp()
+    return (logits / tau).exp() / sums
 
 
 def group(data: MadeUp, head: int) -> range:
@@ -90,15 +98,17 @@ def expected_attention(data: MadeUp, head: int, token: int, epsilon: float = 0.0
             float(k @ mean / math.sqrt(data.size) + k @ covariance @ k / (2 * data.size))
             for k in data.keys[head, SINKS:].double()
         ]
-        total += float(torch.tensor(logits, dtype=torch.float64).softmax(dim=0)[token - SINKS])
+        total += float(softmax(data, h, torch.tensor(logits, dtype=torch.float64))[token - SINKS])
     norm = float(data.values[head, token].double().norm())
     return (total / len(group(data, head)) + epsilon) * norm
 
 
 @cache
-def _shares(data_seed: int, tokens: int, head: int) -> tuple[list[float], list[float]]:
+def _shares(
+    data_seed: int, tokens: int, learned_sinks: bool, head: int
+) -> tuple[list[float], list[float]]:
     """Of `observed_expected`: both parts of the tokens between sinks and window."""
-    data = MadeUp(seed=data_seed, tokens=tokens)
+    data = MadeUp(seed=data_seed, tokens=tokens, learned_sinks=learned_sinks)
     inside = range(SINKS, tokens - WINDOW)
     weighed = [value_aware(data, head, token) for token in range(tokens - WINDOW)]
     pooled = [sum(weighed[max(t - 2, 0) : t + 3]) / 5 for t in inside]
@@ -107,7 +117,7 @@ def _shares(data_seed: int, tokens: int, head: int) -> tuple[list[float], list[f
 
 
 def observed_expected(data: MadeUp, head: int, token: int) -> float:
-    observed, expected = _shares(data.seed, data.tokens, head)
+    observed, expected = _shares(data.seed, data.tokens, data.learned_sinks, head)
     return observed[token - SINKS] + 2.0 * expected[token - SINKS]
 
 
@@ -140,10 +150,11 @@ ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
 }
 
 
+@pytest.mark.parametrize("learned_sinks", [False, True])
 @pytest.mark.parametrize("kind", list(ORACLES))
-def test_scores_are_the_papers(kind: str) -> None:
+def test_scores_are_the_papers(kind: str, learned_sinks: bool) -> None:
     settings, oracle = ORACLES[kind]
-    data = MadeUp(tokens=41)
+    data = MadeUp(tokens=41, learned_sinks=learned_sinks)
     scorer = parse_component(Scorer, {"kind": kind, **settings})
     scores = scorer.score(data.view(WINDOW, SINKS))
     assert scores.shape == (data.kv_heads, data.tokens) and scores.dtype == torch.float32
@@ -201,8 +212,9 @@ def test_lagkv_survives_constant_channels() -> None:
     assert scores.isfinite().all()
 
 
-def test_keyformer_adds_up_noisy_attention_however_a_prompt_is_cut() -> None:
-    data = MadeUp(tokens=30)
+@pytest.mark.parametrize("learned_sinks", [False, True])
+def test_keyformer_adds_up_noisy_attention_however_a_prompt_is_cut(learned_sinks: bool) -> None:
+    data = MadeUp(tokens=30, learned_sinks=learned_sinks)
     scorer = parse_component(
         Scorer, {"kind": "keyformer", "tau_start": 1.0, "tau_end": 3.0, "generated": 4}
     )
@@ -220,7 +232,7 @@ def test_keyformer_adds_up_noisy_attention_however_a_prompt_is_cut() -> None:
                 gumbel = -(-even.double().log()).log()
                 keys = data.keys[head, : query + 1].double()
                 logits = keys @ data.queries[query, h].double() / math.sqrt(data.size)
-                total[: query + 1] += ((logits + gumbel) / tau).softmax(dim=0)
+                total[: query + 1] += softmax(data, h, logits + gumbel, tau)
         torch.testing.assert_close(given[head].double(), total, rtol=2e-5, atol=1e-7)
 
 

@@ -21,13 +21,18 @@ def cos_sin(size: int, positions: int) -> torch.Tensor:
 
 @dataclass
 class MadeUp:
-    """Keys and values `[G, T, D]`, and queries `[T, H, D]` with and without rotary embedding."""
+    """Keys and values `[G, T, D]`, and queries `[T, H, D]` with and without rotary embedding.
+
+    With `learned_sinks`, logits `[H]` of sinks as well, large enough to matter.
+    """
 
     kv_heads: int = 2
     heads: int = 6
     size: int = 16
     tokens: int = 90
     seed: int = 0
+    learned_sinks: bool = False
+    logit_sinks: torch.Tensor | None = field(init=False, default=None)
     keys: torch.Tensor = field(init=False)
     values: torch.Tensor = field(init=False)
     plain: torch.Tensor = field(init=False)
@@ -42,6 +47,8 @@ class MadeUp:
         self.keys = noise(self.kv_heads, self.tokens, self.size)
         self.values = noise(self.kv_heads, self.tokens, self.size)
         self.plain = noise(self.tokens, self.heads, self.size) + noise(self.heads, self.size)
+        if self.learned_sinks:
+            self.logit_sinks = 3.0 + noise(self.heads)
         self.rotary = Rotary(cos_sin(self.size, 4096))
         cos, sin = self.rotary.at(torch.arange(self.tokens))
         self.queries = self.rotary.turn(self.plain, cos[:, None], sin[:, None])
@@ -59,6 +66,7 @@ class MadeUp:
             sinks=sinks,
             start=start,
             seed=self.seed,
+            logit_sinks=self.logit_sinks,
         )
 
 
@@ -73,6 +81,7 @@ def view_of(
     layer: int = 3,
     start: int = 0,
     seed: int = 0,
+    logit_sinks: torch.Tensor | None = None,
 ) -> LayerView:
     """A request at its prompt's end, its rows in pages in random order.
 
@@ -108,4 +117,5 @@ def view_of(
         prompt_len=tokens,
         rotary=rotary,
         knows_rotary=True,
+        logit_sinks=logit_sinks,
     )

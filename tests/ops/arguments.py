@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from vllm_pyramid.ops.contract import Reduction, Softmax
 
 
@@ -18,6 +20,12 @@ def take(record: type, options: dict[str, Any]) -> dict[str, Any]:
 def take_softmax(options: dict[str, Any], scale: float) -> Softmax:
     """A softmax of the options that are its, which are removed."""
     return Softmax(**{"scale": scale, **take(Softmax, options)})
+
+
+def head_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Learned sinks, `[heads]`, all different: for hundreds of keys with logits of a normal
+    distribution, the last takes nearly all of its head's attention and the first little."""
+    return torch.linspace(4.0, 9.0, heads).to(dtype)
 
 
 def take_reduction(options: dict[str, Any]) -> Reduction:

@@ -59,14 +59,14 @@ def assert_close(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize("head_size", [32, 64, 128, 512])
 def test_matches_reference(make_batch, assert_close, dtype, group, head_size) -> None:
     shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group + head_size}
     assert_close(make_batch(LENS, QUERY_LENS, **shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_size", [8, 24, 40, 80, 96, 256])
+@pytest.mark.parametrize("head_size", [8, 24, 40, 80, 96, 256, 504])
 def test_other_head_sizes(make_batch, assert_close, dtype, head_size) -> None:
     assert_close(make_batch([130, 70], [1, 70], dtype=dtype, head_size=head_size, group=3))
 
@@ -202,6 +202,6 @@ def test_bad_tensors_raise(make_batch) -> None:
     refused("float64", query=batch.query.double())
     with pytest.raises(ValueError, match="scale must be positive"):
         cpu.paged_attention(torch.empty(5, 4, 64), batch.attention(), Softmax(0.0))
-    small = make_batch([10], [1], head_size=12)
-    with pytest.raises(ValueError, match="head size 12"):
-        attend(small)
+    for head_size in (12, 520):
+        with pytest.raises(ValueError, match=f"head size {head_size}: .* multiples of 8 up to 512"):
+            attend(make_batch([10], [1], head_size=head_size))

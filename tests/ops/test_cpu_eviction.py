@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.arguments import take_reduction, take_softmax
+from tests.ops.arguments import head_sinks, take_reduction, take_softmax
 from vllm_pyramid.ops import cpu, reference
 from vllm_pyramid.ops.contract import (
     GQA_REDUCTIONS,
@@ -40,7 +40,7 @@ def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
         right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
         finite = ~right.isneginf()
         lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
-        softmax = Softmax(batch.query.shape[2] ** -0.5, options.get("soft_cap", 0.0))
+        softmax = take_softmax({**options}, batch.query.shape[2] ** -0.5)
         for _ in each_isa():
             cpu.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
             for given_lse in (None, lse):
@@ -50,6 +50,8 @@ def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
         reference.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
         found = scores_of(reference, batch, **options, log_sum_exp=lse)
         torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
+        if softmax.sinks is not None:
+            return
         lse += math.log(2)  # it is used
         for module in (cpu, reference):
             found = scores_of(module, batch, **options, log_sum_exp=lse)
@@ -60,7 +62,7 @@ def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head_size", [32, 64, 128, 40])
+@pytest.mark.parametrize("head_size", [32, 64, 128, 40, 512])
 def test_window_scores(make_batch, assert_scores, dtype, group, head_size) -> None:
     shape = {"dtype": dtype, "group": group, "head_size": head_size}
     assert_scores(make_batch([1100, 57, 300], [20, 16, 9], **shape), window=8)
@@ -75,6 +77,55 @@ def test_reductions_and_pooling(
     batch = make_batch([90, 45, 17], [16, 32, 16], group=3, layout="rows", block_size=8)
     options = {"gqa_reduce": gqa_reduce, "pooling": pooling, "kernel_size": kernel_size}
     assert_scores(batch, window=16, soft_cap=2.5 if kernel_size == 7 else 0.0, **options)
+
+
+def test_reference_counts_the_sinks(make_batch) -> None:
+    """Query by query and head by head: a sink is one more key, whose weight no token gets."""
+    batch = make_batch([37], [30], group=3)
+    sinks = head_sinks(6)
+    options = {"gqa_reduce": "sum", "pooling": "none", "compute_dtype": torch.float64}
+    found = scores_of(reference, batch, window=4, sinks=sinks, **options)[0]
+    keys = reference.gather_tokens(batch.key_cache, batch.block_table[0], 0, 37).double()
+    for kv_head in range(2):
+        expected = torch.zeros(33, dtype=torch.float64)
+        for head in range(kv_head * 3, kv_head * 3 + 3):
+            for i in range(4):
+                logits = keys[: 34 + i, kv_head] @ batch.query[26 + i, head].double() / 8
+                logits = torch.cat([logits, sinks[head : head + 1].double()])
+                expected += logits.softmax(0)[:33]
+        torch.testing.assert_close(found[kv_head].double(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gqa_reduce", GQA_REDUCTIONS)
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+def test_sinks(make_batch, assert_scores, dtype, gqa_reduce, soft_cap) -> None:
+    """Other sinks for each head of a group; without them, or in another order, scores differ."""
+    batch = make_batch([1100, 57, 300], [20, 16, 9], group=4, dtype=dtype)
+    sinks = head_sinks(8, dtype)
+    options = {"window": 8, "gqa_reduce": gqa_reduce, "soft_cap": soft_cap}
+    assert_scores(batch, sinks=sinks, **options)
+    found, turned, plain = (
+        scores_of(cpu, batch, sinks=some, **options)[1, :, :49]
+        for some in (sinks, sinks.flip(0).contiguous(), None)
+    )
+    assert (found < 0.9 * plain).all() and ((found - turned).abs() > 0.1 * found).any()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_sinks_far_from_the_logits(make_batch, each_isa, given) -> None:
+    """One that weighs nothing leaves the bits alone; one that takes all leaves nothing."""
+    batch = make_batch([300, 57], [20, 16], group=2)
+    lse, out = torch.empty(batch.query.shape[:2]), torch.empty_like(batch.query)
+    cpu.paged_attention(out, batch.attention(), Softmax(0.125), log_sum_exp=lse)
+    options = {"window": 8, "log_sum_exp": lse if given else None}
+    for _ in each_isa():
+        plain = scores_of(cpu, batch, **options)
+        nothing = scores_of(cpu, batch, sinks=torch.full((4,), -math.inf), **options)
+        assert torch.equal(nothing, plain)
+        for sink in (100.0, 1e30):
+            everything = scores_of(cpu, batch, sinks=torch.full((4,), sink), **options)
+            assert everything[~plain.isneginf()].abs().max() < 1e-30
 
 
 @pytest.mark.parametrize("window", [1, 9, 64])
@@ -134,6 +185,12 @@ def test_bad_scores_raise(make_batch) -> None:
         scores_of(cpu, batch, window=8, kernel_size=4)
     with pytest.raises(ValueError, match="more than the output holds"):
         scores_of(cpu, batch, window=8, max_prompt_len=50)
+    with pytest.raises(ValueError, match=r"sinks must be contiguous \[4\], got \(2,\)"):
+        scores_of(cpu, batch, window=8, sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"sinks has dtype torch\.float64"):
+        scores_of(cpu, batch, window=8, sinks=torch.zeros(4).double())
+    with pytest.raises(ValueError, match=r"head size 520: .* up to 512"):
+        scores_of(cpu, make_batch([60], [8], head_size=520), window=8)
     batch.seq_lens = torch.tensor([60, 4000], dtype=torch.int32)
     with pytest.raises(ValueError, match="request 1 has 4000 tokens"):
         scores_of(cpu, batch, window=8)
@@ -184,7 +241,7 @@ def test_select_many_threads(two_threads) -> None:
 @given(
     selections(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
-    st.sampled_from([(16, 64), (8, 128), (16, 24)]),
+    st.sampled_from([(16, 64), (8, 128), (16, 24), (16, 512)]),
     st.booleans(),
 )
 def test_compact_moves_bits(
@@ -244,9 +301,10 @@ def test_bad_compactions_raise() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 64, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reshape_and_cache(two_threads, tokens, dtype) -> None:
-    memory = torch.randn(40, 2, 32, 64).to(dtype)
-    packed = torch.randn(tokens, 8, 64).to(dtype)  # rows of a fused projection: strided
+@pytest.mark.parametrize("head_size", [64, 512])
+def test_reshape_and_cache(two_threads, tokens, dtype, head_size) -> None:
+    memory = torch.randn(40, 2, 32, head_size).to(dtype)
+    packed = torch.randn(tokens, 8, head_size).to(dtype)  # rows of a fused projection: strided
     key, value = packed[:, 4:6], packed[:, 6:]
     slots = torch.randperm(640)[:tokens]
     slots[1::4] = -1

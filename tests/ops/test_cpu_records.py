@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.ops import cpu, cpu_attention, cpu_eviction, cpu_library, cpu_records
+from vllm_pyramid.ops import cpu, cpu_attention, cpu_checks, cpu_eviction, cpu_library, cpu_records
 from vllm_pyramid.ops.contract import RecentBatch, Reduction, Softmax, WindowBatch
 
 pytestmark = pytest.mark.cpu
@@ -46,6 +46,12 @@ def test_classes_mirror_the_header() -> None:
         for record in cpu_records.RECORDS
     }
     assert ours == structs()
+
+
+def test_the_largest_head_size_is_the_librarys() -> None:
+    """It sizes arrays over there."""
+    text = HEADER.with_name("kernels.h").read_text()
+    assert re.findall(r"kMaxHeadSize = (\d+);", text) == [str(cpu_checks.MAX_HEAD_SIZE)]
 
 
 def test_sizes_are_the_librarys() -> None:
@@ -108,7 +114,9 @@ def check_attention(record: Any, batch: Any, softmax: Softmax) -> None:
     assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
     assert record.table_r == table.stride(0) and record.threads == torch.get_num_threads()
     assert (record.query_dtype, record.cache_dtype) == (1, 1)
-    assert (record.scale, record.soft_cap) == (softmax.scale, softmax.soft_cap)
+    scale = softmax.scale * batch.key_scale
+    assert (record.scale, record.soft_cap) == (scale, softmax.soft_cap)
+    assert record.value_scale == batch.value_scale
     assert record.sliding_window == softmax.sliding_window
 
 
@@ -116,6 +124,7 @@ def test_attention(make_batch: Any, packed: Any) -> None:
     """Values that differ, so that none can take another's place."""
     made = make_batch([100, 95, 60], [4, 1, 2], skips=[0, 3, 20], group=3, dtype=torch.bfloat16)
     batch = replace(made.attention(), value_cache=made.value_cache.clone()[..., :64])
+    batch = replace(batch, key_scale=0.5, value_scale=7.0)
     sinks, lse = torch.zeros(6, dtype=torch.float16), torch.zeros(7, 6)
     softmax = Softmax(0.25, soft_cap=3.0, sliding_window=17, sinks=sinks)
     out = torch.zeros(6, 7, 64).transpose(0, 1)
@@ -151,7 +160,8 @@ def test_scores(make_batch: Any, packed: Any) -> None:
     made = make_batch([100, 95, 60], [9, 10, 11], group=3, dtype=torch.bfloat16)
     query, key, table = made.query, made.key_cache, made.block_table
     ends, lse = made.query_start_loc[1:].clone(), torch.zeros(30, 6)
-    softmax = Softmax(0.25, soft_cap=3.0)
+    sinks = torch.zeros(6, dtype=torch.float16)
+    softmax = Softmax(0.25, soft_cap=3.0, sinks=sinks)
 
     def check(record: Any, columns: int) -> None:
         assert (record.query, record.key) == (query.data_ptr(), key.data_ptr())
@@ -164,9 +174,10 @@ def test_scores(make_batch: Any, packed: Any) -> None:
         assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
         assert (record.table_r, record.threads) == (table.stride(0), torch.get_num_threads())
         assert (record.query_dtype, record.cache_dtype) == (1, 1)
-        assert (record.scale, record.soft_cap) == (0.25, 3.0)
+        assert (record.sinks, record.sinks_dtype) == (sinks.data_ptr(), 2)
+        assert (record.scale, record.soft_cap) == (0.125, 3.0)
 
-    prompts = WindowBatch(query, key, table, ends, made.seq_lens, 8, 120)
+    prompts = WindowBatch(query, key, table, ends, made.seq_lens, 8, 120, key_scale=0.5)
     inputs = (prompts, softmax, Reduction("sum", "max", 7))
     for function in (cpu.window_scores, cpu.window_scores_and_statistics):
         record = packed(cpu_records.PyrScores, function, *inputs, log_sum_exp=lse)
@@ -176,7 +187,8 @@ def test_scores(make_batch: Any, packed: Any) -> None:
         assert (record.window, record.reduce, record.pooling, record.kernel_size) == (8, 2, 1, 7)
 
     skips, recents, contexts = (torch.full((3,), n, dtype=torch.int32) for n in (0, 5, 20))
-    recent = RecentBatch(query, key, table, ends, made.seq_lens, skips, recents, contexts, 33)
+    lens = made.seq_lens
+    recent = RecentBatch(query, key, table, ends, lens, skips, recents, contexts, 33, 0.5)
     options = {"distance_weight": 1.5, "log_sum_exp": lse}
     record = packed(cpu_records.PyrRecentMass, cpu.recent_mass, recent, softmax, **options)
     check(record, 33)
@@ -224,3 +236,9 @@ def test_moves(make_batch: Any, packed: Any) -> None:
     assert (record.slots, record.T) == (slots.data_ptr(), 6)
     assert (record.key_t, record.key_h) == new_key.stride()[:2]
     assert (record.value_t, record.value_h) == new_value.stride()[:2]
+
+    key, value = (x.to(torch.float8_e5m2) for x in (key, value))
+    inputs = (cpu.reshape_and_cache, new_key, new_value, key, value, slots)
+    record = packed(cpu_records.PyrCacheWrite, *inputs, key_scale=0.5, value_scale=7.0)
+    assert (record.source_dtype, record.cache_dtype, record.item_size) == (1, 4, 1)
+    assert (record.key_scale, record.value_scale) == (0.5, 7.0)

@@ -83,7 +83,7 @@ def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head_size", [40, 64, 128])
+@pytest.mark.parametrize("head_size", [40, 64, 128, 512])
 def test_matches_reference(make_batch, assert_mass, dtype, group, head_size) -> None:
     shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group + head_size}
     assert_mass(make_batch(LENS, QUERY_LENS, **shape))

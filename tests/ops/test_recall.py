@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.arguments import take_reduction, take_softmax
+from tests.ops.arguments import head_sinks, take_reduction, take_softmax
 from vllm_pyramid.ops import cpu, reference
 from vllm_pyramid.ops.contract import GQA_REDUCTIONS, POOLINGS, Softmax
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
@@ -68,12 +68,19 @@ def scores_of(module: Any, batch: Any, window: int, **options: Any) -> Any:
 
 @pytest.mark.parametrize("gqa_reduce", GQA_REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize(
+    ("pooling", "sinks"), [*((pooling, None) for pooling in POOLINGS), ("avg", head_sinks(6))]
+)
 def test_statistics_of_the_kernels(
-    make_batch: Any, each_isa: Callable[[], Iterator[str]], gqa_reduce: str, dtype: Any, pooling
+    make_batch: Any,
+    each_isa: Callable[[], Iterator[str]],
+    gqa_reduce: str,
+    dtype: torch.dtype,
+    pooling: str,
+    sinks: torch.Tensor | None,
 ) -> None:
     batch = make_batch([1100, 57, 300, 9], [20, 16, 9, 8], group=3, dtype=dtype)
-    options = {"window": 8, "gqa_reduce": gqa_reduce, "pooling": pooling}
+    options = {"window": 8, "gqa_reduce": gqa_reduce, "pooling": pooling, "sinks": sinks}
     _, right = scores_of(reference, batch, **options, statistics=True, compute_dtype=torch.float64)
     for _ in each_isa():
         scores, found = scores_of(cpu, batch, **options, statistics=True)
@@ -93,11 +100,12 @@ def test_statistics_do_not_depend_on_pooling_or_padding(make_batch: Any) -> None
         torch.testing.assert_close(tuple(found), tuple(right), rtol=1e-5, atol=1e-6)
 
 
-def test_mean_mass_is_the_attention_paid_to_the_context(make_batch: Any) -> None:
+@pytest.mark.parametrize("sinks", [None, head_sinks(8)], ids=["plain", "sinks"])
+def test_mean_mass_is_the_attention_paid_to_the_context(make_batch: Any, sinks: Any) -> None:
     batch = make_batch([90], [16], group=4)
-    _, found = scores_of(cpu, batch, window=16, statistics=True)
+    _, found = scores_of(cpu, batch, window=16, statistics=True, sinks=sinks)
     pages = torch.zeros(batch.key_cache.shape[:3])
-    cpu.add_key_mass(pages, batch.attention(), Softmax(0.125))
+    cpu.add_key_mass(pages, batch.attention(), Softmax(0.125, sinks=sinks))
     mass = reference.gather_tokens(pages[..., None], batch.block_table[0], 0, 90)[..., 0].T[None]
     torch.testing.assert_close(found.mass, mass[..., :74].sum(-1) / 4, rtol=1e-4, atol=1e-5)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.arguments import take_softmax
+from tests.ops.arguments import head_sinks, take_softmax
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import RecentBatch, Softmax
+from vllm_pyramid.ops.contract import RecentBatch
 
 pytestmark = pytest.mark.cpu
 
@@ -45,7 +45,7 @@ def assert_equal(
     """On every instruction set, also with attention's log-sum-exp."""
     right = mass_of(reference, batch, recents, contexts, compute_dtype=torch.float64, **o)
     lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
-    softmax = Softmax(batch.query.shape[2] ** -0.5, o.get("soft_cap", 0.0))
+    softmax = take_softmax({**o}, batch.query.shape[2] ** -0.5)
     for isa in each_isa():
         cpu.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
         for given in (None, lse):
@@ -58,17 +58,21 @@ def assert_equal(
     reference.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
     found = mass_of(reference, batch, recents, contexts, **o, log_sum_exp=lse)
     torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-7)
+    if softmax.sinks is not None:
+        return
     lse += math.log(2)  # it is used
     for module in (cpu, reference):
         found = mass_of(module, batch, recents, contexts, **o, log_sum_exp=lse)
         torch.testing.assert_close(found * 2, right, rtol=2e-4, atol=1e-7)
 
 
-def test_reference_is_the_paper(make_batch) -> None:
-    """Query by query and head by head, straight from the definition."""
+@pytest.mark.parametrize("sinks", [None, head_sinks(6)], ids=["plain", "sinks"])
+def test_reference_is_the_paper(make_batch, sinks) -> None:
+    """Query by query and head by head, straight from the definition; a sink is one more key."""
     batch = make_batch([37], [30], skips=[3], group=3)
     recent, context = 7, 20
-    found = mass_of(reference, batch, [recent], [context], compute_dtype=torch.float64)[0]
+    options = {"sinks": sinks, "compute_dtype": torch.float64}
+    found = mass_of(reference, batch, [recent], [context], **options)[0]
     keys = reference.gather_tokens(batch.key_cache, batch.block_table[0], 3, 37).double()
     weights = [1 + 0.2 * i / (recent - 1) for i in range(recent)]
     for kv_head in range(2):
@@ -78,21 +82,48 @@ def test_reference_is_the_paper(make_batch) -> None:
                 position = 37 - recent + i
                 query = batch.query[30 - recent + i, head].double()
                 logits = keys[: position + 1 - 3, kv_head] @ query / math.sqrt(64)
-                expected[3 : position + 1] += weight / sum(weights) * logits.softmax(0)
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[head : head + 1].double()])
+                probabilities = logits.softmax(0)[: position + 1 - 3]
+                expected[3 : position + 1] += weight / sum(weights) * probabilities
         assert torch.allclose(found[kv_head].double(), expected[10:30], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("group", "head_size"), [(1, 40), (4, 64), (7, 128), (2, 256)])
+@pytest.mark.parametrize(("group", "head_size"), [(1, 40), (4, 64), (7, 128), (2, 256), (3, 512)])
 def test_matches_reference(make_batch, each_isa, dtype, group, head_size) -> None:
     batch = make_batch(LENS, QUERY_LENS, dtype=dtype, group=group, head_size=head_size, seed=group)
     assert_equal(each_isa, batch, RECENTS, CONTEXTS)
 
 
-@pytest.mark.parametrize("options", [{"soft_cap": 2.0}, {"distance_weight": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"soft_cap": 2.0},
+        {"distance_weight": 0.5},
+        {"sinks": True},
+        {"sinks": True, "soft_cap": 2.0},
+    ],
+    ids=str,
+)
 def test_options(make_batch, each_isa, options) -> None:
     batch = make_batch(LENS, QUERY_LENS, dtype=torch.bfloat16, group=3, layout="rows")
+    if "sinks" in options:
+        options = options | {"sinks": head_sinks(6, torch.bfloat16)}
     assert_equal(each_isa, batch, RECENTS, CONTEXTS, **options)
+
+
+def test_sinks_are_the_heads_own(make_batch) -> None:
+    """Of no head and of other heads they would give something else."""
+    batch = make_batch(LENS, QUERY_LENS, group=3)
+    sinks = head_sinks(6)
+    found, turned, plain = (
+        mass_of(cpu, batch, RECENTS, CONTEXTS, sinks=some)[2, :, :180]
+        for some in (sinks, sinks.flip(0).contiguous(), None)
+    )
+    assert (found < 0.9 * plain).all() and ((found - turned).abs() > 0.1 * found).any()
+    with pytest.raises(ValueError, match=r"sinks must be contiguous \[6\], got \(2,\)"):
+        mass_of(cpu, batch, RECENTS, CONTEXTS, sinks=torch.zeros(2))
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 48])

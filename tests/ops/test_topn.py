@@ -87,7 +87,7 @@ def test_ties_go_to_the_lower_position(make_batch, module) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 40), (7, 128), (8, 256)])
+@pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 40), (7, 128), (8, 256), (3, 512)])
 def test_matches_reference(make_batch, assert_equal, dtype, group, head_size) -> None:
     shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group}
     assert_equal(apart(make_batch(LENS, QUERY_LENS, **shape)), TOP_NS)

@@ -42,6 +42,53 @@ def test_threads(defaults: Any, workers: int, nodes: list[list[int]], bind: str 
 
 
 @pytest.mark.parametrize(
+    ("replicas", "workers", "nodes", "bind"),
+    [
+        (2, 1, [[0, 1]], "0|1"),
+        (2, 2, [[0, 1], [2, 3]], "0|1|2|3"),
+        (3, 1, [[0, 1]], "nobind"),
+        # vLLM's own rule would bind both to the first node.
+        (
+            2,
+            1,
+            [list(range(10)), list(range(10, 20))],
+            "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18",
+        ),
+    ],
+)
+def test_replicas_compute_on_cores_of_their_own(
+    defaults: Any, replicas: int, workers: int, nodes: list[list[int]], bind: str
+) -> None:
+    assert defaults.threads_to_bind({}, workers, nodes, replicas) == bind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replicas"),
+    [
+        ({}, 1),
+        ({"data_parallel_size": 3}, 3),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, 2),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 0}, 0),  # engines on other hosts
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),  # a command for each
+    ],
+)
+def test_replicas_share_the_host(
+    defaults: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    random_model: Path,
+    arguments: dict[str, int],
+    replicas: int,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv(defaults.BIND, "nobind")
+    args = EngineArgs(str(random_model), **arguments)
+    assert defaults.replicas_here(args) == replicas
+    defaults.choose(args)
+    assert args.additional_config == {defaults.MEMORY_KEY: max(1, replicas)}
+
+
+@pytest.mark.parametrize(
     ("environment", "bind"),
     [
         ({"VLLM_CPU_OMP_THREADS_BIND": "0"}, None),
@@ -80,7 +127,7 @@ def test_memory_is_chosen_where_the_command_line_leaves_it_open(
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(random_model), *flags]))
     defaults.choose(args)
-    assert args.additional_config == ({defaults.MEMORY_KEY: True} if chosen else {})
+    assert args.additional_config == ({defaults.MEMORY_KEY: 1} if chosen else {})
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(random_model), *flags]))
     defaults.choose(args)
@@ -114,16 +161,18 @@ def test_memory_is_chosen_where_python_leaves_it_open(
             vllm.LLM(str(random_model), **arguments)
         args = made.pop()
         defaults.choose(args)
-        assert args.additional_config == ({defaults.MEMORY_KEY: True} if chosen else {})
+        assert args.additional_config == ({defaults.MEMORY_KEY: 1} if chosen else {})
 
 
 @pytest.mark.parametrize(
-    ("total", "free", "sharing", "own", "asked"),
+    ("total", "free", "replicas", "ranks", "own", "asked"),
     [
-        (13, 9, 1, 0.5, 0.8 * 9 + 0.5),  # vLLM would ask for 11.96 GiB and refuse to start
-        (13, 9, 1, 4, 9),  # never more than is free
-        (256, 250, 1, 0.5, 0.8 * 250 + 0.5),
-        (256, 250, 2, 0.5, 0.4 * 250 + 0.5),
+        (13, 9, 1, 1, 0.5, 0.8 * 9 + 0.5),  # vLLM would ask for 11.96 GiB and refuse to start
+        (13, 9, 1, 1, 4, 9),  # never more than is free
+        (256, 250, 1, 1, 0.5, 0.8 * 250 + 0.5),
+        (256, 250, 1, 2, 0.5, 0.4 * 250 + 0.5),
+        (256, 250, 2, 1, 0.5, 0.4 * 250 + 0.5),
+        (256, 250, 2, 2, 0.5, 0.2 * 250 + 0.5),
     ],
 )
 def test_a_worker_asks_for_what_is_free(
@@ -131,7 +180,8 @@ def test_a_worker_asks_for_what_is_free(
     monkeypatch: pytest.MonkeyPatch,
     total: int,
     free: int,
-    sharing: int,
+    replicas: int,
+    ranks: int,
     own: float,
     asked: float,
 ) -> None:
@@ -142,11 +192,11 @@ def test_a_worker_asks_for_what_is_free(
         lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=int(own * GIB))),
     )
     monkeypatch.setattr(
-        defaults, "memory_of_worker_node", lambda workers: (total * GIB, free * GIB, sharing)
+        defaults, "memory_of_worker_node", lambda workers: (total * GIB, free * GIB, workers)
     )
     config = SimpleNamespace(
-        additional_config={defaults.MEMORY_KEY: True},
-        parallel_config=SimpleNamespace(local_world_size=sharing),
+        additional_config={defaults.MEMORY_KEY: replicas},
+        parallel_config=SimpleNamespace(local_world_size=ranks),
         cache_config=SimpleNamespace(gpu_memory_utilization=0.92),
     )
     defaults.take_free_memory(config)
@@ -170,6 +220,8 @@ def test_what_was_chosen_for_an_earlier_engine_is_not_the_users(
         defaults.choose(EngineArgs(str(random_model), tensor_parallel_size=workers))
         assert os.environ[defaults.BIND] == bind
     defaults.choose(EngineArgs(str(random_model), data_parallel_size=2))
+    assert os.environ[defaults.BIND] == "0|1"
+    defaults.choose(EngineArgs(str(random_model), distributed_executor_backend="ray"))
     assert defaults.BIND not in os.environ
     defaults.choose(EngineArgs(str(random_model)))
     monkeypatch.setenv(defaults.BIND, "1")  # now it is

@@ -26,7 +26,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         assert not (record.rows and record.released), "rows after the head was given back"
         refs.update(map(id, record.rows))
         in_use.update({id(row): row for row in record.rows})
-        for layer, manager in enumerate(coordinator.single_type_managers):
+        for layer, manager in enumerate(coordinator.layer_managers):
             table = manager.req_to_blocks.get(request_id, [])
             assert manager.block_size == coordinator.block_sizes[layer]
             assert len(table) == cdiv(record.num_blocks, int(coordinator._ratios[layer]))
@@ -37,6 +37,16 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             ids = [b.block_id for b in table[len(record.rows) * count :] if not b.is_null]
             held[layer] += len(ids)
             private.extend(ids)
+    beside = [
+        block.block_id
+        for manager in coordinator.single_type_managers
+        if manager not in coordinator.layer_managers
+        for table in manager.req_to_blocks.values()
+        for block in table
+        if not block.is_null
+    ]
+    assert len(beside) == coordinator.companions.held_blocks
+    private += beside
     owners = {name for m in coordinator.single_type_managers for name in m.req_to_blocks}
     assert owners <= set(coordinator._requests), "blocks of nobody"
     held += len(in_use) * prefixes.blocks

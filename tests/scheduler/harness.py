@@ -14,9 +14,10 @@ Shape legend: L layers, P physical blocks, N tokens of a block.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.scheduler.beside import FIRST_LAYER, Beside, compute, seen
 from vllm_pyramid.compat.side_channel import StepReport, attach_report, read_copies
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.plans import OpenPlan, RetentionPlan
@@ -46,12 +48,17 @@ ORDINARY_TOKEN = 8
 
 
 def kv_cache_config(
-    num_layers: int, block_size: int, num_blocks: int, device_layers: int | None = None
+    num_layers: int,
+    block_size: int,
+    num_blocks: int,
+    device_layers: int | None = None,
+    beside: Sequence[Beside] = (),
 ) -> KVCacheConfig:
     """One group a layer over one pool of `num_blocks` blocks, the null block included.
 
     Args:
         device_layers: from this layer on the device holds K alone; None: in no layer.
+        beside: layers that do not evict; the first group is the first of them, if there is any.
     """
     groups = []
     for layer in range(num_layers):
@@ -62,10 +69,15 @@ def kv_cache_config(
             dtype=torch.float32,
             layer_idx=layer,
             num_layers=num_layers,
+            model_layer=layer,
         )
         if device_layers is not None and layer >= device_layers:
             spec = KeyOnlyKVCacheSpec.of(spec)
         groups.append(KVCacheGroupSpec([f"layer.{layer}"], spec))
+    others = [
+        KVCacheGroupSpec([f"beside.{index}"], layer.spec) for index, layer in enumerate(beside)
+    ]
+    groups = [*others[:1], *groups, *others[1:]]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -87,8 +99,22 @@ class Setup:
     max_model_len: int = 96
     num_layers: int = 3
     block_size: int = 4
-    prefix_caching: bool = False
+    prefix_caching: bool | None = False  # None: vLLM's own default
     priorities: bool = False
+    beside: tuple[Beside, ...] = ()
+    drafts: int = 0  # of a request in a step, at most
+
+    @property
+    def own_groups(self) -> range:
+        """KV cache groups of the layers that evict."""
+        return range(bool(self.beside), bool(self.beside) + self.num_layers)
+
+    @property
+    def speculative_config(self) -> dict[str, Any] | None:
+        """vLLM's; the drafts are the machine's own."""
+        if not self.drafts:
+            return None
+        return {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
 
     @property
     def device_layers(self) -> int | None:
@@ -111,10 +137,12 @@ class Setup:
     def blocks_of_longest(self) -> int:
         """Blocks that the longest prompt holds at most, over all layers."""
         policy = load_policy(self.policy, self.budget, dict(self.policy_args))
+        in_flight = (1 + self.asynchronous) * self.max_num_batched_tokens
+        beside = sum(layer.most_blocks(self.max_model_len, in_flight) for layer in self.beside)
         if policy.inside is not None:
             blocks = policy.most_blocks(self.max_model_len, self.num_layers, self.block_size)
-            return int(blocks.sum())
-        return sum(cdiv(self.max_model_len, size) for size in self.block_sizes)
+            return int(blocks.sum()) + beside
+        return sum(cdiv(self.max_model_len, size) for size in self.block_sizes) + beside
 
 
 @cache
@@ -133,6 +161,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
         async_scheduling=False,
         enable_prefix_caching=setup.prefix_caching,
         scheduling_policy="priority" if setup.priorities else "fcfs",
+        speculative_config=setup.speculative_config,
         additional_config={
             "kv_policy": setup.policy,
             "kv_budget": setup.budget,
@@ -160,10 +189,14 @@ def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidA
     scheduler = cls(
         vllm_config=vllm_config(setup),
         kv_cache_config=kv_cache_config(
-            setup.num_layers, setup.block_size, num_blocks + 1, setup.device_layers
+            setup.num_layers,
+            setup.block_size,
+            num_blocks + 1,
+            setup.device_layers,
+            setup.beside,
         ),
         structured_output_manager=_structured_output_manager(setup),
-        block_size=setup.largest_block,
+        block_size=lcm(setup.largest_block, *(layer.block_size for layer in setup.beside)),
         hash_block_size=setup.block_size,
         log_stats=True,
     )
@@ -228,14 +261,17 @@ SERIAL, INEXACT, LAYER = 25, 24, 16
 
 @dataclass
 class Row:
-    """A request as the worker knows it."""
+    """A request as the worker knows it: `groups` are its tables, `tables` of layers that evict."""
 
     serial: int
     prompt: list[int]
     salt: str | None
+    groups: list[list[int]]
     tables: list[list[int]]
     cells: np.ndarray  # [L, max_model_len] int64: the tag that each position should hold
-    computed: int = 0  # after the latest step
+    beside: np.ndarray  # the same of layers that do not evict
+    computed: int = 0  # after the latest step, without drafts that were rejected
+    believed: int = 0  # before the step, by the scheduler, which may not know yet what was rejected
     skip: np.ndarray | None = None  # [L], of the latest eviction
     adopted: int = 0  # tokens that it began with and has not looked at yet
 
@@ -263,16 +299,20 @@ class PlainWorker:
     salts: dict[str, str] = field(default_factory=dict)  # of requests: workers are not told
     num_evictions: int = 0
     num_adopted: int = 0  # tokens
+    num_adopted_beside: int = 0  # tokens, of layers that do not evict
     num_copied: int = 0  # blocks
     num_left: int = 0  # requests that left copies behind
     num_solved: int = 0
+    num_rejected: int = 0  # drafts
+    num_accepted: int = 0
 
     def __post_init__(self) -> None:
         setup = self.setup
         self.retention = Retention(
             self.policy, setup.num_layers, setup.largest_block, setup.max_num_seqs + 1
         )
-        shape = (self.num_blocks + 1, setup.largest_block)
+        sizes = [layer.block_size for layer in setup.beside if layer.kind != "state"]
+        shape = (self.num_blocks + 1, max([setup.largest_block, *sizes]))
         self.memory_PN = np.full(shape, -1, np.int64)
         self.random = random.Random(self.seed)
         self.serial = 0
@@ -292,8 +332,10 @@ class PlainWorker:
         rows = [self.rows[request_id] for request_id in request_ids]
         scheduled = np.array([output.num_scheduled_tokens[i] for i in request_ids], np.int32)
         computed = np.array([row.computed for row in rows], np.int32)
+        believed = np.array([row.believed for row in rows], np.int32)
         prompt_lens = np.array([row.prompt_len for row in rows], np.int32)
-        step = self.retention.begin_step(request_ids, prompt_lens, computed, scheduled)
+        # A worker that does not wait for its device knows no better than the scheduler.
+        step = self.retention.begin_step(request_ids, prompt_lens, believed, scheduled)
         for index, row in enumerate(rows):
             begins = step.requests[index].plan.first.prompt_len
             assert not step.skips[:, index].any() or computed[index] >= begins
@@ -302,6 +344,16 @@ class PlainWorker:
             row.computed = int(computed[index] + scheduled[index])
             chooses = step.requests[index].policy.splits_at_prompt_end  # among keys, behind it
             self._write(row, int(computed[index]), row.computed, chooses)
+        for index, row in enumerate(rows):
+            own = self.setup.own_groups
+            beside = [row.groups[group] for group in range(len(row.groups)) if group not in own]
+            self._adopt_beside(row, beside)
+            evicted = row.skip is not None and bool(row.skip.any())
+            tag = (row.serial << SERIAL) + (evicted << INEXACT)
+            compute(
+                *(self.setup.beside, beside, self.memory_PN, row.beside, tag, LAYER),
+                *(int(computed[index]), row.computed),
+            )
         for index, row in enumerate(rows):
             self._adopt(row)
             self._read(row, step.skips[:, index], row.computed)
@@ -321,20 +373,33 @@ class PlainWorker:
                 self._evict(self.rows[request_id], int(end), befores, helds)
                 step.evictions.tokens_done[index] = (end - befores - helds).sum()
                 self.num_evictions += bool(step.evictions.tokens_done[index])
+        drafts = output.scheduled_spec_decode_tokens
         return attach_report(
             ModelRunnerOutput(
                 req_ids=request_ids,
                 req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
                 sampled_token_ids=[
-                    self._sample(request_id) if row.computed >= totals[request_id] else []
-                    for request_id, row in zip(request_ids, rows, strict=True)
+                    self._sample(request_id, row, len(drafts.get(request_id, ())))
+                    if row.believed + scheduled[index] >= totals[request_id]
+                    else []
+                    for index, (request_id, row) in enumerate(zip(request_ids, rows, strict=True))
                 ],
             ),
             StepReport(*self.retention.end_step()),
         )
 
-    def _sample(self, request_id: str) -> list[int]:
-        return [STOP_TOKEN if request_id in self.stop else ORDINARY_TOKEN]
+    def _sample(self, request_id: str, row: Row, drafts: int) -> list[int]:
+        """The step's tokens; of rejected drafts nothing that is of use stays in the cache."""
+        accepted = self.random.randint(0, drafts)
+        self.num_accepted += accepted
+        self.num_rejected += drafts - accepted
+        gone = np.arange(row.computed - drafts + accepted, row.computed)
+        for layer in range(self.setup.num_layers if len(gone) else 0):
+            self.memory_PN[self._slots(row, layer, gone)] = -1
+            row.cells[layer, gone] = -1
+        row.computed -= len(gone)
+        last = STOP_TOKEN if request_id in self.stop else ORDINARY_TOKEN
+        return [ORDINARY_TOKEN] * accepted + [last]
 
     def _update(self, output: SchedulerOutput) -> dict[str, int]:
         """Take over what the step says about requests; returns the tokens that each has by now."""
@@ -360,9 +425,13 @@ class PlainWorker:
                 self._begin(request_id, row.prompt, blocks, cached.num_computed_tokens[index])
                 row = self.rows[request_id]
             elif blocks is not None:
-                for table, new_ids in zip(row.tables, blocks, strict=True):
+                for table, new_ids in zip(row.groups, blocks, strict=True):
                     table.extend(new_ids)
-            assert row.computed == cached.num_computed_tokens[index]
+            row.believed = cached.num_computed_tokens[index]
+            if self.setup.drafts and self.setup.asynchronous:
+                assert row.computed <= row.believed
+            else:
+                assert row.computed == row.believed
             totals[request_id] = row.prompt_len + cached.num_output_tokens[index]
         return totals
 
@@ -371,13 +440,17 @@ class PlainWorker:
     ) -> None:
         self.serial += 1  # what an earlier life of the request left in the cache is not its own
         assert self.setup.prefix_caching or not computed
+        groups = [list(ids) for ids in block_ids]
         row = self.rows[request_id] = self.writers[self.serial] = Row(
             self.serial,
             prompt,
             self.salts.get(request_id),
-            [list(ids) for ids in block_ids],
+            groups,
+            [groups[group] for group in self.setup.own_groups],
             np.full((self.setup.num_layers, self.setup.max_model_len), -1, np.int64),
+            np.full((len(self.setup.beside), self.setup.max_model_len), -1, np.int64),
             computed,
+            believed=computed,
             adopted=computed,
         )
         self.num_adopted += row.adopted
@@ -390,6 +463,18 @@ class PlainWorker:
             self.check_shared(layer, positions, found, row)
             row.cells[layer, : row.adopted] = found
         row.adopted = 0
+
+    def _adopt_beside(self, row: Row, tables: Sequence[Sequence[int]]) -> None:
+        """The same in layers that do not evict: what the next token looks at."""
+        if not row.adopted:
+            return
+        for index, (layer, table) in enumerate(zip(self.setup.beside, tables, strict=True)):
+            positions, *places = seen(layer, table, row.adopted, row.adopted)
+            found = self.memory_PN[places[0], places[1]]
+            if len(positions):
+                self.check_shared(FIRST_LAYER + index, positions, found, row)
+            row.beside[index, positions] = found
+            self.num_adopted_beside += len(positions)
 
     def check_shared(self, layer: int, positions: np.ndarray, tags: np.ndarray, row: Row) -> None:
         """That cells hold what the whole cache holds at these positions of a request."""

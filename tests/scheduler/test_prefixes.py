@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, hasher, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_copies
@@ -254,3 +255,59 @@ def test_one_that_needs_the_whole_pool_starts_with_what_is_there(asynchronous: b
         pair.step()
     assert not pair.scheduler.requests, "it waits for ever"
     check_pool(pair.scheduler.coordinator)
+
+
+# Beside layers that do not evict ------------------------------------------------------------------
+
+
+def _windows_found(pair: Pair, name: str) -> list[bool]:
+    """Of each row of a request, whether its part in a window is there for others."""
+    companions = pair.scheduler.coordinator.companions
+    hashes = pair.scheduler.requests[name].block_hashes
+    return [key in pair.pool.rows for key in companions.sources(hashes)[0]]
+
+
+def test_who_is_preempted_leaves_no_window_that_was_not_computed() -> None:
+    """As `test_who_is_preempted_in_the_step_that_was_to_compute_it_leaves_nothing`."""
+    beside = (Beside("sliding", 64),)
+    pair = Pair(
+        num_blocks=28, policy="full", budget="100%", policy_args=(), priorities=True, beside=beside
+    )
+    pair.add("low", prompt(15), 5, priority=1)
+    pair.add("high", prompt(12, 500), 5, priority=0)
+    low = pair.scheduler.requests["low"]
+    assert pair.step() == {"high": 12, "low": 15}
+    pair.scheduler.running.reverse()
+    assert _windows_found(pair, "low") == [False] * 4, "it still looks at all of them"
+    assert pair.step() == {"high": 1}
+    assert low.num_preemptions == 1
+    assert _windows_found(pair, "low") == [True, True, True, False]
+    pair.run()
+
+
+@pytest.mark.parametrize(("num_blocks", "adopted"), [(156, 0), (219, 0), (220, 29)])
+def test_what_is_copied_from_a_window_is_not_given_away_for_the_copy(
+    num_blocks: int, adopted: int
+) -> None:
+    """Where the pool has no room beside what is copied, nothing is found.
+
+    The second prompt shares 16 rows of 3 blocks, and needs 12 blocks more in the layers that evict.
+    In sight behind the shared 64 tokens are 29, in 8 blocks of each of 8 layers, which are copied;
+    with the tail a layer has 12. A pool of 156 blocks has enough only if what is copied counts as
+    free.
+    """
+    pair = Pair(num_blocks, beside=(Beside("sliding", 30),) * 8, max_num_batched_tokens=8)
+    pair.add("first", prompt(64))
+    pair.run()
+    assert 3 * 16 + 8 * 8 + (12 + 8 * 12) == 220
+    pair.add("second", [*prompt(64), *prompt(16, 900)])
+    pair.run()
+    assert pair.worker.num_adopted_beside == adopted * 8
+
+
+def test_what_cannot_be_found_is_off_or_refused() -> None:
+    for beside in (Beside("state", block_size=96), Beside("sliding", 21, 8)):
+        pair = Pair(beside=(beside,), prefix_caching=None)
+        assert not pair.scheduler.kv_cache_manager.enable_caching
+        with pytest.raises(ValueError, match=r"--enable-prefix-caching.*larger blocks"):
+            Pair(beside=(beside,))

@@ -69,10 +69,11 @@ def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
     pair.process()
-    assert not pair.coordinator.is_confirmed("r")
+    assert pair.coordinator.confirmed_plan("r") is None
     pair.process()
     pair.step()
-    assert pair.coordinator.is_confirmed("r") and not pair.coordinator.has_evicted("r")
+    assert pair.coordinator.confirmed_plan("r") is not None
+    assert not pair.coordinator.has_evicted("r")
     pair.schedule()
     assert pair.coordinator.has_evicted("r")
     assert pair.coordinator.num_evictions == 1
@@ -113,7 +114,7 @@ def test_the_last_chunk_carries_the_window(prompt_len: int, chunks: list[int]) -
         seen.append(pair.schedule().num_scheduled_tokens["r"])
         pair.process()
     assert seen == chunks
-    assert pair.coordinator.is_confirmed("r")
+    assert pair.coordinator.confirmed_plan("r") is not None
 
 
 def test_full_requests_are_not_cut() -> None:
@@ -277,7 +278,7 @@ def test_the_worker_goes_by_its_lengths_before_the_scheduler_knows_them() -> Non
     keep = _keep_of(pair)
     pair.schedule()  # decodes from the tail: the harness reads what the skips show
     assert pair.worker.rows["r"].skip is not None
-    assert not pair.coordinator.is_confirmed("r")
+    assert pair.coordinator.confirmed_plan("r") is None
     assert pair.coordinator.blocks_held("r") == [11, 11, 11]
     pair.process()
     settled = pair.coordinator.confirmed_plan("r")
@@ -297,7 +298,7 @@ def test_a_preempted_prompt_is_solved_again() -> None:
     pair.schedule()
     pair.process()
     pair.process()
-    assert not pair.coordinator.is_confirmed("r")
+    assert pair.coordinator.confirmed_plan("r") is None
     plan = pair.worker.retention._requests["r"].plan
     assert isinstance(plan, OpenPlan), "the old lengths are forgotten"
     pair.process()

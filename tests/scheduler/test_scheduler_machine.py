@@ -21,12 +21,19 @@ from hypothesis.stateful import (
 )
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.plans import plan_for
+from tests.scheduler.beside import FIRST_LAYER, Beside
 from tests.scheduler.checks import check_pool
-from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+from tests.scheduler.harness import (
+    ORDINARY_TOKEN,
+    PlainWorker,
+    Setup,
+    make_request,
+    make_scheduler,
+)
 from tests.scheduler.harness import Row as WorkerRow
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.methods.host_values import HostValues
@@ -59,6 +66,7 @@ PROMPT_LENS = st.one_of(st.integers(1, 64), st.integers(1, 8), st.sampled_from([
 ORIGINS = st.one_of(
     st.tuples(st.sampled_from([0, 5, 16, 40, 96]), st.integers(0, 2)), st.integers(0, 63)
 )
+HASH_BYTES = 32  # of SHA-256; what stands behind names a kind of layer
 SALTS = st.sampled_from([None, None, None, "a", "b"])
 
 
@@ -157,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         served = resolve(policy, RequestKeys.parse(override))
         plan = self.plans[request_id]
         needed = plan.most_blocks(prompt_len, np.array(self.setup.block_sizes)).sum()
+        needed += self.scheduler._pool.beside
         refused = policy.inside is not None and needed > self.worker.num_blocks
         assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
         self.seen["refused"] += refused
@@ -190,7 +199,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def process(self) -> None:
-        self.scheduler.update_from_output(*self.in_flight.popleft())
+        output, result = self.in_flight.popleft()
+        self.scheduler.update_from_output(output, result)
+        if self.setup.drafts and not self.setup.asynchronous:  # else vLLM keeps places for them
+            names = [name for name in result.req_ids if name in self.scheduler.requests]
+            count = self.worker.random.randint
+            drafts = [[ORDINARY_TOKEN] * count(0, self.setup.drafts) for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     # One step ---------------------------------------------------------------------------------
 
@@ -235,6 +250,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
         self.seen["copied"] += self.worker.num_copied > 0
         self.seen["left behind"] += self.worker.num_left > 0
+        self.seen["windows found"] += self.worker.num_adopted_beside > 0
+        self.seen["rejected"] += self.worker.num_rejected > 0
+        self.seen["accepted"] += self.worker.num_accepted > 0
         self.check_tables()
         self.check_rows()
 
@@ -247,17 +265,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index, block_hash in enumerate(prefixes.hashes(request)):
                 owners.setdefault(block_hash, (index, request))
         for row in [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]:
-            index, request = owners[row.hash]
-            assert index == 0 or prefixes.hashes(request)[index - 1] in pool.rows
+            name, beside = row.hash[:HASH_BYTES], row.hash[HASH_BYTES:]
+            index, request = owners[name]
+            layers = list(
+                enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True))
+            )
+            if beside:
+                kind = self.coordinator.companions._kinds[int(beside[1:])]
+                count = prefixes.tokens // kind.block_size
+                places = [max(group - self.setup.num_layers, 0) for group in kind.groups]
+                layers = [(FIRST_LAYER + place, (count, kind.block_size)) for place in places]
+                assert not row.refs
+                self.seen["rows beside"] += 1
+            else:
+                assert index == 0 or prefixes.hashes(request)[index - 1] in pool.rows
             prompt, salt = list(request.all_token_ids), request.cache_salt
-            expected = WorkerRow(0, prompt, salt, [], np.zeros(0))
+            expected = WorkerRow(0, prompt, salt, [], [], np.zeros(0), np.zeros(0))
             blocks = iter(row.blocks)
-            for layer, count in enumerate(prefixes.blocks.tolist()):
+            for layer, (count, size) in layers:
                 ids = [next(blocks).block_id for _ in range(count)]
-                size = self.setup.block_sizes[layer]
                 tags = self.worker.memory_PN[ids, :size].reshape(-1)
                 positions = index * prefixes.tokens + np.arange(prefixes.tokens)
                 self.worker.check_shared(layer, positions, tags, expected)
+            assert next(blocks, None) is None
 
     def phases(self, output: SchedulerOutput) -> list[bool]:
         """Whether each request of the step is past its prompt."""
@@ -302,15 +332,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             row = self.worker.rows.get(request.request_id)
             if row is None or request.num_computed_tokens == 0:
                 continue  # preempted and not yet scheduled again
-            for layer, manager in enumerate(self.coordinator.single_type_managers):
+            own = self.setup.own_groups
+            for group, manager in enumerate(self.coordinator.single_type_managers):
                 blocks = manager.req_to_blocks[request.request_id]
+                if group not in own:
+                    self.check_beside(blocks, row.groups[group])
+                    continue
+                layer = group - own.start
                 skip = 0 if row.skip is None else int(row.skip[layer])
                 block_size = self.setup.block_sizes[layer]
                 first = skip // block_size
                 live = [block.block_id for block in blocks[first:]]
                 assert row.tables[layer][first:] == live and 0 not in live
                 assert len(blocks) == len(row.tables[layer])
-                assert len(blocks) == cdiv(request.num_computed_tokens, block_size)
+                used = cdiv(request.num_computed_tokens, block_size)
+                assert used <= len(blocks) <= used + cdiv(self.drafts_in_flight, block_size)
+
+    def check_beside(self, blocks: list[Any], table: list[int]) -> None:
+        """What a layer that does not evict still holds is where the worker thinks it is."""
+        assert len(blocks) == len(table)
+        gone = [block.is_null for block in blocks]
+        assert gone == sorted(gone, reverse=True), "a hole"
+        self.seen["slid"] += any(gone)
+        assert all(b.is_null or b.block_id == i for b, i in zip(blocks, table, strict=True))
+        in_flight = self.depth * self.setup.max_num_batched_tokens
+        longest = max(layer.most_blocks(1 << 30, in_flight) for layer in self.setup.beside)
+        assert gone.count(False) <= longest
 
     # What always holds ------------------------------------------------------------------------
 
@@ -347,7 +394,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 kept = settled if isinstance(plan, OpenPlan) else plan
                 assert isinstance(kept, RetentionPlan)
                 expected -= kept.skip_after(number) // block_sizes
-            assert self.coordinator.blocks_held(name) == expected.tolist()
+            self.check_held(name, request, expected)
             if settled is not None:
                 if isinstance(plan, OpenPlan):
                     self.check_promise(plan, settled)
@@ -358,6 +405,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert processed >= plan.exact_tokens
             if plan.inner:
                 self.check_peak(name, request)
+
+    @property
+    def drafts_in_flight(self) -> int:
+        """Tokens of a request that may have had blocks and been rejected since."""
+        return self.depth * self.setup.drafts
+
+    def check_held(self, name: str, request: Request, expected: np.ndarray) -> None:
+        """Blocks for what is computed; more only for drafts, which may have been rejected since."""
+        held = np.array(self.coordinator.blocks_held(name))
+        spare = -(-self.drafts_in_flight // np.array(self.setup.block_sizes))
+        assert (expected <= held).all() and (held <= expected + spare).all()
 
     def check_peak(self, name: str, request: Request) -> None:
         """A request that evicts inside its prompt never holds more than its plan says."""
@@ -394,6 +452,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
+        assert not coordinator.companions.held_blocks and not coordinator.companions._tables
         assert not scheduler.running and not scheduler.waiting
         assert not any(s._of_request or s._averaged for s in self.sampled)
         assert scheduler._admission is None or not scheduler._admission._rows
@@ -580,6 +639,99 @@ VARIANTS |= {
     ),
 }
 
+# Hybrid models: windows of two sizes, chunks and states beside the layers that evict.
+WINDOWS = (Beside("sliding", 10), Beside("sliding", 10), Beside("sliding", 21, 8))
+CHUNKS = (Beside("chunked", 12), Beside("state", block_size=96))
+VARIANTS |= {
+    "sync-beside": Setup(beside=WINDOWS, **SMALL, reserve_full_prompt=False),
+    "async-beside": Setup(beside=(*CHUNKS, *WINDOWS), asynchronous=True, **SMALL),
+    "async-v2-beside-solved": Setup(
+        policy="xkv",
+        beside=CHUNKS,
+        asynchronous=True,
+        runner_v2=True,
+        max_num_batched_tokens=24,
+        reserve_full_prompt=False,
+    ),
+    # Blocks of the layers that evict are twice those of the others.
+    "sync-beside-larger": Setup(block_size=8, beside=WINDOWS, **SMALL),
+    "async-beside-swapped": Setup(
+        policy_args=(("window", 6), ("values", "host")), beside=WINDOWS, asynchronous=True, **SMALL
+    ),
+    "async-forecast-beside": Setup(
+        admission="forecast", beside=(*CHUNKS, *WINDOWS), asynchronous=True, **SMALL
+    ),
+    "async-beside-inside": Setup(
+        policy="keydiff",
+        policy_args=(*INSIDE, ("window", 4), ("sinks", 1)),
+        beside=WINDOWS,
+        asynchronous=True,
+        **LONG,
+        **SMALL,
+    ),
+    "sync-beside-later": Setup(
+        policy="h2o",
+        budget=9,
+        policy_args=(("interval", 3), ("fill_blocks", False), ("allocator", "arithmetic")),
+        beside=(*CHUNKS, *WINDOWS),
+        **SMALL,
+    ),
+}
+
+# Prefixes that are found in windows, too.
+CAUSAL = (Beside("sliding", 10), Beside("chunked", 12), Beside("sliding", 10))
+VARIANTS |= {
+    "sync-shared-beside": Setup(
+        beside=CAUSAL, prefix_caching=True, reserve_full_prompt=False, **SMALL
+    ),
+    "async-shared-beside": Setup(beside=CAUSAL, prefix_caching=True, asynchronous=True),
+    "async-shared-beside-priorities": Setup(
+        beside=CAUSAL, prefix_caching=True, asynchronous=True, priorities=True, **SMALL
+    ),
+    "sync-shared-beside-larger-solved": Setup(
+        policy="xkv", block_size=8, beside=WINDOWS, prefix_caching=True, max_num_batched_tokens=24
+    ),
+    "sync-shared-beside-mixed": Setup(
+        budget="100%", beside=CAUSAL, prefix_caching=True, drafts=2, **SMALL
+    ),
+    "async-shared-beside-inside": Setup(
+        policy_args=(*INSIDE, ("window", 6)),
+        beside=CAUSAL,
+        prefix_caching=True,
+        asynchronous=True,
+        **LONG,
+    ),
+}
+
+# Drafts of which some are rejected.
+VARIANTS |= {
+    "sync-drafts": Setup(drafts=3, **SMALL, reserve_full_prompt=False),
+    "async-drafts": Setup(drafts=3, asynchronous=True),
+    "async-v2-drafts-solved": Setup(
+        policy="xkv",
+        drafts=2,
+        asynchronous=True,
+        runner_v2=True,
+        max_num_batched_tokens=24,
+        reserve_full_prompt=False,
+    ),
+    "sync-shared-drafts": Setup(drafts=3, prefix_caching=True, priorities=True, **SMALL),
+    "async-shared-drafts": Setup(
+        drafts=3, budget="100%", prefix_caching=True, asynchronous=True, reserve_full_prompt=False
+    ),
+    "async-forecast-drafts-beside": Setup(
+        drafts=3, admission="forecast", beside=(CHUNKS[0], *WINDOWS), asynchronous=True, **SMALL
+    ),
+    "async-drafts-inside": Setup(
+        policy="keydiff",
+        policy_args=(*INSIDE, ("window", 4), ("sinks", 1)),
+        drafts=2,
+        asynchronous=True,
+        **LONG,
+        **SMALL,
+    ),
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
@@ -604,6 +756,11 @@ def test_machine(variant: str) -> None:
         happenings.append("solved")
     if "inside" in variant:
         happenings += ["refused", "evicted inside"] + ([] if forecast else ["evicted inside again"])
+    if setup.beside:
+        happenings.append("slid")
+        happenings += ["rows beside", "windows found"] if setup.prefix_caching else []
+    if setup.drafts:
+        happenings += ["accepted", "rejected"]
     if "later" in variant:
         happenings += ["evicted later"] if forecast else ["evicted later", "evicted later again"]
     if "sampled" in variant:

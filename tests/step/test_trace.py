@@ -65,7 +65,7 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
     for index, name in enumerate(["cmpl-1", "cmpl-2"]):
         with np.load(folder / f"{name}.npz") as trace:
             assert set(trace) == {
-                *("request_id", "prompt_len", "budget", "held"),
+                *("request_id", "prompt_len", "budget", "layers", "held"),
                 *(f"kept_{layer}" for layer in range(NUM_LAYERS)),
                 *(f"recall_{layer}" for layer in range(NUM_LAYERS)),
             }
@@ -73,6 +73,7 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
             assert int(trace["prompt_len"]) == 12
             assert int(trace["budget"]) == 8
             assert trace["held"].tolist() == [4, 12, 8]
+            assert trace["layers"].tolist() == [0, 1, 2]
             assert trace["held"].dtype == np.int32
             assert trace["kept_0"].tolist() == kept(index, 4).tolist()
             assert trace["kept_1"].tolist() == [list(range(12))] * NUM_KV_HEADS

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.plans import plans_of
@@ -104,11 +105,12 @@ class Runner(PyramidRunnerMixin, StockRunner):
     def get_model(self) -> torch.nn.Module:  # type: ignore[override]
         return torch.nn.Module()
 
-    def table_shape(self) -> tuple[int, int]:
+    def table_shape(self, group: int) -> tuple[int, int]:
         return ROWS, WIDTH
 
-    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
-        self.tables = list(tables)
+    def set_tables(self, tables: Mapping[int, torch.Tensor]) -> None:
+        for group, table in tables.items():
+            self.tables[group] = table
 
 
 class CacheConfig(list[Any]):
@@ -292,7 +294,7 @@ def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
     page = 16 * 2 * 64 * 2 * 2  # tokens, KV heads, head size, K and V, bytes
     for policy, expected in (("h2o", 1000 * page), ("pyramidkv", 1000 * (page + 4 * 16 * 2))):
         runner = Runner(policy)
-        assert {spec.page_size_bytes for spec in runner._specs.values()} == {page}
+        assert {spec.page_size_bytes for spec in runner._roles.evicting.values()} == {page}
         assert runner.room_for_cache(1000 * (page + 4 * 16 * 2)) == expected
 
 
@@ -314,3 +316,36 @@ def test_layers_with_different_numbers_of_heads_have_no_mass() -> None:
 def test_graphs_never_replay_a_step_that_evicts(policy: str, args: Any, support: Any) -> None:
     config = SimpleNamespace(additional_config=served(policy, kv_policy_args=args))
     assert PyramidBuilderMixin.get_cudagraph_support(config, None) == support
+
+
+class _Builder(PyramidBuilderMixin, AttentionMetadataBuilder):  # type: ignore[type-arg]
+    """Over a kernel that can be in any graph."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("args", "drafts", "support"),
+    [
+        ({}, 3, AttentionCGSupport.UNIFORM_BATCH),
+        # A prompt of 29 tokens looks like a decode step with 28 drafts, and may keep 13.
+        ({"window": 8}, 27, AttentionCGSupport.UNIFORM_BATCH),
+        ({"window": 8}, 28, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        (
+            {"window": 8, "chunk": {"tokens": 32, "keep": 16, "scorer": "keydiff"}},
+            31,
+            AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        ),
+    ],
+)
+def test_graphs_with_drafts_never_replay_a_step_that_evicts(
+    args: Any, drafts: int, support: Any
+) -> None:
+    settings = KVSettings(kv_policy="streaming-llm", kv_policy_args=args).served()
+    assert settings is not None
+    data = replace(settings, num_drafts=drafts).as_data()
+    config: Any = SimpleNamespace(additional_config={SERVED_KEY: data})
+    layer: Any = SimpleNamespace(num_layers=4, block_size=16)
+    assert _Builder.get_cudagraph_support(config, layer) == support
+    companion: Any = SimpleNamespace(block_size=16)
+    assert _Builder.get_cudagraph_support(config, companion) == AttentionCGSupport.UNIFORM_BATCH

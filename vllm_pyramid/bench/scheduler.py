@@ -136,7 +136,8 @@ def _groups(layers: int, per_layer: bool, own: bool) -> list[KVCacheGroupSpec]:
     }
     if own:
         specs = [
-            LayerKVCacheSpec(layer_idx=layer, num_layers=layers, **shape) for layer in range(layers)
+            LayerKVCacheSpec(layer_idx=layer, num_layers=layers, model_layer=layer, **shape)
+            for layer in range(layers)
         ]
         return [KVCacheGroupSpec([n], spec) for n, spec in zip(names, specs, strict=True)]
     if per_layer:

@@ -121,6 +121,11 @@ def shape_of_config(model: str, dtype: str | None = None) -> Shape:
     from vllm_pyramid.model_shape import longest_of_model, shape_of_model
 
     cache, _ = shape_of_model(model, dtype)
+    if cache.layers:
+        raise ValueError(
+            f"the cost model knows decoders in which every layer has full attention; of {model!r} "
+            "only some have: scripts/bench_hybrid.py compares such models with stock vLLM"
+        )
     config = AutoConfig.from_pretrained(model).get_text_config()
     mlp = getattr(config, "intermediate_size", None)
     experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts")]

@@ -14,14 +14,16 @@ coordinator     kv_cache_manager.get_kv_cache_coordinator, kv_cache_coordinator.
                 Why: vLLM's walk every layer to find nothing. Remove when the first is a constant
                 and the second asks the coordinator.
 cache           KVCacheSpecRegistry._ensure_registered,
-                SingleTypeKVCacheManager._remove_blocks_in_range
-                Why: stock specs go first; the head of a request's blocks goes back. Remove when
-                both are public.
+                SingleTypeKVCacheManager._remove_blocks_in_range, Attention._k_scale_float,
+                ._v_scale_float
+                Why: stock specs go first; the head of a request's blocks goes back; what a cache
+                of 8-bit floats is multiplied with. Remove when they are public.
 scheduler       Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
-                ._reserve_prefill_lookahead, ._get_local_prefix_cache_hit, ._free_request
+                ._reserve_prefill_lookahead, ._get_local_prefix_cache_hit, ._free_request,
+                .make_spec_decoding_stats
                 Why: ending one request with an error; the last word on a chunk, and whether a
-                request starts at all; the prefix that it may share; its report. Remove when
-                schedulers have hooks for these.
+                request starts at all; the prefix that it may share; its report; how many drafts
+                are accepted. Remove when schedulers have hooks for these.
 side_channel    an attribute of ModelRunnerOutput, one of SchedulerOutput, a key of
                 SchedulerStats.kv_connector_stats
                 Why: worker -> scheduler -> front end, scheduler -> worker. Remove when messages

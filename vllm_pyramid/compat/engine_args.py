@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags and settings: from the command line, or from `additional_config`, into the engine.
 
-Target: `EngineArgs.add_cli_args`, `EngineArgs.create_engine_config`, and `parse_known_args` of the
-parsers that get our flags. Why: vLLM has no hook through which a plugin adds engine arguments or
-adjusts the finished configuration. The values travel in `additional_config`, which reaches every
-process.
+Target: `EngineArgs.add_cli_args`, `.create_engine_config`, `.create_model_config`, and
+`parse_known_args` of the parsers that get our flags. Why: vLLM has no hook through which a plugin
+adds engine arguments or adjusts the finished configuration. The values travel in
+`additional_config`, which reaches every process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import sys
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pyramid.config import CONFIG_KEYS, NO_POLICY, KVSettings
@@ -119,6 +119,7 @@ def install() -> None:
         return
     add_cli_args = EngineArgs.add_cli_args
     create_engine_config = EngineArgs.create_engine_config
+    create_model_config = EngineArgs.create_model_config
 
     @functools.wraps(add_cli_args)
     def add_cli_args_with_policy(parser: Any) -> Any:
@@ -135,11 +136,23 @@ def install() -> None:
             return create_engine_config(self, *args, **kwargs)
         from vllm_pyramid.engine_config import finish_config, prepare_args
 
+        asks_prefix_caching = self.enable_prefix_caching is True  # None until vLLM has its default
         prepare_args(self, settings)
         config = create_engine_config(self, *args, **kwargs)
-        finish_config(config, settings)
+        finish_config(config, settings, asks_prefix_caching=asks_prefix_caching)
         return config
 
+    @functools.wraps(create_model_config)
+    def create_model_config_with_policy(self: EngineArgs) -> ModelConfig:
+        model_config = create_model_config(self)
+        settings = KVSettings.from_additional_config(self.additional_config)
+        if settings is not None and settings.kv_policy != NO_POLICY:
+            from vllm_pyramid.engine_config import prepare_for_model
+
+            prepare_for_model(self, model_config, settings)
+        return model_config
+
+    EngineArgs.create_model_config = create_model_config_with_policy  # type: ignore[method-assign]
     EngineArgs.add_cli_args = staticmethod(add_cli_args_with_policy)  # type: ignore[method-assign]
     EngineArgs.create_engine_config = create_engine_config_with_policy  # type: ignore[method-assign]
     EngineArgs._vllm_pyramid = True  # type: ignore[attr-defined]

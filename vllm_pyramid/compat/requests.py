@@ -3,7 +3,7 @@
 
 Target: `InputProcessor.process_inputs`. Why: what is wrong with `vllm_xargs` would otherwise be
 found in the engine core, where an exception ends the engine instead of the request. The same goes
-for one that would not fit into the pool by itself.
+for one that would not fit into the pool by itself, and for images that attend both ways.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.config import ServedSettings
+from vllm_pyramid.model_shape import has_companions
 from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.request_config import ServedRequest, check_request
 from vllm_pyramid.request_fit import Pool, check_fit
@@ -46,24 +48,51 @@ def _check(policy: Policy, params: object, resumable: bool) -> ServedRequest | N
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def _check_fit(processor: InputProcessor, served: ServedRequest, request: Any) -> None:
+def check_images(model_config: ModelConfig, request: Any) -> None:
+    """Refuse images, and the like, of models in which their tokens attend both ways.
+
+    Attention to what comes later does not go by chunks that end where an eviction is due, and the
+    CPU has no kernel for it.
+
+    Raises:
+        VLLMValidationError: the request has some.
+    """
+    if request.mm_features and model_config.is_mm_prefix_lm:
+        raise VLLMValidationError(
+            "a KV policy does not work with the images of this model yet, whose tokens attend to "
+            "each other in both directions: send text, or start the server with --kv-policy none",
+            parameter="messages",
+        )
+
+
+def _pool_of(processor: InputProcessor) -> Pool | None:
+    """What all requests share, worked out once; None where only the scheduler knows it."""
+    known = vars(processor)
     config = processor.vllm_config
-    cache, model = config.cache_config, config.model_config
-    if not cache.num_gpu_blocks or request.sampling_params is None:
+    cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
+    if "kv_pool" in known or not cache.num_gpu_blocks:
+        return known.get("kv_pool")
+    known["kv_pool"] = None
+    # How many layers of a hybrid model evict, and what the others hold, the scheduler knows.
+    if not has_companions(model.hf_text_config, model.max_model_len):
+        # Summed over the engines of this front end, of which each has a pool of its own.
+        engines = parallel.data_parallel_size
+        if parallel.local_engines_only:
+            engines = parallel.data_parallel_size_local
+        if parallel.data_parallel_rank_local is not None:
+            engines = 1
+        known["kv_pool"] = Pool(
+            model.get_num_layers(parallel),
+            cache.block_size,
+            cache.num_gpu_blocks // engines - 1,
+            model.max_model_len,
+        )
+    return known.get("kv_pool")
+
+
+def _check_fit(processor: InputProcessor, served: ServedRequest, request: Any) -> None:
+    if request.sampling_params is None or (pool := _pool_of(processor)) is None:
         return  # the scheduler looks, too
-    parallel = config.parallel_config
-    # Summed over the engines of this front end, of which each has a pool of its own.
-    engines = parallel.data_parallel_size
-    if parallel.local_engines_only:
-        engines = parallel.data_parallel_size_local
-    if parallel.data_parallel_rank_local is not None:
-        engines = 1
-    pool = Pool(
-        model.get_num_layers(parallel),
-        cache.block_size,
-        cache.num_gpu_blocks // engines - 1,
-        model.max_model_len,
-    )
     length = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     try:
         check_fit(served, length, request.sampling_params, pool)
@@ -92,6 +121,8 @@ def install() -> None:
         request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs
         )
+        if policy is not None:
+            check_images(self.model_config, request)
         if served is not None and policy is not None and policy.inside is not None:
             _check_fit(self, served, request)
         return request

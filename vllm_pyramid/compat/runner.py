@@ -10,93 +10,21 @@ without copying any constructor. Remove when vLLM has a `runner_cls`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    KVQuantMode,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pyramid.compat.side_channel import StepReport, attach_report
-from vllm_pyramid.engine_config import SLIDING_WINDOW_REASON
 from vllm_pyramid.plans import Eviction
-from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.step.rotary import Rotary
-
-_KINDS = (FullAttentionSpec, SlidingWindowSpec)  # themselves, nothing that derives from them
 
 
 def extend_runner(runner: Any, mixin: type) -> None:
     """Give the runner the mixin's methods, before its own in the method resolution order."""
     cls = type(runner)
     runner.__class__ = type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
-
-
-def per_layer_specs(
-    specs: dict[str, KVCacheSpec], policy: Policy, max_model_len: int
-) -> dict[str, LayerKVCacheSpec]:
-    """Turn every layer's spec into one of its own, numbered from the bottom.
-
-    Layers whose V the policy keeps in host memory get a spec of K alone.
-
-    Raises:
-        ValueError: a layer whose cache a policy cannot manage, with its name and kind.
-    """
-    names = sorted(specs, key=extract_layer_index)
-    result: dict[str, LayerKVCacheSpec] = {}
-    for index, name in enumerate(names):
-        spec = specs[name]
-        if type(spec) not in _KINDS:
-            raise ValueError(
-                f"layer {name} has a cache of type {type(spec).__name__}, which no KV policy can "
-                "manage yet: serve this model with --kv-policy none"
-            )
-        assert isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
-        window = spec.sliding_window or getattr(spec, "attention_chunk_size", None)
-        if window and window < max_model_len and policy.evicts:
-            raise ValueError(SLIDING_WINDOW_REASON.format(layer=f"layer {name}", window=window))
-        if spec.kv_quant_mode != KVQuantMode.NONE or getattr(spec, "non_causal", False):
-            what = "quantised" if spec.kv_quant_mode != KVQuantMode.NONE else "not causal"
-            raise ValueError(
-                f"the cache of layer {name} is {what}, which no KV policy can manage yet: serve "
-                "this model with --kv-policy none (a cache quantised by the checkpoint's settings: "
-                "--kv-cache-dtype bfloat16)"
-            )
-        values = {
-            f.name: getattr(spec, f.name)
-            for f in fields(FullAttentionSpec)
-            if f.init and hasattr(spec, f.name)
-        }
-        result[name] = LayerKVCacheSpec(**values, layer_idx=index, num_layers=len(names))
-    sizes = {spec.page_size_bytes for spec in result.values()}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"the layers of this model have KV pages of different sizes ({sorted(sizes)} bytes a "
-            "block), which cannot share one pool: serve it with --kv-policy none"
-        )
-    return {
-        name: KeyOnlyKVCacheSpec.of(_with_values_alike(name, spec))
-        if not policy.values.on_device(spec.layer_idx)
-        else spec
-        for name, spec in result.items()
-    }
-
-
-def _with_values_alike(name: str, spec: LayerKVCacheSpec) -> LayerKVCacheSpec:
-    if spec.head_size_v != spec.head_size:
-        raise ValueError(
-            f"layer {name} has keys of {spec.head_size} and values of {spec.head_size_v} elements; "
-            "V in host memory needs them alike: set values to device, or choose another policy"
-        )
-    return spec
 
 
 def attention_layer(config: VllmConfig, name: str) -> Any:

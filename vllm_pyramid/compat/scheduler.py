@@ -2,7 +2,8 @@
 """Where vLLM's schedulers let another one have a word, under public names.
 
 Target: `Scheduler._reserve_prefill_lookahead`, `._get_local_prefix_cache_hit` (vLLM 0.33 has one
-argument more), `._free_request`, and `.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a
+argument more), `._free_request`, `.make_spec_decoding_stats` (which is told of every verified
+draft), and `.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a
 dictionary of errors in 0.33. Why: the last word on the size of a chunk and on whether a request
 starts at all; the prefix that a request may share, which its plan says; the report of a request; an
 exception in the scheduler would end the engine. Remove when schedulers have hooks for these.
@@ -53,6 +54,17 @@ class SchedulerPoints(Scheduler):
 
     def freed(self, request: Request) -> None:
         """The request has ended and its blocks are gone."""
+
+    def verified(self, accepted: int) -> None:
+        """Of the drafts of a request in a step so many were accepted."""
+
+    def make_spec_decoding_stats(
+        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.verified(num_accepted_tokens)
+        return super().make_spec_decoding_stats(
+            stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs
+        )
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

@@ -162,8 +162,9 @@ def _engine_args(work: Work) -> dict[str, Any]:
     }
     if current_platform.is_cpu():
         shape, _ = shape_of_model(work.model, None)
-        blocks = (-(-longest // 16) + 1) * shape.num_layers * work.batch
-        size = blocks * shape.block_bytes(16)
+        layers = shape.num_layers + sum(kind.layers for kind in shape.companions)
+        blocks = (-(-longest // 16) + 1) * layers * work.batch  # as if all had full attention
+        size = blocks * shape.page_bytes(16)
         defaults |= {"kv_cache_memory_bytes": size, "enforce_eager": True}
     return {**defaults, **work.engine_args}
 

@@ -56,6 +56,9 @@ class Component(BaseModel):
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError if this part cannot serve a model of so many layers."""
 
+    def check_hybrid(self, policy: Policy) -> None:
+        """Raise ValueError if this part needs every layer of a model to evict."""
+
     def check_budget(self, policy: Policy, budget: Budget) -> None:
         """Raise ValueError if this part cannot work with the budget."""
 

@@ -30,8 +30,9 @@ class ExpectedAttentionScorer(Scorer):
 
     Mean m and covariance S are those of the window's queries without rotary embedding, turned to
     the positions to come on average. The expected weight of key k is the softmax over the keys of
-    `m k / sqrt(D) + k S k / (2 D)`; its mean over the group, plus `epsilon`, times `||v||`. Sinks
-    take no part in the softmax.
+    `m k / sqrt(D) + k S k / (2 D)` (1 / sqrt(D) stands for the layer's scale); its mean over the
+    group, plus `epsilon`, times `||v||`. The first tokens, which are kept, take no part in the
+    softmax; learned sinks do.
 
     The paper takes the statistics of all the prompt's queries; here they are those of the last
     `window` queries, since a long prompt comes in chunks.
@@ -71,10 +72,14 @@ class ExpectedAttentionScorer(Scorer):
         )
         keys, weights = view.keys[:, view.sinks :], 0.0
         for head in range(view.group):  # `[G, T]` at a time
-            logits = (keys @ mean[:, head, :, None])[..., 0] / view.head_size**0.5
+            logits = (keys @ mean[:, head, :, None])[..., 0] * view.scale
             if self.covariance:  # k S k is the sum of the squares of k times each deviation
                 squares = (keys @ spread[:, head].transpose(1, 2)).square().sum(dim=-1)
-                logits += squares / (2 * view.head_size)
-            weights = weights + logits.softmax(dim=-1) / view.group
+                logits += squares * (view.scale**2 / 2)
+            total = logits.logsumexp(dim=-1)
+            if view.logit_sinks is not None:  # of a query head of each KV head
+                own = view.logit_sinks.unflatten(0, (-1, view.group))[:, head]
+                total = total.logaddexp(own.to(total.dtype))
+            weights = weights + (logits - total[:, None]).exp() / view.group
         scores = (weights + self.epsilon) * view.values[:, view.sinks :].norm(dim=-1)
         return F.pad(scores, (view.sinks, 0))

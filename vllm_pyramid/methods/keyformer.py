@@ -50,5 +50,9 @@ class KeyformerScorer(AccumulatingScorer):
             positions, tau = view.query_positions[queries, None], taus[queries, None]
             noise = uniform(self.seed, heads[:, None, None], positions, view.places)
             logits = view.logits_of(queries) - (-noise.log()).log()
-            total += (logits / tau).softmax(dim=-1).sum(dim=1)
+            logits = logits / tau
+            sums = logits.logsumexp(dim=-1)
+            if view.logit_sinks is not None:  # no token's, so without noise
+                sums = sums.logaddexp(view.logit_sinks.float()[:, None] / tau[:, 0])
+            total += (logits - sums[..., None]).exp().sum(dim=1)
         return view.reduce_groups(total, "sum")

@@ -87,6 +87,7 @@ class ObservationWindowScorer(Scorer):
             batch.lens,
             batch.policy.window,
             max_prompt_len=batch.longest,
+            key_scale=call.key_scale,
         )
         reduction = Reduction(self.gqa_reduce, self.pooling, self.kernel_size)
         if statistics:

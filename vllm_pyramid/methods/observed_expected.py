@@ -63,8 +63,8 @@ class ObservedExpectedScorer(Scorer):
         last = len(view.queries)
         observed = torch.zeros(view.num_kv_heads, view.num_tokens, device=view.queries.device)
         for first in range(last - self.queries, last, _AT_ONCE):
-            logits = view.logits_of(slice(first, min(first + _AT_ONCE, last)))
-            observed += view.reduce_groups(logits.softmax(dim=-1).sum(dim=1))
+            weights = view.attention_of(slice(first, min(first + _AT_ONCE, last)))
+            observed += view.reduce_groups(weights.sum(dim=1))
         weighed = observed * view.values.norm(p=1, dim=-1)
         half = self.kernel_size // 2
         pooled = F.avg_pool1d(weighed[:, : inside.stop], self.kernel_size, stride=1, padding=half)

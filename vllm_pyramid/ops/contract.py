@@ -16,6 +16,10 @@ Retention is right-aligned: a request with `skip` > 0 holds its survivors in pos
 `skip .. prompt_len - 1` and later tokens behind them, so attention is that of the positions
 `skip .. seq_len - 1`. `skip` may be any number; whole blocks below it belong to somebody else.
 
+Caches may be of 8-bit floats (`FP8_DTYPES`). What is computed with is then the cache's number times
+a scale, one for all keys and one for all values of a layer, by which they were divided when they
+were written. Where keys are written without one it is 1.
+
 Every `max_*` below is a number that a caller may know on the host, so that a device need not be
 asked; with None it is found. It may be larger than the true one; too small a one loses data.
 """
@@ -32,6 +36,7 @@ from vllm_pyramid.ops.recall import WindowStatistics
 GQA_REDUCTIONS = ("mean", "max", "sum")
 POOLINGS = ("avg", "max", "none")
 MASS_KINDS = ("sum", "below_average")
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class AttentionBatch:
         seq_lens: `[R]` int32, tokens including the new ones and the skipped ones.
         skips: `[R]` int32, positions below which nothing is visible; 0 where nothing was evicted.
         max_query_len, max_seq_len: the most queries and tokens of a request.
+        key_scale, value_scale: what the caches' numbers are multiplied with.
     """
 
     query: torch.Tensor
@@ -61,6 +67,8 @@ class AttentionBatch:
     skips: torch.Tensor
     max_query_len: int | None = None
     max_seq_len: int | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,10 @@ class Softmax:
         scale: of the products.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 for none.
         sliding_window: tokens visible to a query, itself included; 0 for all.
-        sinks: `[H]` logits of an extra key without a value, added to the softmax, or None.
+        sinks: `[H]` learned logits, one a query head, or None. Each is an extra key without a
+            value: weights are exp(logit) / (sum of exp(visible logits) + exp(sink)). It is neither
+            scaled nor capped, and a query that sees no key gives nothing. Every function that takes
+            a softmax counts it, but for `topn_attention` where that renormalizes.
     """
 
     scale: float
@@ -91,6 +102,7 @@ class WindowBatch:
             query_ends[r] - 1` of `query`, and stand at the end of its prompt.
         prompt_lens: `[R]` int32, each > window.
         window: queries of each. max_prompt_len: max(prompt_lens); the result is that wide.
+        key_scale: as in `AttentionBatch`.
     """
 
     query: torch.Tensor
@@ -100,6 +112,7 @@ class WindowBatch:
     prompt_lens: torch.Tensor
     window: int
     max_prompt_len: int | None = None
+    key_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ class RecentBatch:
         seq_lens, skips: `[R]` int32, as in `AttentionBatch`.
         recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
             `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
-        max_context: max(contexts); the result is that wide.
+        max_context: max(contexts); the result is that wide. key_scale: as in `AttentionBatch`.
     """
 
     query: torch.Tensor
@@ -153,6 +166,7 @@ class RecentBatch:
     recents: torch.Tensor
     contexts: torch.Tensor
     max_context: int | None = None
+    key_scale: float = 1.0
 
 
 class Ops(Protocol):
@@ -169,8 +183,14 @@ class Ops(Protocol):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         """Write new tokens into the cache.
+
+        Into 8-bit floats they are divided by the scales and rounded to nearest, ties to even, and
+        what is too large becomes the largest number; other caches have scales of 1.
 
         Args:
             key: `[T, G, D]`. value: same.
@@ -191,9 +211,9 @@ class Ops(Protocol):
         Args:
             out: `[T, H, D]`, written. May have any dtype; unit stride in D.
             log_sum_exp: `[T, H]` float32, written where it is given: natural logarithm of the sum
-                of exp(logit) over what each query sees, scaled and capped, without the sink; -inf
-                where it sees nothing. `add_key_mass`, `window_scores` and `recent_mass` take it and
-                need one pass over K less.
+                of exp(logit) over what each query sees, scaled and capped, WITHOUT the sink; -inf
+                where it sees nothing. `add_key_mass`, `window_scores` and `recent_mass` take it as
+                it is, add the sink themselves, and need one pass over K less.
         """
 
     def topn_attention(
@@ -249,9 +269,10 @@ class Ops(Protocol):
                 of visible keys are touched.
             kind: one of `MASS_KINDS`.
             first_queries: `[R]` int32; queries at positions below it add nothing. None: all add.
-            log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the same batch; saves
-                one of two passes over K. None: found here. The weights of a query are then off by a
-                common factor, that of the last bit of its log-sum-exp.
+            log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the same batch: without
+                the sinks, which are added here. Saves one of two passes over K. None: found here.
+                The weights of a query are then off by a common factor, that of the last bit of its
+                log-sum-exp.
 
         Raises:
             ValueError: `mass` or `log_sum_exp` has another shape or dtype, or an unknown kind.
@@ -267,15 +288,17 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Importance of every prompt token before the window (SnapKV, PyramidKV sec. 4.2).
 
-        Of each request, the softmax over ALL its keys of the last `window` prompt queries (causal
-        inside the window, float32) is summed over those queries, reduced over the query heads of a
-        KV head, and pooled along the positions.
+        Of each request, the softmax over ALL its keys (and the head's sink) of the last `window`
+        prompt queries (causal inside the window, float32) is summed over those queries, reduced
+        over the query heads of a KV head, and pooled along the positions.
 
         Args:
-            softmax: its scale and cap; there is no sliding window, and sinks take no part.
+            softmax: its scale, cap and sinks, which lower the weights of their heads: those of a
+                query sum to less than 1. There is no sliding window.
             log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the window's queries,
-                with no sliding window; other rows are not read. Saves one of two passes. None:
-                found here.
+                with no sliding window: without the sinks, which are added here. Other rows are not
+                read. Saves one of two passes. None: found here; the result is the same but for
+                rounding.
 
         Returns:
             `[R, G, max(prompt_lens) - window]` float32; -inf behind `prompt_lens[r] - window`.
@@ -307,16 +330,17 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Attention that a request's recent queries pay to its context (PyramidInfer, sec. 4.1).
 
-        Of each request, the causal softmax over all visible keys is averaged over the last
-        `recents[r]` queries, whose weights rise linearly from 1 to `distance_weight` (their sum is
-        divided out), and summed over the query heads of a KV head. The context are the keys right
-        before those queries; keys before the context take part in the softmax, but are not
-        reported.
+        Of each request, the causal softmax over all visible keys (and the head's sink) is averaged
+        over the last `recents[r]` queries, whose weights rise linearly from 1 to `distance_weight`
+        (their sum is divided out), and summed over the query heads of a KV head. The context are
+        the keys right before those queries; keys before the context take part in the softmax, but
+        are not reported.
 
         Args:
             softmax: as in `window_scores`.
             log_sum_exp: `[T, H]` float32, what `paged_attention` wrote for the recent queries,
-                without a sliding window. Saves one of two passes over K. None: found here.
+                without a sliding window and without the sinks, which are added here. Saves one of
+                two passes over K. None: found here; the result is the same but for rounding.
 
         Returns:
             `[R, G, max(contexts)]` float32; 0 behind `contexts[r]`.

@@ -5,7 +5,8 @@ A call packs its arguments into one record (csrc/cpu/abi.h) and hands over its a
 microseconds, no tensor is created. What costs nothing is checked here (`cpu_checks.py`), what needs
 the values of tensors in C++; both raise ValueError.
 
-Supported: float32, bfloat16 and float16 caches, head sizes that are multiples of 8 up to 256.
+Supported: float32, bfloat16, float16, float8_e4m3fn and float8_e5m2 caches, head sizes that are
+multiples of 8 up to 512.
 """
 
 from __future__ import annotations

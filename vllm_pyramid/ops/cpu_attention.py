@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import MASS_KINDS, AttentionBatch, Softmax
+from vllm_pyramid.ops.contract import FP8_DTYPES, MASS_KINDS, AttentionBatch, Softmax
 from vllm_pyramid.ops.cpu_checks import (
+    cache_code,
     check_caches,
     check_head_size,
     check_heads,
+    check_scale,
     dtype_code,
     lse_address,
+    sinks_and_code,
     table_stride,
     vector_address,
 )
@@ -40,11 +43,20 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """See `Ops.reshape_and_cache`."""
     strides = check_caches(key_cache, value_cache)
     blocks, heads, block_size, head_size = key_cache.shape
-    if key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
+    source_code = code = 0
+    if key_cache.dtype in FP8_DTYPES:
+        check_scale("key_scale", key_scale)
+        check_scale("value_scale", value_scale)
+        source_code, code = dtype_code("key", key), cache_code(key_cache)
+        value = value.to(key.dtype)
+    elif key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
         key, value = key.to(key_cache.dtype), value.to(key_cache.dtype)
     key_strides = check_heads("key", key, heads, head_size)
     value_strides = check_heads("value", value, heads, head_size)
@@ -69,11 +81,13 @@ def reshape_and_cache(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         slot_mapping.data_ptr(),
+        *(source_code, code),
         *(key_cache.element_size(), tokens, heads, head_size, block_size, blocks),
         *key_strides,
         *value_strides,
         *strides,
         torch.get_num_threads(),
+        *(key_scale, value_scale),
     )
     run("reshape_and_cache", record)
 
@@ -149,8 +163,7 @@ def _attention(
 ) -> bytes:
     """The checked arguments as a `PyrAttention`."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
-    scale, soft_cap, sinks = softmax.scale, softmax.soft_cap, softmax.sinks
-    sliding_window = softmax.sliding_window
+    scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window
     strides = check_caches(key_cache, value_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
     check_head_size(head_size)
@@ -164,11 +177,9 @@ def _attention(
         raise ValueError(f"scale must be positive, got {scale}")
     if sliding_window < 0 or soft_cap < 0:
         raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must be >= 0")
-    sinks_address = sinks_code = 0
-    if sinks is not None:
-        sinks_address, sinks_code = sinks.data_ptr(), dtype_code("sinks", sinks)
-        if sinks.shape != (heads,) or (heads > 1 and sinks.stride(0) != 1):
-            raise ValueError(f"sinks must be contiguous [{heads}], got {tuple(sinks.shape)}")
+    check_scale("key_scale", batch.key_scale)
+    check_scale("value_scale", batch.value_scale)
+    sinks_address, sinks_code = sinks_and_code(softmax.sinks, heads)
     return _pack_attention(
         out.data_ptr(),
         query.data_ptr(),
@@ -181,12 +192,12 @@ def _attention(
         sinks_address,
         lse_address(log_sum_exp, query),
         *(dtype_code("out", out), dtype_code("query", query)),
-        *(dtype_code("key_cache", key_cache), sinks_code),
+        *(cache_code(key_cache), sinks_code),
         *(tokens, heads, kv_heads, head_size, block_size, blocks, requests, block_table.shape[1]),
         *out_strides,
         *query_strides,
         *strides,
         table_stride(block_table, requests),
         *(min(sliding_window, INT32_MAX), torch.get_num_threads()),
-        *(scale, soft_cap),
+        *(scale * batch.key_scale, soft_cap, batch.value_scale),
     )

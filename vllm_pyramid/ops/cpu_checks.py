@@ -6,12 +6,15 @@ All raise ValueError.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from vllm_pyramid.ops.reference_mass import check_lse
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512  # kMaxHeadSize of csrc/cpu/kernels.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHE_CODES = DTYPE_CODES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 
 
 def check_cache(name: str, cache: torch.Tensor) -> tuple[int, ...]:
@@ -45,6 +48,23 @@ def dtype_code(name: str, tensor: torch.Tensor) -> int:
             f"{name} has dtype {tensor.dtype}; the C++ kernels take float32, bfloat16 and float16"
         )
     return code
+
+
+def cache_code(key_cache: torch.Tensor) -> int:
+    """The same of a cache."""
+    code = CACHE_CODES.get(key_cache.dtype)
+    if code is None:
+        raise ValueError(
+            f"key_cache has dtype {key_cache.dtype}; the C++ kernels take float32, bfloat16, "
+            "float16, float8_e4m3fn and float8_e5m2"
+        )
+    return code
+
+
+def check_scale(name: str, scale: float) -> None:
+    """What a cache's numbers are multiplied with is positive."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"{name} must be positive, got {scale}")
 
 
 def check_heads(name: str, tensor: torch.Tensor, heads: int, head_size: int) -> tuple[int, int]:
@@ -87,6 +107,19 @@ def lse_address(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> int:
     if not log_sum_exp.is_contiguous():
         raise ValueError(f"log_sum_exp must be contiguous, got strides {log_sum_exp.stride()}")
     return log_sum_exp.data_ptr()
+
+
+def sinks_and_code(sinks: torch.Tensor | None, heads: int) -> tuple[int, int]:
+    """The address of contiguous `[H]` and the number of their dtype; zeros for None."""
+    if sinks is None:
+        return 0, 0
+    code = dtype_code("sinks", sinks)
+    if sinks.shape != (heads,) or (heads > 1 and sinks.stride(0) != 1):
+        raise ValueError(
+            f"sinks must be contiguous [{heads}], got {tuple(sinks.shape)}, strides "
+            f"{sinks.stride()}"
+        )
+    return sinks.data_ptr(), code
 
 
 def table_stride(table: torch.Tensor, requests: int) -> int:

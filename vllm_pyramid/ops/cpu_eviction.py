@@ -14,12 +14,15 @@ from vllm_pyramid.ops.contract import (
     WindowBatch,
 )
 from vllm_pyramid.ops.cpu_checks import (
+    cache_code,
     check_cache,
     check_caches,
     check_head_size,
     check_heads,
+    check_scale,
     dtype_code,
     lse_address,
+    sinks_and_code,
     table_stride,
     vector_address,
 )
@@ -87,6 +90,8 @@ def _window_scores(
     longest = int(prompt_lens.max()) if batch.max_prompt_len is None else batch.max_prompt_len
     if longest <= window:
         raise ValueError(f"prompts of {longest} tokens have none before a window of {window}")
+    check_scale("key_scale", batch.key_scale)
+    sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
     out = torch.empty((requests, kv_heads, longest - window), dtype=torch.float32)
     record = _pack_scores(
         out.data_ptr(),
@@ -97,7 +102,8 @@ def _window_scores(
         block_table.data_ptr(),
         vector_address("query_ends", batch.query_ends, requests),
         vector_address("prompt_lens", prompt_lens, requests),
-        *(dtype_code("query", query), dtype_code("key_cache", key_cache)),
+        sinks_address,
+        *(dtype_code("query", query), cache_code(key_cache), sinks_code),
         *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
         *(block_table.shape[1], longest - window),
         *query_strides,
@@ -105,7 +111,7 @@ def _window_scores(
         table_stride(block_table, requests),
         *(window, GQA_REDUCTIONS.index(reduction.gqa_reduce), POOLINGS.index(reduction.pooling)),
         *(reduction.kernel_size, torch.get_num_threads()),
-        *(softmax.scale, softmax.soft_cap),
+        *(softmax.scale * batch.key_scale, softmax.soft_cap),
     )
     run("window_scores", record)
     return out
@@ -131,6 +137,8 @@ def recent_mass(
             f"scale {scale} and distance_weight {distance_weight} must be positive, soft_cap "
             f"{soft_cap} at least 0"
         )
+    check_scale("key_scale", batch.key_scale)
+    sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
     columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
     out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)
     record = _pack_recent_mass(
@@ -144,13 +152,14 @@ def recent_mass(
         vector_address("skips", batch.skips, requests),
         vector_address("recents", batch.recents, requests),
         vector_address("contexts", batch.contexts, requests),
-        *(dtype_code("query", query), dtype_code("key_cache", key_cache)),
+        sinks_address,
+        *(dtype_code("query", query), cache_code(key_cache), sinks_code),
         *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
         *(block_table.shape[1], columns),
         *query_strides,
         *key_strides,
         *(table_stride(block_table, requests), torch.get_num_threads()),
-        *(scale, soft_cap, distance_weight),
+        *(scale * batch.key_scale, soft_cap, distance_weight),
     )
     run("recent_mass", record)
     return out

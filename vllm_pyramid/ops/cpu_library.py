@@ -21,7 +21,7 @@ from vllm_pyramid.ops.cpu_records import RECORDS
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 8
+ABI_VERSION = 10
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"

@@ -41,7 +41,7 @@ class PyrAttention(ctypes.Structure):
         *_integers("out_t out_h query_t query_h"),
         *_integers("key_p key_g key_n value_p value_g value_n table_r"),
         *_integers("sliding_window threads"),
-        *_doubles("scale soft_cap"),
+        *_doubles("scale soft_cap value_scale"),
     ]
 
 
@@ -63,8 +63,8 @@ class PyrTopn(ctypes.Structure):
 
 class PyrScores(ctypes.Structure):
     _fields_ = [
-        *_pointers("out statistics log_sum_exp query key table query_ends prompt_lens"),
-        *_integers("query_dtype cache_dtype"),
+        *_pointers("out statistics log_sum_exp query key table query_ends prompt_lens sinks"),
+        *_integers("query_dtype cache_dtype sinks_dtype"),
         *_integers("T H G D N P R M out_len"),
         *_integers("query_t query_h key_p key_g key_n table_r"),
         *_integers("window reduce pooling kernel_size threads"),
@@ -75,7 +75,8 @@ class PyrScores(ctypes.Structure):
 class PyrRecentMass(ctypes.Structure):
     _fields_ = [
         *_pointers("out log_sum_exp query key table query_ends seq_lens skips recents contexts"),
-        *_integers("query_dtype cache_dtype"),
+        *_pointers("sinks"),
+        *_integers("query_dtype cache_dtype sinks_dtype"),
         *_integers("T H G D N P R M out_len"),
         *_integers("query_t query_h key_p key_g key_n table_r threads"),
         *_doubles("scale soft_cap distance_weight"),
@@ -100,9 +101,11 @@ class PyrCompact(ctypes.Structure):
 class PyrCacheWrite(ctypes.Structure):
     _fields_ = [
         *_pointers("key value key_cache value_cache slots"),
+        *_integers("source_dtype cache_dtype"),
         *_integers("item_size T G D N P"),
         *_integers("key_t key_h value_t value_h"),
         *_integers("key_p key_g key_n value_p value_g value_n threads"),
+        *_doubles("key_scale value_scale"),
     ]
 
 

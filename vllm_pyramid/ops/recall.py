@@ -24,7 +24,8 @@ class WindowStatistics(NamedTuple):
     Attributes:
         mass: sum(x), the attention that the window's queries pay to the context: the sum over
             those queries, reduced over the query heads of a KV head as the scores are. With "mean"
-            it lies in 0 .. window; the rest of the window's attention goes to the window itself.
+            it lies in 0 .. window; the rest of the window's attention goes to the window itself and
+            to the layer's learned sinks.
         entropy: -sum(p_i * ln(p_i)) with 0 * ln(0) = 0, in nats: 0 (one token has everything) ..
             ln(n) (all alike).
         gini: the Gini coefficient sum_i((2 i - n - 1) * x_(i)) / (n * sum(x)) over the ascending

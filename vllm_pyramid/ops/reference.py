@@ -12,10 +12,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from vllm_pyramid.ops.contract import RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.contract import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
 from vllm_pyramid.ops.reference_attention import gather_tokens, paged_attention
-from vllm_pyramid.ops.reference_mass import add_key_mass, check_lse
+from vllm_pyramid.ops.reference_mass import add_key_mass, check_lse, with_sinks
 from vllm_pyramid.ops.topn import topn_attention
 
 __all__ = [
@@ -39,17 +39,20 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """See `Ops.reshape_and_cache`."""
     block_size = key_cache.shape[2]
     valid = slot_mapping >= 0
     slots = slot_mapping[valid]
-    key_cache[slots // block_size, :, slots % block_size] = key[: len(valid)][valid].to(
-        key_cache.dtype
-    )
-    value_cache[slots // block_size, :, slots % block_size] = value[: len(valid)][valid].to(
-        value_cache.dtype
-    )
+    for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        rows = new[: len(valid)][valid]
+        if cache.dtype in FP8_DTYPES:
+            most = torch.finfo(cache.dtype).max
+            rows = (rows.float() / scale).clamp(-most, most)
+        cache[slots // block_size, :, slots % block_size] = rows.to(cache.dtype)
 
 
 def window_scores(
@@ -97,7 +100,7 @@ def _window_scores(
         q = query[end - window : end].to(compute_dtype)
         k = gather_tokens(key_cache, batch.block_table[r], 0, n).to(compute_dtype)
         q = q.unflatten(1, (num_kv_heads, -1))
-        logits = torch.einsum("wgqd,kgd->gqwk", q, k) * softmax.scale
+        logits = torch.einsum("wgqd,kgd->gqwk", q, k) * (softmax.scale * batch.key_scale)
         if softmax.soft_cap:
             logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
         key_pos = torch.arange(n, device=q.device)
@@ -109,6 +112,7 @@ def _window_scores(
             lse = (
                 log_sum_exp[end - window : end].to(compute_dtype).T.unflatten(0, (num_kv_heads, -1))
             )
+        lse = with_sinks(lse, softmax.sinks)
         mass = (logits - lse[..., None]).exp()[..., : n - window].sum(dim=2)  # [G, Q, n - window]
         if reduction.gqa_reduce == "max":
             mass = mass.amax(dim=1)
@@ -146,7 +150,7 @@ def recent_mass(
     for r, (end, seq_len, skip, recent, context) in enumerate(rows):
         q = query[end - recent : end].to(compute_dtype).unflatten(1, (num_kv_heads, -1))
         k = gather_tokens(key_cache, batch.block_table[r], skip, seq_len).to(compute_dtype)
-        logits = torch.einsum("wgqd,kgd->gqwk", q, k) * softmax.scale
+        logits = torch.einsum("wgqd,kgd->gqwk", q, k) * (softmax.scale * batch.key_scale)
         if softmax.soft_cap:
             logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
         key_pos = torch.arange(skip, seq_len, device=q.device)
@@ -159,6 +163,7 @@ def recent_mass(
             lse = (
                 log_sum_exp[end - recent : end].to(compute_dtype).T.unflatten(0, (num_kv_heads, -1))
             )
+        lse = with_sinks(lse, softmax.sinks)
         probs = (logits - lse[..., None]).exp() * (weights / weights.sum())[:, None]
         first = seq_len - recent - context - skip
         out[r, :, :context] = probs[..., first : first + context].sum(dim=(1, 2)).float()

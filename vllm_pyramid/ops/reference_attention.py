@@ -46,7 +46,7 @@ def paged_attention(
         v = gather_tokens(value_cache, batch.block_table[r], skip, seq_len).to(compute_dtype)
         k = k.repeat_interleave(num_queries_per_kv, dim=1)
         v = v.repeat_interleave(num_queries_per_kv, dim=1)
-        logits = torch.einsum("qhd,khd->hqk", q, k) * softmax.scale
+        logits = torch.einsum("qhd,khd->hqk", q, k) * (softmax.scale * batch.key_scale)
         if soft_cap:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         key_pos = torch.arange(skip, seq_len, device=q.device)
@@ -61,4 +61,5 @@ def paged_attention(
             sink = sinks.to(compute_dtype)[:, None, None].expand(-1, num_queries, 1)
             logits = torch.cat([logits, sink], dim=-1)
         probs = logits.softmax(dim=-1)[..., : key_pos.numel()]
-        out[starts[r] : starts[r + 1]] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)
+        found = torch.einsum("hqk,khd->qhd", probs, v) * batch.value_scale
+        out[starts[r] : starts[r + 1]] = found.to(out.dtype)

@@ -53,7 +53,7 @@ def add_key_mass(
         blocks, rows = batch.block_table[r, key_pos // block_size].long(), key_pos % block_size
         q = query[begin : starts[r + 1]].to(compute_dtype)
         k = key_cache[blocks, :, rows].to(compute_dtype).repeat_interleave(group, dim=1)
-        logits = torch.einsum("qhd,khd->hqk", q, k) * softmax.scale
+        logits = torch.einsum("qhd,khd->hqk", q, k) * (softmax.scale * batch.key_scale)
         if soft_cap:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         query_pos = torch.arange(position, seq_len, device=query.device)
@@ -65,14 +65,24 @@ def add_key_mass(
             lse = logits.logsumexp(dim=-1)
         else:
             lse = log_sum_exp[begin : starts[r + 1]].T.to(compute_dtype)
-        if sinks is not None:
-            lse = torch.where(lse > -torch.inf, lse.logaddexp(sinks.to(lse.dtype)[:, None]), lse)
+        lse = with_sinks(lse, sinks)
         # A query that sees nothing gives nothing (-inf less -inf is NaN).
         given = (logits - lse[..., None]).exp().nan_to_num(0.0)
         if kind == "below_average":
             given = ((given * seen.sum(dim=1)[:, None] < BELOW) & seen).to(compute_dtype)
         per_head = given.sum(dim=1).unflatten(0, (key_cache.shape[1], group)).sum(dim=1)
         mass[blocks, :, rows] += per_head.T.to(mass.dtype)
+
+
+def with_sinks(log_sum_exp: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """A log-sum-exp over keys, `[..., queries]` with all query heads before, and the heads' sinks.
+
+    A query that sees no key keeps its -inf.
+    """
+    if sinks is None:
+        return log_sum_exp
+    own = sinks.to(log_sum_exp.dtype).reshape(*log_sum_exp.shape[:-1], 1)
+    return torch.where(log_sum_exp > -torch.inf, log_sum_exp.logaddexp(own), log_sum_exp)
 
 
 def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:

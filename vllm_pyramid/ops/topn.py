@@ -60,6 +60,8 @@ def topn_attention(
                 torch.tensor([0, count], dtype=torch.int32),
                 seq_lens[r : r + 1],
                 skips[r : r + 1],
+                key_scale=batch.key_scale,
+                value_scale=batch.value_scale,
             )
             rows = out[starts[r] : starts[r + 1]]
             paged_attention(rows, alone, softmax, compute_dtype=compute_dtype)
@@ -75,7 +77,7 @@ def topn_attention(
             k = gather_tokens(key_cache, block_table[r], begin, position + 1).to(compute_dtype)
             v = gather_tokens(value_cache, block_table[r], begin, position + 1).to(compute_dtype)
             k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))  # [H, n, D]
-            logits = (k @ q[i, :, :, None])[..., 0] * softmax.scale
+            logits = (k @ q[i, :, :, None])[..., 0] * (softmax.scale * batch.key_scale)
             if soft_cap:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
             best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_n]
@@ -86,7 +88,8 @@ def topn_attention(
                     logits = torch.cat([logits, sinks.to(compute_dtype)[:, None]], dim=-1)
                 weights = logits.softmax(dim=-1).gather(1, best)
             rows = v.gather(1, best[..., None].expand(-1, -1, v.shape[2]))
-            out[starts[r] + i] = (weights[..., None] * rows).sum(dim=1).to(out.dtype)
+            found = (weights[..., None] * rows).sum(dim=1) * batch.value_scale
+            out[starts[r] + i] = found.to(out.dtype)
             if value_rows is not None:
                 value_rows[r] += best.numel()
 

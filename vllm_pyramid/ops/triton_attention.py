@@ -7,7 +7,8 @@ softmax scale and the soft cap arrive multiplied by log2(e).
 Rows outside the visible range `[first, last)` of a tile are loaded from the nearest visible row
 instead of being masked: the address is then always one that belongs to the request, stale table
 entries are never read, no garbage (which may be NaN) meets a zero weight, and the loads need no
-predicate.
+predicate. Caches of 8-bit floats become numbers of the query's dtype as they are loaded; what they
+are to be multiplied with comes in with `scale`, and with `value_scale`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def decode_kernel(
     skips,
     sinks,
     scale,
+    value_scale,
     soft_cap,
     sliding_window,
     stride_out_token,
@@ -147,12 +149,12 @@ def decode_kernel(
             key_base + (blocks * stride_key_block + in_block * stride_key_token)[:, None],
             mask=dim_mask[None, :],
             other=0.0,
-        )
+        ).to(q.dtype)
         v = tl.load(
             value_base + (blocks * stride_value_block + in_block * stride_value_token)[:, None],
             mask=dim_mask[None, :],
             other=0.0,
-        )
+        ).to(q.dtype)
         logits = dot(q, tl.trans(k))
         logits *= scale
         if HAS_SOFT_CAP:
@@ -179,7 +181,7 @@ def decode_kernel(
             _, running_sum, shrink = with_sink(running_max, running_sum, sink)
             acc *= shrink[:, None]
         # Zero only where nothing is visible.
-        acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
+        acc = acc * value_scale / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
         tl.store(
             out
             + token.to(tl.int64) * stride_out_token
@@ -206,6 +208,7 @@ def combine_kernel(
     log_sum_exp,
     query_start_loc,
     sinks,
+    value_scale,
     stride_out_token,
     stride_out_head,
     HEAD_SIZE: tl.constexpr,
@@ -242,7 +245,7 @@ def combine_kernel(
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         _, total, shrink = with_sink(highest, total, sink)
         result *= shrink
-    result = result / tl.where(total == 0.0, 1.0, total)
+    result = result * value_scale / tl.where(total == 0.0, 1.0, total)
     tl.store(
         out + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head + dims,
         result.to(out.dtype.element_ty),
@@ -263,6 +266,7 @@ def prefill_kernel(
     skips,
     sinks,
     scale,
+    value_scale,
     soft_cap,
     sliding_window,
     stride_out_token,
@@ -338,7 +342,7 @@ def prefill_kernel(
             key_base + (blocks * stride_key_block + in_block * stride_key_token)[:, None],
             mask=dim_mask[None, :],
             other=0.0,
-        )
+        ).to(q.dtype)
         logits = dot(q, tl.trans(k))
         logits *= scale
         if HAS_SOFT_CAP:
@@ -354,7 +358,7 @@ def prefill_kernel(
             value_base + (blocks * stride_value_block + in_block * stride_value_token)[:, None],
             mask=dim_mask[None, :],
             other=0.0,
-        )
+        ).to(q.dtype)
         acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
         running_max = new_max
 
@@ -367,7 +371,7 @@ def prefill_kernel(
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         _, running_sum, shrink = with_sink(running_max, running_sum, sink)
         acc *= shrink[:, None]
-    acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
+    acc = acc * value_scale / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
     tl.store(
         out + tokens[:, None] * stride_out_token + head * stride_out_head + dims[None, :],
         acc.to(out.dtype.element_ty),

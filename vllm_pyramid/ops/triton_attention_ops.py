@@ -35,7 +35,7 @@ def paged_attention(
     num_splits: int | None = None,
     workspace: Workspace | None = None,
 ) -> None:
-    """See `Ops.paged_attention`. Softmax and sums in float32, products of the cache's dtype.
+    """See `Ops.paged_attention`. Softmax and sums in float32, products of the query's dtype.
 
     Requests with one query go to the split decode kernel, all others to the prefill kernel; the
     choice is made on the device for each request, so mixed batches need no reordering. With the
@@ -76,7 +76,7 @@ def paged_attention(
     if max_seq_len is None:
         max_seq_len = block_table.shape[1] * block_size
 
-    element_size = key_cache.element_size()
+    element_size = query.element_size()
     config = decode_config(head_size, element_size, group)
     pairs = num_requests * num_kv_heads
     if num_splits is None:
@@ -106,7 +106,8 @@ def paged_attention(
     sink_logits = sinks if sinks is not None else seq_lens
     scalars = (
         sink_logits,
-        softmax.scale * LOG2_E,
+        softmax.scale * batch.key_scale * LOG2_E,
+        batch.value_scale,
         soft_cap * LOG2_E,
         sliding_window,
         *out.stride()[:2],
@@ -134,6 +135,7 @@ def paged_attention(
             lse,
             query_start_loc,
             sink_logits,
+            batch.value_scale,
             *out.stride()[:2],
             HEAD_SIZE=head_size,
             BLOCK_D=config["BLOCK_D"],

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import torch
 
+from vllm_pyramid.ops.contract import FP8_DTYPES
 from vllm_pyramid.ops.reference_mass import check_lse
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
 
 
 def check_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
+    dtypes: tuple[torch.dtype, ...] = CACHE_DTYPES,
 ) -> None:
     """Raise ValueError unless both are `[P, G, N, D]` of one of `dtypes`, unit stride in D."""
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
@@ -38,8 +39,10 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor) -> int:
             f"query {tuple(query.shape)} must be [tokens, a multiple of {num_kv_heads} heads, "
             f"{head_size}] for the cache given"
         )
-    if query.dtype != key_cache.dtype:
+    if query.dtype != key_cache.dtype and key_cache.dtype not in FP8_DTYPES:
         raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}; they must be equal")
+    if query.dtype in FP8_DTYPES:
+        raise ValueError(f"query is {query.dtype}; 8-bit floats are for caches")
     check_unit_stride("query", query)
     return query.shape[1] // num_kv_heads
 

@@ -62,7 +62,7 @@ def visible_logits(
     HAS_WINDOW: tl.constexpr,
 ):
     """Base-2 logits of a tile; -inf where a row does not see the key."""
-    logits = dot(q, tl.trans(k))
+    logits = dot(q, tl.trans(k.to(q.dtype)))
     logits *= scale
     if HAS_SOFT_CAP:
         logits = soft_capped(logits, soft_cap)

@@ -72,7 +72,7 @@ def add_key_mass(
         max_query_len = int(spans.max().item())
     if max_seq_len is None:
         max_seq_len = block_table.shape[1] * block_size
-    config = decode_config(head_size, key_cache.element_size(), group)
+    config = decode_config(head_size, query.element_size(), group)
     row_tiles = triton.cdiv(max_query_len * group, config["ROWS"])
     if log_sum_exp is not None:
         num_splits = 1
@@ -92,7 +92,7 @@ def add_key_mass(
     first = seq_lens if first_queries is None else first_queries
     inputs = (query, key_cache, block_table, query_start_loc, seq_lens, skips, first)
     sink_logits = sinks if sinks is not None else seq_lens
-    scalars = (softmax.scale * LOG2_E, soft_cap * LOG2_E, sliding_window)
+    scalars = (softmax.scale * batch.key_scale * LOG2_E, soft_cap * LOG2_E, sliding_window)
     strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     switches = {
         "NUM_KV_HEADS": num_kv_heads,

@@ -79,12 +79,36 @@ def compact_kernel(
 
 
 @triton.jit
+def quantised(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
+    """The bits of x / scale as an 8-bit float: to nearest, ties to even, at most `MOST` in size.
+
+    In whole numbers, as `csrc/cpu/fp8.h` does it: not every device converts to every such type.
+    """
+    shift: tl.constexpr = 23 - MANTISSA
+    magic: tl.constexpr = (151 - BIAS - MANTISSA) << 23
+    x = tl.div_rn(x.to(tl.float32), scale)
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    rest = tl.minimum(size, MOST)
+    # A float addition rounds subnormal numbers at the right bit.
+    anchor = tl.full(rest.shape, magic, tl.int32)
+    summed = rest.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
+    small = summed.to(tl.int32, bitcast=True) - magic
+    half = (1 << (shift - 1)) - 1 + ((rest >> shift) & 1)
+    normal = (rest - ((127 - BIAS) << 23) + half) >> shift
+    number = tl.where(rest < ((128 - BIAS) << 23), small, normal)
+    return (((bits >> 24) & 0x80) | tl.where(size > 0x7F800000, 0x7F, number)).to(tl.uint8)
+
+
+@triton.jit
 def reshape_and_cache_kernel(
     key,
     value,
     key_cache,
     value_cache,
     slot_mapping,
+    key_scale,
+    value_scale,
     stride_key_in_token,
     stride_key_in_head,
     stride_value_in_token,
@@ -99,8 +123,14 @@ def reshape_and_cache_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
-    """Write `BLOCK` elements of token `pid 0` to its slot; negative slots are padding."""
+    """Write `BLOCK` elements of token `pid 0` to its slot; negative slots are padding.
+
+    With a `MANTISSA` the caches are bytes of 8-bit floats, see `quantised`.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -112,6 +142,8 @@ def reshape_and_cache_kernel(
     g = (index // HEAD_SIZE).to(tl.int64)
     d = index % HEAD_SIZE
     key_row = tl.load(key + token * stride_key_in_token + g * stride_key_in_head + d, mask=mask)
+    if MANTISSA:
+        key_row = quantised(key_row, key_scale, MANTISSA, BIAS, MOST)
     tl.store(
         key_cache + block * stride_key_block + row * stride_key_token + g * stride_key_head + d,
         key_row.to(key_cache.dtype.element_ty),
@@ -120,6 +152,8 @@ def reshape_and_cache_kernel(
     value_row = tl.load(
         value + token * stride_value_in_token + g * stride_value_in_head + d, mask=mask
     )
+    if MANTISSA:
+        value_row = quantised(value_row, value_scale, MANTISSA, BIAS, MOST)
     tl.store(
         value_cache
         + block * stride_value_block

@@ -40,6 +40,11 @@ __all__ = [
     "window_scores_and_statistics",
 ]
 
+# Bits of the mantissa, bias of the exponent, and the largest number as the bits of a float.
+FP8_BITS = {
+    torch.float8_e4m3fn: {"MANTISSA": 3, "BIAS": 7, "MOST": 0x43E00000},
+    torch.float8_e5m2: {"MANTISSA": 2, "BIAS": 15, "MOST": 0x47600000},
+}
 BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -49,6 +54,9 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """See `Ops.reshape_and_cache`."""
     check_cache(key_cache, value_cache)
@@ -63,6 +71,9 @@ def reshape_and_cache(
             )
     if num_tokens == 0:
         return
+    dtype = key_cache.dtype
+    if dtype in FP8_BITS:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     block = min(1024, triton.next_power_of_2(num_kv_heads * head_size))
     reshape_and_cache_kernel[(num_tokens, triton.cdiv(num_kv_heads * head_size, block))](
         key,
@@ -70,6 +81,7 @@ def reshape_and_cache(
         key_cache,
         value_cache,
         slot_mapping,
+        *(key_scale, value_scale),
         *key.stride()[:2],
         *value.stride()[:2],
         *key_cache.stride()[:3],
@@ -78,6 +90,7 @@ def reshape_and_cache(
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
         BLOCK=block,
+        **FP8_BITS.get(dtype, {"MANTISSA": 0, "BIAS": 0, "MOST": 0}),
         num_warps=4,
     )
 

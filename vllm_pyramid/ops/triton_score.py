@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped
+from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped, with_sink
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def window_logits(
     q, k, scale, soft_cap, key_positions, query_positions, HAS_SOFT_CAP: tl.constexpr
 ):
     """Base-2 logits of a tile with the causal mask inside the window."""
-    logits = dot(q, tl.trans(k))
+    logits = dot(q, tl.trans(k.to(q.dtype)))
     logits *= scale
     if HAS_SOFT_CAP:
         logits = soft_capped(logits, soft_cap)
@@ -132,7 +132,7 @@ def join_log_sum_exp_kernel(
     ROWS: tl.constexpr,
     SPLITS_TILE: tl.constexpr,
 ):
-    """Join the splits of `ROWS` (request, head, query) rows; natural logarithm."""
+    """Join the splits of `ROWS` (request, head, query) rows; natural logarithm, without sinks."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < num_rows
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -157,6 +157,7 @@ def join_log_sum_exp_kernel(
 def window_mass_kernel(
     mass,
     log_sum_exp,
+    sinks,
     query,
     key_cache,
     block_table,
@@ -185,12 +186,14 @@ def window_mass_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Probability that the window gives each key, reduced over the heads of a KV head.
 
     `mass` is `[R, G, num_columns]`; columns behind `prompt_lens[r] - WINDOW` become -inf.
-    `log_sum_exp` is `[T, H]` (`LSE_BY_TOKEN`) or `[R, H, W]`, by strides. Grid: request and KV
-    head, tile of keys. K is loaded once and meets all the group's queries.
+    `log_sum_exp` is `[T, H]` (`LSE_BY_TOKEN`) or `[R, H, W]`, by strides; the sinks are added to it
+    here. Grid: request and KV head, tile of keys. K is loaded once and meets all the group's
+    queries.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
@@ -240,11 +243,16 @@ def window_mass_kernel(
                 else:
                     lse_rows = r.to(tl.int64) * NUM_KV_HEADS * GROUP * WINDOW + window_row
                 lse = tl.load(log_sum_exp + lse_rows * stride_lse_row + heads * stride_lse_head)
+                lse *= LOG2_E
+                if HAS_SINKS:
+                    sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+                    highest, total, _ = with_sink(lse, 1.0, sink)
+                    lse = highest + tl.log2(total)
                 # Candidates lie before the window, where the causal mask hides nothing.
                 logits = window_logits(
                     q, k, scale, soft_cap, inside, tl.zeros_like(rows) + length, HAS_SOFT_CAP
                 )
-                probabilities = tl.exp2(logits - lse[:, None] * LOG2_E)
+                probabilities = tl.exp2(logits - lse[:, None])
                 probabilities = tl.where(row_mask[:, None], probabilities, 0.0)
                 per_head += tl.sum(tl.reshape(probabilities, [HEADS, WINDOW_TILE, BLOCK_K]), axis=1)
             if REDUCE == "max":  # probabilities are not negative, so padded heads do no harm

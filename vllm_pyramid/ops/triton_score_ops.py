@@ -75,7 +75,7 @@ def _window_mass(
         )
 
     device = query.device
-    config = score_config(head_size, key_cache.element_size(), group, window)
+    config = score_config(head_size, query.element_size(), group, window)
     switches = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -86,7 +86,7 @@ def _window_mass(
         **config,
     }
     inputs = (query, key_cache, block_table, batch.query_ends, prompt_lens)
-    scalars = (softmax.scale * LOG2_E, softmax.soft_cap * LOG2_E)
+    scalars = (softmax.scale * batch.key_scale * LOG2_E, softmax.soft_cap * LOG2_E)
     strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
     lse_by_token = log_sum_exp is not None
     if log_sum_exp is None:
@@ -120,6 +120,8 @@ def _window_mass(
     window_mass_kernel[(num_requests * num_kv_heads, triton.cdiv(num_columns, config["BLOCK_K"]))](
         mass,
         log_sum_exp,
+        # Where there are none, the kernel wants a pointer that it does not read.
+        softmax.sinks if softmax.sinks is not None else prompt_lens,
         *inputs,
         *scalars,
         num_columns,
@@ -127,6 +129,7 @@ def _window_mass(
         *strides,
         LSE_BY_TOKEN=lse_by_token,
         REDUCE=gqa_reduce,
+        HAS_SINKS=softmax.sinks is not None,
         **switches,
     )
     return mass

@@ -201,6 +201,7 @@ def topn_values_kernel(
     skips,
     top_ns,
     choosers,
+    value_scale,
     sliding_window,
     max_top_n,
     stride_out_token,
@@ -243,6 +244,8 @@ def topn_values_kernel(
         )
         total += tl.sum(weight[:, None] * v.to(tl.float32), 0)
     divisor = tl.load(totals + row)
-    total = tl.where(divisor > 0.0, total / tl.where(divisor > 0.0, divisor, 1.0), 0.0)
+    total = tl.where(
+        divisor > 0.0, total * value_scale / tl.where(divisor > 0.0, divisor, 1.0), 0.0
+    )
     target = out + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
     tl.store(target + dims, total.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)

@@ -92,13 +92,13 @@ def topn_attention(
     best = torch.empty(rows, max_top_n, dtype=torch.int32, device=device)
     weights = torch.empty(rows, max_top_n, dtype=torch.float32, device=device)
     totals = torch.empty(rows, dtype=torch.float32, device=device)
-    config = decode_config(head_size, key_cache.element_size(), group)
+    config = decode_config(head_size, query.element_size(), group)
     window = {"HAS_WINDOW": sliding_window > 0}
     wide = value_cache.element_size() == 4  # half as many rows, so that they stay in registers
     tiles = triton.cdiv(columns, config["BLOCK_K"])
     topn_logits_kernel[(num_choosers * num_kv_heads, tiles)](
         logits, query, key_cache, block_table, query_start_loc, seq_lens, skips, choosers,
-        softmax.scale * LOG2_E, soft_cap * LOG2_E, sliding_window, columns,
+        softmax.scale * batch.key_scale * LOG2_E, soft_cap * LOG2_E, sliding_window, columns,
         *query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         HAS_SOFT_CAP=soft_cap != 0, **window, **config,
@@ -112,7 +112,7 @@ def topn_attention(
     )  # fmt: skip
     topn_values_kernel[(rows,)](
         out, best, weights, totals, value_cache, block_table, query_start_loc, seq_lens, skips,
-        top_ns, choosers, sliding_window, max_top_n,
+        top_ns, choosers, batch.value_scale, sliding_window, max_top_n,
         *out.stride()[:2], *value_cache.stride()[:3], block_table.stride(0),
         NUM_HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         BLOCK_D=padded_head_size(head_size), BLOCK_N=16 if wide else 32, **window, num_warps=4,

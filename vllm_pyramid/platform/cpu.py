@@ -26,6 +26,10 @@ def _stock_platform() -> type[CpuPlatform]:
 class PyramidCpuPlatform(_stock_platform()):  # type: ignore[misc]
     """vLLM's, until a KV policy asks for its attention backend."""
 
+    # vLLM asks Ray for one of these a worker, and for its number, which Ray gives only of kinds of
+    # accelerators that it knows: `ray start --num-gpus=N` says how many workers a host takes.
+    ray_device_key = "GPU"
+
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
@@ -40,6 +44,11 @@ class PyramidCpuPlatform(_stock_platform()):  # type: ignore[misc]
             raise ValueError(
                 "multi-head latent and sparse attention have no kernel that follows a KV policy: "
                 "serve this model with --kv-policy none"
+            )
+        if attn_selector_config.use_per_head_quant_scales:
+            raise ValueError(
+                "a KV cache with scales of every head has no kernel that follows a KV policy: add "
+                "--kv-cache-dtype bfloat16"
             )
         return CPU_BACKEND
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
@@ -38,14 +40,32 @@ def choose(args: EngineArgs) -> None:
     Threads are chosen in this process's environment, from which vLLM reads them.
     """
     withdraw()
+    replicas = replicas_here(args)
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
-    if args.data_parallel_size == 1 and args.nnodes == 1:
-        bind = threads_to_bind(os.environ, workers, cores_by_node())
+    if args.distributed_executor_backend == "ray":
+        logger.info(
+            "threads: Ray starts the workers, with as many each as OMP_NUM_THREADS said where "
+            "`ray start` was called, or one"
+        )
+    elif args.nnodes == 1 and replicas:
+        bind = threads_to_bind(os.environ, workers, cores_by_node(), replicas)
         if bind is not None:
             os.environ[BIND] = _chosen[BIND] = bind
             logger.info("threads: %s=%s; the environment may say otherwise", BIND, bind)
     if _share_is_vllms(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        args.additional_config = {**args.additional_config, MEMORY_KEY: True}
+        args.additional_config = {**args.additional_config, MEMORY_KEY: max(1, replicas)}
+
+
+def replicas_here(args: EngineArgs) -> int:
+    """Engines of this command's that share this host (data parallelism); 0 for a front end alone.
+
+    An engine of several is told later that it is the only one.
+    """
+    if args.data_parallel_size_local is not None:
+        return args.data_parallel_size_local
+    if args.data_parallel_external_lb or args.data_parallel_rank is not None:
+        return 1
+    return args.data_parallel_size
 
 
 _chosen: dict[str, str] = {}  # variables that this process owes to `choose`
@@ -60,13 +80,16 @@ def withdraw() -> None:
 
 
 def threads_to_bind(
-    environment: Mapping[str, str], workers: int, nodes: Sequence[Sequence[int]]
+    environment: Mapping[str, str],
+    workers: int,
+    nodes: Sequence[Sequence[int]],
+    replicas: int = 1,
 ) -> str | None:
     """What `VLLM_CPU_OMP_THREADS_BIND` is to say; None to leave it to vLLM or the user.
 
     Args:
-        workers: processes that compute. nodes: the logical CPUs of each memory node, one of every
-            core.
+        workers: processes that compute, of one engine. nodes: the logical CPUs of each memory node,
+            one of every core. replicas: engines; vLLM would bind all of them to the same cores.
     """
     if any(environment.get(name) for name in _CHOSEN_BY_USER):
         return None
@@ -74,10 +97,13 @@ def threads_to_bind(
         return None  # the engine runs in the user's own process, whose threads they are
     if environment.get("OMP_NUM_THREADS"):
         return "nobind"  # vLLM would set another number
+    workers *= replicas
     if len(nodes) >= workers:
         shares = [list(nodes[worker]) for worker in range(workers)]
         if min(map(len, shares)) > CORES_TO_SPARE:
-            return None  # vLLM's own rule: all but one core of each node
+            if replicas == 1:
+                return None  # vLLM's own rule: all but one core of each node
+            shares = [share[:-1] for share in shares]
     else:  # vLLM would refuse to start
         homes = [worker * len(nodes) // workers for worker in range(workers)]
         shares = []
@@ -106,14 +132,26 @@ def _share_is_vllms(args: EngineArgs) -> bool:
 _ARGS_DEFAULT = EngineArgs.gpu_memory_utilization
 
 
+def keep_threads() -> None:
+    """In a worker that drafts: numba gets no more threads than PyTorch.
+
+    vLLM looks for n-grams with it. When its threads start, it sets the number of OpenMP threads of
+    the process to that of the machine's cores, and so that of every matrix product from then on.
+    """
+    if "numba" not in sys.modules:  # it reads this once
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
+
+
 def take_free_memory(config: Any) -> None:
     """In a worker: ask for what its memory node has to spare, if the share was left open.
 
-    Workers that have to share a node share it evenly.
+    Workers that have to share a node share it evenly, those of other replicas included.
     """
-    if MEMORY_KEY not in config.additional_config:
+    replicas = config.additional_config.get(MEMORY_KEY)
+    if replicas is None:
         return
-    total, free, sharing = memory_of_worker_node(config.parallel_config.local_world_size)
+    workers = replicas * config.parallel_config.local_world_size
+    total, free, sharing = memory_of_worker_node(workers)
     # vLLM takes what this process already has out of the share, so it comes on top of it.
     own = psutil.Process().memory_info().rss
     wanted = min(SHARE_OF_FREE * free / sharing + own, free)

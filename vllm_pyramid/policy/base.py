@@ -230,6 +230,11 @@ class Policy(BaseModel):
         for part in self.parts:
             part.check_layers(num_layers)
 
+    def check_hybrid(self) -> None:
+        """Raise ValueError if the policy cannot work where some layers of a model do not evict."""
+        for part in self.parts:
+            part.check_hybrid(self)
+
     def check_budget(self, budget: Budget) -> None:
         """Raise ValueError if this policy cannot work with the budget."""
         for part in self.parts:
@@ -276,6 +281,25 @@ class Policy(BaseModel):
         """
         budget = (budget or self.budget).with_floor(self.min_tokens)
         return _plan(self, prompt_len, num_layers, block_size, budget)
+
+    def may_evict_after(self, tokens: int, num_layers: int, block_size: int) -> bool:
+        """Whether a chunk of up to so many tokens can be all that there is before an eviction.
+
+        It can where prompts so short are evicted with some budget that is allowed, or evictions
+        inside a prompt are so close. True where nobody can say: with a policy whose budget is not
+        a number of tokens.
+        """
+        if 0 < self.chunk.tokens <= tokens:
+            return True
+        budget = Budget(tokens=self.min_budget)
+        anything = self.model_copy(update={"min_tokens": None})
+        try:
+            self.check_budget(budget)
+        except ValueError:
+            return True
+        lengths = range(1, tokens + 1)
+        plans = (anything.plan(length, num_layers, block_size, budget) for length in lengths)
+        return any(plan.evicts for plan in plans)
 
     def most_blocks(self, longest: int, num_layers: int, block_size: int) -> IntArray:
         """Blocks of each layer when all together hold most, whatever the prompt up to some length.

@@ -50,6 +50,8 @@ MEMORY = 64
 # Steps after which a request that was refused is looked at again in any case: as ends come nearer,
 # it grows less until they are there.
 PATIENCE = 32
+# Steps of one request with drafts over which their mean is taken, about.
+STEPS = 512
 # Moments that are looked at, at most; more are taken together, and then count as one in which
 # nothing has been given back since the one before.
 MOMENTS = 32
@@ -80,6 +82,17 @@ class AnswerLengths:
         self._ends = keep * self._ends + (not cut_off)
 
 
+class Pace:
+    """Tokens that a request gets in a step, on average: more than one where drafts are accepted."""
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+    def add(self, tokens: int) -> None:
+        """A request with drafts got so many tokens in a step."""
+        self.mean += (tokens - self.mean) / STEPS
+
+
 def answer_bounds(request: Request, max_model_len: int) -> tuple[int, int]:
     """The fewest and the most tokens of a request's answer; equal where nothing can end it early.
 
@@ -103,7 +116,8 @@ class Admission:
 
     Args:
         step_tokens: of a step, at most. longest_chunk: of one request in a step. lag: steps that
-            are under way when the next is scheduled: so much later do blocks come back.
+            are under way when the next is scheduled: so much later do blocks come back. ahead:
+            places for drafts, behind a request's last token.
     """
 
     def __init__(
@@ -114,12 +128,14 @@ class Admission:
         step_tokens: int,
         longest_chunk: int,
         lag: int,
+        ahead: int = 0,
     ) -> None:
         self.lengths = AnswerLengths()
+        self.pace = Pace()
         self._coordinator = coordinator
         self._max_model_len = max_model_len
         self._step_tokens, self._longest_chunk = step_tokens, longest_chunk
-        self._lag = lag
+        self._lag, self._ahead = lag, ahead
         # A row a request, in the columns of `_fits`.
         self._table = np.zeros((16, 8), np.int64)
         self._rows: dict[str, int] = {}
@@ -231,8 +247,16 @@ class Admission:
         end = np.maximum(end, done)
 
         is_whole = in_prompt | (computed - np.array(in_flight) < prompt)
-        whole = np.minimum(blocks_of(np.minimum(target + 1 + self._lag, end)), peak)
-        at_end = np.minimum(blocks_of(end) - given_back, bound)
+        ahead, pace = self._ahead, self.pace.mean
+        late = math.ceil((1 + self._lag) * pace)
+        whole = np.minimum(blocks_of(np.minimum(target + late, end) + ahead), peak)
+        at_end = np.minimum(blocks_of(end + ahead) - given_back, bound)
+        beside: Numbers | int = 0  # what layers that do not evict hold, after the prompt
+        if companions := self._coordinator.companions:
+            beside = companions.blocks_of(end + ahead, late)
+            at_end = at_end + beside
+            in_chunks = np.minimum(chunk, self._step_tokens) * (1 + self._lag)
+            whole = whole + companions.blocks_of(target, in_chunks)
         if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
             return True  # whatever comes when
 
@@ -241,7 +265,7 @@ class Admission:
         # One more: a chunk may be cut so that the last one carries the observation window.
         steps = np.maximum(-(-left.cumsum() // step_tokens), -(-left // chunk)) + 1
         steps = np.where(in_prompt, steps, 0)
-        last = end - done + steps + self._lag
+        last = np.ceil((end - done) / pace).astype(np.int64) + steps + self._lag
         prompts = np.flatnonzero(is_whole)
         whole, whole_until = whole[prompts], steps[prompts] + self._lag
 
@@ -249,8 +273,9 @@ class Admission:
         moments = np.unique(np.minimum(np.concatenate([last, whole_until]), horizon))
         moments = moments[:: len(moments) // -MOMENTS][::-1]  # the last one among them
         before = np.concatenate([[-1], moments[:-1]])[:, None]
-        held = blocks_of(np.minimum(done + moments[:, None], end)) - given_back
-        held = np.minimum(held, bound)
+        grown = np.ceil(moments * pace).astype(np.int64)[:, None]
+        held = blocks_of(np.minimum(done + grown, end) + ahead) - given_back
+        held = np.minimum(held, bound) + beside
         part = held[:, prompts]
         held[:, prompts] = np.where(whole_until > before, np.maximum(part, whole), part)
         return bool(held.sum(axis=1, where=last > before).max() <= pool)

@@ -7,13 +7,15 @@ and hundreds of requests costs several times the rest of the step; here one coun
 answers for all of them.
 
 Layers without V on the device have blocks of twice the tokens, so every second of their neighbours'
-boundaries is theirs too: the same counter, halved, answers for them.
+boundaries is theirs too: the same counter, halved, answers for them. A hybrid model's other layers,
+the companions, need their next block at some of these boundaries, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,16 +26,20 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import block_pool
-from vllm_pyramid.plans import Eviction, IntArray, Plan, RetentionPlan
+from vllm_pyramid.plans import IntArray, RetentionPlan
+from vllm_pyramid.scheduler.companions import Companions
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
 from vllm_pyramid.scheduler.prefixes import Prefixes, copies_of
 from vllm_pyramid.scheduler.request import SchedulerRequest
+from vllm_pyramid.scheduler.request_plans import RequestPlans
 from vllm_pyramid.scheduler.rows import RowPool
 from vllm_pyramid.scheduler.sharing import PrefixSharing
 
 
-class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
+class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefixCache):
     """KV cache coordinator for groups of one layer each that grow together.
+
+    "Layers" are those that evict, from the bottom; what else a model has is in `companions`.
 
     A request's head blocks go back to the pool when its whole prompt has been processed and a plan
     was given for it (`set_plan`); until then, and without a plan, it is full attention. An open
@@ -41,6 +47,8 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
     plan says so, further blocks go back at later evictions, each on the worker's word again.
 
     Attributes:
+        layers: the model's own numbers of the layers. layer_managers: of their blocks.
+        companions: the other layers of a hybrid model.
         held_blocks: `[layers]` int64, blocks of the pool held by all requests, per layer.
         skipped_tokens: `[layers]` int64, tokens given back by requests that still hold blocks.
         blocks_freed: `[layers]` int64, blocks given back by eviction since the start; a shared one
@@ -52,27 +60,47 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
             preemption.
     """
 
-    single_type_managers: tuple[LayerKVCacheManager, ...]  # type: ignore[assignment]
     block_pool: RowPool
 
     def __init__(self, *, hash_block_size: int, **kwargs: Any) -> None:
         with block_pool(RowPool):
             super().__init__(hash_block_size=hash_block_size, **kwargs)
-        self.block_sizes = np.array(self.group_block_sizes, np.int64)
-        self.block_size = int(self.block_sizes.min())
-        assert not (self.block_sizes % self.block_size).any(), (
-            f"layers with block sizes {self.block_sizes.tolist()} cannot run in lockstep"
-        )
+        own = [
+            (manager.kv_cache_spec.layer_idx, group, manager)
+            for group, manager in enumerate(self.single_type_managers)
+            if isinstance(manager, LayerKVCacheManager)
+        ]
+        own.sort(key=itemgetter(0))
+        assert [layer for layer, _, _ in own] == list(range(len(own))), "layers are missing"
+        self.layer_managers = tuple(manager for _, _, manager in own)
+        self._groups = [group for _, group, _ in own]
+        specs = [manager.kv_cache_spec for manager in self.layer_managers]
+        self.layers = [spec.model_layer for spec in specs]
+        self.num_layers = len(specs)
+        self.block_sizes = np.array([spec.block_size for spec in specs], np.int64)
+        others = [
+            (group, manager)
+            for group, manager in enumerate(self.single_type_managers)
+            if group not in self._groups
+        ]
+        self.companions = Companions(others, self.block_pool)
+        beside = self.companions.block_sizes(kwargs["max_model_len"])
+        self.block_size = min([int(self.block_sizes.min()), *beside])
+        if any(size % self.block_size for size in (*self.block_sizes.tolist(), *beside)):
+            raise ValueError(
+                f"this model has layers with blocks of {self.block_sizes.tolist()} tokens, and "
+                f"others of {beside}, which cannot run in lockstep: serve it with --kv-policy none"
+            )
         self._ratios = self.block_sizes // self.block_size
-        # For each ratio how many layers have it: one entry, or two.
+        # For each ratio how many layers have it.
         self._layers_of_ratio = dict(Counter(self._ratios.tolist()))
-        layers = [manager.kv_cache_spec.layer_idx for manager in self.single_type_managers]
-        assert layers == list(range(len(layers))), (
-            f"groups are not in the order of layers: {layers}"
-        )
-        self.num_layers = len(self.single_type_managers)
+        # Beside companions, and without prefix caching, vLLM's size of a hash may be anything.
+        self._hashes_fit = not others or self.largest_block % hash_block_size == 0
+        if not self._hashes_fit:
+            hash_block_size = self.largest_block
+        self._hash_tokens = hash_block_size
         self._prefixes = Prefixes(
-            self.block_pool, self.single_type_managers, self.block_sizes, hash_block_size
+            self.block_pool, self.layer_managers, self.block_sizes, hash_block_size
         )
         self._entries_per_row = self._prefixes.tokens // self.block_size
         self._requests = {}
@@ -87,98 +115,11 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         self.num_evictions = 0
         self.num_releases = 0
 
-    # Plans ------------------------------------------------------------------------------------
-
-    def set_plan(
-        self,
-        request_id: str,
-        plan: Plan,
-        policy: str = "",
-        min_tokens: int | None = None,
-        shareable: int | None = 0,
-        reusable: int | None = 0,
-    ) -> None:
-        """Say what the request keeps once its prompt is processed, or that it will be solved.
-
-        Args:
-            policy, min_tokens, shareable, reusable: what the plan is of; see `SchedulerRequest`.
-        """
-        assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
-        due = plan.exact_tokens if plan.evicts else None
-        self._requests[request_id] = SchedulerRequest(
-            plan, policy, min_tokens, shareable, reusable, due=due
-        )
-
-    def plan_of(self, request_id: str) -> Plan:
-        """The plan that `set_plan` was given."""
-        plan = self._requests[request_id].plan
-        assert plan is not None, f"{request_id} has no plan"
-        return plan
-
-    def policy_name(self, request_id: str) -> str:
-        """The policy that `set_plan` was given."""
-        return self._requests[request_id].policy
-
-    def min_tokens(self, request_id: str) -> int | None:
-        """The floor that `set_plan` was given."""
-        return self._requests[request_id].min_tokens
-
-    def forget_plan(self, request_id: str) -> None:
-        """Drop the plan of a request that has finished."""
-        if (request := self._requests.get(request_id)) is None:
-            return
-        request.plan = request.due = None
-        if not request.num_blocks:
-            del self._requests[request_id]
-
-    def confirm(self, request_id: str, eviction: Eviction) -> None:
-        """The worker reports what it evicted, and the lengths where it has solved them.
-
-        Raises:
-            RuntimeError: that is not what the plan says, or not what an open plan promised; blocks
-                freed by the plan would then be blocks that the worker still reads.
-        """
-        request = self._requests.get(request_id)
-        if request is None or request.plan is None or not request.num_blocks:
-            return  # finished, or preempted while the step ran; it will evict again
-        if not request.plan.evicts:
-            return
-        settled, before = request.settled, request.confirmed
-        if settled is None or eviction.keep is not None:
-            settled = _settled(request_id, request.plan, eviction.keep)
-        number = eviction.number
-        gone = np.zeros_like(settled.skip)
-        if number > before:
-            gone = settled.skip_after(number) - settled.skip_after(before)
-        expected = int(gone.sum())
-        if eviction.tokens != expected:
-            raise RuntimeError(
-                f"request {request_id}: the worker evicted {eviction.tokens} tokens, the plan says "
-                f"{expected} at eviction {number} after {before}; scheduler and worker disagree "
-                "about the KV policy; report this"
-            )
-        request.settled, request.confirmed = settled, number
-        self.num_evictions += bool(expected)
-        self.tokens_evicted += gone
-
-    def confirmed_plan(self, request_id: str) -> RetentionPlan | None:
-        """What the request keeps, once the worker has moved its survivors: at the prompt's end."""
-        return self._known(request_id).settled
-
-    def confirmed_number(self, request_id: str) -> int:
-        """The latest eviction for which the worker has moved the request's survivors, or 0."""
-        return self._known(request_id).confirmed
-
-    def is_confirmed(self, request_id: str) -> bool:
-        """Whether the worker has moved the request's survivors."""
-        return self._known(request_id).settled is not None
-
-    def has_evicted(self, request_id: str) -> bool:
-        """Whether the request's head blocks have gone back to the pool (and not come again)."""
-        return self._known(request_id).released > 0
-
-    def _known(self, request_id: str) -> SchedulerRequest:
-        return self._requests.get(request_id, SchedulerRequest())
+    def share_prefixes(self) -> bool:
+        """Let prefixes be found; False if the companions cannot."""
+        if not self.companions:
+            return True
+        return self._hashes_fit and self.companions.share(self.largest_block, self._hash_tokens)
 
     # vLLM's contract --------------------------------------------------------------------------
 
@@ -205,6 +146,12 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
             have = self._shared_rows(request) * self._entries_per_row
         if need <= have and not request.hit:
             return 0  # nearly every request, every step
+        beside = 0
+        if self.companions:
+            hit = len(request.hit) * self._prefixes.tokens
+            beside = self.companions.missing_blocks(
+                request_id, num_tokens, capped=apply_admission_cap, hit=hit
+            )
         blocks = sum(
             layers * (cdiv(need, ratio) - cdiv(have, ratio))
             for ratio, layers in self._layers_of_ratio.items()
@@ -216,7 +163,9 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
             # Shared blocks that nobody uses count as free, and will not any more.
             blocks += self.block_pool.idle_blocks(request.hit[: self._shared_rows(request)])
         # The most that it holds has what it shares among it.
-        return min(blocks, most) if apply_admission_cap and request.plan is not None else blocks
+        if apply_admission_cap and request.plan is not None:
+            blocks = min(blocks, most)
+        return blocks + beside
 
     def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> int:
         """Blocks that all layers hold at most until so many tokens of a request are computed.
@@ -265,18 +214,21 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         assert num_local_computed_tokens == len(request.hit) * self._prefixes.tokens
         assert not request.num_blocks and not request.rows
         shared = self._shared_rows(request)
+        sources = self._prefixes.blocks_of(request.hit[shared:])
         if shared:
             request.rows, revived = self._prefixes.enter(request_id, request.hit[:shared])
             request.num_blocks = shared * self._entries_per_row
             self.held_blocks += self._prefixes.blocks * revived
-        if copied := request.hit[shared:]:
-            for block_hash in reversed(copied):
-                self.block_pool.touch_row(block_hash)
-            sources = self._prefixes.blocks_of(copied)
+        for block_hash in reversed(request.hit[shared:]):
+            self.block_pool.touch_row(block_hash)
+        if self.companions and request.hit:
+            self.block_copies += self.companions.enter(request_id, request.hit)
+        if sources:
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens
             )
-            self.block_copies += copies_of(sources, new_blocks)
+            own = [new_blocks[group] for group in self._groups]
+            self.block_copies += copies_of(sources, own)
         request.hit = []
 
     def allocate_new_blocks(
@@ -286,7 +238,7 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         num_tokens_main_model: int,
         num_encoder_tokens: int = 0,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """The next blocks of every layer, `[layers][new blocks]`; usually none: an empty tuple."""
+        """The next blocks of every group, `[groups][new blocks]`; usually none: an empty tuple."""
         request = self._requests.get(request_id)
         have = 0 if request is None else request.num_blocks
         if (need := cdiv(num_tokens, self.block_size)) <= have:
@@ -301,11 +253,15 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         new_blocks = tuple(
             pool_blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)
         )
-        for manager, blocks in zip(self.single_type_managers, new_blocks, strict=True):
+        for manager, blocks in zip(self.layer_managers, new_blocks, strict=True):
             manager.req_to_blocks[request_id].extend(blocks)
             if manager.records_new_block_ids:
                 manager.new_block_ids.extend(block.block_id for block in blocks)
-        return new_blocks
+        if not self.companions:
+            return new_blocks
+        of_groups = self.companions.allocate(request_id, num_tokens)
+        of_groups |= dict(zip(self._groups, new_blocks, strict=True))
+        return tuple(of_groups.get(group, []) for group in range(len(self.single_type_managers)))
 
     def remove_skipped_blocks(
         self,
@@ -318,6 +274,8 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         vLLM counts processed tokens here, not scheduled ones, so the step that compacts the cache
         has ended and no step in flight still reads the head.
         """
+        if self.companions:
+            self.companions.drop_unseen(request_id, processed_computed_tokens)
         request = self._requests.get(request_id)
         if request is None or request.due is None or processed_computed_tokens < request.due:
             return
@@ -329,7 +287,7 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
         unused = left + self._leave_rows(request_id, request)
         own = np.zeros(self.num_layers, np.int64)
         for layer, (manager, head) in enumerate(
-            zip(self.single_type_managers, (skip // self.block_sizes).tolist(), strict=True)
+            zip(self.layer_managers, (skip // self.block_sizes).tolist(), strict=True)
         ):
             own[layer] = manager.release_head(request_id, head)
         self.num_releases += 1
@@ -374,6 +332,7 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
 
     def _forget_blocks(self, request_id: str) -> None:
         self.num_releases += 1
+        self.companions.forget(request_id)
         if (request := self._requests.get(request_id)) is None:
             return
         self._withdraw_rows(request_id, request)
@@ -410,21 +369,26 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
     def whole_blocks(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Blocks of all layers together for so many tokens with nothing given back, any shape."""
         blocks = -(-tokens // self.block_size)
-        total = self._layers_of_ratio[1] * blocks
+        total = np.zeros_like(blocks)
         for ratio, layers in self._layers_of_ratio.items():
-            if ratio > 1:
-                total += layers * -(-blocks // ratio)
+            total += layers * -(-blocks // ratio)
         return total
 
     @property
     def usable_blocks(self) -> int:
         """Blocks of the pool that are free or a request's: all but what somebody keeps back."""
-        return self.block_pool.get_num_free_blocks() + int(self.held_blocks.sum())
+        held = int(self.held_blocks.sum()) + self.companions.held_blocks
+        return self.block_pool.get_num_free_blocks() + held
+
+    @property
+    def largest_block(self) -> int:
+        """Tokens of the largest block: multiples of it end blocks in all layers."""
+        return int(self.block_sizes.max())
 
     @property
     def full_block_size(self) -> int:
         """Tokens of a block of K and V."""
-        size: int = self.single_type_managers[0].kv_cache_spec.full_block_size
+        size: int = self.layer_managers[0].kv_cache_spec.full_block_size
         return size
 
     def full_blocks(self, num_tokens: int) -> int:
@@ -433,14 +397,4 @@ class LockstepCoordinator(PrefixSharing, KVCacheCoordinatorNoPrefixCache):
 
     def blocks_held(self, request_id: str) -> list[int]:
         """Blocks the request holds, per layer, counted from its block lists."""
-        return [manager.num_held(request_id) for manager in self.single_type_managers]
-
-
-def _settled(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:
-    try:
-        return plan.settled(keep)
-    except ValueError as error:
-        raise RuntimeError(
-            f"request {request_id}: the worker's report cannot be followed: {error}; scheduler and "
-            "worker disagree about the KV policy; report this"
-        ) from error
+        return [manager.num_held(request_id) for manager in self.layer_managers]

@@ -64,18 +64,31 @@ class PyramidSchedulerMixin(SchedulerPoints):
         self._hit = KVCacheBlocks(tuple(() for _ in coordinator.single_type_managers))
         settings = ServedSettings.of(self.vllm_config)
         assert settings is not None, "this scheduler is only chosen when a policy was asked for"
+        if manager.enable_caching and not coordinator.share_prefixes():
+            reason = (
+                "layers of this model keep a state, or have larger blocks than those that evict"
+            )
+            if settings.asks_prefix_caching:
+                raise ValueError(
+                    f"a KV policy does not work with --enable-prefix-caching and this model yet: "
+                    f"{reason}; leave the flag out"
+                )
+            manager.enable_caching = False
+            logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
         self.kv_policy = settings.policy
         self._min_last_chunk = settings.min_last_chunk
+        self._min_inner_chunk = settings.min_inner_chunk
         inside = self.kv_policy.inside
-        self._min_inner_chunk = 0 if inside is None else inside.min_last_chunk
         # Elsewhere the pool has room for whole sequences: nobody needs his own head's blocks.
         self._pool_may_be_smaller = inside is not None or self.kv_policy.schedule.every > 0
         self.hooks = self.kv_policy.scheduler_hooks(self.coordinator.num_layers)
+        in_flight = self.vllm_config.max_in_flight_tokens
         self._pool = Pool(
             coordinator.num_layers,
             coordinator.full_block_size,
             self.kv_cache_config.num_blocks - 1,
             self.max_model_len,
+            int(coordinator.companions.blocks_of(self.max_model_len, in_flight)),
         )
         self._admission = None
         if settings.forecasts:
@@ -86,15 +99,33 @@ class PyramidSchedulerMixin(SchedulerPoints):
                 longest_chunk=self.scheduler_config.long_prefill_token_threshold
                 or self.max_num_scheduled_tokens,
                 lag=self.vllm_config.max_concurrent_batches - 1,
+                ahead=self.num_spec_tokens + self.num_lookahead_tokens,
             )
         self._sent_stats: dict[str, Any] | None = None
+        # Which of the model's layers evict, in reports and statistics: where not all do.
+        self._layers: dict[str, Any] = {}
+        if coordinator.layers != list(range(coordinator.num_layers)) or coordinator.companions:
+            self._layers = {"layers": coordinator.layers}
         # Requests that may come to their first eviction in the step being scheduled.
         self._evicting: list[Request] = []
         self._log_capacity()
 
     def _log_capacity(self) -> None:
         length = self.max_model_len
-        plan = self.kv_policy.plan(length, self.coordinator.num_layers, self.block_size)
+        coordinator = self.coordinator
+        beside = 0
+        if coordinator.companions:
+            beside = int(coordinator.companions.blocks_of(length, 1))
+            logger.info(
+                "kv-policy %s: layers %s evict; the other %d layers with a cache hold what vLLM "
+                "holds for them, %d blocks of a prompt of %d tokens",
+                self.kv_policy.name,
+                ", ".join(map(str, coordinator.layers)),
+                len(coordinator.companions),
+                beside,
+                length,
+            )
+        plan = self.kv_policy.plan(length, coordinator.num_layers, coordinator.largest_block)
         if not plan.exact:
             logger.info(
                 "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
@@ -106,7 +137,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
             return
         plan = plan.estimate()  # another shape rounds to blocks a little differently
         total = self.kv_cache_config.num_blocks - 1
-        full, kept = self.coordinator.full_blocks(length), self.coordinator.blocks_of(plan).sum()
+        full, kept = coordinator.full_blocks(length), coordinator.blocks_of(plan).sum()
         logger.info(
             "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
             "%d blocks holds %.1f such prompts whole and %.1f %s",
@@ -114,16 +145,14 @@ class PyramidSchedulerMixin(SchedulerPoints):
             length,
             kept,
             full,
-            self.coordinator.num_layers,
+            coordinator.num_layers,
             total,
-            total / full,
-            total / kept,
+            total / (full + beside),
+            total / (kept + beside),
             "evicted" if plan.evicts else "with this policy",
         )
         if plan.inner:
-            peak = self.kv_policy.most_blocks(
-                length, self.coordinator.num_layers, self._pool.block_size
-            )
+            peak = self.kv_policy.most_blocks(length, coordinator.num_layers, self._pool.block_size)
             logger.info(
                 "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
                 "up to %d tokens never holds more than %d blocks",
@@ -137,7 +166,10 @@ class PyramidSchedulerMixin(SchedulerPoints):
         """Plan what the request keeps, then queue it."""
         served = self._check(request)
         plan = served.policy.plan(
-            request.num_prompt_tokens, self.coordinator.num_layers, self.block_size, served.budget
+            request.num_prompt_tokens,
+            self.coordinator.num_layers,
+            self.coordinator.largest_block,
+            served.budget,
         )
         if served.error is None:
             for hooks in self.hooks:
@@ -262,6 +294,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
         tokens = self.stock_chunk(request, computed, tokens)
         if computed >= plan.prompt_len and not plan.every:
             return tokens  # all has been evicted: nearly every request, every step
+        if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:
+            return tokens  # its last token, which vLLM has filled up with places for drafts
         stop = plan.next_eviction(computed) if plan.evicts else None
         if stop is None:
             left = plan.prompt_len - computed
@@ -301,6 +335,11 @@ class PyramidSchedulerMixin(SchedulerPoints):
                 self._admission.evicted(request_id, settled, number)
         return super().update_from_output(scheduler_output, model_runner_output)
 
+    def verified(self, accepted: int) -> None:
+        """See the base."""
+        if self._admission is not None:
+            self._admission.pace.add(1 + accepted)
+
     def freed(self, request: Request) -> None:
         """See the base."""
         self.coordinator.forget_plan(request.request_id)
@@ -316,6 +355,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
             "kv_policy": self.coordinator.policy_name(request.request_id),
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
+            **self._layers,
             "kept_tokens": [plan.prompt_len] * self.coordinator.num_layers,
             "evicted_tokens": 0,
             "blocks_before": blocks_before,
@@ -365,17 +405,19 @@ class PyramidSchedulerMixin(SchedulerPoints):
     def policy_stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, per layer (`metrics.py` has the names)."""
         computed = sum(request.num_computed_tokens for request in self.running)
-        coordinator = self.coordinator
+        coordinator, beside = self.coordinator, self.coordinator.companions
         totals: dict[str, Any] = {}
         for hooks in self.hooks:
             totals |= hooks.totals()
         return {
             **totals,
+            **self._layers,
             "evictions": coordinator.num_evictions,
             "tokens_evicted": coordinator.tokens_evicted.tolist(),
             "blocks_freed": coordinator.blocks_freed.tolist(),
             "blocks_held": coordinator.held_blocks.tolist(),
             "tokens_held": (computed - coordinator.skipped_tokens).tolist(),
+            **({"companion_blocks_held": beside.held_blocks} if beside else {}),
         }
 
 

@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlockCopy
 from vllm.v1.request import Request
 
 from vllm_pyramid.plans import Plan, RetentionPlan
+from vllm_pyramid.scheduler.companions import Companions
 from vllm_pyramid.scheduler.prefixes import Prefixes
 from vllm_pyramid.scheduler.request import LeftBehind, SchedulerRequest
 from vllm_pyramid.scheduler.rows import RowPool
@@ -24,6 +25,7 @@ class PrefixSharing:
     """
 
     block_pool: RowPool
+    companions: Companions
     num_layers: int
     block_copies: list[KVCacheBlockCopy]
     _prefixes: Prefixes
@@ -38,7 +40,11 @@ class PrefixSharing:
         Others may be in this very step: attention reads what all requests of a step have written.
         """
         known = self._requests.get(request.request_id)
-        if known is None or known.released:
+        if known is None:
+            return
+        if self.companions:
+            self.companions.note(request, num_computed_tokens, known.reusable)
+        if known.released:
             return
         tokens = num_computed_tokens
         if known.shareable is not None:
@@ -60,14 +66,24 @@ class PrefixSharing:
         shared = most if known.shareable is None else min(most, known.shareable)
         shared_rows = shared // self._prefixes.tokens
         known.hit = self._prefixes.find(request, most, shared_rows)
-        if len(known.hit) > shared_rows:
+        least = shared_rows  # that may be found without a copy
+        if self.companions:
+            del known.hit[self.companions.covered(known.hit) :]
+            least = 0
+        if len(known.hit) > least:
             # What is copied must not be dissolved for the blocks that this request gets.
             needed = self._prefixes.row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
             needed = min(needed, self.most_blocks(request.request_id, request.num_tokens))
-            needed -= self._prefixes.row_blocks * shared_rows
-            free = self.block_pool.get_num_free_blocks()
-            if needed > free - self.block_pool.idle_blocks(known.hit):
-                del known.hit[shared_rows:]
+            needed -= self._prefixes.row_blocks * min(shared_rows, len(known.hit))
+            free = self.block_pool.get_num_free_blocks() - self.block_pool.idle_blocks(known.hit)
+            if self.companions:
+                tokens = len(known.hit) * self._prefixes.tokens
+                needed += self.companions.missing_blocks(
+                    request.request_id, request.num_tokens, hit=tokens
+                )
+                free -= self.companions.source_blocks(known.hit)
+            if needed > free:
+                del known.hit[least:]
         return len(known.hit) * self._prefixes.tokens
 
     def _shared_rows(self, request: SchedulerRequest) -> int:
@@ -90,6 +106,7 @@ class PrefixSharing:
             for row in self._requests[request_id].rows[before:]:
                 row.scheduled = True
         self._rows_before.clear()
+        self.companions.step_ends()
 
     def keep_prompts(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Set blocks aside for what the evictions in the step just scheduled will overwrite.

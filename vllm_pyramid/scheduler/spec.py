@@ -23,11 +23,13 @@ class LayerKVCacheSpec(FullAttentionSpec):
     pages have one size and come from one pool.
 
     Attributes:
-        layer_idx: from the bottom. num_layers: of the model.
+        layer_idx: from the bottom, among the layers that evict. num_layers: that evict.
+        model_layer: the model's own number of it.
     """
 
     layer_idx: int
     num_layers: int
+    model_layer: int
 
     @property
     def full_block_size(self) -> int:

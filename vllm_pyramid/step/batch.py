@@ -175,6 +175,8 @@ class EvictionBatch:
             value_cache=call.value_cache,
             block_row=self.tables[row],
             start=int(self.host_deads[row]),
+            key_scale=call.batch.key_scale,
+            value_scale=call.batch.value_scale,
             logit_sinks=call.softmax.sinks,
             whole=self.evictions.numbers[self.chosen[row]] == 1,
             last_position=int(self.evictions.prompt_lens[self.chosen[row]]) - 1,

@@ -56,6 +56,11 @@ class LayerCall:
         return self.batch.value_cache
 
     @property
+    def key_scale(self) -> float:
+        """What numbers in `key_cache` are multiplied with; 1 but for 8-bit floats."""
+        return self.batch.key_scale
+
+    @property
     def block_table(self) -> torch.Tensor:
         """`[>= R, M]` int32."""
         return self.batch.block_table

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_pyramid.ops.contract import FP8_DTYPES
 from vllm_pyramid.plans import Eviction, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.step.batch import EvictionBatch
 from vllm_pyramid.step.call import LayerCall
@@ -212,8 +213,10 @@ class StepEvictions:
             end = plan.prompt_len // plan.block_size
             sources = call.block_table[int(self.rows[index]), end - int(count) : end].long()
             targets = places[start : start + int(count)]
-            call.key_cache[targets] = call.key_cache[sources]
-            call.value_cache[targets] = call.value_cache[sources]
+            for cache in (call.key_cache, call.value_cache):
+                if cache.dtype in FP8_DTYPES:  # not every device can index those
+                    cache = cache.view(torch.uint8)
+                cache[targets] = cache[sources]
 
     def settle(self, index: int, keep: npt.NDArray[np.int64]) -> None:
         """The lengths of a request are solved: `keep` is `[L]`, window and sinks included.
@@ -314,6 +317,8 @@ class Step:
             value_cache=call.value_cache,
             block_row=call.block_table[row],
             start=skip % size if call.shifted else skip,
+            key_scale=call.batch.key_scale,
+            value_scale=call.batch.value_scale,
             logit_sinks=call.softmax.sinks,
             whole=bool(self.numbers[row] == 0),
             last_position=computed + scheduled - 1,

@@ -27,7 +27,9 @@ class TraceWriter:
     """Writes one `.npz` an eviction into a folder, at the end of its step.
 
     The file of a prompt's end has the request's name and holds `request_id`, `prompt_len`, `budget`
-    (mean tokens a layer asked for), `held` (`[L]` int32, tokens kept per KV head), `kept_<layer>`
+    (mean tokens a layer asked for), `layers` (`[L]` int32, the model's own numbers of the layers
+    that evict, which are counted from 0 here), `held` (`[L]` int32, tokens kept per KV head),
+    `kept_<layer>`
     (`[G, held[layer]]` int32, ascending positions; layers and requests that kept everything too)
     and `recall_<layer>` (`[G]` float32, the share of the attention of the prompt's last queries to
     the tokens before them that the kept ones hold: `ops.recall.kept_mass`; 1 where everything was
@@ -43,16 +45,22 @@ class TraceWriter:
     end of a prompt that was evicted from before: nobody has its full attention).
 
     Args:
-        folder: made if need be. num_kv_heads: of each layer, on this rank.
+        folder: made if need be. num_kv_heads: of each layer, on this rank. layers: see above.
         rank: of this worker. world_size: ranks that share the KV heads.
     """
 
     def __init__(
-        self, folder: str, num_kv_heads: Sequence[int], rank: int, world_size: int
+        self,
+        folder: str,
+        num_kv_heads: Sequence[int],
+        rank: int,
+        world_size: int,
+        layers: Sequence[int] | None = None,
     ) -> None:
         self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.num_kv_heads = list(num_kv_heads)
+        self.layers = np.array(range(len(num_kv_heads)) if layers is None else layers, np.int32)
         self.suffix = f"-rank{rank}" if world_size > 1 else ""
         self._placed: dict[str, list[torch.Tensor]] = {}
         self._open: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
@@ -131,6 +139,7 @@ class TraceWriter:
                     file,
                     request_id=request_id,
                     budget=int(evictions.budgets[index]),
+                    layers=self.layers,
                     held=evictions.helds[:, index],
                     **arrays,
                 )

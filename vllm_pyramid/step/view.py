@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_pyramid.ops.reference import gather_tokens
+from vllm_pyramid.ops.reference_mass import with_sinks
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.hooks import Ranks
@@ -35,6 +36,7 @@ class LayerView:
         queries: `[W, H, D]`, rotary embedding applied: those of this step, of which the last
             stands at the last token. W is at least `window` where the scorer needs queries.
         key_cache, value_cache, block_row, start: where the tokens lie; see `keys` and `values`.
+        key_scale, value_scale: what the caches' numbers are multiplied with, to give those.
         logit_sinks: `[H]` learned sinks, or None.
         whole: whether nothing was evicted before: then the T tokens are the request's first ones,
             and a token's place is its position.
@@ -59,6 +61,8 @@ class LayerView:
     value_cache: torch.Tensor
     block_row: torch.Tensor
     start: int = 0
+    key_scale: float = 1.0
+    value_scale: float = 1.0
     logit_sinks: torch.Tensor | None = None
     whole: bool = True
     last_position: int = 0
@@ -67,19 +71,20 @@ class LayerView:
     knows_rotary: bool = False
     ranks: Ranks | None = None
 
-    def _gather(self, cache: torch.Tensor) -> torch.Tensor:
+    def _gather(self, cache: torch.Tensor, scale: float) -> torch.Tensor:
         rows = gather_tokens(cache, self.block_row, self.start, self.start + self.num_tokens)
-        return rows.transpose(0, 1).float()
+        found = rows.transpose(0, 1).float()
+        return found if scale == 1.0 else found * scale
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """`[G, T, D]`, rotary embedding applied, as they lie in the cache."""
-        return self._gather(self.key_cache)
+        """`[G, T, D]`, rotary embedding applied, as they are in attention."""
+        return self._gather(self.key_cache, self.key_scale)
 
     @cached_property
     def values(self) -> torch.Tensor:
         """`[G, T, D]`."""
-        return self._gather(self.value_cache)
+        return self._gather(self.value_cache, self.value_scale)
 
     @property
     def places(self) -> torch.Tensor:
@@ -141,11 +146,15 @@ class LayerView:
         return logits.masked_fill_(later, -math.inf)
 
     def attention(self, count: int | None = None) -> torch.Tensor:
-        """The attention of the last `count` queries over all T keys: `[H, count, T]`.
+        """The attention of the last `count` queries over all T keys: `[H, count, T]`."""
+        count = self._count(count)
+        return self.attention_of(slice(len(self.queries) - count, len(self.queries)))
 
-        Learned sinks are left out, as the papers' scores know none.
-        """
-        return self.logits(count).softmax(dim=-1)
+    def attention_of(self, which: slice) -> torch.Tensor:
+        """The same of some queries; what goes to learned sinks is missing from its sum."""
+        logits = self.logits_of(which)
+        total = with_sinks(logits.logsumexp(dim=-1), self.logit_sinks)
+        return logits.sub_(total[..., None]).exp_()
 
     def unrotated_queries(self, count: int | None = None) -> torch.Tensor:
         """The last `count` queries before their rotary embedding, `[count, H, D]` float32."""

@@ -73,6 +73,7 @@ def window_mass(batch: EvictionBatch) -> WindowMass:
         batch.lens[index],
         window,
         max_prompt_len=int(lens[rows].max()),
+        key_scale=call.key_scale,
     )
     mass = call.ops.window_scores(
         prompts, call.softmax, Reduction("mean", pooling="none", kernel_size=1)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -18,11 +19,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from vllm_pyramid.compat.cache import scales_of
 from vllm_pyramid.ops import get_ops
 from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.cpu_checks import MAX_HEAD_SIZE
 from vllm_pyramid.step.call import LayerCall
-from vllm_pyramid.worker.backend_names import CPU_BLOCK_SIZE
-from vllm_pyramid.worker.context import LayerContext
+from vllm_pyramid.worker.backend_names import CPU_BLOCK_SIZE, FP8_CACHES
+from vllm_pyramid.worker.context import LayerContext, ReaderContext
 
 
 class PyramidCpuBackend(AttentionBackend):
@@ -30,7 +33,7 @@ class PyramidCpuBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
 
     @staticmethod
     def get_name() -> str:
@@ -56,7 +59,7 @@ class PyramidCpuBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= 256
+        return head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -92,7 +95,7 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
     """Slices the step's retention; all the work was done once for all layers.
 
     Attributes:
-        context: set by the model runner; None where no policy is served (one group, no eviction).
+        context: set by the model runner; None for layers that do not evict.
     """
 
     reads_shifted_tables = False
@@ -106,8 +109,7 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        self._no_skips = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
+        self._no_skips = torch.zeros(0, dtype=torch.int32)
 
     def build(
         self,
@@ -119,7 +121,11 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
         common = common_attn_metadata
         if common.causal is not True:
             raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
+        if common.mm_req_doc_ranges:
+            raise ValueError("vllm-pyramid's CPU attention is causal; these images are not")
         num_reqs = common.num_reqs
+        if len(self._no_skips) < num_reqs:  # chunks of requests count as requests of their own
+            self._no_skips = torch.zeros(2 * num_reqs, dtype=torch.int32)
         skips = self._no_skips[:num_reqs]
         if self.context is not None:
             step, layer = self.context.step, self.context.layer
@@ -146,10 +152,10 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     """Attention of one layer.
 
     Attributes:
-        context: set by the model runner where a policy is served.
+        context: set by the model runner for layers that evict, and those that read their caches.
     """
 
-    context: LayerContext | None = None
+    context: LayerContext | ReaderContext | None = None
 
     def __init__(
         self,
@@ -183,18 +189,35 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             sinks=sinks,
         )
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.kv_cache_dtype = kv_cache_dtype
+        self._fp8 = FP8_CACHES.get(kv_cache_dtype)
         self.ops = get_ops("cpu")
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one.
 
-        Where V lies elsewhere, vLLM's memory is all K.
+        Where V lies elsewhere, vLLM's memory is all K. Its memory of 8-bit floats is one of bytes.
         """
-        if self.context is not None and self.context.values is not None:
-            return kv_cache, self.context.values
+        values = self.context.values if self.context is not None else None
+        if self._fp8 is not None:
+            kv_cache = kv_cache.view(self._fp8)
+            values = None if values is None else values.view(self._fp8)
+        if values is not None:
+            return kv_cache, values
         blocks, heads, tokens, content = kv_cache.shape
         planes = kv_cache.view(blocks, heads, 2 * tokens, content // 2)
         return planes[:, :, :tokens], planes[:, :, tokens:]
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """What the numbers in the layer's caches are multiplied with.
+
+        A layer that reads another's cache has scales of its own, which are not that cache's.
+        """
+        if self._fp8 is None:
+            return 1.0, 1.0
+        if (target := self.kv_sharing_target_layer_name) is not None:
+            layer = get_forward_context().no_compile_layers[target]
+        return scales_of(layer)
 
     def do_kv_cache_update(
         self,
@@ -209,7 +232,12 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         context = self.context
         if context is not None:
             slot_mapping = context.slots(slot_mapping)
-        self.ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        key_scale, value_scale = self._scales(layer)
+        self.ops.reshape_and_cache(
+            *(key, value, key_cache, value_cache, slot_mapping),
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
         if context is not None:
             context.after_write(slot_mapping)
 
@@ -240,6 +268,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         log_sum_exp = None
         if context is not None and context.step.wants_log_sum_exp:
             log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
+        key_scale, value_scale = self._scales(layer)
         batch = AttentionBatch(
             query,
             key_cache,
@@ -248,6 +277,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             meta.query_start_loc,
             meta.seq_lens,
             meta.skips,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
         call = LayerCall(
             self.ops,

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from vllm_pyramid.compat.cache import scales_of
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.ops import get_ops
 from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.step.call import LayerCall
-from vllm_pyramid.worker.context import LayerContext
+from vllm_pyramid.worker.backend_names import FP8_CACHES
+from vllm_pyramid.worker.context import LayerContext, ReaderContext
 
 
 class PyramidBuilderMixin:
@@ -25,7 +27,7 @@ class PyramidBuilderMixin:
 
     Attributes:
         reads_shifted_tables: the stock kernels know nothing of skips (see `shifted.py`).
-        context: set by the model runner.
+        context: set by the model runner for layers that evict; other layers read vLLM's tables.
     """
 
     supports_update_block_table = False
@@ -34,16 +36,25 @@ class PyramidBuilderMixin:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decode steps of one token, whatever the stock kernel could do.
+        """Decode steps of one token, or of one and its drafts, if the stock kernel can do these.
 
         An eviction is Python, which a graph leaves out. None at all where a policy works in every
         step; vLLM then runs attention between piecewise graphs, or says that the mode which was
-        asked for cannot be.
+        asked for cannot be. With drafts the last chunk of a prompt is longer than a decode step;
+        a short prompt might look like one, and must be one that is not evicted.
         """
         settings = ServedSettings.of(vllm_config)
-        if settings is not None and settings.policy.works_in_every_step:
-            return AttentionCGSupport.NEVER
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        if settings is None or not settings.num_drafts:
+            is_one = settings is None or not settings.policy.works_in_every_step
+            return one if is_one else AttentionCGSupport.NEVER
+        stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        layers = getattr(kv_cache_spec, "num_layers", None)  # none: a companion, which never evicts
+        if layers is not None and settings.policy.may_evict_after(
+            settings.num_drafts + 1, layers, kv_cache_spec.block_size
+        ):
+            return one
+        return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
     def build(
         self,
@@ -55,7 +66,11 @@ class PyramidBuilderMixin:
         ahead-of-time schedule, which would be computed once a layer instead of once a step.
         """
         context = self.context
-        assert context is not None and context.shifted is not None, "the layer was not bound"
+        if context is None:  # a companion
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+            metadata.kv_step = None
+            return metadata
+        assert context.shifted is not None, "the layer was not bound"
         shifted = context.shifted
         common = copy.copy(common_attn_metadata)
         common.block_table_tensor = shifted.tables[context.layer, : common.num_reqs]
@@ -78,10 +93,11 @@ class PyramidImplMixin:
         context: set by the model runner.
     """
 
-    context: LayerContext | None = None
+    context: LayerContext | ReaderContext | None = None
     head_size: int
     scale: float
     logits_soft_cap: float
+    kv_cache_dtype: str
 
     def do_kv_cache_update(
         self,
@@ -112,13 +128,18 @@ class PyramidImplMixin:
         result: torch.Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
-        if attn_metadata is None:
+        if attn_metadata is None or attn_metadata.kv_step is None:
             return result
         context = self.context
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks:
             return result
         requests = attn_metadata.kv_no_skips.shape[0]
+        key_scale = value_scale = 1.0
+        if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:
+            assert query.dtype != fp8, "scorers look at queries that were not quantised"
+            kv_cache = kv_cache.view(fp8)
+            key_scale, value_scale = scales_of(layer)
         batch = AttentionBatch(
             query[: attn_metadata.num_actual_tokens],
             kv_cache[..., : self.head_size],
@@ -130,6 +151,8 @@ class PyramidImplMixin:
             attn_metadata.kv_no_skips,
             max_query_len=attn_metadata.max_query_len,
             max_seq_len=attn_metadata.max_seq_len,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
         softmax = Softmax(
             self.scale,

@@ -21,11 +21,18 @@ class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
 class PyramidTritonImpl(PyramidImplMixin, TritonAttentionImpl):
     """See `PyramidImplMixin`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With a cache of 8-bit floats vLLM would quantise the queries too, which scorers look at.
+        self.supports_quant_query_input = False
+
 
 class PyramidTritonBackend(TritonAttentionBackend):
     """vLLM's Triton backend under the name that plugins may take."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3"),
+    ]
 
     @staticmethod
     def get_name() -> str:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class LayerContext:
         trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: beside K.
+        is_read: whether layers above attend to this one's cache; the last of them lets it evict.
     """
 
     retention: Retention
@@ -39,6 +41,8 @@ class LayerContext:
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
     values: torch.Tensor | None = None
+    is_read: bool = False
+    _attended: LayerCall | None = None
 
     @property
     def step(self) -> Step:
@@ -63,11 +67,48 @@ class LayerContext:
         """The layer has attended: gather and evict as the policy and the step ask."""
         for hooks in self.hooks:
             hooks.after_attention(call)
-        if self.step.evictions is not None:
+        if self.step.evictions is None:
+            return
+        if self.is_read:
+            # The layers in between may use the memory of these queries again.
+            batch = replace(call.batch, query=call.query.clone())
+            self._attended = replace(call, batch=batch)
+        else:
             self.evict(call, self.step.evictions)
+
+    def has_been_read(self) -> None:
+        """The last layer that reads this one's cache has attended."""
+        if self.step.evictions is not None:
+            assert self._attended is not None
+            self.evict(self._attended, self.step.evictions)
+        self._attended = None
 
     def evict(self, call: LayerCall, evictions: StepEvictions) -> None:
         """Evict in this layer, what methods add included."""
         evict_layer(self.retention.policy, call, evictions, self.hooks, self.trace)
         for hooks in self.hooks:
             hooks.after_eviction(call, evictions)
+
+
+@dataclass
+class ReaderContext:
+    """The place of a layer that reads another's cache: nothing is gathered from it or evicted.
+
+    Attributes:
+        of: the layer whose cache it is. is_last: whether no other reads it after this one.
+    """
+
+    of: LayerContext
+    is_last: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    def attend(self, call: LayerCall, out: torch.Tensor) -> bool:
+        """See `LayerContext`."""
+        return self.of.attend(call, out)
+
+    def after_attention(self, call: LayerCall) -> None:
+        """See `LayerContext`."""
+        if self.is_last:
+            self.of.has_been_read()

@@ -10,7 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat import seeds
-from vllm_pyramid.platform.defaults import take_free_memory
+from vllm_pyramid.platform.defaults import keep_threads, take_free_memory
 from vllm_pyramid.worker.extend import extend_with_policy
 
 
@@ -23,6 +23,8 @@ class PyramidCpuWorker(CPUWorker):
 
     def init_device(self) -> None:
         seeds.install()
+        if self.vllm_config.speculative_config is not None:
+            keep_threads()
         super().init_device()
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 

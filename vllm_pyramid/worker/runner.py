@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,17 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_pyramid.compat.runner import (
     attention_layer,
-    per_layer_specs,
     rotary_of_layer,
     send_report,
 )
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.trace import TraceWriter
-from vllm_pyramid.worker.context import LayerContext
+from vllm_pyramid.worker.context import LayerContext, ReaderContext
 from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.roles import LayerRoles, roles_of
 from vllm_pyramid.worker.shifted import ShiftedTables
 
 COPIED_BYTES = 64 << 20  # of blocks that are copied at once, which takes as much memory beside them
@@ -65,37 +64,39 @@ class PyramidRunnerMixin:
     hooks: list[WorkerHooks]
     shifted: ShiftedTables | None = None
     _settings: ServedSettings
-    _specs: dict[str, LayerKVCacheSpec]
+    _roles: LayerRoles
     _trace: TraceWriter | None = None
     _contexts: dict[str, LayerContext]
+    _groups: dict[int, int]  # of KV cache groups that evict, the layer
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """One spec a layer, so that each gets a KV cache group of its own."""
+        """One spec a layer that evicts, so that each gets a KV cache group of its own."""
         stock: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
-        if shared := get_shared_kv_cache_layers(self.vllm_config):
-            raise ValueError(
-                f"layer {next(iter(shared))} reads the cache of another layer, which that layer "
-                "would evict first: serve this model with --kv-policy none"
-            )
         settings = ServedSettings.of(self.vllm_config)
         assert settings is not None, "this worker is only chosen when a policy was asked for"
         self._settings, policy = settings, settings.policy
-        specs = per_layer_specs(stock, policy, self.vllm_config.model_config.max_model_len)
+        self._roles = roles_of(
+            stock,
+            policy,
+            self.vllm_config.model_config.max_model_len,
+            get_shared_kv_cache_layers(self.vllm_config),
+        )
+        specs = list(self._roles.evicting.values())
         policy.check_layers(len(specs))
-        block_sizes = [spec.block_size for spec in specs.values()]
-        assert len({spec.full_block_size for spec in specs.values()}) == 1, block_sizes
-        self._specs = specs
+        if self._roles.companions or self._roles.readers:
+            policy.check_hybrid()
         self.retention = Retention(
             policy,
             num_layers=len(specs),
-            block_size=max(block_sizes),  # multiples of it end blocks in all layers
+            # Multiples of it end blocks in all layers.
+            block_size=max(spec.block_size for spec in specs),
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
         self.hooks = policy.worker_hooks(
             WorkerSide(
                 self.vllm_config,
                 self.device,
-                list(specs.values()),
+                specs,
                 self.retention.block_size,
                 _TensorParallelRanks(get_tp_group()),
                 model=self.get_model,
@@ -104,14 +105,14 @@ class PyramidRunnerMixin:
             )
         )
         self.retention.hooks = self.hooks
-        return dict(specs)
+        return self._roles.specs
 
-    def table_shape(self) -> tuple[int, int]:
-        """Rows and entries of the block tables that attention reads: `(R_max, M)`."""
+    def table_shape(self, group: int) -> tuple[int, int]:
+        """Rows and entries of the block table of a group that attention reads: `(R_max, M)`."""
         raise NotImplementedError
 
-    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
-        """Replace the tensor `[R_max, M]` of each group that vLLM fills and attention reads."""
+    def set_tables(self, tables: Mapping[int, torch.Tensor]) -> None:
+        """Replace the tensors `[R_max, M]` of groups that vLLM fills and attention reads."""
         raise NotImplementedError
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,8 +122,9 @@ class PyramidRunnerMixin:
         goes before the second allocates: two generations of tables never exist together.
         """
         if self.shifted is not None:
-            for name in self._contexts:
-                attention_layer(self.vllm_config, name).impl.context = None
+            for name in self._roles.evicting:
+                for layer in (name, *self._roles.readers.get(name, ())):
+                    attention_layer(self.vllm_config, layer).impl.context = None
             self._drop_tables()
             self.shifted = None
             self._contexts = {}
@@ -136,7 +138,7 @@ class PyramidRunnerMixin:
 
         What some methods gather grows with the cache's blocks, so it takes its share.
         """
-        page = next(iter(self._specs.values())).page_size_bytes
+        page = next(iter(self._roles.evicting.values())).page_size_bytes
         if own := sum(hooks.bytes_beside_block() for hooks in self.hooks):
             available = available * page // (page + own)
         for hooks in self.hooks:
@@ -144,12 +146,13 @@ class PyramidRunnerMixin:
         return available
 
     def _drop_tables(self) -> None:
-        self.set_tables([torch.empty(0, dtype=torch.int32, device=self.device)] * len(self._specs))
+        nothing = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.set_tables(dict.fromkeys(self._groups, nothing))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # no part of a small cached block can serve a large tensor
 
     def _bind_layers(self) -> None:
-        """Give every layer's metadata builders and attention their context.
+        """Give the metadata builders and attention of every layer that evicts their context.
 
         Raises:
             RuntimeError: a layer that vLLM gave an attention which does not follow a policy.
@@ -160,34 +163,49 @@ class PyramidRunnerMixin:
             name: LayerContext(
                 retention, layer, self.hooks, ranks, self._rotary_of(name), self._trace
             )
-            for layer, name in enumerate(self._specs)
+            for layer, name in enumerate(self._roles.evicting)
         }
-        layers_of_groups = []
+        self._groups = {}
         shifting = False
-        for (group,) in self.attn_groups:
-            (name,) = group.layer_names
+        for place, groups in enumerate(self.attn_groups):
+            name = groups[0].layer_names[0]
+            if name not in self._contexts:
+                continue  # a companion
+            (group,) = groups
+            context = self._contexts[name]
             impl = attention_layer(self.vllm_config, name).impl
             self._check_attention(name, group, impl)
-            context = self._contexts[name]
             impl.context = context
             context.values = self._values_of(name, context.layer)
+            self._bind_readers(name, context, group.layer_names)
             for builder in group.metadata_builders:
                 builder.context = context
                 shifting |= builder.reads_shifted_tables
-            layers_of_groups.append(context.layer)
-        missing = set(range(len(self._specs))) - set(layers_of_groups)
+            self._groups[place] = context.layer
+        missing = set(range(len(self._contexts))) - set(self._groups.values())
         if missing:
             raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
         if not shifting:
             return
-        shape = self.table_shape()
+        shape = self.table_shape(next(iter(self._groups)))
         self._drop_tables()  # vLLM's own; freed before ours, of the same size, are allocated
         self.shifted = ShiftedTables(
             retention.num_layers, *shape, retention.block_size, self.device
         )
-        self.set_tables([self.shifted.tables[layer] for layer in layers_of_groups])
+        self.set_tables(
+            {place: self.shifted.tables[layer] for place, layer in self._groups.items()}
+        )
         for context in self._contexts.values():
             context.shifted = self.shifted
+
+    def _bind_readers(self, name: str, context: LayerContext, members: Sequence[str]) -> None:
+        readers = self._roles.readers.get(name, [])
+        if set(members) != {name, *readers}:
+            raise RuntimeError(f"layer {name} shares its group with {members}, not with {readers}")
+        for reader in readers:
+            impl = attention_layer(self.vllm_config, reader).impl
+            impl.context = ReaderContext(context, is_last=reader == readers[-1])
+        context.is_read = bool(readers)
 
     def _rotary_of(self, name: str) -> Rotary | None:
         """The rotary embedding of a layer, where the policy's scorer needs it.
@@ -250,9 +268,10 @@ class PyramidRunnerMixin:
             return
         self._trace = TraceWriter(
             folder,
-            [spec.num_kv_heads for spec in self._specs.values()],
+            [spec.num_kv_heads for spec in self._roles.evicting.values()],
             get_tensor_model_parallel_rank(),
             self.vllm_config.parallel_config.tensor_parallel_size,
+            [spec.model_layer for spec in self._roles.evicting.values()],
         )
         for context in self._contexts.values():
             context.trace = self._trace
@@ -267,7 +286,7 @@ class PyramidRunnerMixin:
         copies = scheduler_output.kv_cache_block_copies
         if not copies:
             return
-        page = next(iter(self._specs.values())).page_size_bytes
+        page = next(iter(self._roles.evicting.values())).page_size_bytes
         count = max(COPIED_BYTES // page, 1)
         for start in range(0, len(copies), count):
             piece = copies[start : start + count]

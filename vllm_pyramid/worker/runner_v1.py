@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,20 +30,20 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
         if self.device.type == "cpu" and whole:
             tables.compute_slot_mapping = HostSlots(tables.block_tables)
 
-    def table_shape(self) -> tuple[int, int]:
+    def table_shape(self, group: int) -> tuple[int, int]:
         """See the base."""
-        rows, width = self.input_batch.block_table[0].block_table.cpu.shape
+        rows, width = self.input_batch.block_table[group].block_table.cpu.shape
         return rows, width
 
-    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
+    def set_tables(self, tables: Mapping[int, torch.Tensor]) -> None:
         """The device's side of the tables.
 
         `_prepare_inputs` copies the rows of all requests there from the host in every step and
         works out the slots from them. Then `_build_attention_metadata` is called, once, and behind
         it nothing reads them but attention: rows may be shifted there.
         """
-        for group, table in zip(self.input_batch.block_table.block_tables, tables, strict=True):
-            group.block_table.gpu = table
+        for group, table in tables.items():
+            self.input_batch.block_table[group].block_table.gpu = table
 
     def requests_change(self, scheduler_output: SchedulerOutput) -> None:
         """See the base."""

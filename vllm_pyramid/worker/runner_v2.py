@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ class PyramidRunnerV2(PyramidRunnerMixin):
     block_tables: Any
     req_states: Any
 
-    def table_shape(self) -> tuple[int, int]:
+    def table_shape(self, group: int) -> tuple[int, int]:
         """See the base. vLLM keeps two tables a group: of all requests, and of the step's."""
-        rows, width = self.block_tables.block_tables[0].gpu.shape
+        rows, width = self.block_tables.block_tables[group].gpu.shape
         return rows, width
 
-    def set_tables(self, tables: Sequence[torch.Tensor]) -> None:
+    def set_tables(self, tables: Mapping[int, torch.Tensor]) -> None:
         """The step's tables, and the addresses that vLLM's gathering kernel writes to."""
-        self.block_tables.input_block_tables = list(tables)
+        for group, table in tables.items():
+            self.block_tables.input_block_tables[group] = table
         self.block_tables.init_block_table_layout_tensors()
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.ops.arguments import take_softmax
+from tests.ops.arguments import head_sinks, take_softmax
 from vllm_pyramid.ops import reference, triton_ops
 from vllm_pyramid.ops.contract import (
     GQA_REDUCTIONS,
@@ -215,17 +215,19 @@ def test_refuses(make_paged, ints, device):
             triton_ops.add_key_mass(mass, *inputs, kind=kind)
 
 
+@pytest.mark.parametrize("sinks", [None, head_sinks(8)], ids=["plain", "sinks"])
 @pytest.mark.parametrize(
     ("gqa_reduce", "pooling"), list(zip(GQA_REDUCTIONS, POOLINGS, strict=True))
 )
-def test_window_statistics(make_paged, ints, device, gqa_reduce, pooling):
+def test_window_statistics(make_paged, ints, device, gqa_reduce, pooling, sinks):
     lens = [9, 60, 33]
     paged = make_paged(lens, 2, 64, torch.bfloat16)
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(3 * 8, 8, 64, generator=generator).to(torch.bfloat16).to(device)
     ends = ints([8, 16, 24])
     batch = WindowBatch(query, paged.key_cache, paged.block_table, ends, ints(lens), 8, 70)
-    arguments = (batch, Softmax(0.25), Reduction(gqa_reduce, pooling))
+    softmax = Softmax(0.25, sinks=None if sinks is None else sinks.to(device))
+    arguments = (batch, softmax, Reduction(gqa_reduce, pooling))
     _, expected = reference.window_scores_and_statistics(*arguments, compute_dtype=torch.float64)
     scores, actual = triton_ops.window_scores_and_statistics(*arguments)
     assert torch.equal(scores, triton_ops.window_scores(*arguments))

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.ops.arguments import head_sinks
 from vllm_pyramid.ops import reference, triton_ops
 from vllm_pyramid.ops.contract import Reduction, Softmax, WindowBatch
 
@@ -27,8 +29,11 @@ SCORE_CASES = [
 ]
 
 
-def run_both(paged, ints, case, lens, before, seed=0, **keywords):
-    """Scores of Triton and of the reference; `before` tokens of other requests lie between."""
+def run_both(paged, ints, case, lens, before, seed=0, sinks=False, **keywords):
+    """Scores of Triton and of the reference; `before` tokens of other requests lie between.
+
+    `sinks`: the heads have learned ones.
+    """
     num_kv_heads, group, head_size, dtype, window, reduce, pooling, kernel_size, cap = case
     device = paged.key_cache.device
     ends, total = [], 0
@@ -41,18 +46,28 @@ def run_both(paged, ints, case, lens, before, seed=0, **keywords):
     batch = WindowBatch(
         query, paged.key_cache, paged.block_table, ints(ends), ints(lens), window, **keywords
     )
-    arguments = (batch, Softmax(head_size**-0.5, cap), Reduction(reduce, pooling, kernel_size))
+    own = head_sinks(num_kv_heads * group, dtype).to(device) if sinks else None
+    softmax = Softmax(head_size**-0.5, cap, sinks=own)
+    arguments = (batch, softmax, Reduction(reduce, pooling, kernel_size))
     expected = reference.window_scores(*arguments, compute_dtype=torch.float64)
     return triton_ops.window_scores(*arguments), expected, arguments
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("case", SCORE_CASES)
-def test_window_scores(make_paged, ints, case):
+def test_window_scores(make_paged, ints, case, sinks):
     num_kv_heads, _, head_size, dtype, window, *_ = case
     lens = [window + 1, window + 90, 2 * window + 30]
     paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=head_size == 64)
-    actual, expected, _ = run_both(paged, ints, case, lens, [0, 3, 2])
+    actual, expected, arguments = run_both(paged, ints, case, lens, [0, 3, 2], sinks=sinks)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
+    if sinks:  # they matter, and so does whose they are
+        batch, softmax, reduction = arguments
+        turned = replace(softmax, sinks=softmax.sinks.flip(0).contiguous())
+        for other in (replace(softmax, sinks=None), turned):
+            different = triton_ops.window_scores(batch, other, reduction)
+            finite = ~actual.isneginf()
+            assert ((actual - different)[finite].abs() > 0.05 * actual[finite]).any()
 
 
 def test_scores_of_a_long_prompt_in_several_splits(make_paged, ints):
@@ -72,10 +87,12 @@ def test_a_larger_maximum_only_widens(make_paged, ints):
     assert (actual[..., 60 - 8 :] == -math.inf).all()
 
 
-def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints, sinks):
+    """That of the keys alone, with sinks or without: the kernel adds them."""
     case = (2, 2, 64, torch.bfloat16, 8, "mean", "avg", 5, 3.0)
     paged = make_paged([70], 2, 64, torch.bfloat16)
-    expected, _, arguments = run_both(paged, ints, case, [70], [4])
+    expected, _, arguments = run_both(paged, ints, case, [70], [4], sinks=sinks)
     query = arguments[0].query
     keys = reference.gather_tokens(paged.key_cache, paged.block_table[0], 0, 70).double()
     logits = torch.einsum("thd,khd->thk", query.double(), keys.repeat_interleave(2, 1)) / 8

@@ -17,6 +17,7 @@ from pydantic import Field
 from vllm_pyramid.methods.values import Values
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
@@ -88,6 +89,15 @@ class HostValues(Values):
                 f"policy {policy.name!r} keeps V in host memory (values: host), which runs on CPUs "
                 "only so far: the attention kernels for CUDA read K and V from one page; choose a "
                 "policy that keeps V on the device, such as pyramidkv"
+            )
+
+    def check_config(self, policy: Policy, config: VllmConfig) -> None:
+        """See the base."""
+        if config.speculative_config is not None:
+            raise ValueError(
+                f"policy {policy.name!r} keeps V in host memory (values: host) and fetches what "
+                "one token attends to; speculative decoding has several in a step: leave "
+                "--speculative-config out, or choose a policy that keeps V on the device"
             )
 
     def for_request(self, keys: dict[str, Any]) -> HostValues:

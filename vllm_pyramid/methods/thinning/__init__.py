@@ -163,6 +163,13 @@ class DecayAllocator(Allocator):
 
         check_thinning_args(args, policy, self)
 
+    def check_hybrid(self, policy: Policy) -> None:
+        """See the base."""
+        raise ValueError(
+            f"policy {policy.name!r} drops tokens between layers, and this model has layers that "
+            "need all of them (windows, states) or read others' caches: choose another policy"
+        )
+
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
         """See the base."""
         from vllm_pyramid.methods.thinning.engine import check_thinning_config

@@ -128,6 +128,7 @@ class Thinner(WorkerHooks):
             upload(recents, device),
             upload(contexts, device),
             max_context=int(contexts.max()),
+            key_scale=call.key_scale,
         )
         mass = call.ops.recent_mass(
             recent,

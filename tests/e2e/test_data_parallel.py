@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two replicas behind one server, each with a pool and counters of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.one_device import (
+    LENGTHS,
+    Answers,
+    answers_of_one_device,
+    check_death,
+    client_of,
+    complete,
+    flags,
+    kept,
+)
+from tests.e2e.server import Server, members, serving
+
+pytestmark = pytest.mark.engine
+# Which replica gets which prompts: not the same number, nor the same lengths.
+SENT = {0: (300, 181, 430, 212, 40), 1: (430, 181)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data-parallel")
+
+
+@pytest.fixture(scope="module")
+def one_device(random_model: Path, folder: Path) -> Answers:
+    return answers_of_one_device(random_model, folder / "one")
+
+
+@pytest.fixture(scope="module")
+def server(random_model: Path, folder: Path, one_device: Answers) -> Iterator[Server]:
+    both = ("--data-parallel-size", "2", "--api-server-count", "1")
+    command = (*flags(folder / "two"), *both)
+    with serving(random_model, *command, log=folder / "server.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return client_of(server)
+
+
+def test_each_replica_does_what_one_device_does(
+    server: Server, client: openai.OpenAI, random_model: Path, folder: Path, one_device: Answers
+) -> None:
+    """And counts what it did, and nothing else."""
+    for replica, lengths in SENT.items():
+        for length in lengths:
+            rank = {"X-data-parallel-rank": str(replica)}
+            answer = complete(client, random_model, length, extra_headers=rank)
+            assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+    one, two = kept(folder / "one"), kept(folder / "two")
+    for length, (expected,) in one.items():
+        served = [length in lengths for lengths in SENT.values()]
+        assert two[length] == [expected] * sum(served), length
+
+    by_engine = _wait_until_idle(server)
+    assert set(by_engine) == set(SENT)
+    for replica, lengths in SENT.items():
+        metrics = by_engine[replica]
+        reports = [one_device[length][1] for length in lengths]
+        evicting = [report for report in reports if report["evicted_tokens"]]
+        assert metrics["vllm:prompt_tokens_total"] == {-1: sum(lengths)}
+        assert metrics["vllm_pyramid:evictions_total"] == {-1: len(evicting)}
+        assert metrics["vllm_pyramid:tokens_evicted_total"] == {
+            layer: sum(report["prompt_tokens"] - report["kept_tokens"][layer] for report in reports)
+            for layer in range(8)
+        }
+        freed = sum(report["blocks_before"] - report["blocks_after"] for report in reports)
+        assert sum(metrics["vllm_pyramid:blocks_freed_total"].values()) == freed
+
+
+def _wait_until_idle(server: Server) -> dict[int, dict[str, dict[int, float]]]:
+    """The metrics once no replica holds anything; the last that were read after ten seconds."""
+    for _ in range(50):
+        by_engine = server.metrics_by_engine()
+        if not any(
+            held for one in by_engine.values() for held in one["vllm_pyramid:blocks_held"].values()
+        ):
+            break
+        time.sleep(0.2)
+    return by_engine
+
+
+def test_what_is_held_is_that_of_the_replica(
+    server: Server, client: openai.OpenAI, random_model: Path
+) -> None:
+    rank = {"X-data-parallel-rank": "1"}
+    stream = complete(
+        client, random_model, LENGTHS[0], max_tokens=1500, stream=True, extra_headers=rank
+    )
+    for _ in range(3):
+        next(iter(stream))
+    by_engine = server.metrics_by_engine()
+    held = [by_engine[replica]["vllm_pyramid:blocks_held"] for replica in (0, 1)]
+    stream.close()
+    assert set(held[0].values()) == {0}
+    assert held[1][0] > held[1][7] > 0
+    assert set(_wait_until_idle(server)[1]["vllm_pyramid:blocks_held"].values()) == {0}
+
+
+def test_requests_are_shared_out(
+    server: Server, client: openai.OpenAI, random_model: Path, one_device: Answers
+) -> None:
+    """By vLLM; whoever gets one answers the same."""
+    before = _wait_until_idle(server)
+    lengths = [*SENT[0], *SENT[0]]
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        answers = list(threads.map(lambda length: complete(client, random_model, length), lengths))
+    for length, answer in zip(lengths, answers, strict=True):
+        report = answer.kv_transfer_params
+        assert report == one_device[length][1]
+    after = _wait_until_idle(server)
+    evictions = [
+        after[replica]["vllm_pyramid:evictions_total"][-1]
+        - before[replica]["vllm_pyramid:evictions_total"][-1]
+        for replica in (0, 1)
+    ]
+    assert sum(evictions) == 8 and all(evictions), evictions
+
+
+def test_killing_a_replica_ends_the_server(
+    server: Server, client: openai.OpenAI, random_model: Path
+) -> None:
+    """The last test of this server."""
+    processes = {name: pid for pid, name in members(server.process.pid)}
+    assert "VLLM::EngineCore_DP1" in processes
+    replica = processes["VLLM::EngineCore_DP0"]
+    rank = {"X-data-parallel-rank": "0"}
+    log = check_death(
+        server,
+        client.with_options(default_headers=rank),
+        random_model,
+        lambda: os.kill(replica, signal.SIGKILL),
+    )
+    assert "engine core exited unexpectedly" in log, log[-3000:]

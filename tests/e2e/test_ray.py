@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks that Ray starts, behind one server."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.one_device import (
+    LENGTHS,
+    Answers,
+    answers_of_one_device,
+    check_death,
+    client_of,
+    complete,
+    flags,
+    kept,
+)
+from tests.e2e.ray_head import RayHead, ray_head
+from tests.e2e.server import Server, serving
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="needs the extra `ray`: make ray"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture(scope="module")
+def one_device(random_model: Path, folder: Path) -> Answers:
+    return answers_of_one_device(random_model, folder / "one")
+
+
+@pytest.fixture(scope="module")
+def head(folder: Path) -> Iterator[RayHead]:
+    with ray_head(folder / "head.log", workers=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(
+    random_model: Path, folder: Path, one_device: Answers, head: RayHead
+) -> Iterator[Server]:
+    ranks = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
+    with serving(
+        random_model,
+        *flags(folder / "two"),
+        *ranks,
+        log=folder / "server.log",
+        environment=head.environment,
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return client_of(server)
+
+
+def test_two_ranks_do_what_one_device_does(
+    client: openai.OpenAI,
+    random_model: Path,
+    folder: Path,
+    head: RayHead,
+    one_device: Answers,
+) -> None:
+    assert len(head.workers()) == 2
+    for length in LENGTHS:
+        answer = complete(client, random_model, length)
+        assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+    files = sorted(path.stem.partition("-rank")[2] for path in (folder / "two").glob("*.npz"))
+    assert files == ["0"] * len(LENGTHS) + ["1"] * len(LENGTHS)
+    assert kept(folder / "two") == kept(folder / "one")
+
+
+def test_metrics_and_log(server: Server, one_device: Answers) -> None:
+    metrics = server.metrics()
+    reports = [report for _, report in one_device.values()]
+    assert metrics["vllm_pyramid:evictions_total"] == {-1: 4}
+    assert sum(metrics["vllm_pyramid:tokens_evicted_total"].values()) == sum(
+        report["evicted_tokens"] for report in reports
+    )
+    log = server.log.read_text()
+    assert "threads: Ray starts the workers" in log
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in log
+
+
+def test_killing_a_worker_ends_the_server(
+    server: Server, client: openai.OpenAI, random_model: Path, head: RayHead
+) -> None:
+    """The last test of this server. The other worker ends, too, and Ray stays."""
+    workers = head.workers()
+    log = check_death(server, client, random_model, lambda: os.kill(workers[-1], signal.SIGKILL))
+    assert "died unexpectedly, shutting down executor" in log, log[-3000:]
+    end = time.monotonic() + 30
+    while head.workers() and time.monotonic() < end:
+        time.sleep(0.2)
+    assert head.workers() == []
+    head.wait_until_ready(1)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that share prefixes in all the ways there are, and what comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.engine.support import Engine, Job, Outcome, greedy, random_prompts
+from tests.scheduler.checks import check_pool
+
+
+class Rows:
+    """Looks at every row of the pool after every step: its bytes never change while it is there."""
+
+    def __init__(self, engine: Engine) -> None:
+        worker = engine.core.model_executor.driver_worker.worker
+        # Groups have one layer each, so all layers' caches are views of one memory.
+        caches = [cache for cache in worker.model_runner.kv_caches if cache.numel()]
+        assert len({cache.data_ptr() for cache in caches}) == 1
+        # K and V may come before the blocks.
+        cache, axis = caches[0], caches[0].shape.index(engine.pool.num_gpu_blocks)
+        self.pages = cache.movedim(axis, 0)
+        self.seen: dict[Any, bytes] = {}
+        self.most = 0
+
+    def __call__(self, engine: Engine) -> None:
+        check_pool(engine.coordinator)
+        pool = engine.pool
+        rows = [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]
+        before, self.seen = self.seen, {}
+        self.most = max(self.most, len(rows))
+        for row in rows:
+            ids = [block.block_id for block in row.blocks]
+            content = self.pages[ids].contiguous().view(torch.uint8).numpy().tobytes()
+            assert before.get(row, content) == content, "a block that others may find was written"
+            self.seen[row] = content
+
+
+def cached_tokens(outcomes: Sequence[Outcome]) -> list[int]:
+    """Of each request, tokens of its prompt that were in the cache."""
+    return [outcome.output.num_cached_tokens for outcome in outcomes]
+
+
+def traces(folder: Path, outcomes: Sequence[Outcome]) -> list[list[bytes]]:
+    """What every request kept, in the order of the requests."""
+    found = []
+    for outcome in outcomes:
+        kept = []
+        for path in sorted(folder.glob(f"{outcome.request_id}*.npz")):
+            with np.load(path) as file:
+                names = sorted(name for name in file if name.startswith("kept_"))
+                kept += [file[name].tobytes() for name in names]
+        found.append(kept)
+    return found
+
+
+def conversation() -> list[list[Job]]:
+    """Waves of requests that share prefixes in all the ways there are."""
+    system, first, second, tail, short = random_prompts([300, 200, 150, 40, 90])
+    own = {"kv_budget": 96}
+    whole = {"kv_policy": "full"}
+    turn = Job([*system, *first], greedy(24))
+    waves = [
+        [turn, Job([*system, *second], greedy(10), arrival=1)],
+        # The same prompt again, with another budget, and whole; then a longer and a shorter one.
+        [Job(turn.prompt, greedy(12)), Job(turn.prompt, greedy(6, **own))],
+        [Job(turn.prompt, greedy(20, **whole)), Job([*turn.prompt, *tail], greedy(8))],
+        [Job([*system, *tail], greedy(8, **whole)), Job(system[:200], greedy(8))],
+        # Two at once that compute the same, and one that is given up in the middle.
+        [
+            Job([*tail, *second], greedy(6)),
+            Job([*tail, *second], greedy(6)),
+            Job([*tail, *second, *first], greedy(30), abort_after=3),
+        ],
+        [Job([*tail, *second, *first], greedy(8)), Job([*tail, *second], greedy(3, **whole))],
+        # In one step: the second one reads what the first one has just written.
+        [Job(short, greedy(6)), Job(short, greedy(6))],
+    ]
+    return waves
+
+
+def run_waves(engine: Engine, waves: list[list[Job]], on_step: Any) -> list[Outcome]:
+    outcomes = []
+    for wave in waves:
+        outcomes += engine.run(
+            [Job(job.prompt, job.params, job.arrival, job.abort_after) for job in wave], on_step
+        )
+    engine.check_whole()
+    return outcomes

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix caching of hybrid models: windows and chunks are found with what the other layers hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conversations import Rows, cached_tokens, conversation, run_waves, traces
+from tests.engine.families import make_family
+from tests.engine.support import EnginePool, Job, greedy, is_cpu_build, random_prompts
+
+pytestmark = pytest.mark.engine
+
+BLOCK, WINDOW = 16, 8
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 200,
+    "max_num_seqs": 8,
+    "max_model_len": 1024,
+    "kv_policy": "snapkv",
+    "kv_budget": 64,
+    "kv_policy_args": {"window": WINDOW},
+}
+# A window of 64 tokens; chunks of 64 tokens, with experts; sinks, with experts; layers that read
+# another's cache.
+FAMILIES = ("gemma3", "llama4", "gpt-oss", "gemma3n")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_what_is_kept_are_those_without_it(
+    engines: EnginePool, tmp_path: Path, family: str
+) -> None:
+    if family in ("llama4", "gpt-oss") and not is_cpu_build():
+        pytest.skip("this build of vLLM has no CPU kernels for experts")
+    model = make_family(family, tmp_path / family)
+    results = {}
+    for caching in (True, False):
+        folder = tmp_path / str(caching)
+        engine = engines.get(model, **SETTINGS, enable_prefix_caching=caching, kv_trace=str(folder))
+        engine.shuffle_blocks()
+        look = Rows(engine) if caching else None
+        outcomes = run_waves(engine, conversation(), look)
+        outcomes = [outcome for outcome in outcomes if outcome.output is not None]
+        results[caching] = (
+            [(outcome.token_ids, outcome.report) for outcome in outcomes],
+            traces(folder, outcomes),
+            cached_tokens(outcomes),
+        )
+        if look is not None:
+            assert look.most > 20
+    with_it, without = results[True], results[False]
+    assert with_it[0] == without[0]
+    assert with_it[1] == without[1] and any(with_it[1])
+    assert not any(without[2])
+    assert sum(cached > 0 for cached in with_it[2]) >= 6, with_it[2]
+
+
+def test_hits_are_as_long_as_they_can_be(engines: EnginePool, tmp_path: Path) -> None:
+    """All that was computed, but for the queries that score, wherever the prompts part."""
+    engine = engines.get(make_family("gemma3", tmp_path / "gemma3"), **SETTINGS)
+    prompt, other, more = random_prompts([500, 500, 300], seed=1)
+    look = Rows(engine)
+
+    def cached(tokens: list[int], **extra: Any) -> int:
+        (outcome,) = engine.run([Job(tokens, greedy(4, **extra))], look)
+        return outcome.cached
+
+    assert cached(prompt) == 0
+    assert cached(prompt) == (500 - WINDOW) // BLOCK * BLOCK == 480
+    assert cached(prompt, kv_budget=200) == 480
+    assert cached(prompt, kv_policy="full") == 496
+    assert cached(prompt[:300]) == (300 - WINDOW) // BLOCK * BLOCK
+    assert cached([*prompt, *more]) == 496
+    assert cached([*prompt[:400], *other]) == 400
+    assert cached(other) == 0, "it never began with these tokens"
+    assert engine.llm.reset_prefix_cache()
+    assert cached(prompt) == 0
+    engine.check_whole()

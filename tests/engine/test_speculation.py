@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding beside eviction: greedy tokens are those without it.
+
+Drafts come from the prompt and the answer so far (n-grams). The prompts repeat a few tokens in
+changing order, so that some drafts are right and most are not.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.families import make_family
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    count_preemptions,
+    greedy,
+    is_cpu_build,
+    register_kernels_once,
+)
+
+pytestmark = pytest.mark.engine
+
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"kv_policy": "full"},
+    "snapkv": {"kv_policy": "snapkv", "kv_budget": 64},
+    "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": "20%"},
+    "xkv": {"kv_policy": "xkv", "kv_budget": 64},
+    "inside": {
+        "kv_policy": "keydiff",
+        "kv_budget": 64,
+        "kv_policy_args": {"chunk": {"tokens": 128, "keep": 96}},
+    },
+    "pyramidinfer": {
+        "kv_policy": "pyramidinfer",
+        "kv_policy_args": {"decay_ratio": 0.5, "min_context": 24, "piece_tokens": 128},
+    },
+}
+
+# An engine in a process of its own says how many threads a matrix product has in the end.
+THREADS = f"""
+import sys
+import torch
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], enforce_eager=True, skip_tokenizer_init=True, max_model_len=256,
+          kv_cache_memory_bytes=8 << 20, speculative_config={SPECULATION},
+          additional_config=dict(kv_policy="snapkv", kv_budget=64, kv_min_tokens=0))
+prompt = dict(prompt_token_ids=[8, 9, 10] * 40)
+llm.generate([prompt], SamplingParams(max_tokens=8, detokenize=False), use_tqdm=False)
+print(torch.get_num_threads())
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    if not is_cpu_build():
+        pytest.skip("this build of vLLM verifies drafts on a GPU alone")
+    register_kernels_once()
+
+
+def _prompts(lengths: tuple[int, ...] = (500, 30, 333, 200, 640, 100, 77, 450)) -> list[list[int]]:
+    source = random.Random(1)
+    found = []
+    for length in lengths:
+        words = [source.randrange(8, 60) for _ in range(40)]
+        found.append([words[(i * 7 + i // 40) % 40] for i in range(length)])
+    return found
+
+
+def _waves(short_of_blocks: bool) -> list[list[Job]]:
+    """All at once, in chunks beside others that decode; one alone; and some that come again."""
+    if short_of_blocks:
+        prompts = _prompts((320, 250, 300, 280, 310))
+        return [[Job(prompt, greedy(100), arrival=3 * i) for i, prompt in enumerate(prompts)]]
+    prompts = _prompts()
+    return [
+        [Job(prompt, greedy(40), arrival=3 * i) for i, prompt in enumerate(prompts)],
+        [Job(prompts[2], greedy(40))],
+        [Job(prompt, greedy(12)) for prompt in prompts[3:6]],
+    ]
+
+
+def _count_drafts(engine: Engine) -> dict[str, int]:
+    """Counts `drafted` and `accepted` tokens from now on."""
+    count = {"drafted": 0, "accepted": 0}
+    original = engine.scheduler.make_spec_decoding_stats
+
+    def make(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **kwargs: Any) -> Any:
+        count["drafted"] += num_draft_tokens
+        count["accepted"] += num_accepted_tokens
+        return original(stats, num_draft_tokens, num_accepted_tokens, **kwargs)
+
+    engine.scheduler.make_spec_decoding_stats = make
+    return count
+
+
+def _check(engines: EnginePool, model: Path, settings: dict[str, Any], blocks: int = 4096) -> None:
+    """What comes of the same requests with drafts and without."""
+    is_short = blocks < 4096
+    settings = {**SETTINGS, "num_gpu_blocks_override": blocks, **settings}
+    settings["max_model_len"] = 512 if is_short else 1024
+    expected = [
+        outcome for wave in _waves(is_short) for outcome in engines.get(model, **settings).run(wave)
+    ]
+    engine = engines.get(model, speculative_config=SPECULATION, **settings)
+    drafts = _count_drafts(engine)
+    with count_preemptions(engine) as preemptions:
+        found = [outcome for wave in _waves(is_short) for outcome in engine.run(wave)]
+        engine.scheduler.reset_prefix_cache()
+        engine.check_whole()
+    assert 0 < drafts["accepted"] < drafts["drafted"] - 50, drafts
+    assert (preemptions["all"] > 0) == is_short
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.report == theirs.report
+    evicted = sum(outcome.report["evicted_tokens"] for outcome in found)
+    assert (evicted > 0) == (settings["kv_policy"] != "full")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_are_those_without_it(
+    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
+) -> None:
+    """With prefix caching, where the policy has it: the last requests of `_waves` have hits."""
+    _check(engines, tiny_model("llama-mha"), POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "xkv"])
+def test_tokens_of_preempted_requests(
+    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
+) -> None:
+    own = {**POLICIES[policy], "kv_admission": "prompt"}  # nobody waits for blocks
+    _check(engines, tiny_model("llama-mha"), own, blocks=130)
+
+
+def test_windows_beside_it(engines: EnginePool, tmp_path: Path) -> None:
+    """Layers that slide go back over the places of rejected drafts, too."""
+    _check(engines, make_family("gemma3", tmp_path / "gemma3"), POLICIES["snapkv"])
+
+
+def test_drafting_leaves_the_threads_alone(
+    engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numba sets the number of OpenMP threads of its process when its own start."""
+    engines.close()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
+    child = subprocess.run(
+        [sys.executable, "-c", THREADS, str(tiny_model("llama-mha"))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert child.stdout.split()[-1] == "1", "a process of one thread has more"
+
+
+def test_nobody_is_preempted_for_drafts(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Admission counts places for drafts, and that answers grow faster with them."""
+    settings = {**SETTINGS, **POLICIES["snapkv"], "speculative_config": SPECULATION}
+    settings |= {"num_gpu_blocks_override": 130, "max_model_len": 512}
+    engine = engines.get(tiny_model("llama-mha"), **settings)
+    with count_preemptions(engine) as preemptions:
+        outcomes = engine.run(_waves(short_of_blocks=True)[0])
+    assert all(len(outcome.token_ids) == 100 for outcome in outcomes)
+    assert preemptions["all"] == 0
+    assert engine.scheduler._admission.pace.mean > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "speculation", "message"),
+    [
+        ({"kv_policy": "h2o", "kv_budget": 64}, SPECULATION, "evicts while it generates"),
+        ({"kv_policy": "kcache"}, SPECULATION, "what one token attends to"),
+        (
+            {"kv_policy": "snapkv", "kv_budget": 64},
+            {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2},
+            "by a draft model: draft_model yet.*keeps a cache",
+        ),
+    ],
+)
+def test_what_cannot_be(
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    settings: dict[str, Any],
+    speculation: dict[str, Any],
+    message: str,
+) -> None:
+    model = tiny_model("llama-mha")
+    if "model" in speculation:
+        speculation = {**speculation, "model": str(model)}
+    with pytest.raises(ValueError, match=message):
+        engines.get(
+            model, speculative_config=speculation, max_model_len=512, **SETTINGS, **settings
+        )

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a KV policy cannot work with, each with its reason: the one list of them.
+
+The table of docs/limits.md is made from it. What a policy's own parts cannot work with is in
+theirs, and what a user's numbers make impossible in `engine_config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_pyramid.model_shape import SLIDING, layer_kinds
+from vllm_pyramid.policy import Policy
+from vllm_pyramid.worker.backend_names import FP8_CACHES
+
+_STOCK_WORKERS = (
+    "auto",
+    "vllm.v1.worker.cpu_worker.CPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker",
+)
+_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES)
+# Ways to draft that keep no cache of their own.
+_DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that does not work beside a policy.
+
+    Attributes:
+        what: by the flag's name, if it has one. why: and what to do instead.
+        asked: whether a configuration has it, with the policy that is served; a string is the
+            value that does not work.
+    """
+
+    what: str
+    why: str
+    asked: Callable[[Any, Policy], Any]
+
+
+def refuse(refusals: Iterable[Refusal], config: EngineArgs | VllmConfig, policy: Policy) -> None:
+    """Raise ValueError for the first of the refusals that a configuration asks for."""
+    for refusal in refusals:
+        if asked := refusal.asked(config, policy):
+            value = f" {asked}" if isinstance(asked, str) else ""
+            raise ValueError(
+                f"a KV policy (--kv-policy) does not work with {refusal.what}{value} yet: "
+                f"{refusal.why}"
+            )
+
+
+def _unless(value: Any, good: tuple[str, ...]) -> str | None:
+    """The value, if it is none of the good ones."""
+    return None if value in good else str(value)
+
+
+def _drafts_elsewhere(config: VllmConfig, policy: Policy) -> str | None:
+    speculation = config.speculative_config
+    return None if speculation is None else _unless(speculation.method, _DRAFTS)
+
+
+def _has_windows_alone(config: VllmConfig, policy: Policy) -> bool:
+    model = config.model_config
+    return set(layer_kinds(model.hf_text_config, model.max_model_len)) == {SLIDING}
+
+
+def _has_fp8_in_flash_attention(config: VllmConfig, policy: Policy) -> bool:
+    chosen = config.attention_config.backend
+    is_flash = chosen is not None and chosen.name == "FLASH_ATTN"
+    return is_flash and config.cache_config.cache_dtype in FP8_CACHES
+
+
+# Of the flags as they were given, before anything is loaded.
+OF_ARGUMENTS = (
+    Refusal(
+        "--kv-transfer-config",
+        "a KV connector would move blocks that hold other tokens than their positions say",
+        lambda args, _: args.kv_transfer_config is not None,
+    ),
+    Refusal(
+        "--kv-offloading-size",
+        "offloaded blocks would hold other tokens than their positions say",
+        lambda args, _: bool(args.kv_offloading_size),
+    ),
+    Refusal(
+        "--pipeline-parallel-size",
+        "a stage knows only its own layers; use --tensor-parallel-size",
+        lambda args, _: args.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "--decode-context-parallel-size",
+        "the tokens of a block would be spread over ranks",
+        lambda args, _: args.decode_context_parallel_size > 1,
+    ),
+    Refusal(
+        "--prefill-context-parallel-size",
+        "the observation window would be spread over ranks",
+        lambda args, _: args.prefill_context_parallel_size > 1,
+    ),
+    Refusal(
+        "--enable-dbo",
+        "a step's requests would be split into two batches",
+        lambda args, _: args.enable_dbo,
+    ),
+    Refusal(
+        "--disable-hybrid-kv-cache-manager",
+        "it forces one block table for all layers; leave the flag out",
+        lambda args, _: bool(args.disable_hybrid_kv_cache_manager),
+    ),
+    Refusal(
+        "--kv-sharing-fast-prefill",
+        "it skips the queries that the scorer looks through",
+        lambda args, _: args.kv_sharing_fast_prefill,
+    ),
+    Refusal(
+        "--kv-cache-dtype",
+        f"such caches have no scoring kernel; use one of {', '.join(_KV_CACHE_DTYPES)}",
+        lambda args, _: _unless(args.kv_cache_dtype, _KV_CACHE_DTYPES),
+    ),
+    Refusal(
+        "--runner pooling",
+        "pooling keeps no cache to evict from",
+        lambda args, _: args.runner == "pooling",
+    ),
+    Refusal(
+        "--scheduler-cls",
+        "the policy brings its own scheduler",
+        lambda args, _: bool(args.scheduler_cls),
+    ),
+    Refusal(
+        "--worker-cls",
+        "the policy brings its own worker",
+        lambda args, _: _unless(args.worker_cls, _STOCK_WORKERS),
+    ),
+)
+
+# Of the finished configuration: what checkpoints and vLLM's defaults switch on.
+OF_CONFIGURATION = (
+    Refusal(
+        "a model that does not generate",
+        "there is no cache to evict from; serve it with --kv-policy none",
+        lambda config, _: config.model_config.runner_type != "generate",
+    ),
+    Refusal(
+        "a model with an encoder",
+        "policies are for decoder-only models",
+        lambda config, _: config.model_config.is_encoder_decoder,
+    ),
+    Refusal(
+        "multi-head latent attention (MLA)",
+        "its cache has no KV heads to choose tokens for; serve this model with --kv-policy none",
+        lambda config, _: config.model_config.use_mla,
+    ),
+    Refusal(
+        "a model of which every layer has a sliding window",
+        "there is nothing to evict; serve it with --kv-policy none",
+        _has_windows_alone,
+    ),
+    Refusal(
+        "speculative decoding by a draft model:",
+        f"it keeps a cache that no budget counts; draft by one of {', '.join(_DRAFTS)}",
+        _drafts_elsewhere,
+    ),
+    Refusal(
+        "speculative decoding and a policy that evicts while it generates",
+        "that cannot be taken back when a draft is rejected; choose a policy that evicts prompts, "
+        "such as pyramidkv",
+        lambda config, policy: config.speculative_config is not None and policy.works_in_every_step,
+    ),
+    Refusal(
+        "a KV connector",
+        "leave --kv-transfer-config out",
+        lambda config, _: config.kv_transfer_config is not None,
+    ),
+    Refusal(
+        "two batches a step",
+        "each would need tables of its own; leave --enable-dbo and --ubatch-size out",
+        lambda config, _: config.parallel_config.use_ubatching,
+    ),
+    Refusal(
+        "a KV cache of type",
+        "the checkpoint asks for it; add --kv-cache-dtype bfloat16",
+        lambda config, _: _unless(config.cache_config.cache_dtype, _KV_CACHE_DTYPES),
+    ),
+    Refusal(
+        "fp8 caches and --attention-backend FLASH_ATTN",
+        "it wants quantised queries, and scorers look at those that are not; use TRITON_ATTN",
+        _has_fp8_in_flash_attention,
+    ),
+    Refusal(
+        "a KV cache of type fp8_e5m2 on CUDA",
+        "vLLM's Triton attention takes every fp8 cache for e4m3; use --kv-cache-dtype fp8",
+        lambda config, _: (
+            current_platform.device_type == "cuda" and config.cache_config.cache_dtype == "fp8_e5m2"
+        ),
+    ),
+    Refusal(
+        "attention_config.backend_per_kind",
+        "it would replace the backend that reads per-layer tables",
+        lambda config, _: bool(config.attention_config.backend_per_kind),
+    ),
+    Refusal(
+        "attention_config.hisparse_config",
+        "it keeps pages of its own",
+        lambda config, _: config.attention_config.hisparse_config is not None,
+    ),
+    Refusal(
+        "vLLM's hybrid KV cache manager switched off",
+        "every layer needs a block table of its own; KV events and chunked local attention switch "
+        "it off",
+        lambda config, _: config.scheduler_config.disable_hybrid_kv_cache_manager,
+    ),
+)

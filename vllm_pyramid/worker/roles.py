@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each layer of a model does with the KV cache where a policy is served.
+
+    evicting     full attention: a budget and a block table of its own
+    companion    a window that slides, a chunk, a state: what vLLM keeps of it
+    reader       attends to the KV of a layer below it, which evicts when its last reader is done
+
+The runner makes the roles once, when vLLM asks for the specs of the layers. What evicts is numbered
+from the bottom, from 0 on; the model's own numbers stay in the specs, for what users see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_pyramid.compat.cache import with_one_page_size
+from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
+
+_SERVE_WITHOUT = "serve this model with --kv-policy none"
+# Themselves, nothing that derives from them.
+_ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+@dataclass(frozen=True)
+class LayerRoles:
+    """The layers of a model by their names.
+
+    Attributes:
+        evicting: specs from the bottom. companions: vLLM's own specs.
+        readers: of each layer that others read, those others from the bottom.
+    """
+
+    evicting: dict[str, LayerKVCacheSpec]
+    companions: dict[str, KVCacheSpec]
+    readers: dict[str, list[str]]
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """Of all layers with a cache of their own, from the bottom."""
+        return _from_the_bottom({**self.companions, **self.evicting})
+
+
+def roles_of(
+    stock: Mapping[str, KVCacheSpec],
+    policy: Policy,
+    max_model_len: int,
+    readers: Mapping[str, str] | None = None,
+) -> LayerRoles:
+    """Give every layer its role.
+
+    Layers whose V the policy keeps in host memory get a spec of K alone.
+
+    Args:
+        stock: vLLM's specs. readers: layers that read the KV of another, and that one.
+
+    Raises:
+        ValueError: a layer whose cache cannot be managed, with its name and kind; no layer with
+            full attention; pages that cannot share a pool.
+    """
+    try:
+        unified = with_one_page_size(_from_the_bottom(stock))
+    except NotImplementedError as error:
+        raise ValueError(f"{error} The layers cannot share a pool: {_SERVE_WITHOUT}") from error
+    full = [name for name, spec in unified.items() if _is_full(name, spec, max_model_len)]
+    if not full:
+        raise ValueError(
+            "no layer of this model has full attention, so there is nothing to evict: "
+            f"{_SERVE_WITHOUT}"
+        )
+    evicting = {
+        name: LayerKVCacheSpec(
+            **{
+                f.name: getattr(unified[name], f.name)
+                for f in fields(FullAttentionSpec)
+                if f.init and hasattr(unified[name], f.name)
+            },
+            layer_idx=index,
+            num_layers=len(full),
+            model_layer=extract_layer_index(name),
+        )
+        for index, name in enumerate(full)
+    }
+    shapes = {(spec.page_size_bytes, spec.block_size) for spec in evicting.values()}
+    if len(shapes) > 1:
+        sizes = sorted({stock[name].page_size_bytes for name in full})
+        raise ValueError(
+            f"the layers with full attention have KV pages of different sizes ({sizes} bytes a "
+            f"block), which no KV policy can manage yet: {_SERVE_WITHOUT}"
+        )
+    of_layers: dict[str, list[str]] = {}
+    for reader, layer in sorted((readers or {}).items(), key=lambda pair: _number(pair[0])):
+        of_layers.setdefault(layer, []).append(reader)
+    ends = [_number(of_layers.get(name, [name])[-1]) for name in full]
+    if ends != sorted(ends):
+        raise ValueError(
+            "layers of this model read each other's caches in another order than these stand in, "
+            f"so they could not evict from the bottom up: {_SERVE_WITHOUT}"
+        )
+    return LayerRoles(
+        {
+            name: spec
+            if policy.values.on_device(spec.layer_idx)
+            else KeyOnlyKVCacheSpec.of(_with_values_alike(name, spec))
+            for name, spec in evicting.items()
+        },
+        {name: spec for name, spec in unified.items() if name not in evicting},
+        of_layers,
+    )
+
+
+def _number(name: str) -> int:
+    number: int = extract_layer_index(name)
+    return number
+
+
+def _from_the_bottom(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    return {name: specs[name] for name in sorted(specs, key=_number)}
+
+
+def _is_full(name: str, spec: KVCacheSpec, max_model_len: int) -> bool:
+    """Whether a layer has full attention, or a window that no sequence is longer than.
+
+    Raises:
+        ValueError: a cache that cannot be managed.
+    """
+    if type(spec) is MambaSpec:
+        if spec.mamba_cache_mode != "none" or spec.num_speculative_blocks:
+            raise ValueError(
+                f"the state of layer {name} is cached in mode {spec.mamba_cache_mode!r}, beside "
+                "which no KV policy works yet: leave --mamba-cache-mode and "
+                "--enable-prefix-caching out"
+            )
+        return False
+    if type(spec) not in _ATTENTION:
+        raise ValueError(
+            f"layer {name} has a cache of type {type(spec).__name__}, which no KV policy can "
+            f"manage yet: {_SERVE_WITHOUT}"
+        )
+    assert isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec)
+    quantised = spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+    if quantised or getattr(spec, "non_causal", False):
+        what = f"of type {spec.kv_quant_mode.name}" if quantised else "not causal"
+        raise ValueError(
+            f"the cache of layer {name} is {what}, which no KV policy can manage yet: "
+            f"{_SERVE_WITHOUT} (a cache quantised by the checkpoint's settings: "
+            "--kv-cache-dtype bfloat16)"
+        )
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    if not window or window >= max_model_len:
+        return True
+    if isinstance(spec, FullAttentionSpec):
+        raise ValueError(
+            f"layer {name} has a window of {window} tokens and keeps its whole cache: vLLM's "
+            "hybrid KV cache manager is off, which a KV policy needs"
+        )
+    return False
+
+
+def _with_values_alike(name: str, spec: LayerKVCacheSpec) -> LayerKVCacheSpec:
+    if spec.head_size_v != spec.head_size:
+        raise ValueError(
+            f"layer {name} has keys of {spec.head_size} and values of {spec.head_size_v} elements; "
+            "V in host memory needs them alike: set values to device, or choose another policy"
+        )
+    return spec
