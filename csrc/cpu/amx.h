@@ -180,6 +180,16 @@ void attention_with_tiles(const PyrAttention& p, const AttentionItem& item, cons
   TileRows<T> tiles[2];
   tile_rows(p, item, item.begin, &tiles[0]);
   int turn = 0;
+  // What has probabilities but is not in the sums yet. Memory that was just written is slow to come
+  // back as a tile (and the other way round), so another product runs in between.
+  int waiting = -1, waiting_rows = 0, waiting_keys = 0;
+  auto add_values = [&] {
+    if (waiting >= 0)
+      tile_product<Tiles, true>(waiting_rows, s.rows.sum + waiting * stride, stride,
+                                s.probabilities, KB / Mode::Step, s.values, stride,
+                                (waiting_keys + 31) / 32, stride / W);
+    waiting = -1;
+  };
   Tiles::begin();
   for (int begin = item.begin; begin < item.end; begin += KB, turn ^= 1) {
     const int keys = item.end - begin < KB ? item.end - begin : KB;
@@ -190,6 +200,7 @@ void attention_with_tiles(const PyrAttention& p, const AttentionItem& item, cons
       next = &tiles[turn ^ 1];
     }
     pack_keys<Mode>(s.keys, tile.key, keys, D, next ? next->key : nullptr);
+    add_values();
     pack_values<Mode>(s.values, tile.value, keys, D, next ? next->value : nullptr);
     // A tile of values is 32 keys deep: zeros behind the last key, whose probabilities are zero too.
     const int packed = round_up(keys, W) / Mode::Step, whole = round_up(keys, 32) / Mode::Step;
@@ -202,6 +213,7 @@ void attention_with_tiles(const PyrAttention& p, const AttentionItem& item, cons
       const int vectors = (visible + W - 1) / W;
       tile_product<Tiles, false>(rows, s.scores, KB, s.queries + r * units, units, s.keys, KB,
                                  units / 16, vectors);
+      add_values();
       for (int i = 0; i < rows; ++i) {
         const int row = item.row0 + r + i;
         const int row_lo = sight.lo(row) - begin;
@@ -210,17 +222,17 @@ void attention_with_tiles(const PyrAttention& p, const AttentionItem& item, cons
         const float correction = softmax_step<Mode>(
             p, s.scores + i * KB, s.probabilities + i * (KB / Mode::Step), vectors,
             row_lo > 0 || row_hi < vectors * W - 1, row_lo, row_hi, s.rows.max + r + i,
-            s.rows.weight + r + i);
+            s.rows.weights + (r + i) * W);
         if (correction != 1.0f) {
           float* sum = s.rows.sum + (r + i) * stride;
           const V factor = v_set(correction);
           for (int d = 0; d < stride; d += W) v_store(sum + d, v_mul(v_load(sum + d), factor));
         }
       }
-      tile_product<Tiles, true>(rows, s.rows.sum + r * stride, stride, s.probabilities,
-                                KB / Mode::Step, s.values, stride, (visible + 31) / 32, stride / W);
+      waiting = r, waiting_rows = rows, waiting_keys = visible;
     }
   }
+  add_values();
   Tiles::end();
 }
 

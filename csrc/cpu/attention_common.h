@@ -60,9 +60,10 @@ PYR_INLINE void tile_rows(const PyrAttention& p, const AttentionItem& item, int 
 
 // The state of a tile of rows while it runs over the keys.
 struct RowState {
-  float* sum;     // [rows][padded D], unnormalised
-  float* max;     // [rows], of the scores as they come out of the product
-  float* weight;  // [rows]
+  float* sum;      // [rows][padded D], unnormalised
+  float* max;      // [rows], of the scores as they come out of the product
+  float* weight;   // [rows]
+  float* weights;  // [rows][W], the lanes of `weight` while the row runs
 };
 
 struct AttentionScratch {
@@ -94,6 +95,7 @@ PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* mem
   s.rows.sum = carver.floats(in_tiles * padded(int(p.D)));
   s.rows.max = carver.floats(rows);
   s.rows.weight = carver.floats(rows);
+  s.rows.weights = carver.floats(rows * W);
   return s;
 }
 
@@ -102,11 +104,12 @@ size_t attention_scratch(const PyrAttention& p, int64_t rows) {
   const int64_t in_tiles = round_up(int(rows), Mode::kPadRows);
   return carved(p.D / Mode::Step * KB) + carved(KB / Mode::Step * padded(int(p.D))) +
          2 * carved(kScores<Mode>) + carved(query_floats(p, in_tiles, Mode::Step)) +
-         carved(in_tiles * padded(int(p.D))) + 2 * carved(rows);
+         carved(in_tiles * padded(int(p.D))) + 2 * carved(rows) + carved(rows * W);
 }
 
-// One row's softmax step over a tile: scores -> probabilities relative to the running maximum.
-// Returns the factor for what was summed before.
+// One row's softmax step over a tile: scores -> probabilities relative to the running maximum; their
+// sum goes to the lanes of `weight`, which are added up when the row is done. Returns the factor for
+// what was summed before.
 template <class Mode>
 PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* probabilities,
                               int vectors, bool mask, int lo, int hi, float* max, float* weight) {
@@ -122,36 +125,32 @@ PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* proba
       v_store(scores + i * W, v_mask_outside(v_load(scores + i * W), i * W, lo, hi));
   V top = v_load(scores);
   for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(scores + i * W));
-  const float before = *max, tile_max = v_hmax(top);
-  const float after = tile_max > before ? tile_max : before;
+  // After the first tiles a maximum rarely changes: only then is it worth finding in its vector.
+  const float before = *max;
+  const float after = v_any_above(top, before) ? v_hmax(top) : before;
   // Nothing visible so far: any finite reference gives probabilities of zero.
   const float shift = after == -INFINITY ? 0.0f : -after * factor;
   const V scale = v_set(factor), offset = v_set(shift);
-  V total = v_zero();
-  if (Mode::kPairs) {
-    int i = 0;
-    for (; i + 2 <= vectors; i += 2) {
-      const V a = v_exp2(v_fma(v_load(scores + i * W), scale, offset));
-      const V b = v_exp2(v_fma(v_load(scores + i * W + W), scale, offset));
-      total = v_add(total, v_add(a, b));
-      Mode::store_probabilities(probabilities, i * W, a, b);
-    }
-    if (i < vectors) {
-      const V a = v_exp2(v_fma(v_load(scores + i * W), scale, offset));
-      total = v_add(total, a);
-      Mode::store_probabilities(probabilities, i * W, a, v_zero());
-    }
-  } else {
-    for (int i = 0; i < vectors; ++i) {
-      const V a = v_exp2(v_fma(v_load(scores + i * W), scale, offset));
-      total = v_add(total, a);
-      Mode::store_probabilities(probabilities, i * W, a, a);
-    }
+  V total = v_load(weight);
+  float correction = 1.0f;
+  if (after != before) {
+    correction = v_first(v_exp2(v_set((before - after) * factor)));
+    total = v_mul(total, v_set(correction));
+    *max = after;
   }
-  const float correction =
-      after == before ? 1.0f : v_first(v_exp2(v_set((before - after) * factor)));
-  *max = after;
-  *weight = *weight * correction + v_hsum(total);
+  int i = 0;
+  for (; Mode::kPairs && i + 2 <= vectors; i += 2) {
+    const V a = Mode::exp2(v_fma(v_load(scores + i * W), scale, offset));
+    const V b = Mode::exp2(v_fma(v_load(scores + i * W + W), scale, offset));
+    total = v_add(total, v_add(a, b));
+    Mode::store_probabilities(probabilities, i * W, a, b);
+  }
+  for (; i < vectors; ++i) {
+    const V a = Mode::exp2(v_fma(v_load(scores + i * W), scale, offset));
+    total = v_add(total, a);
+    Mode::store_probabilities(probabilities, i * W, a, v_zero());
+  }
+  v_store(weight, total);
   return correction;
 }
 

@@ -122,11 +122,11 @@ PYR_INLINE void direct_softmax(const PyrAttention& p, const AttentionItem& item,
     const V shift = v_set(state->shift[r]);
     V total = v_mul(v_load(state->weight + r * W), v_set(state->correction[r]));
     for (int i = 0; i < vectors; i += Mode::kPairs ? 2 : 1) {
-      const V a = v_exp2(v_fma(v_load(from + i * W), scale, shift));
+      const V a = Mode::exp2(v_fma(v_load(from + i * W), scale, shift));
       total = v_add(total, a);
       V b = v_zero();
       if (Mode::kPairs && i + 1 < vectors) {
-        b = v_exp2(v_fma(v_load(from + i * W + W), scale, shift));
+        b = Mode::exp2(v_fma(v_load(from + i * W + W), scale, shift));
         total = v_add(total, b);
       }
       Mode::store_probabilities(to, i * W, a, b);

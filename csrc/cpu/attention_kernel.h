@@ -56,7 +56,7 @@ void attention_tile(const PyrAttention& p, const AttentionItem& item, const Sigh
         correction[i] = softmax_step<Mode>(
             p, s.scores + i * KB, s.probabilities + i * (KB / Mode::Step), vectors,
             row_lo > 0 || row_hi < vectors * W - 1, row_lo, row_hi, s.rows.max + r + i,
-            s.rows.weight + r + i);
+            s.rows.weights + (r + i) * W);
       }
       product<Mode, true>(rows, s.rows.sum + r * stride, stride, s.probabilities, KB / Mode::Step,
                           s.values, stride, (visible + Mode::Step - 1) / Mode::Step, stride / W,
@@ -95,7 +95,7 @@ void attention(const PyrAttention& p, const AttentionItem& item, const Attention
   const int stride = padded(int(p.D));
   for (int i = 0; i < item.rows; ++i) {
     s.rows.max[i] = -INFINITY;
-    s.rows.weight[i] = 0;
+    v_store(s.rows.weights + i * W, v_zero());
   }
   memset(s.rows.sum, 0, size_t(round_up(item.rows, Mode::kPadRows)) * stride * 4);
   if (!try_direct<Mode>(p, item, next, sight, s)) {
@@ -107,6 +107,7 @@ void attention(const PyrAttention& p, const AttentionItem& item, const Attention
     } else {
       attention_tile<Mode>(p, item, sight, s);
     }
+    for (int i = 0; i < item.rows; ++i) s.rows.weight[i] = v_hsum(v_load(s.rows.weights + i * W));
   }
   if (item.slot < 0) {
     for (int i = 0; i < item.rows; ++i)

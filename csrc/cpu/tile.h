@@ -46,6 +46,7 @@ struct FloatMode {
   static constexpr int kTogether = kMaxRows, kPadRows = 1;  // rows, see attention_tile and amx.h
 
   static PYR_INLINE V multiply_add(V sum, V a, V b) { return v_fma(a, b, sum); }
+  static PYR_INLINE V exp2(V x) { return v_exp2(x); }  // of what becomes a probability
   static PYR_INLINE V load(const T* row, int n) { return v_load_row(row, n); }
   static PYR_INLINE void pack_value_rows(float* out, const T* const* rows, int first, int keys,
                                          int D) {
@@ -76,6 +77,7 @@ struct PairMode {
   static PYR_INLINE V multiply_add(V sum, V a, V b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
   }
+  static PYR_INLINE V exp2(V x) { return v_exp2_rough(x); }
   static PYR_INLINE V load(const T* row, int n) { return _mm512_castsi512_ps(load_pairs(row, n)); }
   // Vectors of (a[d], b[d]) for the components d .. d + 15 and d + 16 .. d + 31.
   static PYR_INLINE void interleave(V a, V b, V* lo, V* hi) {
