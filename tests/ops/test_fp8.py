@@ -127,8 +127,10 @@ def test_every_number_is_read_exactly(each_isa: Any, fp8: torch.dtype) -> None:
                     query[..., d] = 1
                     batch = AttentionBatch(query, cache, cache, **shape, key_scale=4.0)
                     _, lse = attend(cpu, batch, Softmax(0.5))
+                    # The logarithm of one, which may be off by the last bit. The smallest number
+                    # is 1.5e-5.
                     torch.testing.assert_close(
-                        lse[whole, 0], 2 * numbers[whole, d], rtol=1e-6, atol=1e-12, msg=isa
+                        lse[whole, 0], 2 * numbers[whole, d], rtol=1e-6, atol=1e-7, msg=isa
                     )
 
 
