@@ -153,7 +153,7 @@ template <class TileSet, class T>
 struct TileMode : PairMode<T> {
   using Tiles = TileSet;
   // Rows that are worked on together, and what numbers of rows are rounded up to in memory.
-  static constexpr int kTogether = 2 * kTileRows, kPadRows = kTileRows;
+  static constexpr int kTogether = 2 * kTileRows, kPadRows = kTileRows, kValueKeys = kDirectMost;
 };
 
 #define PYR_TILED(TILES, T)                                                     \

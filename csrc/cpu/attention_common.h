@@ -58,6 +58,22 @@ PYR_INLINE void tile_rows(const PyrAttention& p, const AttentionItem& item, int 
                           out, fill);
 }
 
+// The addresses of the step of decoding after that of `keys` keys from `begin` on, which may be the
+// first of the item `then`; null where there is none. As many as that step uses, and as this one
+// fetches ahead.
+template <class T>
+PYR_INLINE const TileRows<T, kDirectMost>* rows_after(const PyrAttention& p,
+                                                      const AttentionItem& item,
+                                                      const AttentionItem* then, int begin,
+                                                      int keys, TileRows<T, kDirectMost>* out) {
+  const AttentionItem* other = begin + keys < item.end ? &item : then;
+  const int from = other == &item ? begin + keys : other ? other->begin : 0;
+  if (!other || from >= other->end) return nullptr;
+  const int step = direct_step(other->end - from), most = step > keys ? step : keys;
+  tile_rows(p, *other, from, out, step, round_up(most, KB));
+  return out;
+}
+
 // The state of a tile of rows while it runs over the keys.
 struct RowState {
   float* sum;      // [rows][padded D], unnormalised
@@ -77,17 +93,19 @@ PYR_INLINE int64_t query_floats(const PyrAttention& p, int64_t rows, int step) {
   return tile > direct ? tile : direct;
 }
 
-// Scores of the rows that are worked on together: of decoding, or of a tile of keys.
+// Scores of the rows that are worked on together: of a tile of keys, or of decoding, which on AMX
+// takes whole vectors and whole groups of keys.
 template <class Mode>
-constexpr int kScores =
-    Mode::kTogether * KB > 8 * kDirectMost ? Mode::kTogether * KB : 8 * kDirectMost;
+constexpr int kScores = Mode::kPadRows > 1                  ? W * (kDirectMost + 2 * W)
+                        : Mode::kTogether * KB > 8 * kDirectMost ? Mode::kTogether * KB
+                                                                 : 8 * kDirectMost;
 
 template <class Mode>
 PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* memory) {
   Carver carver{(char*)memory};
   AttentionScratch s;
   s.keys = carver.floats(p.D / Mode::Step * KB);
-  s.values = carver.floats(KB / Mode::Step * padded(int(p.D)));
+  s.values = carver.floats(Mode::kValueKeys / Mode::Step * padded(int(p.D)));
   const int64_t in_tiles = round_up(int(rows), Mode::kPadRows);
   s.scores = carver.floats(kScores<Mode>);
   s.probabilities = carver.floats(kScores<Mode>);
@@ -102,7 +120,7 @@ PYR_INLINE AttentionScratch carve(const PyrAttention& p, int64_t rows, void* mem
 template <class Mode>
 size_t attention_scratch(const PyrAttention& p, int64_t rows) {
   const int64_t in_tiles = round_up(int(rows), Mode::kPadRows);
-  return carved(p.D / Mode::Step * KB) + carved(KB / Mode::Step * padded(int(p.D))) +
+  return carved(p.D / Mode::Step * KB) + carved(Mode::kValueKeys / Mode::Step * padded(int(p.D))) +
          2 * carved(kScores<Mode>) + carved(query_floats(p, in_tiles, Mode::Step)) +
          carved(in_tiles * padded(int(p.D))) + 2 * carved(rows) + carved(rows * W);
 }

@@ -212,15 +212,8 @@ void attention_direct(const PyrAttention& p, const AttentionItem& item, const At
     keys = direct_step(item.end - begin);
     const int vectors = (keys + W - 1) / W;
     const TileRows<T, kDirectMost>& tile = tiles[turn];
-    const TileRows<T, kDirectMost>* next = nullptr;
-    const AttentionItem* other = begin + keys < item.end ? &item : then;
-    const int from = other == &item ? begin + keys : other ? other->begin : 0;
-    if (other && from < other->end) {
-      // As many addresses as that step uses, and as this one fetches ahead.
-      next = &tiles[turn ^ 1];
-      const int step = direct_step(other->end - from), most = step > keys ? step : keys;
-      tile_rows(p, *other, from, &tiles[turn ^ 1], step, round_up(most, KB));
-    }
+    const TileRows<T, kDirectMost>* next =
+        rows_after(p, item, then, begin, keys, &tiles[turn ^ 1]);
     direct_scores<Mode, R>(s.scores, s.queries, units, tile.key, vectors,
                            next ? next->key : nullptr);
     direct_softmax<Mode, R>(p, item, sight, begin, keys, vectors, s.scores, s.probabilities,

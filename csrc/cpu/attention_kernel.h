@@ -3,14 +3,10 @@
 #pragma once
 #include "attention_direct.h"
 #if defined(__AVX512BF16__)
-#include "amx.h"  // attention_with_tiles
+#include "amx_decode.h"
 #endif
 
 namespace {
-
-template <class Mode>
-void attention_with_tiles(const PyrAttention&, const AttentionItem&, const Sight&,
-                          const AttentionScratch&);
 
 // Rows that share each tile of keys through packed copies of it.
 template <class Mode>
@@ -65,6 +61,33 @@ void attention_tile(const PyrAttention& p, const AttentionItem& item, const Sigh
   }
 }
 
+#if defined(__AVX512BF16__)
+template <class Mode>
+constexpr bool kTiled = Mode::kPadRows > 1;
+#endif
+
+template <class Mode>
+PYR_INLINE void attention_of_many(const PyrAttention& p, const AttentionItem& item,
+                                  const Sight& sight, const AttentionScratch& s) {
+#if defined(__AVX512BF16__)
+  if constexpr (kTiled<Mode>)
+    if (p.D % 32 == 0) return attention_with_tiles<Mode>(p, item, sight, s);
+#endif
+  attention_tile<Mode>(p, item, sight, s);
+}
+
+// Whether these are few rows, and it has done them.
+template <class Mode>
+PYR_INLINE bool attention_of_few(const PyrAttention& p, const AttentionItem& item,
+                                 const AttentionItem* next, const Sight& sight,
+                                 const AttentionScratch& s) {
+#if defined(__AVX512BF16__)
+  if constexpr (kTiled<Mode> && sizeof(typename Mode::Element) == 2)
+    if (decode_with_tiles<Mode>(p, item, next, sight, s)) return true;
+#endif
+  return try_direct<Mode>(p, item, next, sight, s);
+}
+
 // Normalises a row and writes it out; `max` and `weight` describe its softmax so far.
 PYR_INLINE void finish_row(const PyrAttention& p, const Sight& sight, int kv_head, int row,
                            const float* sum, float max, float weight) {
@@ -98,15 +121,8 @@ void attention(const PyrAttention& p, const AttentionItem& item, const Attention
     v_store(s.rows.weights + i * W, v_zero());
   }
   memset(s.rows.sum, 0, size_t(round_up(item.rows, Mode::kPadRows)) * stride * 4);
-  if (!try_direct<Mode>(p, item, next, sight, s)) {
-    if constexpr (Mode::kPadRows > 1) {
-      if (p.D % 32 == 0)
-        attention_with_tiles<Mode>(p, item, sight, s);
-      else
-        attention_tile<Mode>(p, item, sight, s);
-    } else {
-      attention_tile<Mode>(p, item, sight, s);
-    }
+  if (!attention_of_few<Mode>(p, item, next, sight, s)) {
+    attention_of_many<Mode>(p, item, sight, s);
     for (int i = 0; i < item.rows; ++i) s.rows.weight[i] = v_hsum(v_load(s.rows.weights + i * W));
   }
   if (item.slot < 0) {

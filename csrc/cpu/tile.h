@@ -44,6 +44,7 @@ struct FloatMode {
   static constexpr int kElements = W;  // elements a vector load takes from a row
   static constexpr bool kPairs = false;
   static constexpr int kTogether = kMaxRows, kPadRows = 1;  // rows, see attention_tile and amx.h
+  static constexpr int kValueKeys = KB;                     // packed together
 
   static PYR_INLINE V multiply_add(V sum, V a, V b) { return v_fma(a, b, sum); }
   static PYR_INLINE V exp2(V x) { return v_exp2(x); }  // of what becomes a probability
@@ -72,7 +73,7 @@ struct PairMode {
   static constexpr int Step = 2;
   static constexpr int kElements = 2 * W;
   static constexpr bool kPairs = true;
-  static constexpr int kTogether = kMaxRows, kPadRows = 1;
+  static constexpr int kTogether = kMaxRows, kPadRows = 1, kValueKeys = KB;
 
   static PYR_INLINE V multiply_add(V sum, V a, V b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);

@@ -100,6 +100,18 @@ def test_layouts_and_skips(make_batch, assert_close, layout, block_size) -> None
     assert_close(batch)
 
 
+@pytest.mark.parametrize(("group", "queries"), [(5, 1), (7, 1), (4, 2), (3, 4), (16, 1), (4, 4)])
+@pytest.mark.parametrize("block_size", [8, 16, 48])
+def test_a_few_rows(make_batch, assert_close, group, queries, block_size) -> None:
+    """Rows that fill the lanes of a vector in part, from any place in a page."""
+    batch = make_batch(
+        [300, 95, 700, 64, 513], [queries] * 5, skips=[131, 48, 5, 40, 0], group=group,
+        block_size=block_size, head_size=96, dtype=torch.bfloat16, seed=group,
+    )  # fmt: skip
+    for options in ({}, {"sliding_window": 37}, {"soft_cap": 2.0}):
+        assert_close(batch, **options)
+
+
 def test_window_leaves_freed_blocks_alone(make_batch) -> None:
     """Blocks before a sliding window are freed: their entries name nothing that may be read."""
     batch = make_batch([500, 200], [1, 4], skips=[480, 150])
