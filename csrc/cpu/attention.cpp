@@ -12,8 +12,9 @@
 namespace pyr {
 namespace {
 
-// Rows of a tile of a long prompt: enough to pay for packing each tile of keys.
-constexpr int64_t kPromptRows = 240;
+// Rows of a tile of a prompt: enough to pay for packing each tile of keys. Prompts of many rows have
+// tiles enough for every thread, and pay for packing half as often.
+constexpr int64_t kPromptRows = 240, kManyRows = 4096;
 // Keys of a part of a split request: at least this, and at most kMaxParts parts.
 constexpr int64_t kPartKeys = 512;
 constexpr int64_t kMaxParts = 16;
@@ -59,7 +60,8 @@ void plan_request(const PyrAttention& p, int64_t r, Plan& plan) {
   const int64_t length = p.seq_lens[r] - p.skips[r], rows = queries * heads;
   if (!rows) return;
   const bool split = rows <= kSplitRows;
-  const int64_t tile_queries = split ? queries : std::max<int64_t>(1, kPromptRows / heads);
+  const int64_t tile_rows = rows < kManyRows ? kPromptRows : 2 * kPromptRows;
+  const int64_t tile_queries = split ? queries : std::max<int64_t>(1, tile_rows / heads);
   for (int64_t q = 0; q < queries; q += tile_queries) {
     const int64_t count = std::min(tile_queries, queries - q);
     const int64_t first = length - queries + q;  // local position of the tile's first query
