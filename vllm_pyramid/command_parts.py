@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Progress", "check_writable", "has_matplotlib", "names", "numbers", "progress_bar"]
+__all__ = [
+    "Progress",
+    "check_writable",
+    "has_matplotlib",
+    "names",
+    "numbers",
+    "progress_bar",
+    "split_cache_dtype",
+]
 
 
 def names(text: str, what: str) -> tuple[str, ...]:
@@ -34,6 +42,27 @@ def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
         if not name.isascii() or not name.isdigit() or int(name) < least:
             raise ValueError(f"{what}: {name!r} is not a whole number of at least {least}")
     return tuple(map(int, found))
+
+
+def split_cache_dtype(policy: str) -> tuple[str, str | None]:
+    """`snapkv@fp8` is the policy `snapkv` on a KV cache of `--kv-cache-dtype fp8`.
+
+    Returns:
+        The policy, and the cache's type; None for the model's own.
+
+    Raises:
+        ValueError: the cache cannot have that type.
+    """
+    name, at, dtype = policy.rpartition("@")
+    if not at:
+        return policy, None
+    from vllm_pyramid.worker.backend_names import FP8_CACHES
+
+    if dtype not in FP8_CACHES:
+        raise ValueError(
+            f"{policy!r}: behind the @ goes a type of KV cache, one of {', '.join(FP8_CACHES)}"
+        )
+    return name, dtype
 
 
 def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:

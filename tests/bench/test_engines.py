@@ -144,14 +144,14 @@ def test_decode_only_beside_transformers(
 
 
 def test_capacity_where_memory_is_shared_out_otherwise(tmp_path: Path) -> None:
-    """V of three of four layers in host memory; a cache that gives room up to gathered numbers."""
+    """V of three of four layers in host memory; room for gathered numbers; 8-bit floats."""
     layers, prompt, output = 4, 482, 64  # all are in before the first needs another block
-    command = ["bench", "capacity", "--layers", str(layers), "--policies", "kcache,h2o"]
+    command = ["bench", "capacity", "--layers", str(layers), "--policies", "kcache,h2o,full@fp8"]
     command += ["--budget", "64", "--prompt-len", str(prompt), "--output-len", str(output)]
     command += ["--num-prompts", "14", "--pool-prompts", "4", "--threads", "1"]
     command += ["--repetitions", "1", "--no-pictures", "--out", str(tmp_path)]
     assert main(command) == 0
-    kcache, h2o = json.loads((tmp_path / "capacity.json").read_text())["rows"]
+    kcache, h2o, fp8 = json.loads((tmp_path / "capacity.json").read_text())["rows"]
     pool = 4 * 35 * layers  # blocks: a request of 546 tokens takes 35 of a layer
     assert kcache["host_bytes"] == pool * 16384 and h2o["host_bytes"] is None
     # In five of eight halves of the memory of `full`: six requests in the place of four.
@@ -159,6 +159,9 @@ def test_capacity_where_memory_is_shared_out_otherwise(tmp_path: Path) -> None:
     assert kcache["predicted_resident"] == kcache["to_their_end"] == 6
     assert 6 <= kcache["resident_max"] <= (pool + layers) // begin
     assert begin <= kcache["decode_blocks"] / kcache["resident_max"] <= end
+    assert fp8["policy"] == "full@fp8" and fp8["budget"] == "100%"
+    assert fp8["predicted_resident"] == fp8["to_their_end"] == 8  # instead of four
+    assert fp8["peak_blocks"] > pool  # of half the size
     # Evicted, each has 5 to 9 blocks of a layer; the last one's prompt has to find room.
     pool = pool * 64 // 65
     assert h2o["predicted_resident"] == 1 + (pool - 31 * layers) // (9 * layers) == 12

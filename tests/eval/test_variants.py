@@ -41,9 +41,22 @@ def test_labels_tell_variants_apart() -> None:
     assert nested.label == "snapkv(allocator.beta=9, allocator.kind=geometric, window=4)"
 
 
+def test_types_of_caches() -> None:
+    """They belong to the variant: to its label, and to its engine's arguments."""
+    plain, half, other = parse('snapkv,snapkv@fp8,snapkv@fp8_e5m2:{"window":4}')
+    assert [v.label for v in (plain, half, other)] == [
+        "snapkv",
+        "snapkv@fp8",
+        "snapkv@fp8_e5m2(window=4)",
+    ]
+    assert [v.engine_args for v in (plain, half)] == [{}, {"kv_cache_dtype": "fp8"}]
+    assert half.definition() == plain.definition() and other.load().window == 4
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("snapkv@fp9", "behind the @ goes a type of KV cache, one of fp8, fp8_e4m3"),
         ("", "is empty"),
         (" , ", "is empty"),
         ("snapvk", "unknown policy 'snapvk' .did you mean 'snapkv'"),

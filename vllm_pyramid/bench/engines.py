@@ -58,7 +58,7 @@ class Engines:
         self._stack.close()
 
     def _key(self, variant: Variant) -> str:
-        return variant.policy if self._share else variant.label
+        return variant.name if self._share else variant.label
 
     def _start(self, key: str, variant: Variant, processes: int) -> None:
         """Start a process and its model.
@@ -75,7 +75,7 @@ class Engines:
         environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         child = Child(
             [python, *module],
-            f"the {'peer' if variant.is_peer else 'engine'} {variant.policy!r}",
+            f"the {'peer' if variant.is_peer else 'engine'} {variant.name!r}",
             offline=Path(prepared.model).is_dir(),
             environment=environment | variant.environment,
         )
@@ -101,7 +101,7 @@ class Engines:
             model=prepared.model,
             policy=None if variant.is_stock else variant.policy,
             engine_args=arguments | job.engine_arguments(variant),
-            block_bytes=job.shape.block_bytes,
+            block_bytes=job.block_bytes(variant),
         )
         blocks, wanted = answer["pool_blocks"], job.pool_blocks(variant, job.pool_prompts)
         if variant.is_stock:

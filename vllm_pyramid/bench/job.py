@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
 from vllm_pyramid.bench.cost import RequestNeeds
 from vllm_pyramid.bench.memory import PolicyMemory, check_budget_evicts
 from vllm_pyramid.bench.shapes import BLOCK_SIZE, Shape
+from vllm_pyramid.command_parts import split_cache_dtype
 from vllm_pyramid.config import CONFIG_KEYS, NO_POLICY
 from vllm_pyramid.policy import Budget, load_policy
 
@@ -37,14 +38,27 @@ class Variant:
     Attributes:
         policy: a policy's name or file, `stock`, `stock-prefix-caching`, or one of `PEERS`.
         budget: as on the command line; None where nothing is evicted.
+        cache_dtype: of the KV cache, as `--kv-cache-dtype` names it; None for the model's.
     """
 
     policy: str
     budget: str | None
+    cache_dtype: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, budget: str | None) -> Variant:
+        """As on the command line: `snapkv`, or `snapkv@fp8` with that cache."""
+        policy, cache_dtype = split_cache_dtype(text)
+        return cls(policy, budget, cache_dtype)
+
+    @property
+    def name(self) -> str:
+        """The policy as on the command line."""
+        return self.policy if self.cache_dtype is None else f"{self.policy}@{self.cache_dtype}"
 
     @property
     def label(self) -> str:
-        return self.policy if self.budget is None else f"{self.policy} {self.budget}"
+        return self.name if self.budget is None else f"{self.name} {self.budget}"
 
     @property
     def is_peer(self) -> bool:
@@ -75,6 +89,7 @@ def _floor(variant: Variant) -> int:
 def _memory(shape: Shape, variant: Variant) -> PolicyMemory | None:
     if variant.is_peer or variant.is_stock:
         return None
+    shape = replace(shape, cache_dtype=variant.cache_dtype)
     return PolicyMemory(shape, load_policy(variant.policy, variant.budget))
 
 
@@ -92,13 +107,15 @@ def variants_of(
             raise ValueError(f"vLLM without a policy takes part as {STOCK!r} or {STOCK_CACHING!r}")
         if policy.startswith(KVPRESS) and policy not in PEERS:
             raise ValueError(f"unknown peer {policy!r}: there are {', '.join(PEERS)}")
-        without_budget = Variant(policy, None)
+        without_budget = Variant.parse(policy, None)
+        if without_budget.is_peer and without_budget.cache_dtype is not None:
+            raise ValueError(f"{policy!r}: a peer's cache has the model's dtype")
         if not policy.startswith(KVPRESS):
-            memory = None if policy == TRANSFORMERS else _memory(shape, without_budget)
+            memory = _memory(shape, without_budget)
             if memory is None or not memory.evicts:
                 variants.append(without_budget)
                 continue
-        for variant in (Variant(policy, budget) for budget in budgets):
+        for variant in (Variant.parse(policy, budget) for budget in budgets):
             if (memory := _memory(shape, variant)) is not None:
                 memory.check_budget(variant.label, prompt_len)
             else:
@@ -202,6 +219,10 @@ class Job:
         blocks = self._blocks(self.pool_prompts, BLOCK_SIZE) + self.shape.layers
         return blocks * self.shape.block_bytes
 
+    def block_bytes(self, variant: Variant) -> int:
+        """Bytes of a variant's block of one layer."""
+        return replace(self.shape, cache_dtype=variant.cache_dtype).block_bytes
+
     def bytes_beside_block(self, variant: Variant) -> int:
         """Bytes beside each block, for numbers that a policy gathers of its tokens."""
         memory = self.memory(variant)
@@ -210,15 +231,16 @@ class Job:
     def pool_blocks(self, variant: Variant, pool_prompts: float) -> int:
         """Blocks that requests of a variant can have, in memory for so many whole requests.
 
-        What a policy gathers beside its blocks is part of the memory. V in host memory needs a page
-        there for every block. Stock vLLM gets as many whole requests in its larger blocks; that is
-        up to a block of its own more for each, in its favour.
+        What a policy gathers beside its blocks is part of the memory. Of 8-bit floats there are
+        twice the blocks. V in host memory needs a page there for every block. Stock vLLM gets as
+        many whole requests in its larger blocks; that is up to a block of its own more for each, in
+        its favour.
         """
+        block, whole = self.block_bytes(variant), self.shape.block_bytes
         if variant.is_stock:
-            return self._blocks(pool_prompts, STOCK_BLOCK_SIZE)
-        block = self.shape.block_bytes
+            return self._blocks(pool_prompts, STOCK_BLOCK_SIZE) * whole // block
         blocks = self._blocks(pool_prompts, BLOCK_SIZE)
-        blocks = blocks * block // (block + self.bytes_beside_block(variant))
+        blocks = blocks * whole // (block + self.bytes_beside_block(variant))
         if self.kv_swap_space is not None and self.v_on_host(variant):
             blocks = min(blocks, int(self.kv_swap_space * 2**30) // block - 1)  # vLLM keeps one
         return blocks
@@ -227,7 +249,7 @@ class Job:
         """Bytes of host memory for V, a page for each block; None where V stays."""
         if not self.v_on_host(variant):
             return None
-        return self.pool_blocks(variant, pool_prompts) * self.shape.block_bytes
+        return self.pool_blocks(variant, pool_prompts) * self.block_bytes(variant)
 
     def check_room(self, variant: Variant, pool_prompts: float) -> None:
         """Check that one request fits, also when it holds most.
@@ -268,12 +290,17 @@ class Job:
             "enable_prefix_caching": None if self.prefix_caching else False,
             "seed": 0,
         }
+        if variant.cache_dtype is not None:
+            made["kv_cache_dtype"] = variant.cache_dtype
+            # What vLLM keeps back is smaller, too.
+            spare = self.shape.layers * (self.shape.block_bytes - self.block_bytes(variant))
+            made["kv_cache_memory_bytes"] -= spare
         if variant.is_stock:
             # Two of its own blocks more, since it rounds down and keeps one back. The bench then
             # reserves what is too much.
             spare = 2 * STOCK_BLOCK_SIZE // BLOCK_SIZE * self.shape.layers
             blocks = self.pool_blocks(variant, self.pool_prompts) + spare
-            made["kv_cache_memory_bytes"] = blocks * self.shape.block_bytes
+            made["kv_cache_memory_bytes"] = blocks * self.block_bytes(variant)
             given = {name: v for name, v in self.engine_args.items() if name not in CONFIG_KEYS}
             caching = {"enable_prefix_caching": variant.policy == STOCK_CACHING}
             return made | {"block_size": None} | given | caching

@@ -87,7 +87,8 @@ class EngineOptions(MeasureOptions):
     policies: Names = Field(
         ("stock", "pyramidkv"),
         description="names, .yaml files, `stock` and `stock-prefix-caching` for vLLM without this "
-        f"plugin; in throughput also {', '.join(PEERS)}; the others are compared with the first",
+        "plugin, each with another type of KV cache if need be (`snapkv@fp8`); in throughput also "
+        f"{', '.join(PEERS)}; the others are compared with the first",
     )
     budgets: Names = Field(
         ("12%",),

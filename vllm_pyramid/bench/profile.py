@@ -147,7 +147,7 @@ def step_profile(variant: Variant, batch: int, answer: dict[str, Any]) -> dict[s
     step = statistics.fmean(with_timers)
     parts = {part: 1e3 * spent / len(with_timers) for part, spent in answer["parts"].items()}
     return {
-        "policy": variant.policy,
+        "policy": variant.name,
         "budget": variant.budget or "100%",
         "batch": batch,
         "with_timers_ms": with_timers,

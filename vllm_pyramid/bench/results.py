@@ -66,7 +66,7 @@ def make_rows(
         machine: for the rates that the cost model allows; None: without them.
     """
     frame = pd.DataFrame(
-        [{"policy": v.policy, "budget": v.budget or "100%", **sample} for v, sample in samples],
+        [dict(zip(_KEYS, _identity(v), strict=True)) | sample for v, sample in samples],
         columns=[*_KEYS, *_CONDITIONS, *_MEDIANS, *_LARGEST, *_LARGEST_BLOCKS],
     )
     numbers = frame.columns[len(_KEYS) :]
@@ -101,7 +101,7 @@ def make_rows(
 
 
 def _identity(variant: Variant) -> list[str]:
-    return [variant.policy, variant.budget or "100%"]
+    return [variant.name, variant.budget or "100%"]
 
 
 def _predict(
@@ -117,7 +117,7 @@ def _predict(
     needs = job.needs(variant)
     batch = 0
     if not variant.is_peer:
-        pool_bytes = job.pool_blocks(variant, pool_prompts) * job.shape.block_bytes
+        pool_bytes = job.pool_blocks(variant, pool_prompts) * job.block_bytes(variant)
         batch = min(job.num_prompts, cost.resident(pool_bytes, needs))
         made["predicted_resident"] = batch
         made["host_bytes"] = job.host_bytes(variant, pool_prompts)

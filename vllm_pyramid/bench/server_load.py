@@ -274,7 +274,7 @@ def _start(prepared: Prepared, variant: Variant, servers: int) -> Server:
     cache = "kv_cache_memory_bytes"
     arguments |= own | slack | {cache: max(own[cache], slack[cache])}
     policy = [] if variant.is_stock else ["--kv-policy", variant.policy]
-    return Server(prepared.model, [*flags_of(arguments), *policy], variant.policy, environment)
+    return Server(prepared.model, [*flags_of(arguments), *policy], variant.name, environment)
 
 
 def latencies_over_http(
@@ -286,7 +286,7 @@ def latencies_over_http(
 ) -> Samples:
     """Every rate with all variants in turn, repetition by repetition."""
     job, samples = prepared.job, []
-    policies = {variant.policy: variant for variant in prepared.variants}
+    policies = {variant.name: variant for variant in prepared.variants}
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for policy, variant in policies.items():
@@ -296,7 +296,7 @@ def latencies_over_http(
         for variant in prepared.variants:
             progress.stage(f"{variant.label}, warm-up")
             seed = repetitions * len(rates)  # no measurement's
-            load(servers[variant.policy], prepared, variant, replace(job, num_prompts=1), inf, seed)
+            load(servers[variant.name], prepared, variant, replace(job, num_prompts=1), inf, seed)
         for turn, rate in enumerate(rates):
             for repetition in range(repetitions):
                 seed = turn * repetitions + repetition  # new prompts, unknown to a prefix cache
@@ -304,7 +304,7 @@ def latencies_over_http(
                     progress.stage(
                         f"{variant.label}, {rate:g}/s, {repetition + 1} of {repetitions}"
                     )
-                    server = servers[variant.policy]
+                    server = servers[variant.name]
                     sample = load(server, prepared, variant, job, rate, seed, concurrency)
                     samples.append((variant, sample))
                     progress.advance(job.num_prompts)

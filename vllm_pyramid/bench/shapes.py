@@ -20,7 +20,7 @@ class Shape:
     Attributes:
         layers, hidden, mlp: depth, width, width of the MLP. heads, kv_heads, head_size: attention.
         vocabulary: rows of the output layer. positions: the longest sequence.
-        dtype: of weights and cache.
+        dtype: of the weights. cache_dtype: of K and V in the cache, if another, as vLLM calls it.
     """
 
     layers: int
@@ -32,6 +32,7 @@ class Shape:
     vocabulary: int
     positions: int = 32768
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None
 
     @property
     def layer_parameters(self) -> int:
@@ -46,13 +47,18 @@ class Shape:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a weight, and of an element of the cache."""
+        """Bytes of a weight."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def cache_element_bytes(self) -> int:
+        """Bytes of an element of K or V in the cache."""
+        return self.element_bytes if self.cache_dtype is None else 1
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.head_size * self.element_bytes
+        return 2 * self.kv_heads * self.head_size * self.cache_element_bytes
 
     @property
     def block_bytes(self) -> int:

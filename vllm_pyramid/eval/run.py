@@ -117,7 +117,8 @@ class Run:
             for budget in budgets_of(variant.load(), settings.budgets):
                 if budget is not None:
                     variant.load(budget)  # raises where they do not suit each other
-                where = [identity, settings.engine_args, variant.definition(), budget]
+                engine_args = settings.engine_args | variant.engine_args
+                where = [identity, engine_args, variant.definition(), budget]
                 for task, length, seed, sample, prompt, forced in made:
                     what = [prompt, forced, sample.max_tokens, task.needs_recall]
                     what += [True] if sample.follows_full else []
@@ -172,7 +173,11 @@ class Run:
                 kv_policy=variant.policy,
                 kv_policy_args=dict(variant.args),
                 policy_name=variant.load().name,
-                engine_args={"max_model_len": longest + 1, **self.settings.engine_args},
+                engine_args={
+                    "max_model_len": longest + 1,
+                    **self.settings.engine_args,
+                    **variant.engine_args,
+                },
                 requests=sorted(requests, key=_order),
                 recall=any(task.needs_recall for task in self.settings.tasks),
             )

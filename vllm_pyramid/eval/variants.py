@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_pyramid.command_parts import split_cache_dtype
 from vllm_pyramid.config import parse_policy_args
 from vllm_pyramid.policy import Policy, load_policy
 
@@ -28,20 +29,28 @@ class Variant:
     Attributes:
         policy: a preset's name or the path of a `.yaml` file.
         args: replace values of it, as `--kv-policy-args` does.
+        cache_dtype: of the KV cache, as `--kv-cache-dtype` names it; None for the model's.
     """
 
     policy: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    cache_dtype: str | None = None
 
     @property
     def label(self) -> str:
-        """What tables, pictures and rows call it: `snapkv(kernel_size=11)`.
+        """What tables, pictures and rows call it: `snapkv@fp8(kernel_size=11)`.
 
         Equal arguments make equal labels, in whatever order or nesting they are given.
         """
+        name = self.policy if self.cache_dtype is None else f"{self.policy}@{self.cache_dtype}"
         if not self.args:
-            return self.policy
-        return f"{self.policy}({', '.join(sorted(_written(self.args)))})"
+            return name
+        return f"{name}({', '.join(sorted(_written(self.args)))})"
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        """What its engine needs beside the policy."""
+        return {} if self.cache_dtype is None else {"kv_cache_dtype": self.cache_dtype}
 
     def load(self, budget: str | None = None) -> Policy:
         """The policy itself.
@@ -100,8 +109,9 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
             args, place = _arguments(text, place - 1, f"{flag}: the arguments of {name!r}")
         elif not name + colon:
             continue
-        variant = Variant(name + colon * (following != "{"), args)
         try:
+            policy, cache_dtype = split_cache_dtype(name + colon * (following != "{"))
+            variant = Variant(policy, args, cache_dtype)
             variant.load()
         except ValueError as error:
             raise ValueError(f"{flag}: {error}") from None
