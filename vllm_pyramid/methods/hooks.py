@@ -116,6 +116,13 @@ class WorkerHooks:
     def allocate(self, num_blocks: int) -> None:
         """The cache will have so many blocks. May be called again: then what was is dropped."""
 
+    def compile_kernels(self, call: LayerCall) -> None:
+        """Compile what the other hooks launch, by a made-up call of one request with one query.
+
+        Its table is of block 0, which is nobody's, and holds anything. `max_seq_len` is called with
+        all powers of two, so that kernels that are made by it are compiled for all lengths.
+        """
+
     def value_cache(self, layer: int, key_cache: torch.Tensor) -> torch.Tensor | None:
         """V of a layer whose pages hold K alone, `[P, G, N, D]`; None where V is in its page.
 
