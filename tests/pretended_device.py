@@ -2,12 +2,12 @@
 """A CUDA device that is not there: tensors that say they are on it, and what would wait for it.
 
     with PretendedDevice() as device:
-        x = torch.zeros(3, device=device.device)     # on the host, and says that it is not
-        x[torch.tensor([0])] = 1.0                   # two waits: an index and a number of the host's
+        x = torch.zeros(3, device=device.device)  # on the host, and says that it is not
+        x[torch.tensor([0])] = 1.0  # two waits: an index and a number of the host's
     assert device.waits == [...]
 
-Numbers are computed on the host, so results can be looked at (`device.data`). What PyTorch refuses
-for tensors of two devices is refused; what it does by waiting for the device (or by copying pageable
+Numbers are computed on the host, so results can be looked at (`data_of`). What PyTorch refuses for
+tensors of two devices is refused; what it does by waiting for the device (or by copying pageable
 memory, which waits too) is noted with the line of this package that asked for it.
 
 The device's name is "meta", the only one beside "cpu" that PyTorch knows in all of its builds.
@@ -177,7 +177,8 @@ def data_of(value: Any) -> Any:
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.clone()
-    copy.is_pinned_here = True  # type: ignore[attr-defined]
+    # Rows with gaps between them are copied through memory that is not.
+    copy.is_pinned_here = tensor.is_contiguous()  # type: ignore[attr-defined]
     return copy
 
 

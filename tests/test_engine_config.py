@@ -190,8 +190,8 @@ def test_a_backend_that_cannot_be_is_refused_by_its_name(monkeypatch: pytest.Mon
     chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
     with pytest.raises(ValueError, match=r"backend FLASH_ATTN here: compute capability not"):
         engine_config._take_backend(resolved_config(**model_config(LLAMA, **chosen)), policy)
+    wrong = model_config(LLAMA, **{"cache_config.cache_dtype": "fp8_e5m2"})
     with pytest.raises(ValueError, match=r"backend TRITON_ATTN here: kv_cache_dtype not supported"):
-        wrong = model_config(LLAMA, **{"cache_config.cache_dtype": "fp8_e5m2"})
         engine_config._take_backend(resolved_config(**wrong), policy)
 
 

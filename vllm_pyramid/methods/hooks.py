@@ -16,6 +16,7 @@ A step is one call of the model, with tokens of several requests. The eviction b
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +76,7 @@ class WorkerSide:
         model: gives the model, once it has been loaded.
         step: gives the current step.
         swap_space_bytes: `--kv-swap-space` in bytes; None where it was not given.
+        may_wait: a context in which the host may wait for the device, whoever watches for that.
     """
 
     config: VllmConfig
@@ -85,6 +87,7 @@ class WorkerSide:
     model: Callable[[], torch.nn.Module]
     step: Callable[[], Step]
     swap_space_bytes: int | None = None
+    may_wait: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def num_layers(self) -> int:

@@ -178,8 +178,9 @@ class PyramidImplMixin:
         """The layer's attention as our own kernels see it.
 
         Args:
-            layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`. tables: shifted, `[>= R, M]`.
-            starts, lens, no_skips, offsets: `[R + 1]`, and `[R]` int32. maxima: of `AttentionBatch`.
+            layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`. tables: `[>= R, M]`,
+            shifted. starts, lens, no_skips, offsets: `[R + 1]`, and `[R]` int32.
+            maxima: of `AttentionBatch`.
         """
         context = self.context
         assert context is not None, "the layer was not bound"

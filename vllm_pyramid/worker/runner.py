@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
@@ -104,6 +105,7 @@ class PyramidRunnerMixin:
                 model=self.get_model,
                 step=lambda: self.retention.step,
                 swap_space_bytes=settings.swap_space_bytes,
+                may_wait=gpu_sync_allowed,
             )
         )
         self.retention.hooks = self.hooks

@@ -51,8 +51,8 @@ def compile_kernels(
         call = _made_up_call(context, layer, queries, dtype)
         # All of what kernels are told of a layer.
         query, cache, softmax = call.query, call.key_cache, call.softmax
-        kind = (query.shape[1:], cache.shape[1:], cache.stride(), cache.dtype)
-        kind += (softmax.soft_cap != 0, softmax.sinks is not None)
+        switches = softmax.soft_cap != 0, softmax.sinks is not None
+        kind = (query.shape[1:], cache.shape[1:], cache.stride(), cache.dtype, switches)
         if kind in kinds:
             continue
         kinds.add(kind)
