@@ -38,13 +38,20 @@ def pretend_triton_device() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     masked_load = InterpreterBuilder.create_masked_load
+    masked_store = InterpreterBuilder.create_masked_store
+
+    # The interpreter makes an integer of a truth value that was and-ed with a scalar.
 
     def load(self: Any, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """The interpreter makes an integer of a truth value that was and-ed with a scalar."""
         mask.data = mask.data.astype(bool)
         return masked_load(self, ptrs, mask, *args, **kwargs)
 
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return masked_store(self, ptrs, value, mask, *args, **kwargs)
+
     InterpreterBuilder.create_masked_load = load
+    InterpreterBuilder.create_masked_store = store
     backends.clear()
     backends["nvidia"] = Backend(nvidia.compiler, ActiveDriver)
     backends["cpu"] = backends["nvidia"]  # a CPU build of vLLM wants one of this name, too

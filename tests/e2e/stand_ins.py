@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -88,7 +88,7 @@ def install_flash_attention() -> None:
 
 
 def install_triton_kernels() -> None:
-    """Evictions run our Triton kernels, interpreted, as on CUDA; else they run those for the CPU."""
+    """Evictions run our Triton kernels, interpreted, in place of those for the CPU."""
     from vllm_pyramid.ops import triton_ops
     from vllm_pyramid.worker import backend_cuda
 
@@ -117,7 +117,7 @@ class Graph:
 class Pieces:
     """In place of `BreakableCUDAGraphWrapper`: attention between the pieces is called as ever."""
 
-    _all_instances: weakref.WeakSet[Any] = weakref.WeakSet()
+    _all_instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     def __init__(self, model: Any, config: Any) -> None:
         self.model, self.graph_pool = model, None
@@ -158,13 +158,17 @@ def install_start_up(mode: str) -> None:
     The graphs' memory is profiled with a small cache, which is taken down again; then come the real
     cache, the kernels of evictions, vLLM's warm-up, and the capture.
     """
+    from vllm import SamplingParams
     from vllm.config import CUDAGraphMode
+    from vllm.v1.worker import workspace
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     from vllm_pyramid.platform.cpu import PyramidCpuPlatform
     from vllm_pyramid.worker.cpu_worker import PyramidCpuWorker
 
+    # Not all of vLLM's kernels for sampling can be interpreted.
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=0))
     cudagraph_utils.CudaGraphManager.capture = capture
     cudagraph_utils.BreakableCUDAGraphWrapper = Pieces
     for name in ("graph_pool_handle", "get_global_graph_pool"):
@@ -177,11 +181,12 @@ def install_start_up(mode: str) -> None:
     warm_up = PyramidCpuWorker.compile_or_warm_up_model
 
     def determine_available_memory(worker: Any) -> int:
+        workspace.init_workspace_manager(worker.device, 1)
         available: int = determine(worker)
         compilation = worker.vllm_config.compilation_config
         compilation.cudagraph_mode = CUDAGraphMode[mode]
-        compilation.cudagraph_capture_sizes = [1, 2, 4]
-        compilation.max_cudagraph_capture_size = 4
+        compilation.cudagraph_capture_sizes = [1, 2, 4, 24, 48]
+        compilation.max_cudagraph_capture_size = 48
         worker.model_runner.profile_cudagraph_memory()
         COUNTS["profiled captures"] = COUNTS.pop("captures", 0)
         return available

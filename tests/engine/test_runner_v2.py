@@ -3,9 +3,9 @@
 
 vLLM's second model runner needs Triton and a device; Triton's interpreter stands in for both, so
 these engines run in processes of their own. With it the attention of CUDA devices runs too, under
-either runner: vLLM's Triton kernels on the tables that `worker/shifted.py` shifts for each layer, and
-FlashAttention, whose two functions have stand-ins in PyTorch. With stand-ins for CUDA graphs workers
-start as they do on a GPU, and evictions run our Triton kernels between the replays.
+either runner, on the tables that `worker/shifted.py` shifts for each layer: vLLM's Triton kernels,
+and FlashAttention, whose two functions have stand-ins in PyTorch. With stand-ins for CUDA graphs
+workers start as they do on a GPU, and evictions run our Triton kernels between the replays.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ ENGINES = {
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
-        ("xkv", "h2o", "hybrid"),
+        ("xkv", "hybrid"),
     ),
     "full-graphs": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
@@ -232,8 +232,10 @@ def _check_graphs(mode: str, policy: str, counts: dict[str, int]) -> None:
         assert counts["mode NONE"] == 1
         return
     assert counts[f"mode {mode}"] == 1
-    assert counts["profiled captures"] == 2 < counts["captures"]
-    assert counts["full replays"] > 3
+    # Of four requests at most; with two drafts each has three tokens in a decode step.
+    assert counts["captures"] == (2 if policy == "drafts" else 3)
+    assert counts["profiled captures"] == 2
+    assert counts["full replays"] > 1
     # Prompts, whose attention is called between the pieces, and evicts.
     assert (counts.get("piecewise calls", 0) > 0) == (mode == "FULL_AND_PIECEWISE")
 
