@@ -122,8 +122,8 @@ class WorkerHooks:
     def compile_kernels(self, call: LayerCall) -> None:
         """Compile what the other hooks launch, by a made-up call of one request with one query.
 
-        Its table is of block 0, which is nobody's, and holds anything. `max_seq_len` is called with
-        all powers of two, so that kernels that are made by it are compiled for all lengths.
+        Its table is of block 0, which is nobody's, and holds anything. It is called for all powers
+        of two as `max_seq_len`, by which a kernel may be another one.
         """
 
     def value_cache(self, layer: int, key_cache: torch.Tensor) -> torch.Tensor | None:

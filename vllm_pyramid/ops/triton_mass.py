@@ -22,8 +22,7 @@ from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped, with_sin
 BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
 # They begin at any multiple of four bytes: one variant of a kernel for all layers.
 ROWS_OF_LARGER_TENSORS = [
-    *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "log_sum_exp"),
-    *("sinks", "partial_max", "partial_sum"),
+    *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "sinks"),
 ]
 
 

@@ -91,8 +91,8 @@ class PyramidBuilderMixin:
         metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
         metadata.kv_offsets = shifted.skips[context.layer, : common.num_reqs]
         if shifted.replays:
-            # The graph reads the tensors that it was captured with. What is built for its step is
-            # read by nobody, and took as long for all layers as a good part of the replay.
+            # The graph reads the tensors that it was captured with; what is built for its step is
+            # read by nobody.
             self._of_replays[shape] = metadata
         return metadata
 
@@ -178,8 +178,8 @@ class PyramidImplMixin:
         """The layer's attention as our own kernels see it.
 
         Args:
-            layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`. tables: `[>= R, M]`,
-            shifted. starts, lens, no_skips, offsets: `[R + 1]`, and `[R]` int32.
+            layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`.
+            tables: `[>= R, M]`, shifted. starts: `[R + 1]`. lens, no_skips, offsets: `[R]`.
             maxima: of `AttentionBatch`.
         """
         context = self.context

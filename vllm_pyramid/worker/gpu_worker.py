@@ -28,7 +28,7 @@ class PyramidGpuWorker(Worker):
     def determine_available_memory(self) -> int:
         """vLLM's, less what the policy keeps beside the cache, and no more than it allows.
 
-        Where the user says how large the cache is, block tables are left to what he leaves free.
+        Where the user says how large the cache is, block tables come on top of it.
         """
         is_fixed = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
