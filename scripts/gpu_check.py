@@ -9,12 +9,17 @@ Stages (each in a process of its own, with a time limit):
 - engine-*: greedy tokens of `full` equal those of vLLM without a policy, and `pyramidkv` evicts and
   gives blocks back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's
   model runners;
+- start-*: engines that start as a user's do, without a fixed size of the cache (graphs are captured
+  for their memory and taken down first), and with an error for each kernel that is compiled behind
+  the warm-up: in one process, with an engine core of its own, on two GPUs;
+- sync-check: the same with an error for each wait for the device in a step;
 - throughput-*, capacity-*, latency-*: `vllm-pyramid bench` on the shape of Llama 3 8B with random
   weights and prompts of 8k and 32k tokens: stock vLLM, `full` and `pyramidkv` side by side
   in the same amount of cache.
 
 A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
-reason; the exit status is 1 if any failed. With `--only`, the stages that FILE already holds from
+reason; a stage that fails ends no other. At the end there is one table, and the exit status is 1 if
+any failed. With `--only`, the stages that FILE already holds from
 the same device and commit are kept, so a run may be cut into several.
 
 This program has not been run on a GPU yet: its parts that need none are tested, nothing else is.
@@ -60,6 +65,7 @@ class Stage:
             `vllm-pyramid bench`; empty for `numerics`, which pytest runs.
         limit: seconds after which it is ended and counts as failed.
         capability, memory_gib: what the device must have, else the stage is skipped.
+        devices: how many there must be.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Stage:
     variables: tuple[tuple[str, str], ...] = ()
     capability: tuple[int, int] = (8, 0)
     memory_gib: int = 4
+    devices: int = 1
 
 
 def engine_stages() -> list[Stage]:
@@ -82,6 +89,18 @@ def engine_stages() -> list[Stage]:
         for runner in ("v2", "v1")
         for backend in ("FLASH_ATTN", "TRITON_ATTN")
         for mode in ("eager", "graphs")
+    ]
+
+
+def start_stages() -> list[Stage]:
+    """Plain starts; the policies of all kinds are served in turn."""
+    core = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    start = ("gpu_engines.py", "start")
+    return [
+        Stage("start-in-process", 900, start, ((core, "0"),), memory_gib=16),
+        Stage("start-own-core", 900, start, ((core, "1"),), memory_gib=16),
+        Stage("start-tp2", 900, (*start, "--tensor-parallel", "2"), memory_gib=16, devices=2),
+        Stage("sync-check", 900, start, (("VLLM_GPU_SYNC_CHECK", "error"),), memory_gib=16),
     ]
 
 
@@ -111,6 +130,7 @@ STAGES = (
     Stage("numerics", 500, memory_gib=16),
     Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12),
     *engine_stages(),
+    *start_stages(),
     *bench_stages(),
 )
 
@@ -149,6 +169,7 @@ def describe_device() -> dict[str, Any]:
         "capability": list(torch.cuda.get_device_capability(0)),
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "multiprocessors": properties.multi_processor_count,
+        "devices": torch.cuda.device_count(),
         "driver": driver,
         "versions": versions,
     }
@@ -169,6 +190,8 @@ def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
     """What the device lacks for a stage, or None."""
     if tuple(device["capability"]) < stage.capability:
         return f"needs compute capability {stage.capability}, this is {device['capability']}"
+    if device["devices"] < stage.devices:
+        return f"needs {stage.devices} devices, here are {device['devices']}"
     if device["memory_gib"] < stage.memory_gib:
         return f"needs {stage.memory_gib} GiB of device memory, this has {device['memory_gib']}"
     return None
@@ -232,14 +255,17 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
     begin = time.monotonic()
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            command(stage, output),
-            cwd=ROOT,
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                command(stage, output),
+                cwd=ROOT,
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return {"seconds": 0.0, "status": "failed", "reason": f"no process: {error}"}
         try:
             status = process.wait(stage.limit)
             problem = f"exit status {status}" if status else None
@@ -263,6 +289,39 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
             "log": log.read_text(errors="replace")[-LOG_TAIL:],
         }
     return result | {"status": "passed"}
+
+
+# What of a stage's result goes into the table: the path of a number, what it is.
+FIGURES = {
+    "numerics": (("tests", "check_attention"), "tests of attention"),
+    "kernels": (("rows", 0, "share_of_copy_bandwidth"), "of the copy bandwidth, decoding"),
+    "engine": (("blocks_in_decode", "pyramidkv"), "blocks, pyramidkv"),
+    "start": (("blocks", "pyramidkv"), "blocks of the cache"),
+    "sync": (("blocks", "pyramidkv"), "blocks of the cache"),
+}
+
+
+def figure(name: str, entry: dict[str, Any]) -> str:
+    """One number of a stage that passed, or why it did not."""
+    if entry["status"] != "passed":
+        return str(entry["reason"]).splitlines()[0][:60]
+    if (wanted := FIGURES.get(name.split("-")[0])) is None:
+        return "see the JSON"
+    found: Any = entry["result"]
+    for key in wanted[0]:
+        found = found[key]
+    return f"{found:.3g} {wanted[1]}" if isinstance(found, float) else f"{found} {wanted[1]}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """A line a stage."""
+    device = report["device"]
+    lines = [f"{device['name']}, {device['driver']}, commit {report['commit']}"]
+    lines.append(f"{'stage':32}{'status':9}{'seconds':>8}  result")
+    for name, entry in report["stages"].items():
+        seconds = f"{entry['seconds']:.0f}" if "seconds" in entry else ""
+        lines.append(f"{name:32}{entry['status']:9}{seconds:>8}  {figure(name, entry)}")
+    return "\n".join(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -308,6 +367,7 @@ def main() -> int:
             print(f"{stage.name}: {entry['status']} {entry.get('reason', '')}", flush=True)
             report["stages"][stage.name] = entry
             options.json.write_text(json.dumps(report, indent=1) + "\n")  # also if cut short
+    print(table(report))
     failed = [name for name, entry in report["stages"].items() if entry["status"] == "failed"]
     print(f"{options.json}: {len(report['stages'])} stages, failed: {failed or 'none'}")
     return 1 if failed else 0

@@ -2,6 +2,7 @@
 """The engine stages of scripts/gpu_check.py; each call runs one, in this process.
 
     python scripts/gpu_engines.py engine --backend FLASH_ATTN --mode eager --runner v2 --out FILE
+    python scripts/gpu_engines.py start --tensor-parallel 2 --out FILE
 
 Writes a JSON object; what must hold and does not raises RuntimeError.
 """
@@ -19,6 +20,10 @@ from typing import Any
 RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
 
 
+LLAMA = ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64})
+LENGTHS = [600, 599, 512, 333, 256, 200]
+
+
 def require(condition: bool, message: str) -> None:
     """Raise RuntimeError unless the condition holds."""
     if not condition:
@@ -29,7 +34,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
-    """`none`, `full`, `pyramidkv` and `h2o` on a small random Llama, one engine after the other.
+    """`none`, `full`, `pyramidkv`, `xkv` and `h2o` on a small random Llama, one after the other.
 
     Args:
         backend: of attention; None leaves the choice to vLLM.
@@ -37,11 +42,8 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
     from tests.engine import models
     from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 
-    models.SHAPES["llama-gpu"] = (
-        "Llama",
-        {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
-    )
-    budget, lengths = 64, [600, 599, 512, 333, 256, 200]
+    models.SHAPES["llama-gpu"] = LLAMA
+    budget, lengths = 64, LENGTHS
     settings: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": 1024,
@@ -55,6 +57,7 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
         "none": {"kv_policy": "none"},
         "full": {"kv_policy": "full"},
         "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": budget},
+        "xkv": {"kv_policy": "xkv", "kv_budget": budget},
         "h2o": {"kv_policy": "h2o", "kv_budget": budget, "kv_policy_args": {"interval": 16}},
     }
     outcomes: dict[str, list[Any]] = {}
@@ -110,6 +113,8 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
     for full, evicted in zip(outcomes["full"], outcomes["pyramidkv"], strict=True):
         same = full.token_ids[0] == evicted.token_ids[0]
         require(same, "the first token was chosen before the eviction, and yet it differs")
+    for outcome in outcomes["xkv"]:
+        require("solved_tokens" in outcome.report, f"no lengths were solved: {outcome.report}")
     for outcome in outcomes["h2o"]:
         # 47 tokens are computed after the prompt: evictions at 16 and 32 of them.
         at, length = outcome.report["computed_tokens"], len(outcome.job.prompt)
@@ -123,6 +128,69 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
     return result
 
 
+# Plain starts -------------------------------------------------------------------------------------
+
+
+def run_start(policies: list[str], tensor_parallel: int, **settings: Any) -> dict[str, Any]:
+    """Serve policies in turn, in engines that start as a user's do.
+
+    The cache is as large as vLLM makes it, graphs are on, and a kernel that is compiled behind the
+    warm-up is an error.
+    """
+    from vllm import SamplingParams
+
+    from tests.engine import models
+    from tests.engine.support import random_prompts
+    from vllm_pyramid import LLM
+
+    models.SHAPES["llama-gpu"] = LLAMA
+    made: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "gpu_memory_utilization": 0.5,
+        "jit_monitor_mode": "error",
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        "tensor_parallel_size": tensor_parallel,
+        **settings,
+    }
+    prompts: Any = [{"prompt_token_ids": prompt} for prompt in random_prompts(LENGTHS)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+    result: dict[str, Any] = {"policies": policies, "blocks": {}, "evicted_tokens": {}}
+    tokens: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = models.write_model("llama-gpu", Path(folder))
+        for policy in policies:
+            evicts = policy not in ("none", "full")
+            own: dict[str, Any] = {"kv_budget": 64, "kv_min_tokens": 0} if evicts else {}
+            if policy == "h2o":
+                own["kv_policy_args"] = {"interval": 16}
+            llm = LLM(str(model), kv_policy=policy, **made, **own)
+            try:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+            finally:
+                llm.llm_engine.engine_core.shutdown()
+            tokens[policy] = [list(output.outputs[0].token_ids) for output in outputs]
+            result["blocks"][policy] = blocks
+            if evicts:
+                evicted = [output.kv_transfer_params["evicted_tokens"] for output in outputs]
+                result["evicted_tokens"][policy] = evicted
+                require(min(evicted) > 0, f"{policy}: a prompt was not evicted: {evicted}")
+    # Every prompt is attended to in full before its first token. Later ones may part by rounding:
+    # kernels that split rows otherwise add up in another order.
+    first = {policy: [answer[0] for answer in answers] for policy, answers in tokens.items()}
+    result["first_tokens"] = first
+    require(len(set(map(tuple, first.values()))) == 1, f"the first tokens differ: {first}")
+    if {"none", "full"} <= set(policies):
+        pairs = zip(tokens["none"], tokens["full"], strict=True)
+        equal = [a == b for one, other in pairs for a, b in zip(one, other, strict=True)]
+        result["share_of_full_equal_to_none"] = sum(equal) / len(equal)
+    return result
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     stages = parser.add_subparsers(dest="stage", required=True)
@@ -131,8 +199,15 @@ def main() -> int:
     engine.add_argument("--mode", required=True, choices=("eager", "graphs"))
     engine.add_argument("--runner", required=True, choices=tuple(RUNNERS))
     engine.add_argument("--out", type=Path, required=True)
+    start = stages.add_parser("start")
+    start.add_argument("--policies", default="none,full,pyramidkv,xkv,h2o")
+    start.add_argument("--tensor-parallel", type=int, default=1)
+    start.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    result = run_engine(options.backend, options.mode, options.runner)
+    if options.stage == "start":
+        result = run_start(options.policies.split(","), options.tensor_parallel)
+    else:
+        result = run_engine(options.backend, options.mode, options.runner)
     options.out.write_text(json.dumps(result))
     return 0
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    elif item.get_closest_marker("engine") and (reason := taken_by_gpu()):
+        pytest.skip(reason)
+
+
+@cache
+def taken_by_gpu() -> str | None:
+    """Why engines of the tests, which are for the CPU, would not start there; None: they do.
+
+    vLLM built for CUDA takes a GPU that the machine has, also one that is hidden from PyTorch.
+    """
+    from vllm.platforms import builtin_platform_plugins
+
+    if builtin_platform_plugins["cuda"]() is None:
+        return None
+    return (
+        "this vLLM would start the engine on this machine's GPU, and the test is for the CPU: "
+        "run it with a CPU build (VLLM_BUILD=cpu make test), and scripts/gpu_check.sh for the GPU"
+    )
 
 
 @pytest.fixture(scope="session")

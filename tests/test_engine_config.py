@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, MistralConfig
 
 from vllm_pyramid.policy import load_policy
@@ -96,17 +97,123 @@ def test_caches_of_8_bit_floats(monkeypatch: Any, device: str, dtype: str) -> No
             refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
 
 
-def test_fp8_on_cuda_takes_the_triton_backend() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+def of_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Any:
+    """A device of this capability, as far as it is asked for the backend of attention.
+
+    FlashAttention is there in the version that vLLM takes on it.
+    """
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends import fa_utils, flash_attn
 
     from vllm_pyramid import engine_config
 
-    policy, changes = load_policy("pyramidkv"), {"cache_config.cache_dtype": "fp8"}
-    config = resolved_config(**changes)
-    assert engine_config._take_backend(config, policy) == "TRITON_ATTN"
+    found = DeviceCapability(*capability)
+    version = {9: 3, 10: 4}.get(found.major, 2)
+    device = SimpleNamespace(get_device_capability=lambda: found, device_type="cuda")
+    monkeypatch.setattr(engine_config, "current_platform", device)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: version)
+    monkeypatch.setattr(flash_attn, "is_fa_version_supported", lambda wanted: wanted <= version)
+    for module in (fa_utils, flash_attn):
+        monkeypatch.setattr(module, "is_flash_attn_varlen_func_available", lambda: True)
+    # What the module imports on CUDA alone.
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: version > 2, raising=False)
+    return engine_config
+
+
+def model_config(text: Any, head_size: int = 128, **changes: Any) -> dict[str, Any]:
+    model = {
+        "dtype": torch.bfloat16,
+        "get_head_size": lambda: head_size,
+        "hf_text_config": text,
+        "is_mm_prefix_lm": False,
+    }
+    cache = {"cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False}
+    return {
+        **{f"model_config.{name}": value for name, value in model.items()},
+        **{f"cache_config.{name}": value for name, value in cache.items()},
+        **changes,
+    }
+
+
+LLAMA = LlamaConfig(num_hidden_layers=2)
+
+
+def gemma(head_size: int) -> transformers.Gemma4TextConfig:
+    kinds = ["sliding_attention", "full_attention"]
+    return transformers.Gemma4TextConfig(
+        num_hidden_layers=2, layer_types=kinds, head_dim=128, global_head_dim=head_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "backend"),
+    [
+        ((8, 0), model_config(LLAMA), "FLASH_ATTN"),
+        ((9, 0), model_config(LLAMA), "FLASH_ATTN"),
+        ((7, 5), model_config(LLAMA), "TRITON_ATTN"),
+        ((9, 0), model_config(LLAMA, **{"cache_config.cache_dtype": "fp8"}), "TRITON_ATTN"),
+        ((9, 0), model_config(LLAMA, **{"model_config.dtype": torch.float32}), "TRITON_ATTN"),
+        # Learned sinks: below sm_90 by a combination that only `validate_configuration` looks at.
+        ((8, 0), model_config(transformers.GptOssConfig(num_hidden_layers=2), 64), "TRITON_ATTN"),
+        ((9, 0), model_config(transformers.GptOssConfig(num_hidden_layers=2), 64), "FLASH_ATTN"),
+        # Not all layers have heads of the model's size.
+        ((9, 0), model_config(gemma(256)), "FLASH_ATTN"),
+        ((9, 0), model_config(gemma(512)), "TRITON_ATTN"),
+    ],
+)
+def test_the_backend_is_one_that_vllm_will_accept(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    config: dict[str, Any],
+    backend: str,
+) -> None:
+    engine_config = of_cuda(monkeypatch, capability)
+    assert engine_config._take_backend(resolved_config(**config), load_policy("pyramidkv")) == (
+        backend
+    )
+
+
+def test_sinks_below_sm_90_are_refused_by_the_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this version of FlashAttention has sinks by itself."""
+    from vllm.v1.attention.backends import flash_attn
+
+    engine_config = of_cuda(monkeypatch, (8, 9))
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True)
+    config = resolved_config(**model_config(transformers.GptOssConfig(num_hidden_layers=2), 64))
+    assert engine_config._take_backend(config, load_policy("pyramidkv")) == "TRITON_ATTN"
+
+
+def test_a_backend_that_cannot_be_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    engine_config, policy = of_cuda(monkeypatch, (7, 5)), load_policy("pyramidkv")
+    chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
+    with pytest.raises(ValueError, match=r"backend FLASH_ATTN here: compute capability not"):
+        engine_config._take_backend(resolved_config(**model_config(LLAMA, **chosen)), policy)
+    wrong = model_config(LLAMA, **{"cache_config.cache_dtype": "fp8_e5m2"})
+    with pytest.raises(ValueError, match=r"backend TRITON_ATTN here: kv_cache_dtype not supported"):
+        engine_config._take_backend(resolved_config(**wrong), policy)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_one_line_where_vllm_alone_would_run_another(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    engine_config, said = of_cuda(monkeypatch, capability), []
+    monkeypatch.setattr(engine_config.logger, "info", lambda line, *_: said.append(line))
+    engine_config._take_backend(resolved_config(**model_config(LLAMA)), load_policy("pyramidkv"))
+    assert ["vLLM alone prefers FlashInfer" in line for line in said] == [True] * (
+        capability == (10, 0)
+    )
+
+
+def test_fp8_and_flash_attention_are_refused() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    changes = {"cache_config.cache_dtype": "fp8"}
     chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
     with pytest.raises(ValueError, match=r"fp8 caches and .*FLASH_ATTN.*TRITON_ATTN"):
-        refuse(OF_CONFIGURATION, resolved_config(**changes, **chosen), policy)
+        refuse(OF_CONFIGURATION, resolved_config(**changes, **chosen), load_policy("pyramidkv"))
 
 
 def specs(count: int = 3, **changes: Any) -> dict[str, Any]:
@@ -178,21 +285,3 @@ def test_other_kinds_of_cache_are_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match=f"{name}.*MLAAttentionSpec"):
         per_layer(stock)
-
-
-def test_flash_attention_is_asked_about_all_layers() -> None:
-    import transformers
-
-    from vllm_pyramid.engine_config import flash_attention_serves
-
-    def model(text: Any) -> Any:
-        return SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 128, hf_text_config=text)
-
-    kinds = ["sliding_attention", "full_attention"]
-    gemma = {"num_hidden_layers": 2, "layer_types": kinds, "head_dim": 128}
-    assert flash_attention_serves(model(transformers.LlamaConfig(num_hidden_layers=2)))
-    for head_size, served in ((256, True), (512, False)):
-        text = transformers.Gemma4TextConfig(**gemma, global_head_dim=head_size)
-        assert flash_attention_serves(model(text)) == served
-    # Learned sinks need a version that this machine does not have.
-    assert not flash_attention_serves(model(transformers.GptOssConfig(num_hidden_layers=2)))

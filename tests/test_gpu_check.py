@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -74,13 +76,15 @@ def test_every_module_of_the_matrix_is_in_the_numerics(script: ModuleType) -> No
 
 
 def test_stages_that_the_device_cannot_run(script: ModuleType) -> None:
-    small = {"capability": [9, 0], "memory_gib": 23.6}
+    small = {"capability": [9, 0], "memory_gib": 23.6, "devices": 1}
     reasons = {stage.name: script.lacking(stage, small) for stage in script.STAGES}
     skipped = {name for name, reason in reasons.items() if reason}
     measures = ("throughput", "capacity", "latency")
-    assert skipped == {f"{measure}-{size}" for measure in measures for size in ("8k", "32k")}
+    large = {f"{measure}-{size}" for measure in measures for size in ("8k", "32k")}
+    assert skipped == {*large, "start-tp2"}
+    assert reasons["start-tp2"] == "needs 2 devices, here are 1"
     assert reasons["throughput-8k"] == "needs 120 GiB of device memory, this has 23.6"
-    old = {"capability": [7, 5], "memory_gib": 80.0}
+    old = {"capability": [7, 5], "memory_gib": 80.0, "devices": 2}
     assert all(script.lacking(stage, old) for stage in script.STAGES)
 
 
@@ -176,3 +180,80 @@ def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_
         assert prepared.random and job.shape.layers == 32 and job.pool_bytes < 18e9
         labels = [variant.label for variant in prepared.variants]
         assert labels == ["stock", "full", "pyramidkv 12%"]
+
+
+# What a stage writes, as far as the table looks at it.
+RESULTS = {
+    "kernels": {"rows": [{"share_of_copy_bandwidth": 0.8123}]},
+    "engine": {"blocks_in_decode": {"pyramidkv": 30, "full": 200}},
+    "start": {"blocks": {"pyramidkv": 4321}},
+    "sync": {"blocks": {"pyramidkv": 4321}},
+}
+
+
+def test_all_of_it_on_a_device_that_is_not_there(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each stage has a stand-in; one fails, one cannot start, and the others run all the same."""
+    device = {
+        "name": "Pretended",
+        "capability": [9, 0],
+        "memory_gib": 141.0,
+        "devices": 1,
+        "driver": "none",
+    }
+
+    def command(stage: Any, output: Path) -> list[str]:
+        if stage.name == "start-own-core":
+            return [str(tmp_path / "no such program")]
+        code = "import sys; sys.exit('a fault')"
+        if stage.name == "numerics":
+            cases = "".join(
+                f'<testcase classname="{name.removesuffix(".py")}" name="t"/>'
+                for name in script.MATRIX
+            )
+            code = f"open({str(output)!r}, 'w').write({f'<t>{cases}</t>'!r})"
+        elif stage.name != "engine-flash_attn-graphs-v2":
+            result = json.dumps(RESULTS.get(stage.name.split("-")[0], {}))
+            code = f"open({str(output)!r}, 'w').write({result!r})"
+        return [sys.executable, "-c", code]
+
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(script, "describe_device", lambda: device)
+    monkeypatch.setattr(script, "command", command)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--json", str(file)])
+    assert script.main() == 1
+    report = json.loads(file.read_text())
+    assert list(report["stages"]) == [stage.name for stage in script.STAGES]
+    status = {name: entry["status"] for name, entry in report["stages"].items()}
+    failed = {"engine-flash_attn-graphs-v2", "start-own-core"}
+    assert {name for name, word in status.items() if word == "failed"} == failed
+    assert {name for name, word in status.items() if word == "skipped"} == {"start-tp2"}
+    assert "a fault" in report["stages"]["engine-flash_attn-graphs-v2"]["log"]
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("stage "))
+    rows = lines[begin + 1 : begin + 1 + len(status)]
+    assert [row.split()[:2] for row in rows] == [list(pair) for pair in status.items()]
+    of = dict(zip(status, rows, strict=True))
+    assert of["kernels"].endswith("0.812 of the copy bandwidth, decoding")
+    assert of["start-in-process"].endswith("4321 blocks of the cache")
+    assert of["engine-flash_attn-graphs-v2"].endswith("exit status 1")
+    assert of["start-tp2"].endswith("needs 2 devices, here are 1")
+    assert of["throughput-8k"].endswith("see the JSON")
+    assert "start-own-core" in lines[-1] and lines[-1].startswith(str(file))
+
+
+def test_starts_as_users_start(script: ModuleType) -> None:
+    """No size of the cache is given, and each way to start has its stage."""
+    stages = {stage.name: stage for stage in script.start_stages()}
+    variables = {name: dict(stage.variables) for name, stage in stages.items()}
+    core = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    assert variables["start-in-process"][core] == "0" and variables["start-own-core"][core] == "1"
+    assert variables["sync-check"] == {"VLLM_GPU_SYNC_CHECK": "error"}
+    assert stages["start-tp2"].arguments[-2:] == ("--tensor-parallel", "2")
+    source = (ROOT / "scripts" / "gpu_engines.py").read_text()
+    start = source[source.index("def run_start") : source.index("def main")]
+    assert "kv_cache_memory_bytes" not in start and "jit_monitor_mode" in start

@@ -15,13 +15,15 @@ from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_pyramid.config import SERVED_KEY, KVSettings
 from vllm_pyramid.model_shape import STATE, layer_kinds
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.refusals import OF_ARGUMENTS, OF_CONFIGURATION, refuse
-from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND, FP8_CACHES
+from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -160,7 +162,17 @@ def _take_backend(config: VllmConfig, policy: Policy) -> str:
             "block that the attention kernels for CUDA cannot mask: set fill_blocks to true"
         )
     chosen = config.attention_config.backend
-    name = chosen.name if chosen is not None else _default_backend(config)
+    name = _default_backend(config) if chosen is None else chosen.name
+    if reasons := _reasons_against(name, config):
+        raise ValueError(
+            f"a KV policy cannot serve this model with the attention backend {name} here: "
+            f"{', '.join(reasons)}"
+        )
+    if name == "FLASH_ATTN" and _capability().major == 10:
+        logger.info(
+            "kv-policy: FlashAttention runs on this device, where vLLM alone prefers FlashInfer; "
+            "compare with --attention-backend FLASH_ATTN on both sides"
+        )
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[name])
     return name
@@ -181,36 +193,56 @@ def _take_cpu_backend(config: VllmConfig) -> None:
 
 
 def _default_backend(config: VllmConfig) -> str:
-    """FlashAttention where the device, this vLLM, the model and the cache allow it, else Triton."""
+    """The first backend that this device, this vLLM, the model and the cache allow.
+
+    If none does it is the last one, whose reasons the user is told.
+    """
+    for name in BACKENDS:
+        if not (reasons := _reasons_against(name, config)):
+            return name
+        logger.debug("no %s under a KV policy: %s", name, ", ".join(reasons))
+    return name
+
+
+def _reasons_against(name: str, config: VllmConfig) -> list[str]:
+    """What vLLM would say against a backend of ours when it builds the layers of a model."""
+    from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    if config.cache_config.cache_dtype in FP8_CACHES:
-        return "TRITON_ATTN"
-    if (
-        current_platform.has_device_capability(80)
-        and is_flash_attn_varlen_func_available()
-        and flash_attention_serves(config.model_config)
-    ):
-        return "FLASH_ATTN"
-    return "TRITON_ATTN"
-
-
-def flash_attention_serves(model_config: ModelConfig) -> bool:
-    """Whether FlashAttention on this device can run all layers of a model."""
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-    text = model_config.hf_text_config
-    sizes = {model_config.get_head_size()}
+    if name == "FLASH_ATTN" and not is_flash_attn_varlen_func_available():
+        return ["this vLLM was built without FlashAttention"]
+    backend = resolve_obj_by_qualname(BACKENDS[name])
+    model, cache = config.model_config, config.cache_config
+    text = model.hf_text_config
+    sizes = {model.get_head_size()}
     # Gemma 4 has larger heads where attention is full.
     if (of_layers := getattr(text, "per_layer_config", None)) is not None:
         layers = (of_layers[layer] for layer in range(text.num_hidden_layers))
         sizes |= {getattr(layer, "head_dim", None) for layer in layers} - {None}
-    has_sinks = text.model_type == "gpt_oss" or bool(getattr(text, "attention_sinks", False))
-    return (
-        FlashAttentionBackend.supports_dtype(model_config.dtype)
-        and all(FlashAttentionBackend.supports_head_size(size) for size in sizes)
-        and (not has_sinks or FlashAttentionBackend.supports_sink())
-    )
+    found: dict[str, None] = {}  # a set that keeps its order
+    with set_current_vllm_config(config):
+        for size in sorted(sizes):
+            wanted = AttentionSelectorConfig(
+                head_size=size,
+                dtype=model.dtype,
+                kv_cache_dtype=cache.cache_dtype,
+                block_size=cache.block_size if cache.user_specified_block_size else None,
+                has_sink=text.model_type == "gpt_oss" or bool(getattr(text, "attention_sinks", 0)),
+                use_mm_prefix=bool(model.is_mm_prefix_lm),
+                use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            )
+            against = backend.validate_configuration(
+                device_capability=_capability(), **wanted._asdict()
+            )
+            found |= dict.fromkeys(against)
+    return list(found)
+
+
+def _capability() -> DeviceCapability:
+    found = current_platform.get_device_capability()
+    assert found is not None, "asked of CUDA devices alone"
+    return found
 
 
 def _check_chunks(config: VllmConfig, policy: Policy, least: int) -> None:

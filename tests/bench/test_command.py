@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_pyramid.bench import measures, prepare, server_load
 from vllm_pyramid.bench.cost import Machine
@@ -603,3 +604,30 @@ def test_cost_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cost", "--prompt-lens", "8192", "--budget", "12%", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[3].startswith("| 8,192 | 12% |")
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "expected"),
+    [
+        (None, {}, {}),
+        ((9, 0), {}, {}),
+        ((10, 0), {}, {"attention_backend": "FLASH_ATTN"}),
+        ((10, 3), {"seed": 1}, {"seed": 1, "attention_backend": "FLASH_ATTN"}),
+        ((10, 0), {"attention_backend": "FLASHINFER"}, {"attention_backend": "FLASHINFER"}),
+    ],
+)
+def test_all_engines_run_one_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    capability: tuple[int, int] | None,
+    given: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    """On sm_100 vLLM alone would take another than it can under a policy."""
+    from vllm_pyramid.bench.prepare import _with_one_attention
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert _with_one_attention(given) == expected
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == (given != expected)

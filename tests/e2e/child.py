@@ -8,8 +8,10 @@ holds `engines`, which are started one after the other, and `triton`. An engine 
 of `vllm.LLM`) and `waves` (lists of `[token ids, sampling parameters]`; a wave begins two steps
 after the one before it, so that later prompts meet requests that decode). `triton` is null,
 "interpreter" (Triton's interpreter takes the place of a device, as vLLM's second model runner needs
-it), or "attention" (the same, and the attention is that of CUDA devices: vLLM's Triton kernels on
-tables that are shifted for each layer).
+it), "attention" (the same, and the attention is that of CUDA devices: vLLM's Triton kernels on
+tables that are shifted for each layer), or "flash" (the same with FlashAttention, whose functions
+have stand-ins). With `graphs`, a mode of vLLM's CUDA graphs, workers start as on a GPU and replay
+stand-ins for graphs, and evictions run our Triton kernels (`stand_ins.py`).
 """
 
 from __future__ import annotations
@@ -36,26 +38,34 @@ def pretend_triton_device() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     masked_load = InterpreterBuilder.create_masked_load
+    masked_store = InterpreterBuilder.create_masked_store
+
+    # The interpreter makes an integer of a truth value that was and-ed with a scalar.
 
     def load(self: Any, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """The interpreter makes an integer of a truth value that was and-ed with a scalar."""
         mask.data = mask.data.astype(bool)
         return masked_load(self, ptrs, mask, *args, **kwargs)
 
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return masked_store(self, ptrs, value, mask, *args, **kwargs)
+
     InterpreterBuilder.create_masked_load = load
+    InterpreterBuilder.create_masked_store = store
     backends.clear()
     backends["nvidia"] = Backend(nvidia.compiler, ActiveDriver)
     backends["cpu"] = backends["nvidia"]  # a CPU build of vLLM wants one of this name, too
 
 
-def use_attention_of_cuda() -> None:
-    """Make our CPU platform choose the backend that CUDA devices use."""
+def use_attention_of_cuda(name: str) -> None:
+    """Make our CPU platform choose a backend of CUDA devices."""
     import torch
 
     from vllm_pyramid.platform.cpu import PyramidCpuPlatform
+    from vllm_pyramid.worker.backend_names import BACKENDS
 
     def backend(cls: type, *args: Any, **kwargs: Any) -> str:
-        return "vllm_pyramid.worker.backend_triton.PyramidTritonBackend"
+        return BACKENDS[name]
 
     PyramidCpuPlatform.get_attn_backend_cls = classmethod(backend)  # type: ignore[assignment]
     from vllm.v1.attention.backends import triton_attn
@@ -145,9 +155,20 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     if request.get("triton"):
         pretend_triton_device()
-    if request.get("triton") == "attention":
-        use_attention_of_cuda()
-    results = [run(engine["llm"], engine["waves"]) for engine in request["engines"]]
+    if request.get("triton") in ("attention", "flash"):
+        use_attention_of_cuda("TRITON_ATTN" if request["triton"] == "attention" else "FLASH_ATTN")
+    import stand_ins  # of this folder, which a script's Python finds
+
+    if request.get("triton") == "flash":
+        stand_ins.install_flash_attention()
+    if request.get("graphs"):
+        stand_ins.install_start_up(request["graphs"])
+        stand_ins.install_triton_kernels()
+    results = []
+    for engine in request["engines"]:
+        stand_ins.COUNTS.clear()
+        result = run(engine["llm"], engine["waves"])
+        results.append({**result, "counts": dict(stand_ins.COUNTS)})
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 

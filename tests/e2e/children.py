@@ -21,7 +21,7 @@ class Child:
 
     Args:
         folder: for its files. engines: of each the arguments of `vllm.LLM` and the waves, see
-            `child.py`. triton: same. environment: variables beyond this process's own.
+            `child.py`. triton, graphs: same. environment: variables beyond this process's own.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Child:
         folder: Path,
         *engines: tuple[dict[str, Any], Sequence[Any]],
         triton: str | None = None,
+        graphs: str | None = None,
         **environment: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +37,7 @@ class Child:
         self._log = folder / "log.txt"
         defaults = {"enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
         described = [{"llm": {**defaults, **llm}, "waves": waves} for llm, waves in engines]
-        request.write_text(json.dumps({"engines": described, "triton": triton}))
+        request.write_text(json.dumps({"engines": described, "triton": triton, "graphs": graphs}))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(CHILD), str(request), str(self._result)],

@@ -3,7 +3,9 @@
 
 vLLM's second model runner needs Triton and a device; Triton's interpreter stands in for both, so
 these engines run in processes of their own. With it the attention of CUDA devices runs too, under
-either runner: vLLM's Triton kernels on the tables that `worker/shifted.py` shifts for each layer.
+either runner, on the tables that `worker/shifted.py` shifts for each layer: vLLM's Triton kernels,
+and FlashAttention, whose two functions have stand-ins in PyTorch. With stand-ins for CUDA graphs
+workers start as they do on a GPU, and evictions run our Triton kernels between the replays.
 """
 
 from __future__ import annotations
@@ -89,7 +91,21 @@ ENGINES = {
         *("1", "attention", "vllm_pyramid.worker.backend_triton"),
         ("pyramidkv", "inside", "hybrid"),
     ),
+    "second-flash": (
+        *("2", "flash", "vllm_pyramid.worker.backend_flash"),
+        ("xkv", "hybrid"),
+    ),
+    "full-graphs": (
+        *("2", "flash", "vllm_pyramid.worker.backend_flash"),
+        ("pyramidkv", "drafts"),
+    ),
+    "decode-graphs": (
+        *("2", "attention", "vllm_pyramid.worker.backend_triton"),
+        ("pyramidkv", "h2o"),
+    ),
 }
+# vLLM's mode of CUDA graphs, where there are stand-ins for them.
+GRAPHS = {"full-graphs": "FULL_AND_PIECEWISE", "decode-graphs": "FULL_DECODE_ONLY"}
 RUNS = [(name, policy) for name, (*_, policies) in ENGINES.items() for policy in policies]
 # Prompt length, generated tokens, step of arrival (even: see `child.py`), the request's own
 # settings. The later prompts meet requests that decode.
@@ -134,7 +150,9 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
             for policy in policies
         ),
         triton=triton,
+        graphs=GRAPHS.get(name),
         TRITON_INTERPRET="1",
+        VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name in GRAPHS else "0",
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
@@ -194,7 +212,8 @@ def test_runner(
     assert result["groups"] == SHAPE[1]["num_hidden_layers"]
     # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it,
     # but for layers that do not evict.
-    assert result["one_tensor_of_tables"] == (triton == "attention" and policy != "hybrid")
+    shifted = triton in ("attention", "flash")
+    assert result["one_tensor_of_tables"] == (shifted and policy != "hybrid")
     cached = [output["cached"] for output in result["outputs"]]
     # Inside prompts the first eviction is at 32 tokens, with a window of 8. Blocks of a sliding
     # window are found once they left it: by then two of the first request's had.
@@ -202,6 +221,23 @@ def test_runner(
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected[policy]
     _check_reports(policy, [report for _, report in outputs])
+    if name in GRAPHS:
+        _check_graphs(GRAPHS[name], policy, result["counts"])
+
+
+def _check_graphs(mode: str, policy: str, counts: dict[str, int]) -> None:
+    """Graphs were captured twice, the first time for their memory, and decode steps replayed."""
+    if policy == "h2o":  # works in every step
+        assert counts.get("full replays", 0) == counts.get("captures", 0) == 0
+        assert counts["mode NONE"] == 1
+        return
+    assert counts[f"mode {mode}"] == 1
+    # Of four requests at most; with two drafts each has three tokens in a decode step.
+    assert counts["captures"] == (2 if policy == "drafts" else 3)
+    assert counts["profiled captures"] == 2
+    assert counts["full replays"] > 1
+    # Prompts, whose attention is called between the pieces, and evicts.
+    assert (counts.get("piecewise calls", 0) > 0) == (mode == "FULL_AND_PIECEWISE")
 
 
 def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:

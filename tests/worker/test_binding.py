@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -24,7 +26,11 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step import StepEvictions
 from vllm_pyramid.worker import runner as runner_module
 from vllm_pyramid.worker.backend_cuda import PyramidBuilderMixin
+from vllm_pyramid.worker.backend_triton import PyramidTritonBuilder
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
+from vllm_pyramid.worker.runner_v1 import PyramidRunnerV1
+from vllm_pyramid.worker.runner_v2 import NotingReplays, PyramidRunnerV2
+from vllm_pyramid.worker.shifted import ShiftedTables
 
 pytestmark = pytest.mark.cpu
 
@@ -97,7 +103,7 @@ class Runner(PyramidRunnerMixin, StockRunner):
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             model_config=SimpleNamespace(max_model_len=1024),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            scheduler_config=SimpleNamespace(max_num_seqs=ROWS),
+            scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=512),
             additional_config=served(policy, kv_budget=budget, kv_trace=kv_trace),
         )
         assert list(self.get_kv_cache_spec()) == NAMES
@@ -298,6 +304,25 @@ def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
         assert runner.room_for_cache(1000 * (page + 4 * 16 * 2)) == expected
 
 
+@pytest.mark.parametrize("policy", ["pyramidkv", "full"])
+@pytest.mark.parametrize("runner_class", [PyramidRunnerV1, PyramidRunnerV2])
+def test_tables_are_as_large_as_is_said(policy: str, runner_class: Any) -> None:
+    """1,024 tokens are 64 entries of 4 bytes: once a layer and row, or twice."""
+    runner = Runner(policy)
+    runner.tables_a_group = runner_class.tables_a_group
+    tables = runner_class.tables_a_group * 3 * ROWS * 64 * 4
+    assert runner.bytes_of_tables() == tables + 3 * (2 * ROWS * 4) + 3 * 512 * 8
+    assert (PyramidRunnerV1.tables_a_group, PyramidRunnerV2.tables_a_group) == (1, 2)
+
+
+def test_vllm_still_makes_so_many_tables() -> None:
+    """What `bytes_of_tables` counts, of vLLM's own classes."""
+    from vllm.v1.worker.gpu import block_table
+
+    source = inspect.getsource(block_table.BlockTables.__init__)
+    assert source.count("StagedWriteTensor(") == 1 and source.count("torch.zeros_like(") == 1
+
+
 def test_layers_with_different_numbers_of_heads_have_no_mass() -> None:
     Runner("pyramidkv", heads=(2, 4, 2))
     with pytest.raises(ValueError, match=r"pages of \[2, 4\] KV heads"):
@@ -349,3 +374,95 @@ def test_graphs_with_drafts_never_replay_a_step_that_evicts(
     assert _Builder.get_cudagraph_support(config, layer) == support
     companion: Any = SimpleNamespace(block_size=16)
     assert _Builder.get_cudagraph_support(config, companion) == AttentionCGSupport.UNIFORM_BATCH
+
+
+# Metadata of steps that replay one graph ---------------------------------------------------------
+
+
+class _Stock:
+    """Makes metadata as a stock builder does, and counts."""
+
+    built = 0
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def build(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        self.built += 1
+        return SimpleNamespace(lens=common.seq_lens, max_seq_len=common.max_seq_len)
+
+
+class _Counting(PyramidBuilderMixin, _Stock):
+    pass
+
+
+def _common(num_reqs: int, num_tokens: int) -> Any:
+    return SimpleNamespace(num_reqs=num_reqs, num_actual_tokens=num_tokens, max_seq_len=900)
+
+
+def make_builder() -> Any:
+    builder: Any = _Counting()
+    shifted = ShiftedTables(2, 8, WIDTH, 16, torch.device("cpu"))
+    shifted.max_lens = np.array([5, 6], np.int32)
+    builder.context = SimpleNamespace(layer=1, shifted=shifted, step="now")
+    return builder
+
+
+def test_metadata_that_nobody_reads_is_built_once() -> None:
+    builder = make_builder()
+    shifted = builder.context.shifted
+    for _ in range(3):
+        metadata = builder.build(0, _common(4, 4))
+    assert builder.built == 3 and metadata.kv_step == "now" and metadata.max_seq_len == 6
+    shifted.replays = True
+    first = builder.build(0, _common(4, 4))
+    assert builder.build(0, _common(4, 4)) is first and builder.built == 4
+    assert builder.build(0, _common(8, 8)) is not first and builder.built == 5
+    shifted.replays = False
+    builder.context.step = "later"  # a step whose attention is called reads its own
+    assert builder.build(0, _common(4, 4)).kv_step == "later" and builder.built == 6
+
+
+def test_only_replays_of_full_graphs_are_such_steps() -> None:
+    seen: list[bool] = []
+    shifted = ShiftedTables(1, 2, WIDTH, 16, torch.device("cpu"))
+    runner: Any = SimpleNamespace(shifted=shifted)
+
+    def prepare(batch: Any, mode: Any, *args: Any, for_capture: bool, **kwargs: Any) -> str:
+        seen.append(shifted.replays)
+        return "metadata"
+
+    noting = NotingReplays(prepare, runner)
+    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
+        assert noting("batch", mode, "tables") == "metadata"
+    noting("batch", CUDAGraphMode.FULL, "tables", for_capture=True)
+    assert seen == [True, False, False, False] and not shifted.replays
+
+
+def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
+    for rows in (1, 3, 4, 1023):
+        shifted = ShiftedTables(3, rows, 5, 16, torch.device("cpu"))
+        assert shifted.tables.shape == (3, rows, 5) and shifted.lens.shape == (3, rows)
+        for layer in range(3):
+            for tensor in (shifted.tables, shifted.lens, shifted.skips):
+                part = tensor[layer].storage_offset() * tensor.element_size()
+                assert part % 16 == 0
+
+
+def test_layers_share_the_scratch_of_split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+    def stock(self: Any, heads: int) -> None:
+        self.softmax_segm_output = torch.zeros(8, heads, 16, 32)
+        self.softmax_segm_max, self.softmax_segm_expsum = torch.zeros(2, 8, heads, 16)
+
+    monkeypatch.setattr(TritonAttentionMetadataBuilder, "__init__", stock)
+    layers: list[Any] = [PyramidTritonBuilder(4) for _ in range(3)]
+    other: Any = PyramidTritonBuilder(8)
+    for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"):
+        first = getattr(layers[0], name)
+        assert all(getattr(layer, name) is first for layer in layers)
+        assert getattr(other, name) is not first
+    gone = weakref.ref(layers[0].softmax_segm_output)
+    del layers, first
+    assert gone() is None  # an engine that ends gives it back

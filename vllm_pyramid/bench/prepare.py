@@ -88,7 +88,7 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
         output_len=options.output_len,
         num_prompts=options.num_prompts,
         pool_prompts=max(pool for pool, _ in options.rounds),
-        engine_args=options.engine_args,
+        engine_args=_with_one_attention(options.engine_args),
         kv_swap_space=options.kv_swap_space,
         **talks,
     )
@@ -102,6 +102,20 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
             "own profiler there (--profiler-config)"
         )
     return Prepared(job, tuple(variants), model, random, name, threads, options.peer_python)
+
+
+def _with_one_attention(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """The engines' arguments, so that all run one attention where vLLM alone would take another."""
+    import torch
+
+    named = "attention_backend" in engine_args
+    if named or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
+        return engine_args
+    print(
+        "attention: FLASH_ATTN in all engines, also of stock vLLM, which prefers FlashInfer on "
+        "this device; attention_backend in --engine-args says otherwise"
+    )
+    return {**engine_args, "attention_backend": "FLASH_ATTN"}
 
 
 def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant]) -> None:

@@ -16,6 +16,7 @@ A step is one call of the model, with tokens of several requests. The eviction b
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +76,7 @@ class WorkerSide:
         model: gives the model, once it has been loaded.
         step: gives the current step.
         swap_space_bytes: `--kv-swap-space` in bytes; None where it was not given.
+        may_wait: a context in which the host may wait for the device, whoever watches for that.
     """
 
     config: VllmConfig
@@ -85,6 +87,7 @@ class WorkerSide:
     model: Callable[[], torch.nn.Module]
     step: Callable[[], Step]
     swap_space_bytes: int | None = None
+    may_wait: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def num_layers(self) -> int:
@@ -115,6 +118,13 @@ class WorkerHooks:
 
     def allocate(self, num_blocks: int) -> None:
         """The cache will have so many blocks. May be called again: then what was is dropped."""
+
+    def compile_kernels(self, call: LayerCall) -> None:
+        """Compile what the other hooks launch, by a made-up call of one request with one query.
+
+        Its table is of block 0, which is nobody's, and holds anything. It is called for all powers
+        of two as `max_seq_len`, by which a kernel may be another one.
+        """
 
     def value_cache(self, layer: int, key_cache: torch.Tensor) -> torch.Tensor | None:
         """V of a layer whose pages hold K alone, `[P, G, N, D]`; None where V is in its page.

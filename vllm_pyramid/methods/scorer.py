@@ -83,6 +83,18 @@ class Scorer(Component):
         assert not statistics, f"{self.kind} gives no statistics"
         return batch.score_each(self.kind, self.score), None
 
+    def compiled(self, batch: EvictionBatch) -> torch.Tensor:
+        """Scores of a made-up batch, whose cache holds anything: compiles what `scores` launches.
+
+        Where that is PyTorch alone there is nothing to compile, and its numbers might be NaN.
+        """
+        import torch
+
+        if type(self).scores is not Scorer.scores:
+            return self.scores(batch)[0]
+        shape = len(batch.chosen), batch.call.key_cache.shape[1], batch.longest
+        return torch.zeros(shape, device=batch.call.query.device)
+
     def probed(self, view: LayerView) -> torch.Tensor | None:
         """What is tried once at start-up: `score`; None where it is a kernel's alone."""
         return None if type(self).score is Scorer.score else self.score(view)

@@ -86,7 +86,8 @@ def least_lengths(
     reached = kept_anyway + torch.cat([descending.new_zeros(1), descending.cumsum(dim=0)])
     # reached[N] is L times the mean R of N tokens.
     total = (reached < goal * len(candidates) - ROUNDING).sum().clamp(at_least, limit)
-    threshold = descending[(total - 1).clamp(min=0)]
+    # An index without dimensions would be read back.
+    threshold = descending.gather(0, (total - 1).clamp(min=0)[None])[0]
     return torch.where(total > 0, _split_at(candidates, threshold, total), 0)
 
 

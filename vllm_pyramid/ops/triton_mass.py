@@ -20,6 +20,10 @@ from vllm_pyramid.ops.reference_mass import BELOW
 from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped, with_sink
 
 BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
+# They begin at any multiple of four bytes: one variant of a kernel for all layers.
+ROWS_OF_LARGER_TENSORS = [
+    *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "sinks"),
+]
 
 
 @triton.jit
@@ -72,7 +76,7 @@ def visible_logits(
     return tl.where(visible, logits, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_LARGER_TENSORS)
 def row_statistics_kernel(
     partial_max,
     partial_sum,
@@ -178,7 +182,7 @@ def row_statistics_kernel(
     tl.store(partial_sum + place, running_sum, mask=rows < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_LARGER_TENSORS)
 def key_mass_kernel(
     mass,
     partial_max,

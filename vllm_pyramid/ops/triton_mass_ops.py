@@ -86,7 +86,8 @@ def add_key_mass(
     elif workspace is not None and workspace.partial_max.numel() >= scratch:
         partials = (workspace.partial_max, workspace.partial_sum)
     else:
-        memory = torch.empty(2, scratch, dtype=torch.float32, device=query.device)
+        # Two tensors: the second half of one would begin anywhere, which is another variant.
+        memory = [torch.empty(scratch, dtype=torch.float32, device=query.device) for _ in range(2)]
         partials = (memory[0], memory[1])
     # Where no query is left out, the kernel wants a pointer that it does not read.
     first = seq_lens if first_queries is None else first_queries

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["stride_kept_request", "stride_kept_head"])
+@triton.jit(
+    do_not_specialize=["stride_kept_request", "stride_kept_head"],
+    do_not_specialize_on_alignment=["prompt_lens", "keeps"],
+)
 def compact_kernel(
     key_cache,
     value_cache,

@@ -29,7 +29,10 @@ def window_logits(
     return tl.where(key_positions[None, :] <= query_positions[:, None], logits, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+# Rows of a larger tensor begin at any multiple of four bytes.
+@triton.jit(
+    do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_ends", "prompt_lens"]
+)
 def window_max_sum_kernel(
     partial_max,
     partial_sum,
@@ -153,7 +156,10 @@ def join_log_sum_exp_kernel(
     tl.store(log_sum_exp + rows, (running_max + tl.log2(running_sum)) / LOG2_E, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(
+    do_not_specialize=["num_columns"],
+    do_not_specialize_on_alignment=["query_ends", "prompt_lens", "sinks"],
+)
 def window_mass_kernel(
     mass,
     log_sum_exp,
@@ -267,7 +273,7 @@ def window_mass_kernel(
     tl.store(mass + row + positions, result, mask=positions < num_columns)
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["prompt_lens"])
 def pool_kernel(
     pooled,
     mass,

@@ -92,11 +92,14 @@ def _window_mass(
     if log_sum_exp is None:
         num_rows = num_requests * num_kv_heads * group * window
         splits = triton.cdiv(max_prompt_len, KEYS_PER_SPLIT)
-        partial = torch.empty(2, num_rows, splits, dtype=torch.float32, device=device)
+        # Two tensors: the second half of one would begin anywhere, which is another variant.
+        partial_max, partial_sum = (
+            torch.empty(num_rows, splits, dtype=torch.float32, device=device) for _ in range(2)
+        )
         row_tiles = triton.cdiv(group, config["HEADS"]) * triton.cdiv(window, config["WINDOW_TILE"])
         window_max_sum_kernel[(num_requests * num_kv_heads, row_tiles, splits)](
-            partial[0],
-            partial[1],
+            partial_max,
+            partial_sum,
             *inputs,
             *scalars,
             splits,
@@ -107,8 +110,8 @@ def _window_mass(
         log_sum_exp = torch.empty(num_rows, dtype=torch.float32, device=device)
         join_log_sum_exp_kernel[(triton.cdiv(num_rows, 64),)](
             log_sum_exp,
-            partial[0],
-            partial[1],
+            partial_max,
+            partial_sum,
             num_rows,
             splits,
             ROWS=64,

@@ -22,7 +22,11 @@ def ordered_bits(scores, positions, num_sinks):
     return signed.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
-@triton.jit(do_not_specialize=["num_sinks", "max_keep", "stride_scores_request"])
+# Rows of a larger tensor begin at any multiple of four bytes, and lengths change from step to step.
+@triton.jit(
+    do_not_specialize=["num_sinks", "max_keep", "stride_scores_request", "stride_scores_head"],
+    do_not_specialize_on_alignment=["prompt_lens", "keeps"],
+)
 def select_kernel(
     kept,
     scores,

@@ -141,8 +141,8 @@ class LayerView:
         logits = torch.einsum("wgqd,gtd->gqwt", grouped, self.keys).flatten(0, 1) * self.scale
         if self.soft_cap:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        own = self.num_tokens - len(self.queries) + torch.arange(which.start, which.stop)
-        later = self.places > own[:, None].to(self.places.device)
+        own = torch.arange(which.start, which.stop, device=queries.device)
+        later = self.places > self.num_tokens - len(self.queries) + own[:, None]
         return logits.masked_fill_(later, -math.inf)
 
     def attention(self, count: int | None = None) -> torch.Tensor:

@@ -34,6 +34,10 @@ class PyramidBuilderMixin:
     reads_shifted_tables = True
     context: LayerContext | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._of_replays: dict[tuple[int, int], Any] = {}
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Decode steps of one token, or of one and its drafts, if the stock kernel can do these.
@@ -72,6 +76,9 @@ class PyramidBuilderMixin:
             return metadata
         assert context.shifted is not None, "the layer was not bound"
         shifted = context.shifted
+        shape = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
+        if shifted.replays and shape in self._of_replays:
+            return self._of_replays[shape]
         common = copy.copy(common_attn_metadata)
         common.block_table_tensor = shifted.tables[context.layer, : common.num_reqs]
         common.seq_lens = shifted.lens[context.layer, : common.num_reqs]
@@ -83,6 +90,10 @@ class PyramidBuilderMixin:
         metadata.kv_step = context.step
         metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
         metadata.kv_offsets = shifted.skips[context.layer, : common.num_reqs]
+        if shifted.replays:
+            # The graph reads the tensors that it was captured with; what is built for its step is
+            # read by nobody.
+            self._of_replays[shape] = metadata
         return metadata
 
 
@@ -135,39 +146,72 @@ class PyramidImplMixin:
         if attn_metadata.kv_step.evictions is None and not context.hooks:
             return result
         requests = attn_metadata.kv_no_skips.shape[0]
+        tokens = query[: attn_metadata.num_actual_tokens]
+        # The layer's shifted row begins with the first block that it holds.
+        call = self.call_of(
+            layer,
+            tokens,
+            kv_cache,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc[: requests + 1],
+            attn_metadata.seq_lens[:requests],
+            attn_metadata.kv_no_skips,
+            attn_metadata.kv_offsets,
+            max_query_len=attn_metadata.max_query_len,
+            max_seq_len=attn_metadata.max_seq_len,
+        )
+        context.after_attention(call)
+        return result
+
+    def call_of(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        no_skips: torch.Tensor,
+        offsets: torch.Tensor,
+        **maxima: int,
+    ) -> LayerCall:
+        """The layer's attention as our own kernels see it.
+
+        Args:
+            layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`.
+            tables: `[>= R, M]`, shifted. starts: `[R + 1]`. lens, no_skips, offsets: `[R]`.
+            maxima: of `AttentionBatch`.
+        """
+        context = self.context
+        assert context is not None, "the layer was not bound"
         key_scale = value_scale = 1.0
         if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:
             assert query.dtype != fp8, "scorers look at queries that were not quantised"
             kv_cache = kv_cache.view(fp8)
             key_scale, value_scale = scales_of(layer)
         batch = AttentionBatch(
-            query[: attn_metadata.num_actual_tokens],
+            query,
             kv_cache[..., : self.head_size],
             kv_cache[..., self.head_size :],
-            # The layer's shifted row begins with the first block that it holds.
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc[: requests + 1],
-            attn_metadata.seq_lens[:requests],
-            attn_metadata.kv_no_skips,
-            max_query_len=attn_metadata.max_query_len,
-            max_seq_len=attn_metadata.max_seq_len,
+            tables,
+            starts,
+            lens,
+            no_skips,
             key_scale=key_scale,
             value_scale=value_scale,
+            **maxima,
         )
         softmax = Softmax(
             self.scale,
             soft_cap=self.logits_soft_cap or 0.0,
             sinks=getattr(self, "sinks", None),
         )
-        context.after_attention(
-            LayerCall(
-                get_ops(query.device.type),
-                context.layer,
-                batch,
-                softmax,
-                ranks=context.ranks,
-                rotary=context.rotary,
-                offsets=attn_metadata.kv_offsets,
-            )
+        return LayerCall(
+            get_ops(query.device.type),
+            context.layer,
+            batch,
+            softmax,
+            ranks=context.ranks,
+            rotary=context.rotary,
+            offsets=offsets,
         )
-        return result

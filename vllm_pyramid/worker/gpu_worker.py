@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -10,6 +11,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.worker.backend_names import BACKENDS
 from vllm_pyramid.worker.extend import extend_with_policy
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class PyramidGpuWorker(Worker):
@@ -23,12 +26,32 @@ class PyramidGpuWorker(Worker):
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
-        """vLLM's, less what the policy keeps beside the cache, and no more than it allows."""
-        available: int = self.model_runner.room_for_cache(super().determine_available_memory())
-        return available
+        """vLLM's, less what the policy keeps beside the cache, and no more than it allows.
+
+        Where the user says how large the cache is, block tables come on top of it.
+        """
+        is_fixed = self.cache_config.kv_cache_memory_bytes is not None
+        available = super().determine_available_memory()
+        if not is_fixed:
+            tables = self.model_runner.bytes_of_tables()
+            available -= tables
+            logger.info(
+                "kv-policy: %.2f GiB are for the block tables of all layers, %.2f GiB are left for "
+                "the KV cache; a smaller --max-num-seqs or --max-model-len makes tables smaller",
+                tables / 2**30,
+                available / 2**30,
+            )
+        room: int = self.model_runner.room_for_cache(available)
+        return room
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's; the requests of its own that it warms up with leave no trace."""
+        """vLLM's; the requests of its own that it warms up with leave no trace.
+
+        Before that, so that graphs are captured last and vLLM's watch on compilers begins behind
+        it, the kernels of evictions are compiled, unless kernels are not to be (`--enforce-eager`).
+        """
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            self.model_runner.compile_kernels()
         times = super().compile_or_warm_up_model()
         self.model_runner.start_trace()
         return times

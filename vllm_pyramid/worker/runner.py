@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
@@ -30,6 +31,7 @@ from vllm_pyramid.worker.context import LayerContext, ReaderContext
 from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.roles import LayerRoles, roles_of
 from vllm_pyramid.worker.shifted import ShiftedTables
+from vllm_pyramid.worker.warm_up import compile_kernels
 
 COPIED_BYTES = 64 << 20  # of blocks that are copied at once, which takes as much memory beside them
 
@@ -63,6 +65,7 @@ class PyramidRunnerMixin:
     retention: Retention
     hooks: list[WorkerHooks]
     shifted: ShiftedTables | None = None
+    tables_a_group: int  # that vLLM keeps on the device for each KV cache group
     _settings: ServedSettings
     _roles: LayerRoles
     _trace: TraceWriter | None = None
@@ -102,6 +105,7 @@ class PyramidRunnerMixin:
                 model=self.get_model,
                 step=lambda: self.retention.step,
                 swap_space_bytes=settings.swap_space_bytes,
+                may_wait=gpu_sync_allowed,
             )
         )
         self.retention.hooks = self.hooks
@@ -144,6 +148,28 @@ class PyramidRunnerMixin:
         for hooks in self.hooks:
             available = hooks.limit_cache(available)
         return available
+
+    def bytes_of_tables(self) -> int:
+        """Device memory that block tables, slots and lengths of all groups will take.
+
+        vLLM allocates them after it has profiled its memory. With one group that goes unnoticed;
+        with one a layer, 32 layers and 1,024 requests of 131,072 tokens they are 2 GiB.
+        """
+        config = self.vllm_config.scheduler_config
+        longest, rows = self.vllm_config.model_config.max_model_len, config.max_num_seqs
+        entries = sum(-(-longest // spec.block_size) for spec in self._roles.specs.values())
+        slots = 8 * len(self._roles.specs) * config.max_num_batched_tokens
+        return 4 * rows * (self.tables_a_group * entries + 2 * len(self._roles.evicting)) + slots
+
+    def compile_kernels(self) -> None:
+        """Compile every variant of the kernels of evictions, so that no request waits for one."""
+        layers = [
+            (context, attention_layer(self.vllm_config, name))
+            for name, context in self._contexts.items()
+        ]
+        model = self.vllm_config.model_config
+        traces = self._settings.trace is not None
+        compile_kernels(layers, model.max_model_len, model.dtype, traces=traces)
 
     def _drop_tables(self) -> None:
         nothing = torch.empty(0, dtype=torch.int32, device=self.device)

@@ -21,6 +21,7 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
 
     input_batch: Any
     seq_lens: torch.Tensor
+    tables_a_group = 1  # the other side of it is the host's
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """See the base; then the slots of all layers are worked out at once, on the host."""

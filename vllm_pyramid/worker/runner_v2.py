@@ -3,14 +3,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_pyramid.compat.side_channel import read_copies
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
+
+
+class NotingReplays:
+    """In place of `ModelState.prepare_attn`, which builds the metadata of all layers.
+
+    Args:
+        prepare: vLLM's. runner: whose tables are told that a full graph is about to be replayed.
+    """
+
+    def __init__(self, prepare: Callable[..., Any], runner: PyramidRunnerV2) -> None:
+        self.prepare, self.runner = prepare, runner
+
+    def __call__(
+        self,
+        input_batch: Any,
+        mode: CUDAGraphMode,
+        *args: Any,
+        for_capture: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        shifted = self.runner.shifted
+        if shifted is not None:
+            shifted.replays = mode == CUDAGraphMode.FULL and not for_capture
+        try:
+            return self.prepare(input_batch, mode, *args, for_capture=for_capture, **kwargs)
+        finally:
+            if shifted is not None:
+                shifted.replays = False
 
 
 class PyramidRunnerV2(PyramidRunnerMixin):
@@ -18,6 +47,15 @@ class PyramidRunnerV2(PyramidRunnerMixin):
 
     block_tables: Any
     req_states: Any
+    model_state: Any
+    tables_a_group = 2  # of all requests, and of the step's
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """See the base."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        state = self.model_state
+        if not isinstance(state.prepare_attn, NotingReplays):
+            state.prepare_attn = NotingReplays(state.prepare_attn, self)
 
     def table_shape(self, group: int) -> tuple[int, int]:
         """See the base. vLLM keeps two tables a group: of all requests, and of the step's."""

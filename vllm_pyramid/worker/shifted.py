@@ -32,6 +32,7 @@ class ShiftedTables:
             None where the host does not know it.
         skips: `[L, R_max]` int32, tokens that each row leaves out.
         no_skips: `[R_max]` int32, zeros: in these tables nobody has skipped anything.
+        replays: whether the step replays one graph for all of it, so that nobody reads metadata.
 
     Args:
         num_layers: L. max_num_reqs: R_max. width: M, entries of a request's block table.
@@ -48,12 +49,15 @@ class ShiftedTables:
     ) -> None:
         self.block_size = block_size
         self.max_lens: npt.NDArray[np.int32] | None = None
+        self.replays = False
+        # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would: a kernel
+        # is another one where it does not.
+        rows = -(-max_num_reqs // 4) * 4
         with torch.inference_mode(False):  # like the buffers of vLLM that they replace
-            self.tables = torch.zeros(
-                (num_layers, max_num_reqs, width), dtype=torch.int32, device=device
+            self.tables, self.lens, self.skips = (
+                torch.zeros(shape, dtype=torch.int32, device=device)[:, :max_num_reqs]
+                for shape in ((num_layers, rows, width), (num_layers, rows), (num_layers, rows))
             )
-            self.lens = torch.zeros((num_layers, max_num_reqs), dtype=torch.int32, device=device)
-            self.skips = torch.zeros_like(self.lens)
             self.no_skips = torch.zeros_like(self.lens[0])
 
     def update(

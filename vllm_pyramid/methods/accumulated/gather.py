@@ -61,6 +61,8 @@ class KeyMass(WorkerHooks):
             )
         self._shape = heads.pop(), side.block_size
         self.pages = torch.empty(0)
+        # A number of Python's would be copied to the device at each assignment, which waits for it.
+        self._nothing = torch.zeros((), device=side.device)
         self.first_queries: npt.NDArray[np.int32] | None = None
         self._uploaded: torch.Tensor | None = None
 
@@ -73,6 +75,13 @@ class KeyMass(WorkerHooks):
         self.pages = torch.empty(0)  # two generations never exist together
         with torch.inference_mode(False):
             self.pages = torch.zeros(num_blocks, *self._shape, device=self.side.device)
+
+    def compile_kernels(self, call: LayerCall) -> None:
+        """See the base."""
+        if self.scorer.mass_kind is not None:
+            self.first_queries, self._uploaded = np.zeros(1, np.int32), None
+            self.after_attention(call)
+            self.first_queries = None
 
     # Every step -----------------------------------------------------------------------------------
 
@@ -102,7 +111,7 @@ class KeyMass(WorkerHooks):
         """See the base: nothing has been given yet to the keys that are written."""
         block_size = self.pages.shape[2]
         slots = slots.clamp(min=0)  # block 0 is vLLM's null block: it is nobody's
-        self.pages[slots // block_size, :, slots % block_size] = 0.0
+        self.pages[slots // block_size, :, slots % block_size] = self._nothing
 
     def after_attention(self, call: LayerCall) -> None:
         """Add what the step's queries give."""
@@ -189,4 +198,5 @@ class KeyMass(WorkerHooks):
         batch = evictions.batch(call, self.policy, np.arange(len(evictions.request_ids)))
         columns = torch.arange(batch.tables.shape[1], device=batch.tables.device)
         own = columns * self.pages.shape[2] < batch.lens[:, None]
-        self.pages[torch.where(own, batch.tables, 0).long()] = 0.0  # block 0 is nobody's
+        # Block 0 is nobody's.
+        self.pages[torch.where(own, batch.tables, 0).long()] = self._nothing

@@ -63,6 +63,7 @@ class LayerSolver(WorkerHooks):
     def __init__(self, policy: Policy, solver: SolvingAllocator, side: WorkerSide) -> None:
         self.policy, self.solver = policy, solver
         self.num_layers, self.ranks = side.num_layers, side.ranks
+        self.may_wait = side.may_wait
         self._evictions: StepEvictions | None = None
         self._layers: list[list[ScoredLayer]] = []
 
@@ -122,7 +123,9 @@ class LayerSolver(WorkerHooks):
             )
             measures.append(measured.double())
         # The one copy to the host: a number a layer and prompt. It waits for the device.
-        numbers = self.ranks.of_the_first(torch.stack(measures)).cpu().numpy()
+        measured = self.ranks.of_the_first(torch.stack(measures))
+        with self.may_wait():
+            numbers = measured.cpu().numpy()
         for request, plan, row in zip(group.tolist(), plans, numbers, strict=True):
             lengths = self.solver.allocate(row, plan.mean, plan.capacity)
             evictions.settle(request, plan.floor + lengths)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for what only a GPU has, for `child.py`: FlashAttention, CUDA graphs and the start-up.
+
+They go into vLLM's own modules, so vLLM's code and ours around them is what runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+
+# Of this engine: replays of full graphs and calls of piecewise ones, captures, warm-ups.
+COUNTS: Counter[str] = Counter()
+
+
+# FlashAttention ----------------------------------------------------------------------------------
+
+
+def attend(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: list[int],
+    block_table: torch.Tensor,
+    softcap: float,
+    s_aux: torch.Tensor | None,
+    **others: Any,
+) -> None:
+    """`flash_attn_varlen_func` in PyTorch; what it must not be given is checked."""
+    from vllm_pyramid.ops import reference
+    from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+
+    requests = len(cu_seqlens_q) - 1
+    assert causal is True and block_table.stride(1) == 1 and seqused_k.is_contiguous()
+    assert others["scheduler_metadata"] is None and others["alibi_slopes"] is None
+    assert others["mask_mod"] is None and others["fa_version"] == 3
+    assert len(block_table) == len(seqused_k) == requests
+    # The kernel sizes its grid by what the host says.
+    assert int(seqused_k.max()) <= max_seqlen_k <= block_table.shape[1] * k.shape[1]
+    assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
+    batch = AttentionBatch(
+        *(q, k.transpose(1, 2), v.transpose(1, 2), block_table, cu_seqlens_q, seqused_k),
+        torch.zeros_like(seqused_k),
+    )
+    window = window_size[0] + 1 if window_size[0] >= 0 else 0
+    softmax = Softmax(softmax_scale, soft_cap=softcap, sliding_window=window, sinks=s_aux)
+    reference.paged_attention(out, batch, softmax)
+    COUNTS["flash attention"] += 1
+
+
+def write(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, *scales: Any) -> None:
+    """`reshape_and_cache_flash` in PyTorch."""
+    from vllm_pyramid.ops import reference
+
+    assert dtype == "auto"
+    reference.reshape_and_cache(key, value, k.transpose(1, 2), v.transpose(1, 2), slots)
+
+
+def install_flash_attention() -> None:
+    """As vLLM finds it on sm_90."""
+    from vllm.v1.attention.backends import flash_attn
+
+    for name, stand_in in (
+        ("flash_attn_varlen_func", attend),
+        ("reshape_and_cache_flash", write),
+        ("get_flash_attn_version", lambda *args, **kwargs: 3),
+        ("is_flash_attn_varlen_func_available", lambda: True),
+        ("flash_attn_supports_sinks", lambda: True),
+    ):
+        setattr(flash_attn, name, stand_in)
+    flash_attn.FlashAttentionMetadataBuilder._cudagraph_support = (
+        flash_attn.AttentionCGSupport.ALWAYS
+    )
+
+
+# Our own kernels ---------------------------------------------------------------------------------
+
+
+def install_triton_kernels() -> None:
+    """Evictions run our Triton kernels, interpreted, in place of those for the CPU."""
+    from vllm_pyramid.ops import triton_ops
+    from vllm_pyramid.worker import backend_cuda
+
+    backend_cuda.get_ops = lambda device_type: triton_ops
+
+
+# CUDA graphs -------------------------------------------------------------------------------------
+
+
+class Graph:
+    """A replay calls the model again, with the inputs and metadata of the capture.
+
+    So it reads what lies at their addresses now, and nothing else of the step, as a graph does.
+    """
+
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+
+    def replay(self) -> None:
+        from vllm.config import CUDAGraphMode
+
+        COUNTS["full replays"] += 1
+        self.forward(CUDAGraphMode.NONE)
+
+
+class Pieces:
+    """In place of `BreakableCUDAGraphWrapper`: attention between the pieces is called as ever."""
+
+    _all_instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model, self.graph_pool = model, None
+        self._all_instances.add(self)
+
+    @classmethod
+    def clear_all_graphs(cls) -> None:
+        """Nothing is kept."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        COUNTS["piecewise calls"] += 1
+        return self.model(**inputs)
+
+
+def capture(manager: Any, create_forward_fn: Any, progress_bar_desc: str = "") -> None:
+    """`CudaGraphManager.capture` with `Graph`; in vLLM's order."""
+    from vllm.config import CUDAGraphMode
+
+    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+        shapes = manager._capture_descs.get(mode, [])
+        if mode == CUDAGraphMode.FULL:
+            shapes = shapes[: manager._max_full_descs_to_capture]
+        for shape in shapes:
+            create_forward_fn(shape, warmup=True)(CUDAGraphMode.NONE)
+            forward = create_forward_fn(shape, warmup=False)
+            if mode == CUDAGraphMode.PIECEWISE:
+                forward(mode)
+                continue
+            forward(CUDAGraphMode.NONE)
+            manager.graphs[shape] = Graph(forward)
+            COUNTS["captures"] += 1
+    manager._graphs_captured = True
+
+
+def install_start_up(mode: str) -> None:
+    """The worker starts as vLLM's for GPUs does where the user says nothing of memory.
+
+    The graphs' memory is profiled with a small cache, which is taken down again; then come the real
+    cache, the kernels of evictions, vLLM's warm-up, and the capture.
+    """
+    from vllm import SamplingParams
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker import workspace
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    from vllm_pyramid.platform.cpu import PyramidCpuPlatform
+    from vllm_pyramid.worker.cpu_worker import PyramidCpuWorker
+
+    # Not all of vLLM's kernels for sampling can be interpreted.
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=0))
+    cudagraph_utils.CudaGraphManager.capture = capture
+    cudagraph_utils.BreakableCUDAGraphWrapper = Pieces
+    for name in ("graph_pool_handle", "get_global_graph_pool"):
+        setattr(PyramidCpuPlatform, name, classmethod(lambda cls: (0, 0)))
+    PyramidCpuPlatform._global_graph_pool = None
+    torch.accelerator.get_memory_info = lambda *args: (0, 0)
+    for name in ("empty_cache", "synchronize"):
+        setattr(torch.accelerator, name, lambda *args: None)
+    determine = PyramidCpuWorker.determine_available_memory
+    warm_up = PyramidCpuWorker.compile_or_warm_up_model
+
+    def determine_available_memory(worker: Any) -> int:
+        workspace.init_workspace_manager(worker.device, 1)
+        available: int = determine(worker)
+        compilation = worker.vllm_config.compilation_config
+        compilation.cudagraph_mode = CUDAGraphMode[mode]
+        compilation.cudagraph_capture_sizes = [1, 2, 4, 24, 48]
+        compilation.max_cudagraph_capture_size = 48
+        worker.model_runner.profile_cudagraph_memory()
+        COUNTS["profiled captures"] = COUNTS.pop("captures", 0)
+        return available
+
+    def compile_or_warm_up_model(worker: Any) -> Any:
+        runner = worker.model_runner
+        runner.compile_kernels()
+        warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
+        runner.capture_model()
+        COUNTS["mode " + str(runner.cudagraph_manager.cudagraph_mode)] += 1
+        for name in ("full replays", "piecewise calls", "flash attention"):
+            COUNTS.pop(name, None)  # of the warm-up
+        return warm_up(worker)
+
+    PyramidCpuWorker.determine_available_memory = determine_available_memory
+    PyramidCpuWorker.compile_or_warm_up_model = compile_or_warm_up_model

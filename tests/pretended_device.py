@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA device that is not there: tensors that say they are on it, and what would wait for it.
+
+    with PretendedDevice() as device:
+        x = torch.zeros(3, device=device.device)  # on the host, and says that it is not
+        x[torch.tensor([0])] = 1.0  # two waits: an index and a number of the host's
+    assert device.waits == [...]
+
+Numbers are computed on the host, so results can be looked at (`data_of`). What PyTorch refuses for
+tensors of two devices is refused; what it does by waiting for the device (or by copying pageable
+memory, which waits too) is noted with the line of this package that asked for it.
+
+The device's name is "meta", the only one beside "cpu" that PyTorch knows in all of its builds.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+DEVICE = torch.device("meta")
+# The host cannot go on without a number of the device's.
+_READS = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"),
+    *("_unique2", "unique_dim", "unique_consecutive", "bincount"),
+}
+_INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_"}
+
+
+class DeviceTensor(torch.Tensor):
+    """Says that it is on the device; `data_of` is where its numbers are."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device=DEVICE,
+        )
+        return made
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.on_host = data
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} of a pretended device's tensor outside of `PretendedDevice`")
+
+
+def _caller() -> str:
+    """The line of this package that is at work."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/vllm_pyramid/" in frame.filename:
+            name = frame.filename.rpartition("/vllm_pyramid/")[2]
+            return f"{name}: {frame.line}"
+    return "the test"
+
+
+class PretendedDevice(TorchDispatchMode):
+    """See the module.
+
+    Attributes:
+        waits: what would have waited, and the line.
+    """
+
+    device = DEVICE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[tuple[str, str]] = []
+        self._pin_memory: Any = None
+
+    def __enter__(self) -> PretendedDevice:
+        self._pin_memory = torch.Tensor.pin_memory
+        torch.Tensor.pin_memory = _pinned  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.Tensor.pin_memory = self._pin_memory  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def put(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor as the device's; it shares the memory."""
+        return DeviceTensor(data)
+
+    def launch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A kernel: takes tensors of the device alone, and waits for nothing."""
+
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            for value in _tensors((args, kwargs)):
+                assert isinstance(value, DeviceTensor), f"{function.__name__} of a host's tensor"
+            with torch.utils._python_dispatch._disable_current_modes():
+                result = function(*_map(data_of, args), **_map(data_of, kwargs))
+            return _map(lambda x: DeviceTensor(x) if isinstance(x, torch.Tensor) else x, result)
+
+        return launched
+
+    def _wait(self, what: str) -> None:
+        self.waits.append((what, _caller()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        ours = [x for x in given if isinstance(x, DeviceTensor)]
+        target = kwargs.get("device")
+        on_device = bool(ours) if target is None else torch.device(target) == DEVICE
+        if name == "scalar_tensor":  # a number that is assigned: on CUDA it is the host's at first
+            on_device = False
+        if target is not None:
+            kwargs["device"] = torch.device("cpu")
+        self._check(name, given, ours, args, kwargs, moves=on_device != bool(ours))
+        wrappers = {id(x.on_host): x for x in ours}
+        result = func(*tree_map(data_of, args), **tree_map(data_of, kwargs))
+        if not on_device:
+            return result
+
+        def back(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            found = wrappers.get(id(value))  # of what is written in place
+            return DeviceTensor(value) if found is None else found
+
+        return tree_map(back, result)
+
+    def _check(
+        self, name: str, given: list[Any], ours: list[Any], args: Any, kwargs: Any, moves: bool
+    ) -> None:
+        """Note what waits; `moves`: the result is on the other side than what was given."""
+        hosts = [x for x in given if not isinstance(x, DeviceTensor)]
+        if name == "copy_":
+            moves = isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor)
+            if moves:
+                non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+                self._check_copy(args[1], bool(non_blocking))
+            return
+        if moves and given:
+            self._check_copy(given[0], bool(kwargs.get("non_blocking")))
+            return
+        if not ours:
+            return
+        if name in _READS or (name == "repeat_interleave" and "output_size" not in kwargs):
+            self._wait(name)
+        if name in _INDEXED:
+            indices = [x for x in args[1] if x is not None]
+            if any(x.dtype in (torch.bool, torch.uint8) for x in indices):
+                self._wait("an index of truth values")
+            if any(not isinstance(x, DeviceTensor) for x in indices):
+                self._wait("an index of the host's")
+            if len(args) > 2 and not isinstance(args[2], DeviceTensor):
+                self._wait("a number of the host's is assigned")
+        elif any(x.dim() for x in hosts):
+            raise RuntimeError(f"{name}: tensors of two devices, at {_caller()}")
+
+    def _check_copy(self, source: Any, non_blocking: bool) -> None:
+        if isinstance(source, DeviceTensor):
+            self._wait("a copy to the host")
+        elif not (non_blocking and getattr(source, "is_pinned_here", False)):
+            self._wait("a copy of pageable memory")
+
+
+def data_of(value: Any) -> Any:
+    """The numbers of a tensor of the device; anything else as it is."""
+    return value.on_host if isinstance(value, DeviceTensor) else value
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    # Rows with gaps between them are copied through memory that is not.
+    copy.is_pinned_here = tensor.is_contiguous()  # type: ignore[attr-defined]
+    return copy
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """`change` of all that is in tuples, dictionaries and records of kernels' arguments."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(change, x) for x in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(change, x) for x in value)
+    if isinstance(value, dict):
+        return {key: _map(change, x) for key, x in value.items()}
+    if hasattr(value, "__dataclass_fields__"):
+        fields = {name: _map(change, getattr(value, name)) for name in value.__dataclass_fields__}
+        return type(value)(**fields)
+    return change(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        return x
+
+    _map(note, value)
+    yield from found

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No policy waits for the device in a step: prompts in chunks, evictions, decoding, all presets.
+
+The same on the host must give the same cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pretended_device import PretendedDevice, data_of
+from tests.shifted_worker import Host, Worker, launch_tables, policies
+from vllm_pyramid.policy import Policy
+
+pytestmark = pytest.mark.cpu
+
+PROMPTS = {"a": 70, "b": 45, "c": 101}
+# Tokens of each step; all that a prompt needs at its end is in its last chunk.
+STEPS = [
+    {"a": 48, "b": 45},
+    {"a": 22, "b": 1, "c": 48},
+    {"a": 1, "b": 1, "c": 53},
+    *({"a": 1, "b": 1, "c": 1} for _ in range(10)),
+]
+# The one line that may wait, in steps in which prompts with open lengths end.
+SOLVED = "methods/solved/worker.py: numbers = "
+
+
+# The pretended device ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "do"),
+    [
+        ("a number of the host's is assigned", lambda x, i: x.__setitem__(i, 0.0)),
+        ("_local_scalar_dense", lambda x, i: x.sum().item()),
+        ("_local_scalar_dense", lambda x, i: bool((x > 0).any())),
+        ("_local_scalar_dense", lambda x, i: x[i.sum()]),
+        ("an index of truth values", lambda x, i: x[x > 0]),
+        ("an index of the host's", lambda x, i: x[torch.tensor([1])]),
+        ("nonzero", lambda x, i: torch.nonzero(x)),
+        ("a copy to the host", lambda x, i: x.cpu()),
+        ("a copy to the host", lambda x, i: torch.zeros(4).copy_(x)),
+        ("a copy of pageable memory", lambda x, i: x.copy_(torch.zeros(4), non_blocking=True)),
+        ("a copy of pageable memory", lambda x, i: torch.zeros(4).to(x.device)),
+        ("a copy of pageable memory", lambda x, i: torch.zeros(4).pin_memory().to(x.device)),
+    ],
+)
+def test_what_waits_is_noted(what: str, do: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    with PretendedDevice() as device:
+        x, index = torch.ones(4, device=device.device), torch.zeros(2, device=device.device).long()
+        assert device.waits == []
+        do(x, index)
+    assert [name for name, _ in device.waits] == [what]
+
+
+def test_what_does_not_wait_is_not_noted() -> None:
+    with PretendedDevice() as device:
+        x = torch.arange(4.0, device=device.device)
+        assert x.device.type != "cpu" and x[1:].device == x.device
+        y = torch.zeros(4).pin_memory().to(x.device, non_blocking=True)
+        y[1:] = 2.0
+        y[torch.zeros(1, dtype=torch.int64, device=x.device)] = x[3]
+        y += torch.where(x > 1, x, 0) * torch.tensor(2.0)
+        with pytest.raises(RuntimeError, match="two devices"):
+            x + torch.ones(4)
+    assert device.waits == []
+    assert data_of(y).tolist() == [3.0, 2.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize("policy", policies(), ids=lambda policy: policy.name)
+def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    with PretendedDevice() as device:
+        launch_tables(monkeypatch, device)
+        worker = Worker(policy, device, PROMPTS)
+        for scheduled in STEPS:
+            worker.step(scheduled)
+    waits = [line for _, line in device.waits if not line.startswith(SOLVED)]
+    assert waits == []
+    solved = policy.allocator.solves
+    assert len(device.waits) == (3 if solved else 0)  # three steps in which prompts end
+    monkeypatch.undo()
+    same = Host()
+    launch_tables(monkeypatch, same)
+    on_host = Worker(policy, same, PROMPTS)
+    for scheduled in STEPS:
+        on_host.step(scheduled)
+    assert on_host.evictions == worker.evictions > 0
+    assert torch.equal(on_host.cache, worker.cache)

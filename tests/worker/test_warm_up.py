@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No kernel is compiled for the first request that needs it: all are launched before serving.
+
+Triton works out the key of each launch, as on a GPU, and nothing is compiled or run. The results
+come from the reference.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver as triton_driver
+from triton.runtime import jit
+
+from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies
+from vllm_pyramid.ops import triton_ops, triton_tables
+from vllm_pyramid.policy import Policy
+from vllm_pyramid.worker import backend_cuda
+from vllm_pyramid.worker.backend_cuda import PyramidImplMixin
+from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
+
+pytestmark = pytest.mark.cpu
+
+# Of all constants that follow from lengths.
+PROMPTS = {"a": 61, "b": 130, "c": 257, "d": 515, "e": 1100, "f": 2300, "g": 90}
+
+
+class _Driver:
+    """As much of one as it takes to work out keys."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> str:
+        return "keys"
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Of all launches so far: the kernel and everything that it is compiled for."""
+    found: set[str] = set()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        _, of_keys, *_, binder = self.device_caches["keys"]
+        _, specialization, options = binder(*args, **kwargs)
+        found.add(f"{self.__name__} {jit.compute_cache_key(of_keys, specialization, options)}")
+
+    monkeypatch.setattr(triton_driver, "_active", _Driver())
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+    return found
+
+
+class Launched(Host):
+    """Launches Triton's kernel, which does nothing, and runs the reference."""
+
+    def launch(self, function: Any) -> Any:
+        name = function.__name__.replace("_reference", "")
+        kernel = getattr(triton_ops, name)
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            if name not in ("reshape_and_cache", "paged_attention"):  # vLLM's own do that
+                kernel(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return both
+
+
+class Impl(PyramidImplMixin):
+    head_size, num_heads, scale, logits_soft_cap, kv_cache_dtype = SIZE, HEADS, 0.25, 0.0, "auto"
+
+
+def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Host) -> None:
+    for name in ("shift_block_tables_", "effective_lens"):
+        twin = f"{name}reference_" if name.endswith("_") else f"{name}_reference"
+        monkeypatch.setattr(triton_tables, name, device.launch(getattr(triton_tables, twin)))
+
+
+def make_worker(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    device = Launched()
+    worker = Worker(policy, device, PROMPTS)
+    monkeypatch.setattr(backend_cuda, "get_ops", lambda device_type: worker.ops)
+    return worker
+
+
+def warm_up(worker: Worker, **options: Any) -> None:
+    layers = []
+    for context, cache in zip(worker.contexts, worker.cache, strict=True):
+        impl = Impl()
+        impl.context = context
+        layers.append((context, SimpleNamespace(impl=impl, kv_cache=cache)))
+    longest = worker.shifted.tables.shape[2] * worker.shifted.block_size
+    compile_kernels(layers, longest, torch.float32, **options)
+
+
+def serve(worker: Worker) -> None:
+    """All prompts, each in as many pieces as it has evictions; then some tokens of each."""
+    waiting, running = list(PROMPTS), []
+    while waiting:
+        running.append(waiting.pop(0))
+        scheduled = {}
+        for name in running:
+            computed, length = worker.computed[name], PROMPTS[name]
+            if not computed:
+                worker.retention.add(name, length, None)
+            plan = worker.retention._requests[name].plan
+            ends = plan.next_eviction(computed) if computed < length else computed + 1
+            scheduled[name] = min(ends or length, max(length, computed + 1)) - computed
+        worker.step(scheduled)
+        random.Random(len(waiting)).shuffle(running)
+    for count in range(len(running), 0, -1):
+        worker.step(dict.fromkeys(running[:count], 1))
+
+
+@pytest.mark.parametrize("policy", policies(), ids=lambda policy: policy.name)
+def test_no_key_comes_up_while_serving(
+    monkeypatch: pytest.MonkeyPatch, keys: set[str], policy: Policy
+) -> None:
+    worker = make_worker(policy, monkeypatch)
+    warm_up(worker)
+    compiled = set(keys)
+    assert compiled and not any(worker.computed.values())
+    serve(worker)
+    assert worker.evictions > 3
+    assert keys - compiled == set()
+
+
+@pytest.mark.parametrize("name", ["pyramidkv", "h2o"])
+def test_nothing_changes_but_the_block_of_nobody(
+    monkeypatch: pytest.MonkeyPatch, keys: set[str], name: str
+) -> None:
+    policy = next(policy for policy in policies() if policy.name == name)
+    worker = make_worker(policy, monkeypatch)
+    before = worker.cache.clone()
+    warm_up(worker)
+    assert torch.equal(worker.cache[:, 1:], before[:, 1:])
+    assert not worker.shifted.tables.any() and not worker.retention._requests
+    for hooks in worker.retention.hooks:
+        assert not hooks.pages[1:].any()
+
+
+def test_a_trace_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch, keys: set[str]) -> None:
+    policy = next(policy for policy in policies() if policy.name == "keydiff")
+    worker = make_worker(policy, monkeypatch)
+    warm_up(worker)
+    assert not any(key.startswith("window_mass") for key in keys)
+    warm_up(worker, traces=True)
+    assert any(key.startswith("window_mass") for key in keys)
+
+
+def test_lengths() -> None:
+    policy = next(policy for policy in policies() if policy.name == "pyramidkv")
+    least = policy.sinks + policy.window + 2
+    found = lengths_of(policy, 1 << 20)
+    assert {128, 256, 512, 1024, 2048, 4096} <= set(found)
+    assert {n + policy.window for n in (128, 256, 512, 1024, 2048, 4096)} <= set(found)
+    assert min(found) == least
+    # Of lengths that do not fit the longest that does is there.
+    assert max(lengths_of(policy, 1500)) == 1500
+    assert lengths_of(policy, least - 1) == []

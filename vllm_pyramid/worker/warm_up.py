@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the kernels of evictions before the first request, by evictions that are made up.
+
+Triton compiles a kernel for each set of its constants, and a constant may follow from a length. A
+request that is the first with such a length would wait for the compiler, and so would all others in
+its step; with vLLM's `--jit-monitor-mode error` the engine would end. So each kernel is launched
+here with all lengths that make a difference. The tables are of block 0, vLLM's null block: it
+belongs to nobody, and what is moved in it is read by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.policy.base import Policy
+from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.window_mass import window_mass
+from vllm_pyramid.worker.context import LayerContext
+
+# No constant of a kernel follows from a length beyond this.
+LONGEST = 4096
+
+
+@torch.inference_mode()
+def compile_kernels(
+    layers: Sequence[tuple[LayerContext, Any]],
+    max_model_len: int,
+    dtype: torch.dtype,
+    *,
+    traces: bool = False,
+) -> None:
+    """Launch what evictions launch, once for each kind of layer.
+
+    Args:
+        layers: contexts with vLLM's attention layers, whose caches exist. dtype: of the queries.
+        traces: also what is launched for a trace.
+    """
+    kinds = set()
+    for context, layer in layers:
+        policy = context.retention.policy
+        policies = [one for one in (policy, policy.inside) if one is not None and one.evicts]
+        queries = max((max(one.window, one.trace_window) for one in policies), default=0)
+        queries = max(1, min(queries, max_model_len))
+        call = _made_up_call(context, layer, queries, dtype)
+        # All of what kernels are told of a layer.
+        query, cache, softmax = call.query, call.key_cache, call.softmax
+        switches = softmax.soft_cap != 0, softmax.sinks is not None
+        kind = (query.shape[1:], cache.shape[1:], cache.stride(), cache.dtype, switches)
+        if kind in kinds:
+            continue
+        kinds.add(kind)
+        for one in policies:
+            for length in lengths_of(one, max_model_len):
+                # Another front than the policy's is another way to select.
+                for front in (0, one.sinks + 1):
+                    _evict(call, one, length, front, context.retention.num_layers, traces)
+        starts = call.batch.query_start_loc.clamp(max=1)
+        single = replace(call.batch, query=query[:1], query_start_loc=starts, max_query_len=1)
+        for length in _powers_of_two(1, max_model_len):
+            for hooks in context.hooks:
+                batch = replace(single, max_seq_len=length)
+                hooks.compile_kernels(replace(call, batch=batch))
+    shifted = layers[0][0].shifted
+    assert shifted is not None
+    shifted.update(shifted.no_skips[:1], np.zeros((len(shifted.lens), 1), np.int32), None)
+
+
+def lengths_of(policy: Policy, max_model_len: int) -> list[int]:
+    """Tokens of prompts whose evictions together launch every variant.
+
+    The constants that follow from a length are powers of two not below it, or not below what is in
+    front of the window.
+    """
+    least = policy.sinks + policy.window + 2
+    longest = min(max_model_len, LONGEST + policy.window)
+    found = {
+        min(power + more, longest)
+        for power in _powers_of_two(least, LONGEST)
+        for more in (0, policy.window)
+    }
+    return sorted(length for length in {*found, least} if least <= length <= longest)
+
+
+def _powers_of_two(first: int, last: int) -> Iterator[int]:
+    """From the greatest that is at most `first` to the first that is at least `last`."""
+    power = 1 << (first.bit_length() - 1)
+    yield power
+    while power < last:
+        power *= 2
+        yield power
+
+
+def _made_up_call(context: LayerContext, layer: Any, queries: int, dtype: torch.dtype) -> LayerCall:
+    """The attention of one request whose blocks are all block 0, with the layer's own cache."""
+    assert context.shifted is not None, "kernels are compiled where tables are shifted"
+    impl, shifted = layer.impl, context.shifted
+    device = shifted.lens.device
+    call: LayerCall = impl.call_of(
+        layer,
+        torch.zeros(queries, impl.num_heads, impl.head_size, dtype=dtype, device=device),
+        layer.kv_cache,
+        torch.zeros(1, shifted.tables.shape[2], dtype=torch.int32, device=device),
+        torch.arange(2, dtype=torch.int32, device=device) * queries,
+        torch.ones(1, dtype=torch.int32, device=device),
+        shifted.no_skips[:1],
+        shifted.no_skips[:1],
+        max_query_len=queries,
+        max_seq_len=1,
+    )
+    return call
+
+
+def _evict(
+    call: LayerCall, policy: Policy, length: int, front: int, num_layers: int, traces: bool
+) -> None:
+    """Score, select and compact a prompt of `length` tokens, whose first `front` ones stay."""
+    keeps = np.full(num_layers, policy.sinks + policy.window + 1)
+    one = np.ones(1, np.int32)
+    plan = RetentionPlan.of(length, 1, int(keeps[0]), keeps, fill_blocks=False, front=front)
+    evictions = StepEvictions(
+        request_ids=["made up"],
+        rows=np.zeros(1, np.int64),
+        query_ends=one * len(call.query),
+        query_lens=one * len(call.query),
+        prompt_lens=one * length,
+        plans=[plan],
+    )
+    batch = evictions.batch(call, policy, np.zeros(1, np.int64))
+    if traces:
+        window_mass(batch)
+    scores = policy.scorer.compiled(batch)
+    if not front or scores.shape[2] >= length:  # scores without a window know no other front
+        batch.shorten(scores, None, None)
