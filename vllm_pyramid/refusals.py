@@ -72,7 +72,9 @@ def _has_windows_alone(config: VllmConfig, policy: Policy) -> bool:
 
 def _has_stages_beside_others(config: VllmConfig, policy: Policy) -> bool:
     model, text = config.model_config, config.model_config.hf_text_config
-    beside = has_companions(text, model.max_model_len) or getattr(text, "num_kv_shared_layers", 0)
+    beside = has_companions(text, model.max_model_len) or getattr(
+        text, "num_kv_shared_layers", None
+    )
     return config.parallel_config.pipeline_parallel_size > 1 and bool(beside)
 
 

@@ -422,9 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A request that evicts inside its prompt never holds more than its plan says."""
         plan, late = self.plans[name], (self.depth - 1) * self.setup.max_num_batched_tokens
         tokens = max(request.num_computed_tokens, plan.prompt_len)
-        peak = plan.most_blocks(
-            tokens, np.array(self.setup.block_sizes), late, self.setup.stages
-        )
+        peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
         sums = self.coordinator.stages.sums
         assert (sums(np.array(self.coordinator.blocks_held(name))) <= sums(peak)).all()
 

@@ -180,7 +180,7 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
         # The most that it holds has what it shares among it.
         return (min(blocks, cap) if capped else blocks) + beside
 
-    def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> IntArray:
+    def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> npt.NDArray[np.int64]:
         """Blocks that a request holds at most until so many of its tokens are computed: `[stages]`.
 
         Args:
@@ -380,9 +380,7 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
         """Blocks each layer holds of a prompt that was shortened by the plan, `[layers]`."""
         return plan.blocks_in(self.block_sizes)
 
-    def whole_blocks(
-        self, tokens: npt.NDArray[np.int64], stage: int = 0
-    ) -> npt.NDArray[np.int64]:
+    def whole_blocks(self, tokens: npt.NDArray[np.int64], stage: int = 0) -> npt.NDArray[np.int64]:
         """Blocks of a stage's layers for so many tokens with nothing given back, any shape."""
         blocks = -(-tokens // self.block_size)
         total = np.zeros_like(blocks)

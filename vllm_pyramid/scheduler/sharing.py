@@ -73,8 +73,8 @@ class PrefixSharing:
         if len(known.hit) > least:
             # What is copied must not be dissolved for the blocks that this request gets.
             needed = self._prefixes.row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
-            most = self.most_blocks(request.request_id, request.num_tokens)
-            needed = min(needed, int(most.sum()))
+            peak = self.most_blocks(request.request_id, request.num_tokens)
+            needed = min(needed, int(peak.sum()))
             needed -= self._prefixes.row_blocks * min(shared_rows, len(known.hit))
             free = self.block_pool.get_num_free_blocks() - self.block_pool.idle_blocks(known.hit)
             if self.companions:

@@ -117,4 +117,4 @@ class StagePools(RowPool):
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM's: False while requests hold blocks."""
-        return all([pool.reset_prefix_cache() for pool in self.pools])
+        return all(pool.reset_prefix_cache() for pool in self.pools)

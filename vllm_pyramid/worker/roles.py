@@ -90,7 +90,7 @@ def roles_of(
     if stages and (len(full) < len(unified) or readers):
         raise ValueError(
             "some layers of this model do not evict (windows, states, layers that read another's "
-            f"cache), which goes with one pipeline stage alone so far: leave "
+            "cache), which goes with one pipeline stage alone so far: leave "
             "--pipeline-parallel-size out, and take --tensor-parallel-size"
         )
     if not all(stages):

@@ -205,9 +205,7 @@ class PyramidRunnerMixin:
             return
         shape = self.table_shape(next(iter(self._groups)))
         self._drop_tables()  # vLLM's own; freed before ours, of the same size, are allocated
-        self.shifted = ShiftedTables(
-            self._own_layers, *shape, retention.block_size, self.device
-        )
+        self.shifted = ShiftedTables(self._own_layers, *shape, retention.block_size, self.device)
         self.set_tables(
             {
                 place: self.shifted.tables[self.shifted.place(layer)]
