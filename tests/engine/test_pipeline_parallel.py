@@ -138,10 +138,11 @@ def test_two_stages(
     assert sum((whole["held"] < n).any() for (n, _), whole in one.items()) >= 3
 
     # The pool of every stage is whole again, and was as large as its own layers could make it.
-    blocks = {**SETTINGS, **ENGINES[name][2]}["kv_cache_memory_bytes"] // PAGE
-    blocks *= ENGINES[name][2].get("tensor_parallel_size", 1)
+    page = PAGE // ENGINES[name][2].get("tensor_parallel_size", 1)
+    page += 4 * KV_HEADS * 16 if name == "h2o" else 0  # what it gathers for each row of a page
+    blocks = {**SETTINGS, **ENGINES[name][2]}["kv_cache_memory_bytes"] // page
     assert result["free_blocks"] == [blocks - 1] * 2
-    assert result["kv_cache_tokens"] == blocks // 2 * 16
+    assert abs(result["kv_cache_tokens"] - blocks * 16 / (LAYERS // 2)) <= 1
     # Somebody was preempted after it had evicted.
     if "preempted" in name:
         assert result["evictions"] > 3
