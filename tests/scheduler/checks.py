@@ -36,9 +36,9 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
                 of_layer = row.blocks[start : start + count]
                 assert table[index * count : (index + 1) * count] == list(of_layer)
             stage = coordinator.stages.of_layer(layer)
-            own = table[len(record.rows) * count :]
-            ids = [(stage, b.block_id) for b in own if not b.is_null]
-            assert all(b.pool is pools[stage] for b in own), "a block of another stage"
+            own = [b for b in table[len(record.rows) * count :] if not b.is_null]
+            assert all(pools[stage].blocks[b.block_id] is b for b in own), "another stage's"
+            ids = [(stage, b.block_id) for b in own]
             held[layer] += len(ids)
             private.extend(ids)
     beside = [

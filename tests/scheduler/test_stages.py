@@ -109,7 +109,9 @@ def test_a_request_fits_where_no_stage_lacks_blocks(
 def test_blocks_go_back_to_their_own_stage() -> None:
     pools = StagePools(9, False, 16, stages=Stages((1, 3)))
     blocks = pools.get_blocks_of_layers(np.array([2, 3, 1]))
-    assert [block.pool for block in blocks] == [pools.pools[0]] * 2 + [pools.pools[1]] * 4
+    of_pools = [pools.pools[0]] * 2 + [pools.pools[1]] * 4
+    for pool, block in zip(of_pools, blocks, strict=True):
+        assert pool.blocks[block.block_id] is block
     assert pools.free_by_stage().tolist() == [6, 4]
     assert pools.get_num_free_blocks() == 4
     pools.free_blocks(blocks[:3])

@@ -13,6 +13,7 @@ much more than that as the stage lacks that lacks most (`StagePools.as_one`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -106,6 +107,19 @@ class StagePools(RowPool):
         for pool, count in zip(self.pools, self.stages.sums(counts).tolist(), strict=True):
             found += pool.get_new_blocks(count)
         return found
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Each to its own stage's pool, in the order in which they are given."""
+        of_pools: list[list[KVCacheBlock]] = [[] for _ in self.pools]
+        for block in ordered_blocks:
+            index = next(
+                index
+                for index, pool in enumerate(self.pools)
+                if pool.blocks[block.block_id] is block
+            )
+            of_pools[index].append(block)
+        for pool, blocks in zip(self.pools, of_pools, strict=True):
+            pool.free_blocks(blocks)
 
     def get_num_free_blocks(self) -> int:
         """Of the stage that has fewest."""
