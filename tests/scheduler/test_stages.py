@@ -106,6 +106,25 @@ def test_a_request_fits_where_no_stage_lacks_blocks(
     assert fits == bool((wanted + spare <= free).all())
 
 
+@pytest.mark.parametrize("chunk", [{}, {"chunk.tokens": 24, "chunk.keep": 18}])
+@pytest.mark.parametrize("prompt_len", [5, 20, 64, 93])
+def test_a_stage_never_holds_more_than_its_peak(prompt_len: int, chunk: dict[str, int]) -> None:
+    """Though lower layers take what upper ones kept, as more tokens have been computed."""
+    args = {"window": 2, "schedule": "interval", "schedule.interval": 5, **chunk}
+    policy = load_policy("pyramidkv", 14, {**args, **({"chunk.scorer": None} if chunk else {})})
+    sizes, stages = np.full(5, 4), (3, 2)
+    sums = Stages((3, 5)).sums
+    plan = policy.plan(prompt_len, 5, 4)
+    end = prompt_len + 80
+    peak = sums(plan.most_blocks(end, sizes, stages=stages))
+    for computed in range(1, end + 1):
+        skip = plan.skip_after(plan.evictions_by(computed - 1))
+        held = sums(-(-computed // sizes) - skip // sizes)
+        assert (held <= peak).all(), (computed, held, peak)
+    later = plan.after(plan.evictions_by(end)).keep
+    assert later[0] > later[-1], "all layers keep alike"
+
+
 def test_blocks_go_back_to_their_own_stage() -> None:
     pools = StagePools(9, False, 16, stages=Stages((1, 3)))
     blocks = pools.get_blocks_of_layers(np.array([2, 3, 1]))

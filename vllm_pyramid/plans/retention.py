@@ -252,10 +252,11 @@ class RetentionPlan:
             # What all layers keep grows with the evictions until it is the budget, though not what
             # each of them keeps; up to the next one `every` tokens come; and of each layer's blocks
             # the last may be filled in part, and the first with tokens beyond what is kept.
-            numbers: Sequence[int] = (self.end_number, self.evictions_by(tokens))
-            if len(stages) > 1 and np.ptp(self.keep):  # what a stage keeps may fall, too
-                numbers = range(numbers[0], numbers[1] + 1)
-            keeps = np.stack([self.after(number).keep for number in numbers])
+            end, last = self.end_number, self.evictions_by(tokens)
+            keeps = np.stack([self.after(number).keep for number in (end, last)])
+            if len(stages) > 1 and np.ptp(keeps, axis=1).any():  # a stage's share may fall again
+                numbers = range(end, last + 1)
+                keeps = np.stack([self.after(number).keep for number in numbers])
             of_stages = stages or (self.num_layers,)
             totals = np.add.reduceat(keeps, np.cumsum((0, *of_stages[:-1])), axis=1).max(axis=0)
             means = np.repeat(-(-totals // np.array(of_stages)), of_stages)
