@@ -110,8 +110,7 @@ def test_a_request_fits_where_no_stage_lacks_blocks(
 @pytest.mark.parametrize("prompt_len", [5, 20, 64, 93])
 def test_a_stage_never_holds_more_than_its_peak(prompt_len: int, chunk: dict[str, int]) -> None:
     """Though lower layers take what upper ones kept, as more tokens have been computed."""
-    args = {"window": 2, "schedule": "interval", "schedule.interval": 5, **chunk}
-    policy = load_policy("pyramidkv", 14, {**args, **({"chunk.scorer": None} if chunk else {})})
+    policy = load_policy("h2o", 14, {"interval": 5, "allocator": "arithmetic", **chunk})
     sizes, stages = np.full(5, 4), (3, 2)
     sums = Stages((3, 5)).sums
     plan = policy.plan(prompt_len, 5, 4)
