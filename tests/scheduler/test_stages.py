@@ -106,15 +106,15 @@ def test_a_request_fits_where_no_stage_lacks_blocks(
     assert fits == bool((wanted + spare <= free).all())
 
 
-@pytest.mark.parametrize("chunk", [{}, {"chunk.tokens": 24, "chunk.keep": 18}])
+@pytest.mark.parametrize("chunk", [{}, {"chunk.tokens": 80, "chunk.keep": 70}])
 @pytest.mark.parametrize("prompt_len", [5, 20, 64, 93])
 def test_a_stage_never_holds_more_than_its_peak(prompt_len: int, chunk: dict[str, int]) -> None:
     """Though lower layers take what upper ones kept, as more tokens have been computed."""
-    policy = load_policy("h2o", 14, {"interval": 5, "allocator": "arithmetic", **chunk})
+    policy = load_policy("h2o", 60, {"interval": 5, "allocator": "arithmetic", **chunk})
     sizes, stages = np.full(5, 4), (3, 2)
     sums = Stages((3, 5)).sums
     plan = policy.plan(prompt_len, 5, 4)
-    end = prompt_len + 80
+    end = prompt_len + 200
     peak = sums(plan.most_blocks(end, sizes, stages=stages))
     for computed in range(1, end + 1):
         skip = plan.skip_after(plan.evictions_by(computed - 1))
