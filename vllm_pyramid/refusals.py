@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_pyramid.model_shape import SLIDING, layer_kinds
+from vllm_pyramid.model_shape import SLIDING, has_companions, layer_kinds
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.worker.backend_names import FP8_CACHES
 
@@ -70,6 +70,14 @@ def _has_windows_alone(config: VllmConfig, policy: Policy) -> bool:
     return set(layer_kinds(model.hf_text_config, model.max_model_len)) == {SLIDING}
 
 
+def _has_stages_beside_others(config: VllmConfig, policy: Policy) -> bool:
+    model, text = config.model_config, config.model_config.hf_text_config
+    beside = has_companions(text, model.max_model_len) or getattr(
+        text, "num_kv_shared_layers", None
+    )
+    return config.parallel_config.pipeline_parallel_size > 1 and bool(beside)
+
+
 def _has_fp8_in_flash_attention(config: VllmConfig, policy: Policy) -> bool:
     chosen = config.attention_config.backend
     is_flash = chosen is not None and chosen.name == "FLASH_ATTN"
@@ -89,9 +97,38 @@ OF_ARGUMENTS = (
         lambda args, _: bool(args.kv_offloading_size),
     ),
     Refusal(
-        "--pipeline-parallel-size",
-        "a stage knows only its own layers; use --tensor-parallel-size",
-        lambda args, _: args.pipeline_parallel_size > 1,
+        "--pipeline-parallel-size and a policy that solves its lengths from the prompt",
+        "the solver needs the scores of all layers, and a stage has its own; run `vllm-pyramid "
+        "calibrate` without the flag and serve the policy that it writes, or choose pyramidkv",
+        lambda args, policy: args.pipeline_parallel_size > 1 and policy.allocator.solves,
+    ),
+    Refusal(
+        "--pipeline-parallel-size and a policy that drops tokens between layers",
+        "the next stage expects them; choose another policy, such as pyramidkv",
+        lambda args, policy: args.pipeline_parallel_size > 1 and policy.allocator.thins_prompts,
+    ),
+    Refusal(
+        "--pipeline-parallel-size and V in host memory",
+        "its host pool is made for all layers; set values to device",
+        lambda args, policy: args.pipeline_parallel_size > 1 and not policy.copies_blocks,
+    ),
+    Refusal(
+        "--pipeline-parallel-size and --enable-prefix-caching",
+        "shared blocks are of all layers, and stages have pools of their own; leave the latter out",
+        lambda args, _: args.pipeline_parallel_size > 1 and args.enable_prefix_caching,
+    ),
+    Refusal(
+        "--pipeline-parallel-size and --speculative-config",
+        "drafts are known to the last stage alone; leave one of them out",
+        lambda args, _: args.pipeline_parallel_size > 1 and args.speculative_config is not None,
+    ),
+    Refusal(
+        "--pipeline-parallel-size and --distributed-executor-backend external_launcher",
+        "every stage would have a scheduler, and only the last is told what was evicted; take mp",
+        lambda args, _: (
+            args.pipeline_parallel_size > 1
+            and args.distributed_executor_backend == "external_launcher"
+        ),
     ),
     Refusal(
         "--decode-context-parallel-size",
@@ -161,6 +198,12 @@ OF_CONFIGURATION = (
         "a model of which every layer has a sliding window",
         "there is nothing to evict; serve it with --kv-policy none",
         _has_windows_alone,
+    ),
+    Refusal(
+        "--pipeline-parallel-size and a model of which some layers do not evict",
+        "windows, states and layers that read others' caches go with one stage alone so far; use "
+        "--tensor-parallel-size",
+        _has_stages_beside_others,
     ),
     Refusal(
         "speculative decoding by a draft model:",

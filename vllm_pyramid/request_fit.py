@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vllm_pyramid.request_config import ServedRequest
 
 
@@ -18,9 +20,10 @@ class Pool(NamedTuple):
 
     Attributes:
         num_layers: that evict. block_size: tokens of a block of K and V.
-        blocks: of the pool, without the null block.
+        blocks: of the pool, without the null block; each pipeline stage has as many.
         max_model_len: tokens of a sequence at most.
         beside: blocks that a request holds at most in layers that do not evict.
+        stages: layers of each pipeline stage; empty: there is one.
     """
 
     num_layers: int
@@ -28,6 +31,7 @@ class Pool(NamedTuple):
     blocks: int
     max_model_len: int
     beside: int = 0
+    stages: tuple[int, ...] = ()
 
 
 def check_fit(
@@ -81,8 +85,13 @@ def tokens_that_fit(served: ServedRequest, prompt_len: int, pool: Pool, most: in
 
 
 def _blocks(served: ServedRequest, prompt_len: int, computed: int, pool: Pool) -> int:
-    """Blocks that the request holds at most until so many tokens are computed."""
+    """Blocks that the request holds at most until so many tokens are computed.
+
+    Of the pipeline stage in which that is most.
+    """
     policy = served.policy
     sizes = policy.block_sizes(pool.num_layers, pool.block_size)
     plan = policy.plan(prompt_len, pool.num_layers, int(sizes.max()), served.budget)
-    return int(plan.most_blocks(computed, sizes).sum()) + pool.beside
+    stages = pool.stages or (pool.num_layers,)
+    blocks = plan.most_blocks(computed, sizes, stages=stages)
+    return max(int(part.sum()) for part in np.split(blocks, np.cumsum(stages)[:-1])) + pool.beside

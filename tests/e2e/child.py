@@ -127,6 +127,7 @@ def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
         "scheduler": str(config.scheduler_config.scheduler_cls),
         "worker": config.parallel_config.worker_cls,
         "prefix_caching": config.cache_config.enable_prefix_caching,
+        "kv_cache_tokens": config.cache_config.kv_cache_size_tokens,
         "modules": sorted(name for name in sys.modules if name.startswith("vllm_pyramid")),
         **_inside(engine),
     }
@@ -137,14 +138,22 @@ def _inside(engine: Any) -> dict[str, Any]:
     core = getattr(engine.engine_core, "engine_core", None)
     if core is None:
         return {}
+    pool = core.scheduler.kv_cache_manager.block_pool
+    coordinator = getattr(core.scheduler, "coordinator", None)
+    scheduler = {
+        # Of each pipeline stage.
+        "free_blocks": [own.get_num_free_blocks() for own in getattr(pool, "pools", [pool])],
+        "evictions": getattr(coordinator, "num_evictions", None),
+    }
     if not hasattr(core.model_executor, "driver_worker"):
-        return {}  # the workers are processes of their own
+        return scheduler  # the workers are processes of their own
     runner = core.model_executor.driver_worker.worker.model_runner
     if hasattr(runner, "block_tables"):
         tables = runner.block_tables.input_block_tables
     else:
         tables = [group.block_table.gpu for group in runner.input_batch.block_table.block_tables]
     return {
+        **scheduler,
         "groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
         "one_tensor_of_tables": len({t.untyped_storage().data_ptr() for t in tables}) == 1,
         "runner": [f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__],

@@ -85,7 +85,21 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        (
+            {"pipeline_parallel_size": 2, "enable_prefix_caching": True},
+            "--pipeline-parallel-size and --enable-prefix-caching",
+        ),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+            "--pipeline-parallel-size and --speculative-config",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            "--pipeline-parallel-size and --distributed-executor-backend external_launcher",
+        ),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype int8_per_token_head"),
         (
@@ -105,6 +119,34 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
 def test_refused_flags(random_model: Path, arguments: dict[str, Any], flag: str) -> None:
     with pytest.raises(ValueError, match=re.escape(flag)):
         _config(random_model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("policy", "way_out"),
+    [
+        ("xkv", "vllm-pyramid calibrate"),
+        ("zigzagkv", "vllm-pyramid calibrate"),
+        ("pyramidinfer", "such as pyramidkv"),
+        ("kcache", "set values to device"),
+    ],
+)
+def test_policies_that_pipeline_stages_cannot_serve(
+    random_model: Path, policy: str, way_out: str
+) -> None:
+    with pytest.raises(ValueError, match=f"--pipeline-parallel-size and .*{way_out}"):
+        _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=2)
+
+
+def test_hybrid_models_in_pipeline_stages(tmp_path: Path) -> None:
+    windows = make_family("gemma3", tmp_path / "gemma3")
+    with pytest.raises(ValueError, match=r"--pipeline-parallel-size and .*do not evict"):
+        _config(windows, pipeline_parallel_size=2)
+
+
+def test_pipeline_stages_share_no_prefixes(random_model: Path) -> None:
+    assert _config(random_model).cache_config.enable_prefix_caching is True
+    config = _config(random_model, pipeline_parallel_size=2)
+    assert config.cache_config.enable_prefix_caching is False
 
 
 def test_chunks_of_a_policy_without_scores_may_be_small(random_model: Path) -> None:

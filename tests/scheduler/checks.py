@@ -19,6 +19,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             are miscounted, or a counter disagrees with the block lists.
     """
     pool, prefixes = coordinator.block_pool, coordinator._prefixes
+    pools = getattr(pool, "pools", [pool])  # of the pipeline stages
     held, private = np.zeros(coordinator.num_layers, np.int64), []
     refs: Counter[int] = Counter()
     in_use = {}
@@ -34,11 +35,14 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             for index, row in enumerate(record.rows):
                 of_layer = row.blocks[start : start + count]
                 assert table[index * count : (index + 1) * count] == list(of_layer)
-            ids = [b.block_id for b in table[len(record.rows) * count :] if not b.is_null]
+            stage = coordinator.stages.of_layer(layer)
+            own = [b for b in table[len(record.rows) * count :] if not b.is_null]
+            assert all(pools[stage].blocks[b.block_id] is b for b in own), "another stage's"
+            ids = [(stage, b.block_id) for b in own]
             held[layer] += len(ids)
             private.extend(ids)
     beside = [
-        block.block_id
+        (0, block.block_id)
         for manager in coordinator.single_type_managers
         if manager not in coordinator.layer_managers
         for table in manager.req_to_blocks.values()
@@ -63,17 +67,21 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
     assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.rows)
     assert all(pool.twins.values()), "an empty list of twins"
-    of_rows = [block.block_id for row in (*rows.values(), *aside) for block in row.blocks]
+    of_rows = [(0, block.block_id) for row in (*rows.values(), *aside) for block in row.blocks]
 
-    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    free = [
+        (stage, block.block_id)
+        for stage, own in enumerate(pools)
+        for block in own.free_block_queue.get_all_free_blocks()
+    ]
     everything = [*free, *private, *of_rows]
     assert len(everything) == len(set(everything)), "a block belongs to two places"
     # The null block is nobody's.
-    assert len(everything) == pool.num_gpu_blocks - 1, (
-        "a block is lost"
-    )  # the null block is nobody's
+    assert len(everything) == len(pools) * (pool.num_gpu_blocks - 1), "a block is lost"
     idle = sum(len(row.blocks) for row in pool.idle)
-    assert pool.get_num_free_blocks() == len(free) + idle
-    assert coordinator.usable_blocks == pool.num_gpu_blocks - 1
-    assert all(pool.blocks[index].ref_cnt == 0 for index in free)
-    assert all(pool.blocks[index].ref_cnt == 1 for index in (*private, *of_rows))
+    of_stages = Counter(stage for stage, _ in free)
+    assert pool.get_num_free_blocks() == min(of_stages[s] for s in range(len(pools))) + idle
+    assert (coordinator.usable_blocks == pool.num_gpu_blocks - 1).all()
+    assert all(pools[stage].blocks[index].ref_cnt == 0 for stage, index in free)
+    for stage, index in (*private, *of_rows):
+        assert pools[stage].blocks[index].ref_cnt == 1

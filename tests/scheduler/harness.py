@@ -53,12 +53,14 @@ def kv_cache_config(
     num_blocks: int,
     device_layers: int | None = None,
     beside: Sequence[Beside] = (),
+    stages: tuple[int, ...] = (),
 ) -> KVCacheConfig:
     """One group a layer over one pool of `num_blocks` blocks, the null block included.
 
     Args:
         device_layers: from this layer on the device holds K alone; None: in no layer.
         beside: layers that do not evict; the first group is the first of them, if there is any.
+        stages: layers of each pipeline stage, with a pool of `num_blocks` each.
     """
     groups = []
     for layer in range(num_layers):
@@ -70,6 +72,7 @@ def kv_cache_config(
             layer_idx=layer,
             num_layers=num_layers,
             model_layer=layer,
+            stages=stages,
         )
         if device_layers is not None and layer >= device_layers:
             spec = KeyOnlyKVCacheSpec.of(spec)
@@ -103,6 +106,7 @@ class Setup:
     priorities: bool = False
     beside: tuple[Beside, ...] = ()
     drafts: int = 0  # of a request in a step, at most
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage
 
     @property
     def own_groups(self) -> range:
@@ -133,6 +137,15 @@ class Setup:
         """What plans round to."""
         return max(self.block_sizes)
 
+    def stage_of(self, layer: int) -> int:
+        """The pipeline stage of a layer."""
+        return int(np.searchsorted(np.cumsum(self.stages), layer, side="right"))
+
+    def of_fullest_stage(self, blocks: np.ndarray) -> int:
+        """Of `[layers]` blocks, the most that a pool must have."""
+        parts = np.split(blocks, np.cumsum(self.stages)[:-1]) if self.stages else [blocks]
+        return max(int(part.sum()) for part in parts)
+
     @property
     def blocks_of_longest(self) -> int:
         """Blocks that the longest prompt holds at most, over all layers."""
@@ -140,9 +153,12 @@ class Setup:
         in_flight = (1 + self.asynchronous) * self.max_num_batched_tokens
         beside = sum(layer.most_blocks(self.max_model_len, in_flight) for layer in self.beside)
         if policy.inside is not None:
-            blocks = policy.most_blocks(self.max_model_len, self.num_layers, self.block_size)
-            return int(blocks.sum()) + beside
-        return sum(cdiv(self.max_model_len, size) for size in self.block_sizes) + beside
+            blocks = policy.most_blocks(
+                self.max_model_len, self.num_layers, self.block_size, self.stages
+            )
+            return self.of_fullest_stage(blocks) + beside
+        blocks = np.array([cdiv(self.max_model_len, size) for size in self.block_sizes])
+        return self.of_fullest_stage(blocks) + beside
 
 
 @cache
@@ -162,6 +178,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
         enable_prefix_caching=setup.prefix_caching,
         scheduling_policy="priority" if setup.priorities else "fcfs",
         speculative_config=setup.speculative_config,
+        pipeline_parallel_size=max(len(setup.stages), 1),
         additional_config={
             "kv_policy": setup.policy,
             "kv_budget": setup.budget,
@@ -194,6 +211,7 @@ def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidA
             num_blocks + 1,
             setup.device_layers,
             setup.beside,
+            setup.stages,
         ),
         structured_output_manager=_structured_output_manager(setup),
         block_size=lcm(setup.largest_block, *(layer.block_size for layer in setup.beside)),
@@ -312,7 +330,9 @@ class PlainWorker:
             self.policy, setup.num_layers, setup.largest_block, setup.max_num_seqs + 1
         )
         sizes = [layer.block_size for layer in setup.beside if layer.kind != "state"]
-        shape = (self.num_blocks + 1, max([setup.largest_block, *sizes]))
+        # Block ids are those of a stage's pool: its blocks stand behind those of the stage before.
+        pools = max(len(setup.stages), 1)
+        shape = (pools * (self.num_blocks + 1), max([setup.largest_block, *sizes]))
         self.memory_PN = np.full(shape, -1, np.int64)
         self.random = random.Random(self.seed)
         self.serial = 0
@@ -490,7 +510,7 @@ class PlainWorker:
         block_size = self.setup.block_sizes[layer]
         blocks = table[positions // block_size]
         assert (blocks > 0).all(), "the null block is nobody's"
-        return blocks, positions % block_size
+        return blocks + self.setup.stage_of(layer) * (self.num_blocks + 1), positions % block_size
 
     def _write(self, row: Row, start: int, end: int, chooses: bool) -> None:
         positions = np.arange(start, end)

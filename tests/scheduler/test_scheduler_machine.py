@@ -164,8 +164,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy = self.scheduler.kv_policy
         served = resolve(policy, RequestKeys.parse(override))
         plan = self.plans[request_id]
-        needed = plan.most_blocks(prompt_len, np.array(self.setup.block_sizes)).sum()
-        needed += self.scheduler._pool.beside
+        sizes = np.array(self.setup.block_sizes)
+        blocks = plan.most_blocks(prompt_len, sizes, stages=self.setup.stages)
+        needed = self.setup.of_fullest_stage(blocks) + self.scheduler._pool.beside
         refused = policy.inside is not None and needed > self.worker.num_blocks
         assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
         self.seen["refused"] += refused
@@ -421,8 +422,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A request that evicts inside its prompt never holds more than its plan says."""
         plan, late = self.plans[name], (self.depth - 1) * self.setup.max_num_batched_tokens
         tokens = max(request.num_computed_tokens, plan.prompt_len)
-        peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late)
-        assert sum(self.coordinator.blocks_held(name)) <= peak.sum()
+        peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
+        sums = self.coordinator.stages.sums
+        assert (sums(np.array(self.coordinator.blocks_held(name))) <= sums(peak)).all()
 
     def check_promise(self, plan: OpenPlan, settled: RetentionPlan) -> None:
         """The solved lengths conserve the budget, and the blocks are those of the lengths."""
@@ -732,13 +734,40 @@ VARIANTS |= {
     ),
 }
 
+# Pipeline stages, with a pool each; two steps are under way although nothing is asynchronous.
+VARIANTS |= {
+    "stages": Setup(stages=(2, 1), reserve_full_prompt=False),
+    "stages-small-chunks": Setup(stages=(1, 2), **SMALL),
+    "stages-v2": Setup(
+        stages=(1, 1, 1), runner_v2=True, max_num_batched_tokens=24, reserve_full_prompt=False
+    ),
+    "stages-forecast": Setup(stages=(1, 2), admission="forecast", **SMALL),
+    "stages-later": Setup(
+        policy="h2o",
+        budget=9,
+        policy_args=(("interval", 3), ("fill_blocks", False), ("allocator", "arithmetic")),
+        stages=(2, 1),
+        **SMALL,
+    ),
+    "stages-inside": Setup(
+        policy_args=(*OWN_SCORER, ("window", 6)),
+        stages=(1, 2),
+        reserve_full_prompt=False,
+        **LONG,
+        **SMALL,
+    ),
+    "stages-forecast-inside": Setup(
+        policy_args=(*INSIDE, ("window", 6)), admission="forecast", stages=(2, 1), **LONG, **SMALL
+    ),
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
     setup = VARIANTS[variant]
 
     class Machine(SchedulerMachine):
-        depth = 2 if setup.asynchronous else 1
+        depth = 2 if setup.asynchronous or setup.stages else 1
         seen: ClassVar[Counter[str]] = Counter()
 
     Machine.setup = setup

@@ -41,8 +41,9 @@ ROWS, WIDTH = 3, 8
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's groups of processes exist in workers alone."""
-    group = SimpleNamespace(rank_in_group=0, world_size=1)
+    group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
     monkeypatch.setattr(runner_module, "get_tp_group", lambda: group)
+    monkeypatch.setattr(runner_module, "get_pp_group", lambda: group)
     monkeypatch.setattr(runner_module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(runner_module, "get_shared_kv_cache_layers", lambda config: {})
 
@@ -67,6 +68,8 @@ class OurBuilder:
 class StockRunner:
     """Makes tables as vLLM's second runner does: one a group, new ones in every initialisation."""
 
+    own = NAMES  # layers of this worker
+
     def __init__(self, heads: Sequence[int]) -> None:
         self.generations: list[weakref.ref[torch.Tensor]] = []
         self.heads = heads
@@ -78,11 +81,12 @@ class StockRunner:
                 block_size=16, num_kv_heads=heads, head_size=128 // heads, dtype=torch.bfloat16
             )
             for name, heads in zip(NAMES, self.heads, strict=True)
+            if name in self.own
         }
 
     def initialize_kv_cache(self, groups: list[Any]) -> None:
         assert all(old() is None for old in self.generations), "the tables before are still alive"
-        self.attn_groups = [[group] for group in groups]
+        self.attn_groups = [[g] if g.layer_names[0] in self.own else [] for g in groups]
         self.tables = [torch.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in groups]
 
 
@@ -104,9 +108,10 @@ class Runner(PyramidRunnerMixin, StockRunner):
             model_config=SimpleNamespace(max_model_len=1024),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=512),
+            max_concurrent_batches=1,
             additional_config=served(policy, kv_budget=budget, kv_trace=kv_trace),
         )
-        assert list(self.get_kv_cache_spec()) == NAMES
+        assert list(self.get_kv_cache_spec()) == self.own
 
     def get_model(self) -> torch.nn.Module:  # type: ignore[override]
         return torch.nn.Module()
@@ -151,6 +156,29 @@ def test_tables_of_vllm_become_layers_of_one_tensor() -> None:
         assert table.data_ptr() == shifted.tables[context.layer].data_ptr()
         assert context is runner.layers[group.layer_names[0]].impl.context
         assert context.shifted is shifted
+
+
+def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their numbers in the model; vLLM leaves the groups of other stages' layers empty."""
+    group = SimpleNamespace(rank_in_group=1, world_size=2, ranks=[0, 1], cpu_group=None)
+    monkeypatch.setattr(runner_module, "get_pp_group", lambda: group)
+
+    def of_two_stages(self: Any, specs: dict[str, Any], readers: Any) -> list[Any]:
+        return [({NAMES[0]: specs[NAMES[1]]}, {}), (specs, readers)]
+
+    monkeypatch.setattr(runner_module.StageWorker, "layers_of_all", of_two_stages)
+    monkeypatch.setattr(StockRunner, "own", NAMES[1:])
+    runner = Runner()
+    assert runner.retention.num_layers == len(NAMES)
+    groups = make_groups()
+    runner.initialize_kv_cache(groups)
+    assert runner.attn_groups[0] == []
+    assert runner.shifted is not None and runner.shifted.tables.shape[0] == 2
+    for place, layer in enumerate((1, 2)):
+        context = groups[layer].metadata_builders[0].context
+        assert context.layer == layer
+        assert runner.tables[layer].data_ptr() == runner.shifted.tables[place].data_ptr()
+    runner.start_trace()
 
 
 def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:

@@ -35,7 +35,8 @@ runner          class of worker.model_runner (V1 and V2), static_forward_context
 runner_v1       GPUModelRunner._update_states, ._build_attention_metadata
                 Why: which requests come and go, what a step holds. Remove with `runner`.
 worker.runner*  V1: input_batch, the device tensors of
-                input_batch.block_table and its compute_slot_mapping (CPU). V2: add_requests,
+                input_batch.block_table and its compute_slot_mapping (CPU), intermediate_tensors
+                (CPU, eager, pipeline stages: vLLM does not make them). V2: add_requests,
                 finish_requests, prepare_attn, prepare_dummy_attn, capture_model, req_states,
                 block_tables.input_block_tables and init_block_table_layout_tensors. Both:
                 AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,15 +34,15 @@ def lockstep_coordinator(cls: type[KVCacheCoordinatorNoPrefixCache]) -> Iterator
 
 
 @contextmanager
-def block_pool(cls: type[BlockPool]) -> Iterator[None]:
-    """Inside, coordinators build `cls` as their block pool.
+def block_pool(make: Callable[..., BlockPool]) -> Iterator[None]:
+    """Inside, coordinators build their block pool with `make`.
 
     Target: `vllm.v1.core.kv_cache_coordinator.BlockPool`. Why: the managers of the groups get the
     pool when they are built, inside the coordinator's constructor. How to remove: when a
     coordinator can be given its pool.
     """
     original = kv_cache_coordinator.BlockPool
-    kv_cache_coordinator.BlockPool = cls
+    kv_cache_coordinator.BlockPool = make
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 from vllm.config import ModelConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
@@ -81,11 +82,14 @@ def _pool_of(processor: InputProcessor) -> Pool | None:
             engines = parallel.data_parallel_size_local
         if parallel.data_parallel_rank_local is not None:
             engines = 1
+        count, stages = model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
+        bounds = [get_pp_indices(count, stage, stages) for stage in range(stages)]
         known["kv_pool"] = Pool(
-            model.get_num_layers(parallel),
+            count,
             cache.block_size,
             cache.num_gpu_blocks // engines - 1,
             model.max_model_len,
+            stages=tuple(end - start for start, end in bounds),
         )
     return known.get("kv_pool")
 

@@ -86,9 +86,15 @@ class OpenPlan:
         """See `RetentionPlan.exact_tokens`."""
         return self.prompt_len
 
-    def most_blocks(self, tokens: int, block_sizes: npt.NDArray[Any], late: int = 0) -> IntArray:
+    def most_blocks(
+        self,
+        tokens: int,
+        block_sizes: npt.NDArray[Any],
+        late: int = 0,
+        stages: Sequence[int] = (),
+    ) -> IntArray:
         """See `RetentionPlan.most_blocks`; what it will give back is not known yet."""
-        return self.estimate().most_blocks(tokens, block_sizes, late)
+        return self.estimate().most_blocks(tokens, block_sizes, late, stages)
 
     @property
     def untouched(self) -> int:

@@ -222,12 +222,20 @@ class RetentionPlan:
         skips = [np.zeros_like(self.skip), *(plan.skip for plan in self.inner)]
         return np.array(ends, np.int32), np.stack(skips)
 
-    def most_blocks(self, tokens: int, block_sizes: npt.NDArray[Any], late: int = 0) -> IntArray:
+    def most_blocks(
+        self,
+        tokens: int,
+        block_sizes: npt.NDArray[Any],
+        late: int = 0,
+        stages: Sequence[int] = (),
+    ) -> IntArray:
         """Blocks of each layer when all together hold most, until `tokens` are computed.
 
         Args:
             tokens: the prompt's at least. block_sizes: `[num_layers]`, see `blocks_in`.
             late: tokens that may be computed before blocks are back from an eviction.
+            stages: layers of each pipeline stage, where stages have pools of their own: then it
+                is when the layers of a stage together hold most, for each stage by itself.
 
         Returns:
             `[num_layers]`; their sum is the request's peak. Where it evicts after the prompt's end,
@@ -244,11 +252,22 @@ class RetentionPlan:
             # What all layers keep grows with the evictions until it is the budget, though not what
             # each of them keeps; up to the next one `every` tokens come; and of each layer's blocks
             # the last may be filled in part, and the first with tokens beyond what is kept.
-            last = self.after(self.evictions_by(tokens))
-            mean = -(-max(int(last.keep.sum()), int(self.keep.sum())) // self.num_layers)
-            most = -(-(mean + self.every + late) // block_sizes) + 2
+            end, last = self.end_number, self.evictions_by(tokens)
+            keeps = np.stack([self.after(number).keep for number in (end, last)])
+            if len(stages) > 1 and np.ptp(keeps, axis=1).any():  # a stage's share may fall again
+                numbers = range(end, last + 1)
+                keeps = np.stack([self.after(number).keep for number in numbers])
+            of_stages = stages or (self.num_layers,)
+            totals = np.add.reduceat(keeps, np.cumsum((0, *of_stages[:-1])), axis=1).max(axis=0)
+            means = np.repeat(-(-totals // np.array(of_stages)), of_stages)
+            most = -(-(means + self.every + late) // block_sizes) + 2
             moments = np.concatenate([moments, np.minimum(most, -(-tokens // block_sizes))[None]])
-        return _read_only(moments[int(moments.sum(axis=1).argmax())])
+        ends_of_stages = np.cumsum(stages or (self.num_layers,))[:-1]
+        peaks = [
+            of_stage[int(of_stage.sum(axis=1).argmax())]
+            for of_stage in np.split(moments, ends_of_stages, axis=1)
+        ]
+        return _read_only(np.concatenate(peaks))
 
     @classmethod
     def of_pieces(

@@ -11,7 +11,7 @@ It is read and checked once, in the front end, and travels to the other processe
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -301,25 +301,35 @@ class Policy(BaseModel):
         plans = (anything.plan(length, num_layers, block_size, budget) for length in lengths)
         return any(plan.evicts for plan in plans)
 
-    def most_blocks(self, longest: int, num_layers: int, block_size: int) -> IntArray:
+    def most_blocks(
+        self, longest: int, num_layers: int, block_size: int, stages: Sequence[int] = ()
+    ) -> IntArray:
         """Blocks of each layer when all together hold most, whatever the prompt up to some length.
 
         With evictions that bound what is generated, until the first of them, too.
 
         Args:
             longest: tokens that a prompt has at most. block_size: of K and V.
+            stages: see `RetentionPlan.most_blocks`.
 
         Returns:
-            `[num_layers]`; their sum is what a pool must have.
+            `[num_layers]`; their sum is what a pool must have, or each stage's sum its own pool.
         """
         sizes = self.block_sizes(num_layers, block_size)
         later = self.schedule.every if self.inside is not None else 0
+        ends = np.cumsum(stages or (num_layers,))[:-1]
         most = [
-            self.plan(length, num_layers, int(sizes.max())).most_blocks(length + later, sizes)
+            np.split(
+                self.plan(length, num_layers, int(sizes.max())).most_blocks(
+                    length + later, sizes, stages=stages
+                ),
+                ends,
+            )
             for length in {longest, self.chunk.worst_length(self, longest)}
         ]
+        worst = [max(of_stage, key=np.sum) for of_stage in zip(*most, strict=True)]
         # Where blocks begin in another prompt, a layer may touch one more.
-        blocks = max(most, key=lambda blocks: int(blocks.sum())) + (self.inside is not None)
+        blocks = np.concatenate(worst) + (self.inside is not None)
         return np.minimum(blocks, -(-longest // sizes)).astype(np.int32)
 
     # In the engine ------------------------------------------------------------------------------

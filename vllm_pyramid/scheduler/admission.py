@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -136,8 +137,8 @@ class Admission:
         self._max_model_len = max_model_len
         self._step_tokens, self._longest_chunk = step_tokens, longest_chunk
         self._lag, self._ahead = lag, ahead
-        # A row a request, in the columns of `_fits`.
-        self._table = np.zeros((16, 8), np.int64)
+        # A row a request, in the columns of `_fits`: five, and three a pipeline stage.
+        self._table = np.zeros((16, 5 + 3 * len(coordinator.stages)), np.int64)
         self._rows: dict[str, int] = {}
         self._unused = list(range(len(self._table)))
         self._refused: tuple[str, int] | None = None
@@ -164,7 +165,9 @@ class Admission:
         rows = [self._rows[other.request_id] for other in running]
         processed = [*(other.num_computed_tokens for other in running), computed]
         in_flight = [*(other.num_in_flight_tokens for other in running), 0]
-        if self._fits([*rows, self._rows[name]], processed, in_flight):
+        rows.append(self._rows[name])
+        stages = range(len(self._coordinator.stages))
+        if all(self._fits(rows, processed, in_flight, stage) for stage in stages):
             return True
         self._refused, self._waits = now, 0
         return False
@@ -172,7 +175,8 @@ class Admission:
     def evicted(self, request_id: str, settled: RetentionPlan, number: int) -> None:
         """The worker has evicted: from now on it is known exactly what the request gives back."""
         if number >= settled.end_number:
-            self._table[self._rows[request_id], 5] = self._given_back(settled, number)
+            of_stages = self._given_back(settled, number)
+            self._table[self._rows[request_id], 5::3] = of_stages
 
     def ended(self, request: Request) -> None:
         """A request has ended, whether it ever ran or not."""
@@ -201,25 +205,21 @@ class Admission:
             chunk = min(chunk, plan.inner_points[1])
         # One that evicts inside its prompt, or evicted while it generated, never holds all of it;
         # heads come back some steps late, and so many tokens are computed in each.
-        whole = UNBOUNDED
+        whole: Numbers | int = UNBOUNDED
         if plan.inner or plan.every:
             late = self._lag * max(plan.every, min(chunk, self._step_tokens) if plan.inner else 0)
             whole = self._coordinator.most_blocks(request.request_id, request.num_tokens, late)
-        self._table[row] = (
-            request.num_prompt_tokens,
-            least,
-            most,
-            request.num_tokens,
-            chunk,
-            self._given_back(plan, plan.end_number),
-            self._bound(plan, request.num_prompt_tokens + most - 1),
-            whole,
-        )
+        prompt_len = request.num_prompt_tokens
+        self._table[row, :5] = (prompt_len, least, most, request.num_tokens, chunk)
+        self._table[row, 5::3] = self._given_back(plan, plan.end_number)
+        self._table[row, 6::3] = self._bound(plan, prompt_len + most - 1)
+        self._table[row, 7::3] = whole
 
-    def _given_back(self, plan: RetentionPlan, number: int) -> int:
-        return int((plan.skip_after(number) // self._coordinator.block_sizes).sum())
+    def _given_back(self, plan: RetentionPlan, number: int) -> Numbers:
+        coordinator = self._coordinator
+        return coordinator.stages.sums(plan.skip_after(number) // coordinator.block_sizes)
 
-    def _bound(self, plan: RetentionPlan, end: int) -> int:
+    def _bound(self, plan: RetentionPlan, end: int) -> Numbers | int:
         """Blocks that a request holds behind its prompt at most, if it evicts again and again.
 
         What is held after an eviction grows until it is the budget; up to the next one `every`
@@ -229,17 +229,23 @@ class Admission:
             return UNBOUNDED
         held = plan.after(plan.evictions_by(end)).held
         most = np.maximum(held, plan.held) + plan.every + self._lag
-        return int((-(-most // self._coordinator.block_sizes) + 1).sum())
+        coordinator = self._coordinator
+        return coordinator.stages.sums(-(-most // coordinator.block_sizes) + 1)
 
-    def _fits(self, rows: list[int], computed_tokens: list[int], in_flight: list[int]) -> bool:
-        """Whether the pool holds these requests, the candidate last, as far ahead as we look.
+    def _fits(
+        self, rows: list[int], computed_tokens: list[int], in_flight: list[int], stage: int
+    ) -> bool:
+        """Whether a stage's pool holds these requests, the candidate last, as far ahead as we look.
 
         Step 0 is the one that is being scheduled. All arrays are `[requests]`, `held` is
         `[moments, requests]`. Of what is not known, the worse is taken: a prompt that takes several
         steps is held whole until the latest step in which it may be done, and grows from the first.
         """
-        pool, blocks_of = self._coordinator.usable_blocks, self._coordinator.whole_blocks
-        prompt, least, most, target, chunk, given_back, bound, peak = self._table[rows].T
+        pool = self._coordinator.usable_blocks[stage]
+        blocks_of = partial(self._coordinator.whole_blocks, stage=stage)
+        columns = [*range(5), *range(5 + 3 * stage, 8 + 3 * stage)]
+        of_rows = self._table[rows][:, columns].T
+        prompt, least, most, target, chunk, given_back, bound, peak = of_rows
         computed = np.array(computed_tokens)
         in_prompt = computed < target
         done = np.where(in_prompt, target, computed + 1)  # tokens with a place after step 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.coordinator import block_pool
@@ -34,6 +36,7 @@ from vllm_pyramid.scheduler.request import SchedulerRequest
 from vllm_pyramid.scheduler.request_plans import RequestPlans
 from vllm_pyramid.scheduler.rows import RowPool
 from vllm_pyramid.scheduler.sharing import PrefixSharing
+from vllm_pyramid.scheduler.stages import StagePools, Stages
 
 
 class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefixCache):
@@ -48,6 +51,7 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
 
     Attributes:
         layers: the model's own numbers of the layers. layer_managers: of their blocks.
+        stages: which of them each pipeline stage has; stages have pools of their own.
         companions: the other layers of a hybrid model.
         held_blocks: `[layers]` int64, blocks of the pool held by all requests, per layer.
         skipped_tokens: `[layers]` int64, tokens given back by requests that still hold blocks.
@@ -63,7 +67,9 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
     block_pool: RowPool
 
     def __init__(self, *, hash_block_size: int, **kwargs: Any) -> None:
-        with block_pool(RowPool):
+        self.stages = _stages_of(kwargs["kv_cache_config"])
+        make = RowPool if len(self.stages) == 1 else partial(StagePools, stages=self.stages)
+        with block_pool(make):
             super().__init__(hash_block_size=hash_block_size, **kwargs)
         own = [
             (manager.kv_cache_spec.layer_idx, group, manager)
@@ -92,8 +98,12 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
                 f"others of {beside}, which cannot run in lockstep: serve it with --kv-policy none"
             )
         self._ratios = self.block_sizes // self.block_size
-        # For each ratio how many layers have it.
-        self._layers_of_ratio = dict(Counter(self._ratios.tolist()))
+        # Of each stage, for each ratio, how many layers have it.
+        starts, ends = self.stages.starts, self.stages.ends
+        self._layers_of_ratio = [
+            dict(Counter(self._ratios[start:end].tolist()))
+            for start, end in zip(starts, ends, strict=True)
+        ]
         # Beside companions, and without prefix caching, vLLM's size of a hash may be anything.
         self._hashes_fit = not others or self.largest_block % hash_block_size == 0
         if not self._hashes_fit:
@@ -152,31 +162,35 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
             beside = self.companions.missing_blocks(
                 request_id, num_tokens, capped=apply_admission_cap, hit=hit
             )
-        blocks = sum(
-            layers * (cdiv(need, ratio) - cdiv(have, ratio))
-            for ratio, layers in self._layers_of_ratio.items()
-        )
-        most = blocks
-        if apply_admission_cap and request.plan is not None:
-            most = self.most_blocks(request_id, num_tokens)
-        if request.hit and min(blocks, most) <= self.block_pool.get_num_free_blocks():
+        by_stage = [
+            sum(
+                layers * (cdiv(need, ratio) - cdiv(have, ratio))
+                for ratio, layers in of_stage.items()
+            )
+            for of_stage in self._layers_of_ratio
+        ]
+        capped = apply_admission_cap and request.plan is not None
+        most = self.most_blocks(request_id, num_tokens).tolist() if capped else by_stage
+        if len(by_stage) > 1:  # and so nothing is shared, and all layers evict
+            return self.block_pool.as_one(np.minimum(by_stage, most))
+        (blocks,), (cap,) = by_stage, most
+        if request.hit and min(blocks, cap) <= self.block_pool.get_num_free_blocks():
             # Shared blocks that nobody uses count as free, and will not any more.
             blocks += self.block_pool.idle_blocks(request.hit[: self._shared_rows(request)])
         # The most that it holds has what it shares among it.
-        if apply_admission_cap and request.plan is not None:
-            blocks = min(blocks, most)
-        return blocks + beside
+        return (min(blocks, cap) if capped else blocks) + beside
 
-    def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> int:
-        """Blocks that all layers hold at most until so many tokens of a request are computed.
+    def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> npt.NDArray[np.int64]:
+        """Blocks that a request holds at most until so many of its tokens are computed: `[stages]`.
 
         Args:
             late: see `RetentionPlan.most_blocks`.
         """
         plan = self.plan_of(request_id)
         if not (plan.inner or plan.every) or num_tokens < plan.prompt_len:
-            return int((-(-num_tokens // self.block_sizes)).sum())
-        return int(plan.most_blocks(num_tokens, self.block_sizes, late).sum())
+            return self.stages.sums(-(-num_tokens // self.block_sizes))
+        of_layers = plan.most_blocks(num_tokens, self.block_sizes, late, self.stages.sizes)
+        return self.stages.sums(of_layers)
 
     def waits_for_blocks(self, request: Request, num_tokens: int) -> bool:
         """Whether a running request lacks blocks that its own last eviction is about to give back.
@@ -247,7 +261,7 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
             request = self._requests[request_id] = SchedulerRequest()
         missing = -(-need // self._ratios) - -(-have // self._ratios)
         ends = missing.cumsum().tolist()
-        pool_blocks = self.block_pool.get_new_blocks(ends[-1])
+        pool_blocks = self.block_pool.get_blocks_of_layers(missing)
         request.num_blocks = need
         self.held_blocks += missing
         new_blocks = tuple(
@@ -366,19 +380,21 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
         """Blocks each layer holds of a prompt that was shortened by the plan, `[layers]`."""
         return plan.blocks_in(self.block_sizes)
 
-    def whole_blocks(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Blocks of all layers together for so many tokens with nothing given back, any shape."""
+    def whole_blocks(self, tokens: npt.NDArray[np.int64], stage: int = 0) -> npt.NDArray[np.int64]:
+        """Blocks of a stage's layers for so many tokens with nothing given back, any shape."""
         blocks = -(-tokens // self.block_size)
         total = np.zeros_like(blocks)
-        for ratio, layers in self._layers_of_ratio.items():
+        for ratio, layers in self._layers_of_ratio[stage].items():
             total += layers * -(-blocks // ratio)
         return total
 
     @property
-    def usable_blocks(self) -> int:
-        """Blocks of the pool that are free or a request's: all but what somebody keeps back."""
-        held = int(self.held_blocks.sum()) + self.companions.held_blocks
-        return self.block_pool.get_num_free_blocks() + held
+    def usable_blocks(self) -> npt.NDArray[np.int64]:
+        """Blocks of each stage's pool that are free or a request's: all but what somebody keeps
+        back.
+        """
+        held = self.stages.sums(self.held_blocks) + self.companions.held_blocks
+        return self.block_pool.free_by_stage() + held
 
     @property
     def largest_block(self) -> int:
@@ -398,3 +414,8 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
     def blocks_held(self, request_id: str) -> list[int]:
         """Blocks the request holds, per layer, counted from its block lists."""
         return [manager.num_held(request_id) for manager in self.layer_managers]
+
+
+def _stages_of(config: KVCacheConfig) -> Stages:
+    specs = (group.kv_cache_spec for group in config.kv_cache_groups)
+    return Stages.of(next(spec for spec in specs if hasattr(spec, "stages")))

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_pyramid.compat.cache import return_head
+from vllm_pyramid.scheduler.rows import RowPool
 
 
 class LayerKVCacheManager(FullAttentionManager):
@@ -15,7 +18,13 @@ class LayerKVCacheManager(FullAttentionManager):
     back the head of a request's blocks, as a sliding window would:
 
         before   [b0][b1][b2][b3][b4]      after release_head(rid, 3)   [null][null][null][b3][b4]
+
+    The blocks come from the pool of the layer's pipeline stage.
     """
+
+    def __init__(self, kv_cache_spec: Any, block_pool: RowPool, **kwargs: Any) -> None:
+        own = block_pool.of_layer(kv_cache_spec.layer_idx)
+        super().__init__(kv_cache_spec, block_pool=own, **kwargs)
 
     def release_head(self, request_id: str, num_blocks: int) -> int:
         """Return the first `num_blocks` blocks of a request to the pool.

@@ -26,6 +26,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
@@ -193,6 +195,24 @@ class RowPool(BlockPool):
             del self.rows[row.hash]
         if twins is not None and not twins:
             del self.twins[row.hash]
+
+    # Pipeline stages (`stages.py`); here there is one ----------------------------------------
+
+    def of_layer(self, layer: int) -> RowPool:
+        """The pool from which a layer's blocks come."""
+        return self
+
+    def free_by_stage(self) -> npt.NDArray[np.int64]:
+        """`[stages]`: free blocks of each."""
+        return np.array([self.get_num_free_blocks()], np.int64)
+
+    def as_one(self, needed: npt.NDArray[np.int64]) -> int:
+        """Blocks that are needed, `[stages]`, as one number to compare with all free blocks."""
+        return int(needed[0])
+
+    def get_blocks_of_layers(self, counts: npt.NDArray[np.int64]) -> list[KVCacheBlock]:
+        """New blocks layer by layer, `counts` is `[layers]`."""
+        return self.get_new_blocks(int(counts.sum()))
 
     # vLLM's contract --------------------------------------------------------------------------
 

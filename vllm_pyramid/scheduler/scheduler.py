@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -89,6 +90,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
             self.kv_cache_config.num_blocks - 1,
             self.max_model_len,
             int(coordinator.companions.blocks_of(self.max_model_len, in_flight)),
+            coordinator.stages.sizes,
         )
         self._admission = None
         if settings.forecasts:
@@ -137,29 +139,34 @@ class PyramidSchedulerMixin(SchedulerPoints):
             return
         plan = plan.estimate()  # another shape rounds to blocks a little differently
         total = self.kv_cache_config.num_blocks - 1
-        full, kept = coordinator.full_blocks(length), coordinator.blocks_of(plan).sum()
+        full, kept = coordinator.full_blocks(length), coordinator.blocks_of(plan)
+        stages, whole = coordinator.stages, np.full_like(kept, full // coordinator.num_layers)
         logger.info(
             "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
-            "%d blocks holds %.1f such prompts whole and %.1f %s",
+            "%d blocks%s holds %.1f such prompts whole and %.1f %s",
             self.kv_policy.name,
             length,
-            kept,
+            kept.sum(),
             full,
             coordinator.num_layers,
             total,
-            total / (full + beside),
-            total / (kept + beside),
+            f" of each of {len(stages)} pipeline stages" if len(stages) > 1 else "",
+            total / (stages.sums(whole).max() + beside),
+            total / (stages.sums(kept).max() + beside),
             "evicted" if plan.evicts else "with this policy",
         )
         if plan.inner:
-            peak = self.kv_policy.most_blocks(length, coordinator.num_layers, self._pool.block_size)
+            peak = self.kv_policy.most_blocks(
+                length, coordinator.num_layers, self._pool.block_size, stages.sizes
+            )
             logger.info(
                 "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
-                "up to %d tokens never holds more than %d blocks",
+                "up to %d tokens never holds more than %d blocks%s",
                 self.kv_policy.name,
                 *reversed(plan.inner_points),
                 length,
-                peak.sum(),
+                stages.sums(peak).max(),
+                " of a stage" if len(stages) > 1 else "",
             )
 
     def add_request(self, request: Request) -> None:

@@ -30,7 +30,7 @@ class PrefixSharing:
     block_copies: list[KVCacheBlockCopy]
     _prefixes: Prefixes
     _requests: dict[str, SchedulerRequest]
-    most_blocks: Callable[[str, int], int]
+    most_blocks: Callable[[str, int], npt.NDArray[np.int64]]
     # Of requests that published rows in the step being scheduled, how many they had before.
     _rows_before: dict[str, int]
 
@@ -73,7 +73,8 @@ class PrefixSharing:
         if len(known.hit) > least:
             # What is copied must not be dissolved for the blocks that this request gets.
             needed = self._prefixes.row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
-            needed = min(needed, self.most_blocks(request.request_id, request.num_tokens))
+            peak = self.most_blocks(request.request_id, request.num_tokens)
+            needed = min(needed, int(peak.sum()))
             needed -= self._prefixes.row_blocks * min(shared_rows, len(known.hit))
             free = self.block_pool.get_num_free_blocks() - self.block_pool.idle_blocks(known.hit)
             if self.companions:

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_pyramid.compat.cache import register_stock_specs
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
+from vllm_pyramid.scheduler.stages import Stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,13 @@ class LayerKVCacheSpec(FullAttentionSpec):
     Attributes:
         layer_idx: from the bottom, among the layers that evict. num_layers: that evict.
         model_layer: the model's own number of it.
+        stages: layers that evict in each pipeline stage; empty: there is one stage.
     """
 
     layer_idx: int
     num_layers: int
     model_layer: int
+    stages: tuple[int, ...] = ()
 
     @property
     def full_block_size(self) -> int:
@@ -41,12 +44,22 @@ class LayerKVCacheSpec(FullAttentionSpec):
 
         That is all of it, where nothing is evicted before its end. vLLM's check at start-up, the
         length that fits and the concurrency that it prints go by this.
+
+        vLLM adds up what all layers of the model say, for each worker. With pipeline stages, which
+        have pools of their own, the sum must be that of the stage that needs most, so the layers of
+        the others say nothing.
         """
         settings = ServedSettings.of(vllm_config)
-        if settings is None or settings.policy.inside is None:
+        if not self.stages and (settings is None or settings.policy.inside is None):
             return super().max_memory_usage_bytes(vllm_config)
+        assert settings is not None, "stages are of an engine with a policy"
         longest = vllm_config.model_config.max_model_len
-        blocks = settings.policy.most_blocks(longest, self.num_layers, self.full_block_size)
+        blocks = settings.policy.most_blocks(
+            longest, self.num_layers, self.full_block_size, self.stages
+        )
+        stages = Stages.of(self)
+        if stages.of_layer(self.layer_idx) != int(stages.sums(blocks).argmax()):
+            return 0
         return int(blocks[self.layer_idx]) * self.page_size_bytes
 
     @classmethod

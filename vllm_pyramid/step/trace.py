@@ -35,7 +35,8 @@ class TraceWriter:
     the tokens before them that the kept ones hold: `ops.recall.kept_mass`; 1 where everything was
     kept, NaN for a prompt that is not longer than the window, and for one that was thinned between
     layers, whose full attention nobody computed). With tensor parallelism each rank
-    writes its own KV heads into `<request>-rank<r>.npz`. A name that is too long for a file, or
+    writes its own KV heads into `<request>-rank<r>.npz`, and with pipeline parallelism each stage
+    its own layers into `<request>-stage<s>.npz`. A name that is too long for a file, or
     has characters that a file's cannot have, is shortened and gets a checksum. A request that is
     preempted and evicts again replaces its files.
 
@@ -45,8 +46,9 @@ class TraceWriter:
     end of a prompt that was evicted from before: nobody has its full attention).
 
     Args:
-        folder: made if need be. num_kv_heads: of each layer, on this rank. layers: see above.
-        rank: of this worker. world_size: ranks that share the KV heads.
+        folder: made if need be. num_kv_heads: of each of this worker's layers, on this rank.
+        rank: of this worker. world_size: ranks that share the KV heads. layers: see above.
+        first_layer: of this worker's. stage: of the pipeline; None where there is one.
     """
 
     def __init__(
@@ -56,12 +58,15 @@ class TraceWriter:
         rank: int,
         world_size: int,
         layers: Sequence[int] | None = None,
+        first_layer: int = 0,
+        stage: int | None = None,
     ) -> None:
         self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.num_kv_heads = list(num_kv_heads)
+        self.num_kv_heads = dict(enumerate(num_kv_heads, first_layer))
         self.layers = np.array(range(len(num_kv_heads)) if layers is None else layers, np.int32)
-        self.suffix = f"-rank{rank}" if world_size > 1 else ""
+        self.suffix = "" if stage is None else f"-stage{stage}"
+        self.suffix += f"-rank{rank}" if world_size > 1 else ""
         self._placed: dict[str, list[torch.Tensor]] = {}
         self._open: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
         # The tokens computed at a request's latest eviction, and what each layer has held since,
@@ -119,7 +124,7 @@ class TraceWriter:
             of_prompt = evictions.from_end[index] == 0
             arrays: dict[str, Any] = {"prompt_len" if of_prompt else "computed": end}
             placed = self._placed.pop(request_id, None)
-            for layer, heads in enumerate(self.num_kv_heads):
+            for layer, heads in self.num_kv_heads.items():
                 if placed is not None:
                     kept = np.tile(placed[layer].numpy(), (heads, 1))
                     layers[layer] = (kept, np.full(heads, np.nan, np.float32))

@@ -79,17 +79,18 @@ class PyramidBuilderMixin:
         shape = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
         if shifted.replays and shape in self._of_replays:
             return self._of_replays[shape]
+        place = shifted.place(context.layer)
         common = copy.copy(common_attn_metadata)
-        common.block_table_tensor = shifted.tables[context.layer, : common.num_reqs]
-        common.seq_lens = shifted.lens[context.layer, : common.num_reqs]
+        common.block_table_tensor = shifted.tables[place, : common.num_reqs]
+        common.seq_lens = shifted.lens[place, : common.num_reqs]
         if shifted.max_lens is not None:
             # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
             # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
-            common.max_seq_len = int(shifted.max_lens[context.layer])
+            common.max_seq_len = int(shifted.max_lens[place])
         metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
         metadata.kv_step = context.step
         metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
-        metadata.kv_offsets = shifted.skips[context.layer, : common.num_reqs]
+        metadata.kv_offsets = shifted.skips[place, : common.num_reqs]
         if shifted.replays:
             # The graph reads the tensors that it was captured with; what is built for its step is
             # read by nobody.

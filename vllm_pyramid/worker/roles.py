@@ -11,7 +11,7 @@ from the bottom, from 0 on; the model's own numbers stay in the specs, for what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from vllm.model_executor.models.utils import extract_layer_index
@@ -51,12 +51,19 @@ class LayerRoles:
         """Of all layers with a cache of their own, from the bottom."""
         return _from_the_bottom({**self.companions, **self.evicting})
 
+    def of_stage(self, names: Collection[str]) -> LayerRoles:
+        """Those of some of the layers."""
+        evicting = {name: spec for name, spec in self.evicting.items() if name in names}
+        companions = {name: spec for name, spec in self.companions.items() if name in names}
+        return LayerRoles(evicting, companions, self.readers)
+
 
 def roles_of(
     stock: Mapping[str, KVCacheSpec],
     policy: Policy,
     max_model_len: int,
     readers: Mapping[str, str] | None = None,
+    stages: Sequence[Collection[str]] = (),
 ) -> LayerRoles:
     """Give every layer its role.
 
@@ -64,6 +71,7 @@ def roles_of(
 
     Args:
         stock: vLLM's specs. readers: layers that read the KV of another, and that one.
+        stages: of each pipeline stage its layers; empty where there is one.
 
     Raises:
         ValueError: a layer whose cache cannot be managed, with its name and kind; no layer with
@@ -79,6 +87,16 @@ def roles_of(
             "no layer of this model has full attention, so there is nothing to evict: "
             f"{_SERVE_WITHOUT}"
         )
+    if stages and (len(full) < len(unified) or readers):
+        raise ValueError(
+            "some layers of this model do not evict (windows, states, layers that read another's "
+            "cache), which goes with one pipeline stage alone so far: leave "
+            "--pipeline-parallel-size out, and take --tensor-parallel-size"
+        )
+    if not all(stages):
+        raise ValueError(
+            "a pipeline stage has no layer with a cache: lower --pipeline-parallel-size"
+        )
     evicting = {
         name: LayerKVCacheSpec(
             **{
@@ -89,6 +107,7 @@ def roles_of(
             layer_idx=index,
             num_layers=len(full),
             model_layer=extract_layer_index(name),
+            stages=tuple(map(len, stages)),
         )
         for index, name in enumerate(full)
     }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -31,6 +32,7 @@ from vllm_pyramid.worker.context import LayerContext, ReaderContext
 from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.roles import LayerRoles, roles_of
 from vllm_pyramid.worker.shifted import ShiftedTables
+from vllm_pyramid.worker.stages import StageWorker
 from vllm_pyramid.worker.warm_up import compile_kernels
 
 COPIED_BYTES = 64 << 20  # of blocks that are copied at once, which takes as much memory beside them
@@ -63,6 +65,7 @@ class PyramidRunnerMixin:
     attn_groups: list[list[Any]]
     get_model: Callable[[], torch.nn.Module]
     retention: Retention
+    stages: StageWorker
     hooks: list[WorkerHooks]
     shifted: ShiftedTables | None = None
     tables_a_group: int  # that vLLM keeps on the device for each KV cache group
@@ -71,6 +74,8 @@ class PyramidRunnerMixin:
     _trace: TraceWriter | None = None
     _contexts: dict[str, LayerContext]
     _groups: dict[int, int]  # of KV cache groups that evict, the layer
+    _own_layers: slice  # of the layers that evict those of this pipeline stage
+    _model_layers: list[int]  # of all that evict, the model's own numbers
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """One spec a layer that evicts, so that each gets a KV cache group of its own."""
@@ -78,21 +83,29 @@ class PyramidRunnerMixin:
         settings = ServedSettings.of(self.vllm_config)
         assert settings is not None, "this worker is only chosen when a policy was asked for"
         self._settings, policy = settings, settings.policy
-        self._roles = roles_of(
-            stock,
+        self.stages = StageWorker(get_pp_group(), self.vllm_config.max_concurrent_batches)
+        of_stages = self.stages.layers_of_all(stock, get_shared_kv_cache_layers(self.vllm_config))
+        roles = roles_of(
+            dict(ChainMap(*(dict(layers) for layers, _ in of_stages))),
             policy,
             self.vllm_config.model_config.max_model_len,
-            get_shared_kv_cache_layers(self.vllm_config),
+            dict(ChainMap(*(dict(readers) for _, readers in of_stages))),
+            [layers.keys() for layers, _ in of_stages] if self.stages.count > 1 else (),
         )
-        specs = list(self._roles.evicting.values())
-        policy.check_layers(len(specs))
-        if self._roles.companions or self._roles.readers:
+        num_layers = len(roles.evicting)
+        policy.check_layers(num_layers)
+        if roles.companions or roles.readers:
             policy.check_hybrid()
+        # Multiples of it end blocks in all layers.
+        block_size = max(spec.block_size for spec in roles.evicting.values())
+        self._model_layers = [spec.model_layer for spec in roles.evicting.values()]
+        self._roles = roles.of_stage(stock)
+        specs = list(self._roles.evicting.values())
+        self._own_layers = slice(specs[0].layer_idx, specs[-1].layer_idx + 1)
         self.retention = Retention(
             policy,
-            num_layers=len(specs),
-            # Multiples of it end blocks in all layers.
-            block_size=max(spec.block_size for spec in specs),
+            num_layers=num_layers,
+            block_size=block_size,
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
         self.hooks = policy.worker_hooks(
@@ -187,13 +200,15 @@ class PyramidRunnerMixin:
         retention, ranks = self.retention, _TensorParallelRanks(get_tp_group())
         self._contexts = {
             name: LayerContext(
-                retention, layer, self.hooks, ranks, self._rotary_of(name), self._trace
+                retention, spec.layer_idx, self.hooks, ranks, self._rotary_of(name), self._trace
             )
-            for layer, name in enumerate(self._roles.evicting)
+            for name, spec in self._roles.evicting.items()
         }
         self._groups = {}
         shifting = False
         for place, groups in enumerate(self.attn_groups):
+            if not groups:
+                continue  # a layer of another pipeline stage
             name = groups[0].layer_names[0]
             if name not in self._contexts:
                 continue  # a companion
@@ -208,18 +223,20 @@ class PyramidRunnerMixin:
                 builder.context = context
                 shifting |= builder.reads_shifted_tables
             self._groups[place] = context.layer
-        missing = set(range(len(self._contexts))) - set(self._groups.values())
+        evicting = {context.layer for context in self._contexts.values()}
+        missing = evicting - set(self._groups.values())
         if missing:
             raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
         if not shifting:
             return
         shape = self.table_shape(next(iter(self._groups)))
         self._drop_tables()  # vLLM's own; freed before ours, of the same size, are allocated
-        self.shifted = ShiftedTables(
-            retention.num_layers, *shape, retention.block_size, self.device
-        )
+        self.shifted = ShiftedTables(self._own_layers, *shape, retention.block_size, self.device)
         self.set_tables(
-            {place: self.shifted.tables[layer] for place, layer in self._groups.items()}
+            {
+                place: self.shifted.tables[self.shifted.place(layer)]
+                for place, layer in self._groups.items()
+            }
         )
         for context in self._contexts.values():
             context.shifted = self.shifted
@@ -297,7 +314,9 @@ class PyramidRunnerMixin:
             [spec.num_kv_heads for spec in self._roles.evicting.values()],
             get_tensor_model_parallel_rank(),
             self.vllm_config.parallel_config.tensor_parallel_size,
-            [spec.model_layer for spec in self._roles.evicting.values()],
+            self._model_layers,
+            first_layer=self._own_layers.start,
+            stage=self.stages.stage if self.stages.count > 1 else None,
         )
         for context in self._contexts.values():
             context.trace = self._trace
@@ -342,7 +361,9 @@ class PyramidRunnerMixin:
         """vLLM's, with the evictions of the step attached to the output."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         evictions = self.retention.step.evictions
+        if evictions is not None:
+            self.stages.add_up(evictions)
         evicted, reports = self.retention.end_step()
         if self._trace is not None and evictions is not None:
             self._trace.finish_step(evictions)
-        return send_report(output, evicted, reports)
+        return send_report(output, evicted, reports) if self.stages.is_last else output

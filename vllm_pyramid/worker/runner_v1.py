@@ -22,10 +22,18 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
     input_batch: Any
     seq_lens: torch.Tensor
     tables_a_group = 1  # the other side of it is the host's
+    intermediate_tensors: Any
+    max_num_tokens: int
+    model_config: Any
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """See the base; then the slots of all layers are worked out at once, on the host."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if self.intermediate_tensors is None and self.stages.stage > 0:
+            # vLLM makes them in a warm-up, which the CPU's leaves out where nothing is compiled.
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(  # type: ignore[operator]
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
         tables = self.input_batch.block_table
         whole = all(table.dcp_world_size == 1 for table in tables.block_tables)
         if self.device.type == "cpu" and whole:

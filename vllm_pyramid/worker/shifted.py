@@ -19,7 +19,7 @@ from vllm_pyramid.step.upload import upload
 
 
 class ShiftedTables:
-    """Block tables and lengths of every layer, head blocks left out.
+    """Block tables and lengths of every layer of this worker, head blocks left out.
 
     `tables` takes the place of vLLM's own tensors of the same size, so what this adds to the
     device's memory are two tensors of `[L, R_max]` integers. That matters, because vLLM profiles
@@ -35,19 +35,21 @@ class ShiftedTables:
         replays: whether the step replays one graph for all of it, so that nobody reads metadata.
 
     Args:
-        num_layers: L. max_num_reqs: R_max. width: M, entries of a request's block table.
+        layers: L of the layers that evict: those of this pipeline stage, or all.
+        max_num_reqs: R_max. width: M, entries of a request's block table.
         block_size: tokens of a cache block. device: of the attention.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        layers: slice,
         max_num_reqs: int,
         width: int,
         block_size: int,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
+        self.layers, self.block_size = layers, block_size
+        num_layers = layers.stop - layers.start
         self.max_lens: npt.NDArray[np.int32] | None = None
         self.replays = False
         # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would: a kernel
@@ -59,6 +61,10 @@ class ShiftedTables:
                 for shape in ((num_layers, rows, width), (num_layers, rows), (num_layers, rows))
             )
             self.no_skips = torch.zeros_like(self.lens[0])
+
+    def place(self, layer: int) -> int:
+        """Of a layer that evicts, its place in these tensors."""
+        return layer - int(self.layers.start)
 
     def update(
         self,
@@ -72,12 +78,14 @@ class ShiftedTables:
 
         Args:
             seq_lens: `[R]` int32, 0 in the padding rows of a captured batch.
-            skips: `[L, <= R]` int32 on the host; requests behind it have skipped nothing.
+            skips: `[layers that evict, <= R]` int32 on the host; requests behind it have skipped
+                nothing.
             host_lens: `[<= R]`, what `seq_lens` holds of the requests with skips; None in a step
                 without real requests, which has no skips.
         """
         from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
 
+        skips = skips[self.layers]
         num_rows, num_skips = seq_lens.shape[0], skips.shape[1]
         device_skips = self.skips[:, :num_rows]
         device_skips[:, num_skips:] = 0

@@ -69,7 +69,7 @@ def compile_kernels(
                 hooks.compile_kernels(replace(call, batch=batch))
     shifted = layers[0][0].shifted
     assert shifted is not None
-    shifted.update(shifted.no_skips[:1], np.zeros((len(shifted.lens), 1), np.int32), None)
+    shifted.update(shifted.no_skips[:1], np.zeros((shifted.layers.stop, 1), np.int32), None)
 
 
 def lengths_of(policy: Policy, max_model_len: int) -> list[int]:
