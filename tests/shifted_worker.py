@@ -100,7 +100,7 @@ class Worker:
         self.retention.hooks = policy.worker_hooks(side)
         for hooks in self.retention.hooks:
             hooks.allocate(blocks)
-        self.shifted = ShiftedTables(LAYERS, len(prompts), width, BLOCK, device.device)
+        self.shifted = ShiftedTables(slice(0, LAYERS), len(prompts), width, BLOCK, device.device)
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         self.contexts = [

@@ -31,6 +31,7 @@ def resolved_config(**changes: Any) -> Any:
         "cache_config.cache_dtype": "auto",
         "speculative_config": None,
         "kv_transfer_config": None,
+        "parallel_config.pipeline_parallel_size": 1,
         "parallel_config.use_ubatching": False,
         "attention_config.backend": None,
         "attention_config.backend_per_kind": {},

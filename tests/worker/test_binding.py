@@ -430,7 +430,7 @@ def _common(num_reqs: int, num_tokens: int) -> Any:
 
 def make_builder() -> Any:
     builder: Any = _Counting()
-    shifted = ShiftedTables(2, 8, WIDTH, 16, torch.device("cpu"))
+    shifted = ShiftedTables(slice(0, 2), 8, WIDTH, 16, torch.device("cpu"))
     shifted.max_lens = np.array([5, 6], np.int32)
     builder.context = SimpleNamespace(layer=1, shifted=shifted, step="now")
     return builder
@@ -453,7 +453,7 @@ def test_metadata_that_nobody_reads_is_built_once() -> None:
 
 def test_only_replays_of_full_graphs_are_such_steps() -> None:
     seen: list[bool] = []
-    shifted = ShiftedTables(1, 2, WIDTH, 16, torch.device("cpu"))
+    shifted = ShiftedTables(slice(0, 1), 2, WIDTH, 16, torch.device("cpu"))
     runner: Any = SimpleNamespace(shifted=shifted)
 
     def prepare(batch: Any, mode: Any, *args: Any, for_capture: bool, **kwargs: Any) -> str:
@@ -469,7 +469,7 @@ def test_only_replays_of_full_graphs_are_such_steps() -> None:
 
 def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
     for rows in (1, 3, 4, 1023):
-        shifted = ShiftedTables(3, rows, 5, 16, torch.device("cpu"))
+        shifted = ShiftedTables(slice(0, 3), rows, 5, 16, torch.device("cpu"))
         assert shifted.tables.shape == (3, rows, 5) and shifted.lens.shape == (3, rows)
         for layer in range(3):
             for tensor in (shifted.tables, shifted.lens, shifted.skips):
