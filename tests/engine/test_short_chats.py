@@ -71,6 +71,7 @@ def engine(engines: EnginePool, folder: Path) -> Engine:
         # Blocks, or a long window, would keep many of so few tokens.
         kv_policy_args={"fill_blocks": False, "window": 16},
         dtype="bfloat16",
+        enable_prefix_caching=False,  # who finds a prefix computes the rest in other steps
     )
 
 

@@ -195,7 +195,7 @@ def test_generated_tokens_by_hand() -> None:
 
 def test_who_gathers_while_it_generates() -> None:
     spec = SimpleNamespace(num_kv_heads=2)
-    side: Any = SimpleNamespace(specs=[spec] * 4, block_size=16, ranks=OneRank())
+    side: Any = SimpleNamespace(specs=[spec] * 4, block_size=16, ranks=OneRank(), device="cpu")
     policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
     assert policy.works_in_every_step and policy.min_last_chunk == 1
     assert [type(hooks) for hooks in policy.worker_hooks(side)] == [GeneratedMass, Thinner]
