@@ -10,7 +10,6 @@ of a model do (`--cold-mib 0`: one cache, again and again). Needs a CPU build of
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from rich.table import Table
 from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from vllm_pyramid.bench.prepare import processor
 from vllm_pyramid.ops import cpu
 from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 
@@ -124,15 +124,18 @@ def main() -> None:
     parser.add_argument("--cold-mib", type=int, default=600)
     args = parser.parse_args()
     cases = [(1, n, n) for n in args.prompts]
-    cases += [(*(int(x) for x in batch.split("x")), 1) for batch in args.batches]  # type: ignore[misc]
-    table = Table(title=f"attention, bfloat16, {cpu.current_isa()}, {platform.processor()}")
+    for batch in args.batches:
+        requests, context = map(int, batch.split("x"))
+        cases.append((requests, context, 1))
+    table = Table(title=f"attention, bfloat16, {cpu.current_isa()}, {processor()}")
     for column in ("threads", "shape", "case", "ours, ms", "/ vLLM", "range", "/ SDPA", "range"):
         table.add_column(column, justify="right")
     for threads in args.threads:
         torch.set_num_threads(threads)
         for name in args.shapes:
             for requests, context, queries in cases:
-                case = Case(tuple(int(x) for x in name.split("x")), requests, context, queries)  # type: ignore[arg-type]
+                kv_heads, group, head_size = map(int, name.split("x"))
+                case = Case((kv_heads, group, head_size), requests, context, queries)
                 prompt = queries > 1
                 size = case.k.nbytes * 2
                 copies = 1 if prompt else max(1, args.cold_mib * 2**20 // size)
