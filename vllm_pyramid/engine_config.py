@@ -138,6 +138,7 @@ def finish_config(
         served = replace(served, backend=_take_backend(config, policy))
     else:
         _take_cpu_backend(config)
+    _take_draft_backend(config)
     config.additional_config = {**config.additional_config, SERVED_KEY: served.as_data()}
     config.parallel_config.worker_cls = _WORKERS[current_platform.device_type]
     config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
@@ -196,6 +197,19 @@ def _take_cpu_backend(config: VllmConfig) -> None:
         )
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     register_backend(AttentionBackendEnum.CUSTOM, CPU_BACKEND)
+
+
+def _take_draft_backend(config: VllmConfig) -> None:
+    """A draft model's blocks come from the same pool, so its attention is ours, too."""
+    speculation = config.speculative_config
+    if speculation is None or not speculation.uses_draft_kv_cache():
+        return
+    if (chosen := speculation.attention_backend) is not None:
+        raise ValueError(
+            f"a KV policy does not work with attention_backend {chosen.name} of a draft model "
+            "(--speculative-config) yet: its layers take the backend of the model; leave it out"
+        )
+    speculation.attention_backend = AttentionBackendEnum.CUSTOM
 
 
 def _default_backend(config: VllmConfig) -> str:

@@ -25,8 +25,8 @@ _STOCK_WORKERS = (
     "vllm.v1.worker.gpu_worker.Worker",
 )
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES)
-# Ways to draft that keep no cache of their own.
-_DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa")
+# Ways to draft: without a cache of their own, and with one that all of stays in.
+_DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,29 @@ OF_CONFIGURATION = (
         _has_stages_beside_others,
     ),
     Refusal(
-        "speculative decoding by a draft model:",
-        f"it keeps a cache that no budget counts; draft by one of {', '.join(_DRAFTS)}",
+        "speculative decoding by",
+        f"it was not tried beside eviction; draft by one of {', '.join(_DRAFTS)}",
         _drafts_elsewhere,
+    ),
+    Refusal(
+        "speculative decoding by several MTP modules",
+        "each reads one token further into the next chunk of a prompt than the one before; draft "
+        "one token, by one module",
+        lambda config, _: (
+            config.speculative_config is not None
+            and config.speculative_config.use_multi_module_mtp()
+        ),
+    ),
+    Refusal(
+        "speculative decoding by eagle, eagle3 or mtp and a policy that drops tokens between "
+        "layers",
+        "the draft model wants the hidden states of all tokens; draft by a model of its own "
+        "(draft_model) or by ngram",
+        lambda config, policy: (
+            config.speculative_config is not None
+            and config.speculative_config.use_eagle()
+            and policy.allocator.thins_prompts
+        ),
     ),
     Refusal(
         "speculative decoding and a policy that evicts while it generates",

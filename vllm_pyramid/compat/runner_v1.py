@@ -11,6 +11,8 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_pyramid.compat.drafts import take_own_tables
+
 
 class RunnerV1Points:
     """Goes in front of the runner's class."""
@@ -42,7 +44,7 @@ class RunnerV1Points:
         **kwargs: Any,
     ) -> Any:
         self.metadata_is_due(num_reqs, num_reqs_padded or num_reqs, num_scheduled_tokens)
-        return super()._build_attention_metadata(  # type: ignore[misc]
+        of_layers, of_drafts = super()._build_attention_metadata(  # type: ignore[misc]
             num_tokens,
             num_reqs,
             *args,
@@ -50,3 +52,5 @@ class RunnerV1Points:
             num_reqs_padded=num_reqs_padded,
             **kwargs,
         )
+        take_own_tables(self, of_drafts)
+        return of_layers, of_drafts

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of the layers that no policy evicts from: windows that slide, chunks, states.
+"""Blocks of the layers that no policy evicts from: windows that slide, chunks, states, drafts'.
 
-In a hybrid model they stand beside the layers that evict, with blocks from the same pool. vLLM puts
-each into a group of its own there. They hold what vLLM's managers say; layers of one spec need and
-drop the same blocks at the same time, so the first of them answers for all.
+In a hybrid model, and where a draft model has layers of its own, they stand beside the layers that
+evict, with blocks from the same pool. vLLM puts each into a group of its own there. They hold what
+vLLM's managers say; layers of one spec need and drop the same blocks at the same time, so the first
+of them answers for all.
 
     a window of 3 blocks    [null][null][b7][b2][b9]       after the next block: the head goes
 
 With prefix caching, blocks that go out of sight become rows of their own (`rows.py`), one for each
-kind of layer and range of positions; they are idle at once. A prefix is found as far as all that
-its next token sees is there, and is copied into blocks of the request's own: what is in a window
-soon leaves it again, so there is little to gain from sharing it.
+kind of layer and range of positions; they are idle at once. Those of layers that keep everything, a
+draft model's, become rows when they are computed, and are their request's until it ends. A prefix
+is found as far as all that its next token sees is there, and is copied into blocks of the request's
+own: what is in a window soon leaves it again, so there is little to gain from sharing it.
 """
 
 from __future__ import annotations
@@ -25,10 +27,15 @@ import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
-from vllm_pyramid.scheduler.rows import RowPool
+from vllm_pyramid.scheduler.rows import Row, RowPool
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -43,6 +50,7 @@ class _Kind:
         managers: vLLM's, one a layer. groups: their places among all KV cache groups.
         block_size: tokens of a block. sees: tokens before the one that is computed which a layer
             still looks at, at most. most: blocks that vLLM reserves for a request at most.
+        keeps_all: it is the KV of all tokens.
     """
 
     managers: Sequence[SingleTypeKVCacheManager]
@@ -50,6 +58,7 @@ class _Kind:
     block_size: int
     sees: int
     most: int
+    keeps_all: bool
 
     @classmethod
     def of(
@@ -62,7 +71,9 @@ class _Kind:
         elif isinstance(spec, ChunkedLocalAttentionSpec):
             sees = spec.attention_chunk_size
         most = managers[0].max_admission_blocks_per_request
-        return cls(managers, groups, spec.block_size, sees, _NO_BOUND if most is None else most)
+        most = _NO_BOUND if most is None else most
+        keeps_all = isinstance(spec, FullAttentionSpec)
+        return cls(managers, groups, spec.block_size, sees, most, keeps_all)
 
     def skipped_tokens(self, processed: int) -> int:
         """Tokens that none looks at any more when so many have been processed."""
@@ -78,10 +89,12 @@ class _Tables:
         hashes: the request's, which grow as it does. exact: the first tokens whose KV is that of
             the full cache. computed: its tokens that are computed, or will be in a step that has
             been scheduled. noted: those of the step being scheduled.
+        rows: of each kind that keeps all, those that others find already, from position 0 on.
     """
 
     entries: list[int]
     nulls: list[int]
+    rows: list[list[Row]]
     hashes: Sequence[BlockHash] = field(default_factory=list)
     exact: int = 0
     computed: int = 0
@@ -119,7 +132,7 @@ class Companions:
             row_tokens: of a row of the layers that evict. hash_tokens: of one of a request's
                 hashes.
         """
-        sees = all(kind.sees < _NO_BOUND for kind in self._kinds)
+        sees = all(kind.keeps_all or kind.sees < _NO_BOUND for kind in self._kinds)
         if not sees or any(row_tokens % kind.block_size for kind in self._kinds):
             return False
         self._row, self._hash = row_tokens, hash_tokens
@@ -170,7 +183,8 @@ class Companions:
     def _tables_of(self, request_id: str) -> _Tables:
         if (tables := self._tables.get(request_id)) is None:
             kinds = len(self._kinds)
-            tables = self._tables[request_id] = _Tables([0] * kinds, [0] * kinds)
+            rows: list[list[Row]] = [[] for _ in self._kinds]
+            tables = self._tables[request_id] = _Tables([0] * kinds, [0] * kinds, rows)
         return tables
 
     def _extend(
@@ -228,6 +242,7 @@ class Companions:
             return
         for index, kind in enumerate(self._kinds):
             if self._row:
+                self._release(request_id, tables, index)
                 self._drop(request_id, tables, index, tables.entries[index], tables.computed)
                 continue
             held = tables.entries[index] - tables.nulls[index]
@@ -252,7 +267,33 @@ class Companions:
         for request_id in self._noted:
             tables = self._tables[request_id]
             tables.computed = tables.noted
+            for index, kind in enumerate(self._kinds):
+                if kind.keeps_all:
+                    self._publish(request_id, tables, index)
         self._noted.clear()
+
+    def _publish(self, request_id: str, tables: _Tables, index: int) -> None:
+        """Let others find what is computed of a kind that keeps all."""
+        kind, rows = self._kinds[index], tables.rows[index]
+        per_row = self._per_row(kind)
+        held = [manager.req_to_blocks[request_id] for manager in kind.managers]
+        while (key := self._shown(tables, index, len(rows), tables.computed)) is not None:
+            first = len(rows) * per_row
+            blocks = [block for table in held for block in table[first : first + per_row]]
+            rows.append(self._pool.publish(key, blocks))
+            rows[-1].scheduled = True
+
+    def _release(self, request_id: str, tables: _Tables, index: int) -> None:
+        """Take the rows that others find out of a request's tables."""
+        if not (rows := tables.rows[index]):
+            return
+        self._pool.release(rows)
+        kind = self._kinds[index]
+        end = len(rows) * self._per_row(kind)
+        for manager in kind.managers:
+            manager.req_to_blocks[request_id][:end] = [self._pool.null_block] * end
+        self.held_blocks -= end * len(kind.managers)
+        tables.nulls[index] = end
 
     def covered(self, hashes: Sequence[BlockHash]) -> int:
         """With how many of these rows a request can begin: all that its next token sees is there.
@@ -261,15 +302,21 @@ class Companions:
             hashes: of rows of the layers that evict, from position 0 on.
         """
         count = len(hashes)
+        for index, kind in enumerate(self._kinds):
+            if kind.keeps_all:
+                keys = [self._key(index, block_hash) for block_hash in hashes[:count]]
+                count = self._pool.longest(keys)
         while count and (missing := self._missing(hashes, count)) is not None:
             count = missing  # whoever begins behind it, and not far behind, looks at it
         return count
 
     def _missing(self, hashes: Sequence[BlockHash], count: int) -> int | None:
-        """The last row that a request beginning with `count` rows would miss."""
+        """The last row in sight that a request beginning with `count` rows would miss."""
         missing = None
         for index, kind in enumerate(self._kinds):
             first = self._first_row(kind, count * self._row)
+            if kind.keeps_all:
+                continue
             for row in range(count - 1, max(first, missing or 0) - 1, -1):
                 if self._key(index, hashes[row]) not in self._pool.rows:
                     missing = row if missing is None else max(missing, row)
@@ -285,11 +332,8 @@ class Companions:
         return found
 
     def source_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Blocks that a request copies which begins with these rows."""
-        return sum(
-            len(keys) * self._per_row(kind) * len(kind.managers)
-            for kind, keys in zip(self._kinds, self.sources(hashes), strict=True)
-        )
+        """Blocks that a request copies which begins with these rows, and that count as free."""
+        return sum(self._pool.idle_blocks(keys) for keys in self.sources(hashes))
 
     def enter(self, request_id: str, hashes: Sequence[BlockHash]) -> list[KVCacheBlockCopy]:
         """Begin a request's tables with blocks of its own; returns the copies that fill them.

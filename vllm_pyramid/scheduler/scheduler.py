@@ -67,7 +67,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
         assert settings is not None, "this scheduler is only chosen when a policy was asked for"
         if manager.enable_caching and not coordinator.share_prefixes():
             reason = (
-                "layers of this model keep a state, or have larger blocks than those that evict"
+                "layers of this model keep a state, or they or those of a draft model have larger "
+                "blocks than those that evict"
             )
             if settings.asks_prefix_caching:
                 raise ValueError(

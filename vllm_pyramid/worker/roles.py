@@ -2,7 +2,7 @@
 """What each layer of a model does with the KV cache where a policy is served.
 
     evicting     full attention: a budget and a block table of its own
-    companion    a window that slides, a chunk, a state: what vLLM keeps of it
+    companion    a window that slides, a chunk, a state, a draft model's: what vLLM keeps of it
     reader       attends to the KV of a layer below it, which evicts when its last reader is done
 
 The runner makes the roles once, when vLLM asks for the specs of the layers. What evicts is numbered
@@ -48,8 +48,12 @@ class LayerRoles:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Of all layers with a cache of their own, from the bottom."""
-        return _from_the_bottom({**self.companions, **self.evicting})
+        """Of all layers with a cache of their own: the model's from the bottom, then a draft's.
+
+        vLLM would merge all layers with the first, if that one were a draft's.
+        """
+        specs = _from_the_bottom({**self.companions, **self.evicting})
+        return dict(sorted(specs.items(), key=lambda item: type(item[1]) is FullAttentionSpec))
 
     def of_stage(self, names: Collection[str]) -> LayerRoles:
         """Those of some of the layers."""
@@ -64,6 +68,7 @@ def roles_of(
     max_model_len: int,
     readers: Mapping[str, str] | None = None,
     stages: Sequence[Collection[str]] = (),
+    drafts: Collection[str] = (),
 ) -> LayerRoles:
     """Give every layer its role.
 
@@ -71,7 +76,8 @@ def roles_of(
 
     Args:
         stock: vLLM's specs. readers: layers that read the KV of another, and that one.
-        stages: of each pipeline stage its layers; empty where there is one.
+        stages: of each pipeline stage its layers; empty where there is one. drafts: layers of a
+            draft model, which keeps its whole cache.
 
     Raises:
         ValueError: a layer whose cache cannot be managed, with its name and kind; no layer with
@@ -81,7 +87,11 @@ def roles_of(
         unified = with_one_page_size(_from_the_bottom(stock))
     except NotImplementedError as error:
         raise ValueError(f"{error} The layers cannot share a pool: {_SERVE_WITHOUT}") from error
-    full = [name for name, spec in unified.items() if _is_full(name, spec, max_model_len)]
+    full = [
+        name
+        for name, spec in unified.items()
+        if _is_full(name, spec, max_model_len) and name not in drafts
+    ]
     if not full:
         raise ValueError(
             "no layer of this model has full attention, so there is nothing to evict: "
@@ -117,6 +127,11 @@ def roles_of(
         raise ValueError(
             f"the layers with full attention have KV pages of different sizes ({sizes} bytes a "
             f"block), which no KV policy can manage yet: {_SERVE_WITHOUT}"
+        )
+    if any(reader in drafts and layer not in drafts for reader, layer in (readers or {}).items()):
+        raise ValueError(
+            "the draft model reads the cache of the model, and would miss what is evicted from it: "
+            "leave --speculative-config out, or draft by another model"
         )
     of_layers: dict[str, list[str]] = {}
     for reader, layer in sorted((readers or {}).items(), key=lambda pair: _number(pair[0])):

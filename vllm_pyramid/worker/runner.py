@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
+from vllm_pyramid.compat.drafts import draft_layers
 from vllm_pyramid.compat.runner import (
     attention_layer,
     rotary_of_layer,
@@ -84,13 +85,15 @@ class PyramidRunnerMixin:
         assert settings is not None, "this worker is only chosen when a policy was asked for"
         self._settings, policy = settings, settings.policy
         self.stages = StageWorker(get_pp_group(), self.vllm_config.max_concurrent_batches)
-        of_stages = self.stages.layers_of_all(stock, get_shared_kv_cache_layers(self.vllm_config))
+        readers = get_shared_kv_cache_layers(self.vllm_config)
+        of_stages = self.stages.layers_of_all(stock, readers)
         roles = roles_of(
             dict(ChainMap(*(dict(layers) for layers, _ in of_stages))),
             policy,
             self.vllm_config.model_config.max_model_len,
             dict(ChainMap(*(dict(readers) for _, readers in of_stages))),
             [layers.keys() for layers, _ in of_stages] if self.stages.count > 1 else (),
+            draft_layers(self.vllm_config, self.get_model(), {*stock, *readers}),
         )
         num_layers = len(roles.evicting)
         policy.check_layers(num_layers)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_pyramid.compat.drafts import extend_drafter
 from vllm_pyramid.compat.runner_v1 import RunnerV1Points
 from vllm_pyramid.compat.side_channel import read_copies
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
@@ -28,6 +29,7 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """See the base; then the slots of all layers are worked out at once, on the host."""
+        extend_drafter(self, self._table_of)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.intermediate_tensors is None and self.stages.stage > 0:
             # vLLM makes them in a warm-up, which the CPU's leaves out where nothing is compiled.
@@ -38,6 +40,10 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
         whole = all(table.dcp_world_size == 1 for table in tables.block_tables)
         if self.device.type == "cpu" and whole:
             tables.compute_slot_mapping = HostSlots(tables.block_tables)
+
+    def _table_of(self, group: int, num_reqs: int) -> torch.Tensor:
+        table: torch.Tensor = self.input_batch.block_table[group].get_device_tensor(num_reqs)
+        return table
 
     def table_shape(self, group: int) -> tuple[int, int]:
         """See the base."""

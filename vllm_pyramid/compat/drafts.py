@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models under vLLM's first model runner, each of their layers with a block table of its own.
+
+Target: `GPUModelRunner.drafter`; of `SpecDecodeBaseProposer` `._draft_attn_layer_names`,
+`.draft_attn_groups`, `.kv_cache_gid`, `.initialize_attn_backend`, `.validate_same_kv_cache_group`,
+`.build_per_group_and_layer_attn_metadata`, `._get_slot_mapping`, `._get_positions`. Why: it wants
+all its layers in one KV cache group, and takes the tables of a standalone draft model from the
+first group, which is the target's. How to remove: when proposers ask for the tables of each group,
+as the second runner's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import copy
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from vllm_pyramid.compat.runner import attention_layer
+
+# The block table of a KV cache group for so many requests: `[requests, M]` int32.
+Tables = Callable[[int, int], torch.Tensor]
+
+
+def draft_layers(config: VllmConfig, target: torch.nn.Module, names: Collection[str]) -> set[str]:
+    """Of attention layers those that are not the target model's but a draft model's."""
+    if config.speculative_config is None:
+        return set()
+    modules = set(target.modules())
+    return {name for name in names if attention_layer(config, name) not in modules}
+
+
+def extend_drafter(runner: Any, tables: Tables) -> None:
+    """Let a runner's proposer follow one group a layer, if it has layers with a cache."""
+    drafter: Any = getattr(runner, "drafter", None)
+    has_layers = bool(getattr(drafter, "_draft_attn_layer_names", None))
+    if has_layers and not isinstance(drafter, LayerwiseProposer):
+        cls = type(drafter)
+        drafter.__class__ = type(f"Layerwise{cls.__name__}", (LayerwiseProposer, cls), {})
+        drafter.tables = tables
+
+
+class LayerwiseProposer:
+    """Goes in front of a proposer's class.
+
+    Attributes:
+        tables: block tables by group and number of requests.
+    """
+
+    tables: Tables
+    draft_attn_groups: list[Any]
+    kv_cache_gid: int
+    _draft_attn_layer_names: set[str]
+    _slots: dict[str, torch.Tensor]
+    _get_positions: Callable[[int], torch.Tensor]
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """They never are in one."""
+
+    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
+        """The base's for one layer at a time, which gives each its own group."""
+        names, groups = self._draft_attn_layer_names, []
+        for name in sorted(names):
+            self._draft_attn_layer_names = {name}
+            super().initialize_attn_backend(*args, **kwargs)  # type: ignore[misc]
+            groups += self.draft_attn_groups
+        self._draft_attn_layer_names, self.draft_attn_groups = names, groups
+        sizes = {group.kv_cache_spec.block_size for group in groups}
+        if len(sizes) > 1:
+            raise ValueError(f"layers of the draft model have blocks of {sorted(sizes)} tokens")
+        self.kv_cache_gid = groups[0].kv_cache_group_id
+        buffer: torch.Tensor = self._slot_mapping_buffer  # type: ignore[attr-defined]
+        self._slots = {group.layer_names[0]: torch.zeros_like(buffer) for group in groups[1:]}
+
+    def build_per_group_and_layer_attn_metadata(
+        self, common_attn_metadata: Any, draft_index: int = 0
+    ) -> tuple[list[object], dict[str, object]]:
+        """Each layer's with its own table; `common_attn_metadata` is of the first layer."""
+        of_groups, of_layers = [], {}
+        for group in self.draft_attn_groups:
+            (name,) = group.layer_names
+            common = common_attn_metadata
+            if name in self._slots:
+                common = self._of_group(group, common_attn_metadata)
+            metadata = group.build_metadata_for_drafting(
+                common_attn_metadata=common, draft_index=draft_index
+            )
+            of_groups.append(metadata)
+            of_layers[name] = metadata
+        return of_groups, of_layers
+
+    def _of_group(self, group: Any, common: Any) -> Any:
+        """What a step is for another layer than the first: its table and its slots."""
+        count = len(common.slot_mapping)
+        table = self.tables(group.kv_cache_group_id, common.num_reqs)
+        size = group.kv_cache_spec.block_size
+        positions = self._get_positions(count)
+        positions = positions if positions.dim() == 1 else positions[0]
+        requests = torch.repeat_interleave(
+            torch.arange(common.num_reqs, device=table.device),
+            common.query_start_loc[1 : common.num_reqs + 1]
+            - common.query_start_loc[: common.num_reqs],
+            output_size=count,
+        )
+        entries = (positions // size).clamp(max=table.shape[1] - 1)
+        slots = table[requests, entries].long() * size + positions % size
+        own = self._slots[group.layer_names[0]]
+        own[:count] = slots.masked_fill_(common.slot_mapping < 0, PAD_SLOT_ID)
+        own[count:].fill_(PAD_SLOT_ID)
+        common = copy(common)
+        common.block_table_tensor, common.slot_mapping = table, own[:count]
+        return common
+
+    def _get_slot_mapping(self, num_tokens: int, *args: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = super()._get_slot_mapping(num_tokens, *args)  # type: ignore[misc]
+        return found | {name: slots[:num_tokens] for name, slots in self._slots.items()}
+
+
+def take_own_tables(runner: Any, common: Any) -> None:
+    """Give what a proposer is told of a step the tables of its own first layer, in place."""
+    drafter = getattr(runner, "drafter", None)
+    if common is None or not isinstance(drafter, LayerwiseProposer):
+        return
+    table = runner.input_batch.block_table[drafter.kv_cache_gid]
+    common.block_table_tensor = table.get_device_tensor(len(common.block_table_tensor))
+    common.slot_mapping = table.slot_mapping.gpu[: len(common.slot_mapping)]
