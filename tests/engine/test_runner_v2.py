@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.children import Child, greedy
 from tests.engine import models
+from tests.engine.drafts import write_eagle
 from tests.engine.support import EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 
@@ -69,6 +70,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "hybrid": {"kv_policy": "pyramidkv", "kv_budget": 24},
     "drafts": {"kv_policy": "pyramidkv", "kv_budget": 24},
+    "eagle": {"kv_policy": "pyramidkv", "kv_budget": 24},
     "fp8": {"kv_policy": "pyramidkv", "kv_budget": 24},
     # Pages of two sizes, which vLLM's two runners lay out each in its own way.
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
@@ -76,6 +78,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 # What engines have beside their policy. Drafts change nothing: they are compared with one that has
 # none.
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
 BESIDE: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": DRAFTS},
     "fp8": {"kv_cache_dtype": "fp8"},
@@ -85,11 +88,11 @@ ENGINES = {
     "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu", ("pyramidkv", "kcache")),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts"),
+        ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts", "eagle"),
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "inside", "hybrid"),
+        ("pyramidkv", "inside", "hybrid", "eagle"),
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
@@ -125,9 +128,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name, shape in (("llama-tiny", SHAPE), ("gemma-tiny", HYBRID)):
             patch.setitem(models.SHAPES, name, shape)
             found[name] = models.write_model(name, tmp_path_factory.mktemp(name))
-    return {
-        policy: found["gemma-tiny" if policy == "hybrid" else "llama-tiny"] for policy in POLICIES
-    }
+    found["eagle head"] = write_eagle(tmp_path_factory.mktemp("eagle"), found["llama-tiny"])
+    of_policies = dict.fromkeys(POLICIES, found["llama-tiny"]) | {"hybrid": found["gemma-tiny"]}
+    return found | of_policies
+
+
+def _beside(policy: str, model: dict[str, Path]) -> dict[str, Any]:
+    """What an engine has beside its policy."""
+    if policy == "eagle":
+        return {"speculative_config": {**EAGLE, "model": str(model["eagle head"])}}
+    return BESIDE.get(policy, {})
 
 
 def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
@@ -142,7 +152,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
                 {
                     "model": str(model[policy]),
                     **SETTINGS,
-                    **BESIDE.get(policy, {}),
+                    **_beside(policy, model),
                     "additional_config": POLICIES[policy],
                 },
                 waves,
@@ -177,7 +187,7 @@ def expected(
     """Tokens and reports of the first runner by policy, made while the others start."""
     found = {}
     for name, policy in POLICIES.items():
-        beside = {} if name == "drafts" else BESIDE.get(name, {})
+        beside = {} if name in ("drafts", "eagle") else BESIDE.get(name, {})
         engine = engines.get(model[name], **SETTINGS, **beside, **policy)
         jobs = [
             Job(prompt, greedy_params(tokens, **own), arrival)
@@ -209,11 +219,11 @@ def test_runner(
     assert stock[runner] in result["runner"]
     assert f"vllm_pyramid.worker.runner_v{runner}.PyramidRunnerV{runner}" in result["runner"]
     assert backend in result["modules"]
-    assert result["groups"] == SHAPE[1]["num_hidden_layers"]
+    assert result["groups"] == SHAPE[1]["num_hidden_layers"] + (policy == "eagle")
     # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it,
     # but for layers that do not evict.
     shifted = triton in ("attention", "flash")
-    assert result["one_tensor_of_tables"] == (shifted and policy != "hybrid")
+    assert result["one_tensor_of_tables"] == (shifted and policy not in ("hybrid", "eagle"))
     cached = [output["cached"] for output in result["outputs"]]
     # Inside prompts the first eviction is at 32 tokens, with a window of 8. Blocks of a sliding
     # window are found once they left it: by then two of the first request's had.

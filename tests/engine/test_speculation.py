@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding beside eviction: greedy tokens are those without it.
 
-Drafts come from the prompt and the answer so far (n-grams). The prompts repeat a few tokens in
-changing order, so that some drafts are right and most are not.
+Drafts come from the prompt and the answer so far (n-grams), or from a model that knows the target's
+first layers. The prompts repeat a few tokens in changing order, so that some drafts are right and
+most are not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine import drafts
 from tests.engine.families import make_family
 from tests.engine.support import (
     Engine,
@@ -113,25 +115,34 @@ def _count_drafts(engine: Engine) -> dict[str, int]:
     return count
 
 
-def _check(engines: EnginePool, model: Path, settings: dict[str, Any], blocks: int = 4096) -> None:
+def _check(
+    engines: EnginePool,
+    model: Path,
+    settings: dict[str, Any],
+    blocks: int = 4096,
+    speculation: dict[str, Any] = SPECULATION,
+) -> None:
     """What comes of the same requests with drafts and without."""
     is_short = blocks < 4096
     settings = {**SETTINGS, "num_gpu_blocks_override": blocks, **settings}
-    settings["max_model_len"] = 512 if is_short else 1024
+    settings["max_model_len"] = 448 if is_short else 1024
     expected = [
         outcome for wave in _waves(is_short) for outcome in engines.get(model, **settings).run(wave)
     ]
-    engine = engines.get(model, speculative_config=SPECULATION, **settings)
-    drafts = _count_drafts(engine)
+    engine = engines.get(model, speculative_config=speculation, **settings)
+    count = _count_drafts(engine)
     with count_preemptions(engine) as preemptions:
         found = [outcome for wave in _waves(is_short) for outcome in engine.run(wave)]
         engine.scheduler.reset_prefix_cache()
         engine.check_whole()
-    assert 0 < drafts["accepted"] < drafts["drafted"] - 50, drafts
+    assert 0 < count["accepted"] < count["drafted"] - 50, count
     assert (preemptions["all"] > 0) == is_short
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.report == theirs.report
+    again = len(_waves(is_short)[0])  # who comes when the first have ended finds their prompts
+    cached = [[outcome.cached for outcome in side[again:]] for side in (found, expected)]
+    assert cached[0] == cached[1]
     evicted = sum(outcome.report["evicted_tokens"] for outcome in found)
     assert (evicted > 0) == (settings["kv_policy"] != "full")
 
@@ -142,6 +153,46 @@ def test_tokens_are_those_without_it(
 ) -> None:
     """With prefix caching, where the policy has it: the last requests of `_waves` have hits."""
     _check(engines, tiny_model("llama-mha"), POLICIES[policy])
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Of each way to draft by a model: the target, and the configuration of the drafts."""
+    folder = tmp_path_factory.mktemp("drafts")
+    target = drafts.write_target(folder / "target")
+    small = drafts.write_small_model(folder / "small", target, layers=2)
+    eagle = drafts.write_eagle(folder / "eagle", target)
+    mtp = drafts.write_mtp_model(folder / "mtp")
+    return {
+        "draft_model": (target, {"model": str(small), "num_speculative_tokens": 3}),
+        "eagle": (target, {"model": str(eagle), "num_speculative_tokens": 3}),
+        "mtp": (mtp, {"num_speculative_tokens": 1}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "policy", "blocks"),
+    [
+        ("eagle", "snapkv", 4096),
+        ("draft_model", "xkv", 4096),
+        ("draft_model", "pyramidinfer", 4096),
+        ("mtp", "inside", 4096),
+        ("draft_model", "snapkv", 170),  # some are preempted
+    ],
+)
+def test_a_model_drafts(
+    engines: EnginePool,
+    drafters: dict[str, tuple[Path, dict[str, Any]]],
+    method: str,
+    policy: str,
+    blocks: int,
+) -> None:
+    """Its layers keep all, in tables of their own, and prefixes are found with them."""
+    model, speculation = drafters[method]
+    own = POLICIES[policy]
+    if blocks < 4096:
+        own = {**own, "kv_admission": "prompt"}
+    _check(engines, model, own, blocks, {"method": method, **speculation})
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "xkv"])
@@ -194,23 +245,26 @@ def test_nobody_is_preempted_for_drafts(
     [
         ({"kv_policy": "h2o", "kv_budget": 64}, SPECULATION, "evicts while it generates"),
         ({"kv_policy": "kcache"}, SPECULATION, "what one token attends to"),
+        (POLICIES["pyramidinfer"], "eagle", "drops tokens between layers"),
         (
             {"kv_policy": "snapkv", "kv_budget": 64},
-            {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2},
-            "by a draft model: draft_model yet.*keeps a cache",
+            {"method": "custom_class", "model": "some.Class", "num_speculative_tokens": 2},
+            "speculative decoding by custom_class yet: it was not tried",
         ),
     ],
 )
 def test_what_cannot_be(
     engines: EnginePool,
     tiny_model: Callable[[str], Path],
+    drafters: dict[str, tuple[Path, dict[str, Any]]],
     settings: dict[str, Any],
-    speculation: dict[str, Any],
+    speculation: dict[str, Any] | str,
     message: str,
 ) -> None:
     model = tiny_model("llama-mha")
-    if "model" in speculation:
-        speculation = {**speculation, "model": str(model)}
+    if isinstance(speculation, str):
+        model, own = drafters[speculation]
+        speculation = {"method": speculation, **own}
     with pytest.raises(ValueError, match=message):
         engines.get(
             model, speculative_config=speculation, max_model_len=512, **SETTINGS, **settings

@@ -141,6 +141,11 @@ class Companions:
     def __len__(self) -> int:
         return sum(len(kind.managers) for kind in self._kinds)
 
+    @property
+    def are_drafts(self) -> bool:
+        """Whether all are a draft model's, and so the model has none; True where there are none."""
+        return all(kind.keeps_all for kind in self._kinds)
+
     def block_sizes(self, max_model_len: int) -> list[int]:
         """Tokens of blocks; those left out that hold whole sequences, such as states'."""
         return [kind.block_size for kind in self._kinds if kind.block_size < max_model_len]

@@ -107,7 +107,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
         self._sent_stats: dict[str, Any] | None = None
         # Which of the model's layers evict, in reports and statistics: where not all do.
         self._layers: dict[str, Any] = {}
-        if coordinator.layers != list(range(coordinator.num_layers)) or coordinator.companions:
+        of_model = list(range(coordinator.num_layers))
+        if coordinator.layers != of_model or not coordinator.companions.are_drafts:
             self._layers = {"layers": coordinator.layers}
         # Requests that may come to their first eviction in the step being scheduled.
         self._evicting: list[Request] = []

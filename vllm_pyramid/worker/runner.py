@@ -87,17 +87,18 @@ class PyramidRunnerMixin:
         self.stages = StageWorker(get_pp_group(), self.vllm_config.max_concurrent_batches)
         readers = get_shared_kv_cache_layers(self.vllm_config)
         of_stages = self.stages.layers_of_all(stock, readers)
+        drafts = draft_layers(self.vllm_config, self.get_model(), {*stock, *readers})
         roles = roles_of(
             dict(ChainMap(*(dict(layers) for layers, _ in of_stages))),
             policy,
             self.vllm_config.model_config.max_model_len,
             dict(ChainMap(*(dict(readers) for _, readers in of_stages))),
             [layers.keys() for layers, _ in of_stages] if self.stages.count > 1 else (),
-            draft_layers(self.vllm_config, self.get_model(), {*stock, *readers}),
+            drafts,
         )
         num_layers = len(roles.evicting)
         policy.check_layers(num_layers)
-        if roles.companions or roles.readers:
+        if roles.companions.keys() - drafts or roles.readers:
             policy.check_hybrid()
         # Multiples of it end blocks in all layers.
         block_size = max(spec.block_size for spec in roles.evicting.values())

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models and what drafts for them: an EAGLE head, an MTP module, models of fewer layers.
+
+The first layer says most in these models. So whoever knows that layer is right now and then: that
+is what all the drafts are made of.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.models import write_model
+
+if TYPE_CHECKING:
+    import torch
+
+# Of what layers behind the first add.
+_SHARE = 0.3
+
+
+def write_target(folder: Path, shape: str = "llama-mha") -> Path:
+    """A model whose first layer says most."""
+    write_model(shape, folder)
+    weights = _weights(folder)
+    for name in weights:
+        if ("o_proj" in name or "down_proj" in name) and ".layers.0." not in name:
+            weights[name] *= _SHARE
+    return _save(folder, weights, _config(folder))
+
+
+def write_small_model(folder: Path, target: Path, layers: int) -> Path:
+    """The first layers of a model, as a model."""
+    weights = {
+        name: weight
+        for name, weight in _weights(target).items()
+        if ".layers." not in name or int(name.split(".")[2]) < layers
+    }
+    return _save(folder, weights, {**_config(target), "num_hidden_layers": layers})
+
+
+def write_eagle(folder: Path, target: Path) -> Path:
+    """An EAGLE head that looks at tokens alone: the target's first layer.
+
+    It has no norm at its input, so embeddings are scaled as the norm would on average, and what
+    the layer adds to them likewise.
+    """
+    import torch
+
+    weights = _weights(target)
+    embeddings = weights["model.embed_tokens.weight"]
+    size = embeddings.pow(2).mean().sqrt()
+    identity = torch.eye(embeddings.shape[1])
+    head = {
+        "embed_tokens.weight": embeddings,
+        "fc.weight": torch.cat([identity / size, torch.zeros_like(identity)], dim=1),
+    }
+    for name, weight in weights.items():
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name:
+            adds = "o_proj" in name or "down_proj" in name
+            head[name.removeprefix("model.")] = weight / size if adds else weight
+    return _save(folder, head, {**_config(target), "num_hidden_layers": 1})
+
+
+def write_mtp_model(folder: Path) -> Path:
+    """A model with one MTP module, as MiMo has them: its first layer once more."""
+    import torch
+
+    target = write_target(folder, "qwen2")
+    weights = _weights(target)
+    ones = torch.ones_like(weights["model.norm.weight"])
+    identity = torch.diag(ones)
+    weights |= {
+        name.replace("model.layers.0.", "model.mtp_layers.0."): weight.clone()
+        for name, weight in weights.items()
+        if name.startswith("model.layers.0.")
+    }
+    weights |= {
+        "model.mtp_layers.0.token_layernorm.weight": ones,
+        "model.mtp_layers.0.hidden_layernorm.weight": ones.clone(),
+        "model.mtp_layers.0.final_layernorm.weight": ones.clone(),
+        "model.mtp_layers.0.input_proj.weight": torch.cat(
+            [torch.zeros_like(identity), identity], dim=1
+        ),
+    }
+    own = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    return _save(folder, weights, {**_config(target), **own})
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return weights
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def _save(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
