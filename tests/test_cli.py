@@ -314,3 +314,36 @@ def test_demo_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_model_prints_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model", "built-in"]) == 0
     assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
+
+
+def test_budgets_count_what_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A draft model's layers keep all, an EAGLE head's or an MTP module's one layer likewise."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for name, layers in (("model", 8), ("draft", 2)):
+        LlamaConfig(num_hidden_layers=layers, dtype="bfloat16", **sizes).save_pretrained(
+            tmp_path / name
+        )
+    given = ["budgets", "--model", str(tmp_path / "model"), "--kv-policy", "snapkv"]
+    given += ["--kv-budget", "512", "--prompt-len", "4096", "--speculative-config"]
+    draft = str(tmp_path / "draft")
+    for speculation, layers in (
+        ({"method": "draft_model", "model": draft}, 2),
+        ({"method": "mtp"}, 1),
+        ({"method": "ngram", "prompt_lookup_max": 3}, 0),
+    ):
+        assert main([*given, json.dumps(speculation), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["total"]["blocks"] == 8 * 512 // 16
+        assert [kind["blocks"] for kind in report.get("companions", [])] == (
+            [layers * 4096 // 16] if layers else []
+        )
+        if layers:
+            share = (8 * 512 + layers * 4096) / ((8 + layers) * 4096)
+            assert report["request"]["share"] == pytest.approx(share)
+    assert main([*given, json.dumps({"method": "mtp"})]) == 0
+    assert "Draft model, 1 layer: it keeps all tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*given, "mtp"])
+    assert "'mtp' is not a JSON object" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ class Companion:
     """Layers of one kind that do not evict.
 
     Attributes:
-        kind: `SLIDING`, `CHUNKED` or `STATE`. layers: how many. sees: tokens of a window or chunk.
+        kind: `SLIDING`, `CHUNKED`, `STATE`, or `FULL`: a draft model's. layers: how many.
+        sees: tokens of a window or chunk.
         token_bytes: of K and V of a token in one layer; 0 of a state: its size is known to vLLM.
     """
 
@@ -100,6 +101,8 @@ class Companion:
 
     def tokens(self, length: int, block_size: int) -> int:
         """Tokens of whole blocks that one layer holds of so many at most, while it decodes."""
+        if self.kind == FULL:
+            return -(-length // block_size) * block_size
         # A window may begin inside a block; so may a chunk that is not made of whole blocks.
         inside = self.kind == SLIDING or self.sees % block_size > 0
         most = -(-self.sees // block_size) + inside
@@ -234,6 +237,31 @@ def _heads(config: Any, layer: int) -> tuple[int, int]:
     heads = config.num_attention_heads
     number = getattr(config, "num_key_value_heads", None) or heads
     return number, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def with_drafts(shape: CacheShape, model: str | None, speculation: dict[str, Any]) -> CacheShape:
+    """A model's cache with that of what drafts for it: a model, an EAGLE head, one MTP module.
+
+    Args:
+        speculation: `--speculative-config`: `method`, and `model` where it has a folder of its own.
+
+    Raises:
+        ValueError: no configuration of it can be read.
+    """
+    draft = speculation.get("model")
+    if speculation.get("method") == "mtp":
+        draft, layers = model, 1
+    elif draft is None or speculation.get("method") in ("ngram", "ngram_gpu", "suffix", "medusa"):
+        return shape  # nothing that is kept
+    else:
+        layers = 0
+    if draft is None:
+        raise ValueError("--speculative-config with the method mtp is about a --model: name it")
+    config = _config_of(str(draft))
+    number, size = _heads(config, int(config.num_hidden_layers) - 1)
+    token_bytes = 2 * number * size * DTYPE_BYTES[shape.dtype]
+    own = Companion(FULL, layers or int(config.num_hidden_layers), token_bytes=token_bytes)
+    return replace(shape, companions=(*shape.companions, own))
 
 
 def state_block_size(model: str, dtype: str) -> int:

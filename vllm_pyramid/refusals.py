@@ -206,14 +206,14 @@ OF_CONFIGURATION = (
         _has_stages_beside_others,
     ),
     Refusal(
-        "speculative decoding by",
+        "speculative decoding by another method:",
         f"it was not tried beside eviction; draft by one of {', '.join(_DRAFTS)}",
         _drafts_elsewhere,
     ),
     Refusal(
         "speculative decoding by several MTP modules",
-        "each reads one token further into the next chunk of a prompt than the one before; draft "
-        "one token, by one module",
+        "each reads one token further into the next chunk of a prompt than the one before; set "
+        "num_speculative_tokens to 1, which takes one module",
         lambda config, _: (
             config.speculative_config is not None
             and config.speculative_config.use_multi_module_mtp()

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid.config import KVSettings, parse_policy_args
-from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model
+from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model, with_drafts
 
 if TYPE_CHECKING:
     from vllm_pyramid.budgets.companions import BlockSize
@@ -44,6 +44,11 @@ def add_command(commands: Any) -> None:
         type=_positive,
         help="tokens (default 16; of a model that keeps states what vLLM chooses)",
     )
+    parser.add_argument(
+        "--speculative-config",
+        type=_json_object,
+        help="JSON, as vllm serve takes it: the draft model's cache counts too",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run)
 
@@ -52,6 +57,16 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -66,6 +81,8 @@ def _run(args: argparse.Namespace) -> int:
     if policy is None:
         raise ValueError("--kv-policy none keeps everything, as vLLM does: name a policy")
     shape, source = _cache_shape(args)
+    if args.speculative_config is not None:
+        shape = with_drafts(shape, args.model, args.speculative_config)
     blocks = choose_blocks(args.model, shape, args.block_size)
     block_size = shape.tokens_of_block(blocks.tokens)
     largest_block = int(policy.block_sizes(shape.num_layers, block_size).max())

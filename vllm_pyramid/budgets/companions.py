@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_pyramid.model_shape import CHUNKED, STATE, CacheShape, state_block_size
+from vllm_pyramid.model_shape import CHUNKED, FULL, STATE, CacheShape, state_block_size
 
 _MIB = 1024 * 1024
 
@@ -78,9 +78,12 @@ def beside_sentences(report: dict[str, Any]) -> list[str]:
     """The same in words, and what whole blocks cost; nothing where all layers evict."""
     said = []
     for kind in report.get("companions", ()):
-        layers = f"{kind['layers']} layers"
+        layers = f"{kind['layers']} layers" if kind["layers"] > 1 else "1 layer"
         if kind["kind"] == STATE:
             said += [f"{layers} with a state: one block each.{_in_mib(kind)}", *_states(report)]
+            continue
+        if kind["kind"] == FULL:
+            said.append(f"Draft model, {layers}: it keeps all tokens." + _in_mib(kind))
             continue
         what = "chunks" if kind["kind"] == CHUNKED else "a window"
         blocks = f" in blocks of {kind['block_size']}"

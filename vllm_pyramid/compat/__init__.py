@@ -34,6 +34,12 @@ runner          class of worker.model_runner (V1 and V2), static_forward_context
                 Why: specs and step state. Remove when vLLM has a runner_cls.
 runner_v1       GPUModelRunner._update_states, ._build_attention_metadata
                 Why: which requests come and go, what a step holds. Remove with `runner`.
+drafts          GPUModelRunner.drafter; SpecDecodeBaseProposer._draft_attn_layer_names,
+                ._slot_mapping_buffer, ._get_slot_mapping, ._get_positions, .draft_attn_groups,
+                .kv_cache_gid, .initialize_attn_backend, .validate_same_kv_cache_group,
+                .build_per_group_and_layer_attn_metadata
+                Why: each layer of a draft model has a table of its own. Remove when proposers ask
+                for the tables of each group, as under V2.
 worker.runner*  V1: input_batch, the device tensors of
                 input_batch.block_table and its compute_slot_mapping (CPU), intermediate_tensors
                 (CPU, eager, pipeline stages: vLLM does not make them). V2: add_requests,
