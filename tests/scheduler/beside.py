@@ -2,7 +2,7 @@
 """Layers that do not evict, beside those that do: their specs, and what a worker does with them.
 
 A layer with a window or in chunks reads back what it wrote, as far as it sees; a state is read and
-written in place. Cells are tagged as in `harness.py`.
+written in place; a draft model's layer looks at everything. Cells are tagged as in `harness.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -32,7 +33,7 @@ class Beside:
         sees: tokens of the window or of a chunk. block_size: of a state the longest sequence.
     """
 
-    kind: Literal["sliding", "chunked", "state"]
+    kind: Literal["sliding", "chunked", "state", "draft"]
     sees: int = 0
     block_size: int = 4
 
@@ -40,6 +41,10 @@ class Beside:
     def spec(self) -> KVCacheSpec:
         if self.kind == "state":
             return MambaSpec(block_size=self.block_size, shapes=((8,),), dtypes=(torch.float32,))
+        if self.kind == "draft":
+            return FullAttentionSpec(
+                block_size=self.block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
+            )
         if self.kind == "sliding":
             return SlidingWindowSpec(
                 block_size=self.block_size,
@@ -60,10 +65,14 @@ class Beside:
         """Blocks of a request at most."""
         if self.kind == "state":
             return 1
+        if self.kind == "draft":
+            return cdiv(longest, self.block_size)
         return cdiv(min(self.sees + in_flight, longest), self.block_size) + 1
 
     def first_seen(self, position: int) -> int:
         """The first position that the token at `position` looks at."""
+        if self.kind == "draft":
+            return 0
         if self.kind == "sliding":
             return max(position - self.sees + 1, 0)
         return position // self.sees * self.sees

@@ -41,6 +41,11 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             ids = [(stage, b.block_id) for b in own]
             held[layer] += len(ids)
             private.extend(ids)
+    held += len(in_use) * prefixes.blocks
+    companions = coordinator.companions
+    of_companions = [row for t in companions._tables.values() for rows in t.rows for row in rows]
+    refs.update(map(id, of_companions))
+    in_use.update({id(row): row for row in of_companions})
     beside = [
         (0, block.block_id)
         for manager in coordinator.single_type_managers
@@ -49,11 +54,12 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         for block in table
         if not block.is_null
     ]
-    assert len(beside) == coordinator.companions.held_blocks
-    private += beside
+    assert len(beside) == companions.held_blocks
+    found = {(0, block.block_id) for row in of_companions for block in row.blocks}
+    assert found <= set(beside), "a row of a companion is in no table"
+    private += set(beside) - found
     owners = {name for m in coordinator.single_type_managers for name in m.req_to_blocks}
     assert owners <= set(coordinator._requests), "blocks of nobody"
-    held += len(in_use) * prefixes.blocks
     assert (held == coordinator.held_blocks).all(), (held, coordinator.held_blocks)
 
     aside = [row for row in pool.idle if row.hash is None]

@@ -276,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 count = prefixes.tokens // kind.block_size
                 places = [max(group - self.setup.num_layers, 0) for group in kind.groups]
                 layers = [(FIRST_LAYER + place, (count, kind.block_size)) for place in places]
-                assert not row.refs
+                assert kind.keeps_all or not row.refs
                 self.seen["rows beside"] += 1
             else:
                 assert index == 0 or prefixes.hashes(request)[index - 1] in pool.rows
@@ -761,6 +761,18 @@ VARIANTS |= {
     ),
 }
 
+# A draft model's layers, alone and beside others.
+DRAFT = Beside("draft")
+VARIANTS |= {
+    "sync-shared-draft": Setup(
+        beside=(DRAFT, DRAFT), budget="100%", prefix_caching=True, drafts=2, **SMALL
+    ),
+    "async-shared-draft": Setup(
+        beside=(DRAFT, *CAUSAL), prefix_caching=True, asynchronous=True, drafts=2, **SMALL
+    ),
+    "sync-draft": Setup(beside=(DRAFT,), drafts=2, reserve_full_prompt=False, **SMALL),
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
@@ -786,7 +798,8 @@ def test_machine(variant: str) -> None:
     if "inside" in variant:
         happenings += ["refused", "evicted inside"] + ([] if forecast else ["evicted inside again"])
     if setup.beside:
-        happenings.append("slid")
+        slides = any(layer.kind != "draft" for layer in setup.beside)
+        happenings += ["slid"] if slides else []
         happenings += ["rows beside", "windows found"] if setup.prefix_caching else []
     if setup.drafts:
         happenings += ["accepted", "rejected"]

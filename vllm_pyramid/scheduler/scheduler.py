@@ -121,10 +121,11 @@ class PyramidSchedulerMixin(SchedulerPoints):
         if coordinator.companions:
             beside = int(coordinator.companions.blocks_of(length, 1))
             logger.info(
-                "kv-policy %s: layers %s evict; the other %d layers with a cache hold what vLLM "
-                "holds for them, %d blocks of a prompt of %d tokens",
+                "kv-policy %s: layers %s evict; %s with a cache (%d) hold what vLLM holds for "
+                "them, %d blocks of a prompt of %d tokens",
                 self.kv_policy.name,
                 ", ".join(map(str, coordinator.layers)),
+                "a draft model's" if coordinator.companions.are_drafts else "the others",
                 len(coordinator.companions),
                 beside,
                 length,
