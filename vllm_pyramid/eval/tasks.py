@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -179,6 +179,17 @@ class KeyValue(NumberTask):
         return Sample(prompt, (value,), DIGITS + 4, {"entries": len(entries)})
 
 
+def _fragments(tokens: Tokens, rng: random.Random, length: int) -> Iterator[str]:
+    """6 to 16 words that begin a sentence; no sentence twice before all texts are through."""
+    while True:
+        sentences = tokens.passage(rng, 3 * length)
+        rng.shuffle(sentences)
+        for sentence in sentences:
+            words = sentence.split()[: rng.randint(6, 16)]
+            if len(words) >= 6:
+                yield " ".join(words)
+
+
 class FewShot(GeneratedTask):
     """Labelled examples in which a subject decides the label; the last one is to be labelled."""
 
@@ -192,17 +203,11 @@ class FewShot(GeneratedTask):
         labels = make_names(rng, self.labels, held_out=True)
         label_of = {name: labels[i % self.labels] for i, name in enumerate(subjects)}
 
-        def words() -> str:
-            while True:
-                for sentence in tokens.passage(rng, 60):
-                    some = sentence.split()[: rng.randint(6, 16)]
-                    if len(some) >= 6:
-                        return " ".join(some)
-
+        words = _fragments(tokens, rng, length)
         wanted = subjects[index % self.subjects]
-        ending = phrases.classify(wanted, words())
+        ending = phrases.classify(wanted, next(words))
         # Every subject comes once first, so that the wanted one has been seen.
-        first = [phrases.example(name, words(), label_of[name]) for name in subjects]
+        first = [phrases.example(name, next(words), label_of[name]) for name in subjects]
         rng.shuffle(first)
         text = "".join(first)
         if tokens.count(text + ending) > length:
@@ -212,7 +217,7 @@ class FewShot(GeneratedTask):
             )
         while True:
             subject = rng.choice(subjects)
-            longer = phrases.example(subject, words(), label_of[subject]) + text
+            longer = phrases.example(subject, next(words), label_of[subject]) + text
             if tokens.count(longer + ending) > length:
                 break
             text = longer
