@@ -50,11 +50,16 @@ class Study:
     known: set[tuple[object, ...]] = field(default_factory=set)
 
     def read(self, path: Path) -> None:
-        """Leave out what a file of rows has."""
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
-                self.known.add(tuple(row[key] for key in KEY))
+        """Leave out what a file of rows has. A last line that was cut off is removed from it."""
+        if not path.exists():
+            return
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            path.write_bytes(whole)
+        for line in whole.splitlines():
+            row = json.loads(line)
+            self.known.add(tuple(row[key] for key in KEY))
 
     def _key(self, place: Place, method: Method, budget: str) -> tuple[object, ...]:
         run = f"{self.name}, seed {place.seed}"

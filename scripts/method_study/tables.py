@@ -25,7 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from rich.console import Console
 
 HERE = Path(__file__).parent
-app = typer.Typer(add_completion=False, help=__doc__.split("\n")[0], pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    help=__doc__.split("\n")[0],
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 console = Console(stderr=True, highlight=False)
 
 

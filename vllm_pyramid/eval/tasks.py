@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from vllm_pyramid.eval import phrases
+from vllm_pyramid.eval.counting import CommonWords, FrequentWords
 from vllm_pyramid.eval.documents import Explain, Quote, SecondTurn, Summary
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
@@ -84,6 +85,23 @@ class MultiValue(GeneratedTask):
     def score(self, sample: Sample, result: Result) -> float:
         found = set(re.findall(r"\d+", result.text.split("\n")[0]))
         return len(found & set(sample.answers)) / len(sample.answers)
+
+
+class MultiQuery(MultiValue):
+    """Eight facts of eight names, four of which are asked for at once."""
+
+    name = "multi-query"
+    summary = "eight facts hidden in English text, four of them asked for at once"
+    keys = 8
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        keys = make_names(rng, self.keys, held_out=True)
+        facts = dict(zip(keys, make_numbers(rng, self.keys, held_out=True), strict=True))
+        asked = rng.sample(keys, self.values)
+        question = phrases.several_keys(asked).prompt
+        statements = [_CODE.state(*fact) for fact in facts.items()]
+        prompt = tokens.hide(rng, statements, question, length)
+        return Sample(prompt, tuple(facts[k] for k in asked), _NUMBER_TOKENS * self.values)
 
 
 class TwoQuestions(NumberTask):
@@ -274,8 +292,8 @@ class AttentionRecall(GeneratedTask):
 
 
 _IN_ORDER_OF_TABLES: tuple[type[Task], ...] = (
-    *(Needle, MultiKey, MultiValue, TwoQuestions),
-    *(VariableTracing, KeyValue, FewShot, Perplexity, AttentionRecall),
+    *(Needle, MultiKey, MultiValue, MultiQuery, TwoQuestions),
+    *(CommonWords, FrequentWords, VariableTracing, KeyValue, FewShot, Perplexity, AttentionRecall),
     *(Explain, Summary, Quote, SecondTurn),
 )
 GENERATED = {task.name: task for task in _IN_ORDER_OF_TABLES}
