@@ -17,7 +17,7 @@ import torch
 from llama import LayerCache, Llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvpress_parity"))
-import scorers  # noqa: E402  a script of the folder beside
+import scorers
 
 KVPRESS = "0.5.5"
 
@@ -65,9 +65,7 @@ def kept_by(
     for number, cache in enumerate(caches):
         plain = model.rotary.turn_back(cache.queries, torch.arange(tokens))
         data = scorers.Layer(plain, cache.keys, cache.values, model.rotary)
-        module, hidden, keys, values, _, extra = scorers.press_arguments(
-            data, number, len(caches)
-        )
+        module, hidden, keys, values, _, extra = scorers.press_arguments(data, number, len(caches))
         scores = press.score(module, hidden, keys, values, None, extra)
         press.score = lambda *_, scores=scores: scores
         try:

@@ -83,9 +83,7 @@ class Rows:
             order.sort(key=lambda m: np.mean([spread(by_task(w[m]))[0] for w in wide.values()]))
             head = ["method", *self.budgets]
             about = f"prompts of {length:,} tokens"
-            some = [
-                [m, *(cell(spread(by_task(w[m])), 3) for w in wide.values())] for m in order
-            ]
+            some = [[m, *(cell(spread(by_task(w[m])), 3) for w in wide.values())] for m in order]
             yield f"Divergence, {about}", markdown(head, some)
             some = [
                 [m, *(cell(spread(by_task(w[m] - w[against])), 3) for w in wide.values())]

@@ -82,7 +82,7 @@ class CommonWords(_Counting):
 
 
 class FrequentWords(_Counting):
-    """RULER's frequent words: word k comes in proportion to k**-2; the first three are asked for."""
+    """RULER's frequent words: word k comes in proportion to 1 / k²; three are asked for."""
 
     name = "frequent-words"
     summary = "a text of words with falling frequencies, the three most frequent asked for"
