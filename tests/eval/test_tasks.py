@@ -154,6 +154,9 @@ def test_the_answers_are_the_most_frequent_words(name: str, tokens: Tokens) -> N
     assert best[wanted - 1][1] > best[wanted][1]
     half = ", ".join(sample.answers[: wanted // 2])
     assert task.score(sample, result(half)) == (wanted // 2) / wanted
+    listed = "".join(f'\n{i}. "{word}"' for i, word in enumerate(sample.answers, 1))
+    assert task.score(sample, result(listed)) == 1.0
+    assert task.score(sample, result("-".join(sample.answers))) == 0.0
 
 
 def test_several_names_are_asked_for_in_their_order(tokens: Tokens) -> None:

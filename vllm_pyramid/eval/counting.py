@@ -8,6 +8,7 @@ made-up codes; here they are names such as `quiet-harbor`.
 from __future__ import annotations
 
 import random
+import re
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -62,7 +63,8 @@ class _Counting(GeneratedTask):
         return Sample(text, tuple(names[: self.wanted]), _NAME_TOKENS * self.wanted)
 
     def score(self, sample: Sample, result: Result) -> float:
-        found = set(result.text.replace(",", " ").replace(".", " ").split())
+        # In quotes, numbered or with commas; not as parts of longer words.
+        found = set(re.findall(r"(?<![\w-])\w+-\w+(?![\w-])", result.text))
         return len(found & set(sample.answers)) / len(sample.answers)
 
 
