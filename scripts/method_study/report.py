@@ -18,12 +18,14 @@ Floats = npt.NDArray[np.float64]
 def spread(values: Sequence[Floats]) -> tuple[float, float, float]:
     """The mean over the tasks of each one's mean, and its interval.
 
-    Prompts are drawn within their task; all methods see the same draws.
+    Prompts are drawn within their task; all methods see the same draws. One prompt says nothing of
+    its spread: where a task has no more, there is no interval (nan).
     """
     source = np.random.default_rng(0)
     drawn = [v[source.integers(0, len(v), (DRAWS, len(v)))].mean(axis=1) for v in values]
     low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
-    return float(np.mean([v.mean() for v in values])), float(low), float(high)
+    mean = float(np.mean([v.mean() for v in values]))
+    return (mean, float(low), float(high)) if min(map(len, values)) > 1 else (mean, np.nan, np.nan)
 
 
 def by_task(series: pd.Series) -> list[Floats]:
@@ -32,9 +34,9 @@ def by_task(series: pd.Series) -> list[Floats]:
 
 
 def cell(numbers: tuple[float, float, float], digits: int = 2) -> str:
-    """A mean with its interval."""
+    """A mean with its interval, if it has one."""
     mean, low, high = (f"{number:.{digits}f}" for number in numbers)
-    return f"{mean} ({low} to {high})"
+    return f"{mean} ({low} to {high})" if low != "nan" else mean
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

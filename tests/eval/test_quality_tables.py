@@ -174,9 +174,11 @@ def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) 
 
 
 def test_intervals(modules: dict[str, ModuleType]) -> None:
-    """The mean over tasks of means; the interval of one number is that number."""
-    spread = modules["report"].spread
-    assert spread([np.array([1.0, 1.0]), np.array([3.0])]) == (2.0, 2.0, 2.0)
+    """The mean over tasks of means; one prompt of a task has no interval."""
+    spread, cell = modules["report"].spread, modules["report"].cell
+    assert spread([np.array([1.0, 1.0]), np.array([3.0, 3.0])]) == (2.0, 2.0, 2.0)
+    assert cell((2.0, 2.0, 2.0)) == "2.00 (2.00 to 2.00)"
+    assert cell(spread([np.array([1.0, 1.0]), np.array([3.0])])) == "2.00"
     values = np.random.default_rng(1).normal(0.0, 1.0, 400)
     mean, low, high = spread([values])
     assert mean == pytest.approx(values.mean())
