@@ -23,6 +23,7 @@ import yaml
 from vllm_pyramid.cli import _build_parser
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.eval.tasks import load_task
+from vllm_pyramid.eval.variants import parse_variants
 
 pytestmark = pytest.mark.cpu
 
@@ -168,7 +169,9 @@ def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) 
             names = table.study.tasks
         else:
             flags = [p for key, value in table.engine.items() for p in (f"--{key}", str(value))]
-            names = _build_parser().parse_args(["eval", *flags]).tasks.split(",")
+            args = _build_parser().parse_args(["eval", *flags])
+            assert len(parse_variants(args.policies, "--policies")) > 1
+            names = args.tasks.split(",")
         assert [load_task(name).name for name in names] == list(names)
     assert used <= set(methods)
 
