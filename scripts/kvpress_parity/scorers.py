@@ -164,6 +164,25 @@ def of_model(folder: Path, ids: list[int]) -> Iterator[Layer]:
         yield Layer(plain, cache.keys, cache.values, model.rotary)
 
 
+def press_arguments(data: Layer, number: int = 0, layers: int = 1) -> tuple[Any, ...]:
+    """What a press's `score` takes, for layer `number` of so many: module, hidden states, ..."""
+    (tokens, heads, size), heads_kv = data.plain.shape, len(data.keys)
+    module = SimpleNamespace(
+        config=SimpleNamespace(
+            num_attention_heads=heads, num_key_value_heads=heads_kv, num_hidden_layers=layers
+        ),
+        layer_idx=number,
+        head_dim=size,
+        num_key_value_groups=heads // heads_kv,
+        q_proj=torch.nn.Identity(),
+        rotary_emb=RotaryModule(data.rotary),
+    )
+    embeddings = module.rotary_emb(data.plain, torch.arange(tokens)[None])
+    hidden = data.plain.reshape(1, tokens, heads * size)
+    positions = {"position_embeddings": embeddings}
+    return module, hidden, data.keys[None], data.values[None], None, positions
+
+
 def compare(case: Case, layer_data: Layer) -> Iterator[str]:
     """What differs."""
     plain, keys, values = layer_data.plain, layer_data.keys, layer_data.values
@@ -173,22 +192,7 @@ def compare(case: Case, layer_data: Layer) -> Iterator[str]:
     queries = rotary.turn(plain, cos[:, None], sin[:, None])
 
     press = getattr(importlib.import_module(f"kvpress.presses.{case.module}"), case.press)
-    layer = SimpleNamespace(
-        config=SimpleNamespace(num_attention_heads=heads, num_key_value_heads=heads_kv),
-        head_dim=size,
-        num_key_value_groups=heads // heads_kv,
-        q_proj=torch.nn.Identity(),
-        rotary_emb=RotaryModule(rotary),
-    )
-    embeddings = RotaryModule(rotary)(plain, torch.arange(tokens)[None])
-    theirs = press(**case.settings).score(
-        layer,
-        plain.reshape(1, tokens, heads * size),
-        keys[None],
-        values[None],
-        None,
-        {"position_embeddings": embeddings},
-    )[0]
+    theirs = press(**case.settings).score(*press_arguments(layer_data))[0]
 
     # kvpress leaves the queries of the sinks out of its means.
     looked_at = case.queries or tokens - case.sinks

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,12 +65,12 @@ class Llama:
         return [F.linear(x, self.weights[f"model.layers.{layer}.{n}.weight"]) for n in names]
 
     def _rotated(
-        self, x: torch.Tensor, layer: int, first: int
+        self, x: torch.Tensor, layer: int, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[n, H, D]`, keys and values `[G, n, D]` of tokens from position `first`."""
+        """Queries `[n, H, D]`, keys and values `[G, n, D]` of tokens at `positions` `[n]`."""
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         q, k, v = (y.unflatten(1, (-1, self.size)) for y in self._projected(x, layer, *names))
-        cos, sin = self.rotary.at(torch.arange(first, first + len(x)))
+        cos, sin = self.rotary.at(positions)
         q, k = (self.rotary.turn(y, cos[:, None], sin[:, None]) for y in (q, k))
         return q, k.transpose(0, 1), v.transpose(0, 1)
 
@@ -84,10 +85,11 @@ class Llama:
 
     def prefill(self, ids: list[int]) -> tuple[list[LayerCache], torch.Tensor]:
         """The cache of a prompt, and the logits of its last token `[vocabulary]`."""
-        x = self.embedding[torch.tensor(ids)]
+        x, places = self.embedding[torch.tensor(ids)], torch.arange(len(ids))
         caches = []
         for layer in range(self.layers):
-            q, k, v = self._rotated(self._norm(x, f"layers.{layer}.input_layernorm"), layer, 0)
+            y = self._norm(x, f"layers.{layer}.input_layernorm")
+            q, k, v = self._rotated(y, layer, places)
             caches.append(LayerCache(q, k, v))
             attended = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], k[None], v[None], is_causal=True, enable_gqa=True
@@ -99,41 +101,51 @@ class Llama:
         self,
         caches: list[LayerCache],
         ids: list[int],
-        kept: list[list[torch.Tensor]] | None = None,
+        ways: Sequence[list[list[torch.Tensor]] | None] = (None,),
         queries: list[torch.Tensor] | None = None,
         keys: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The logits `[n, vocabulary]` of `ids`, which follow the prompt, over what is kept of it.
+        """The logits `[M, n, vocabulary]` of `ids`, which follow the prompt, over what is kept.
 
         Args:
-            kept: places that each layer and KV head keeps; None for all.
-            queries, keys: get every layer's queries `[n, H, D]` and keys `[G, n, D]` of `ids`.
+            ways: M times the places that each layer and KV head keeps; None for all.
+            queries, keys: get every layer's queries `[n, H, D]` and keys `[G, n, D]` of `ids`, of
+                the first of the ways.
         """
-        x = self.embedding[torch.tensor(ids)]
         n, first = len(ids), caches[0].keys.shape[1]
+        x = self.embedding[torch.tensor(ids)].repeat(len(ways), 1)
+        positions = torch.arange(first, first + n).repeat(len(ways))
         causal = torch.ones(n, n, dtype=torch.bool).tril()
         for layer, cache in enumerate(caches):
-            own = self._rotated(self._norm(x, f"layers.{layer}.input_layernorm"), layer, first)
+            y = self._norm(x, f"layers.{layer}.input_layernorm")
+            q, k, v = self._rotated(y, layer, positions)
             if queries is not None:
-                queries.append(own[0])
+                queries.append(q[:n])
             if keys is not None:
-                keys.append(own[1])
-            grouped = own[0].transpose(0, 1).unflatten(0, (self.kv_heads, -1))
-            heads = []
-            old = cache.of_heads(None if kept is None else kept[layer])
-            for head, (kept_keys, kept_values) in enumerate(zip(*old, strict=True)):
-                mask = torch.cat([torch.ones(n, len(kept_keys), dtype=torch.bool), causal], dim=1)
-                k = torch.cat([kept_keys, own[1][head]])
-                v = torch.cat([kept_values, own[2][head]])
-                group = grouped[head]
-                heads.append(
-                    F.scaled_dot_product_attention(
-                        group, *(y.expand(len(group), -1, -1) for y in (k, v)), attn_mask=mask
+                keys.append(k[:, :n])
+            attended = []
+            for way, kept in enumerate(ways):
+                own = slice(way * n, (way + 1) * n)
+                grouped = q[own].transpose(0, 1).unflatten(0, (self.kv_heads, -1))
+                old = cache.of_heads(None if kept is None else kept[layer])
+                heads = []
+                for head, (old_keys, old_values) in enumerate(zip(*old, strict=True)):
+                    seen = torch.ones(n, len(old_keys), dtype=torch.bool)
+                    group = grouped[head]
+                    both = (
+                        torch.cat([old_keys, k[head, own]]),
+                        torch.cat([old_values, v[head, own]]),
                     )
-                )
-            attended = torch.cat(heads).transpose(0, 1)
-            x = self._finished(x, attended, layer)
-        return F.linear(self._norm(x, "norm"), self.head)
+                    heads.append(
+                        F.scaled_dot_product_attention(
+                            group,
+                            *(rows.expand(len(group), -1, -1) for rows in both),
+                            attn_mask=torch.cat([seen, causal], dim=1),
+                        )
+                    )
+                attended.append(torch.cat(heads).transpose(0, 1))
+            x = self._finished(x, torch.cat(attended), layer)
+        return F.linear(self._norm(x, "norm"), self.head).unflatten(0, (len(ways), n))
 
     def greedy(self, caches: list[LayerCache], logits: torch.Tensor, count: int) -> list[int]:
         """The tokens that the model itself continues with over the whole cache."""
@@ -141,10 +153,10 @@ class Llama:
         caches = list(caches)
         while len(found) < count:
             x = self.embedding[torch.tensor(found[-1:])]
-            first = caches[0].keys.shape[1]
+            place = torch.tensor([caches[0].keys.shape[1]])
             for layer, cache in enumerate(caches):
                 y = self._norm(x, f"layers.{layer}.input_layernorm")
-                q, k, v = self._rotated(y, layer, first)
+                q, k, v = self._rotated(y, layer, place)
                 cache = LayerCache(
                     cache.queries,
                     torch.cat([cache.keys, k], dim=1),

@@ -7,6 +7,9 @@ not have:
 
     "heads": 0.2     AdaKV: a layer's heads share its tokens by their scores, 0.2 of them equally
     "score": "all"   in place of the policy's scorer: "reconstruction" (KVzip), "all" (H2O)
+
+The policy `kvpress` with {"press": "snapkv_press.SnapKVPress", ...} is a press of kvpress with its
+own code and defaults (`presses.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from llama import LayerCache, Llama
 
+from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.view import LayerView
 
@@ -86,6 +92,18 @@ class Prompt:
             self._memory[key] = made
         return self._memory[key]
 
+    def statistics(self, layer: int, policy: Policy) -> WindowStatistics | None:
+        """Of the window's attention, for allocators that ask for them."""
+        if not policy.allocator.needs_statistics:
+            return None
+        cache, window = self.caches[layer], policy.window
+        queries = cache.queries[-window:].unflatten(1, (self.model.kv_heads, -1))
+        logits = torch.einsum("wgqd,gtd->gqwt", queries, cache.keys) * self.model.size**-0.5
+        own = torch.arange(self.tokens - window, self.tokens)[:, None]
+        logits.masked_fill_(torch.arange(self.tokens) > own, -torch.inf)
+        mass = logits.softmax(dim=-1).mean(dim=1).sum(dim=1)[None, :, : self.tokens - window]
+        return window_statistics(mass, torch.tensor([self.tokens]), window=window)
+
     def _all_attention(self, layer: int) -> torch.Tensor:
         """H2O: the attention of all of the prompt's queries to a key, summed over the group."""
         cache = self.caches[layer]
@@ -122,22 +140,30 @@ class Prompt:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Method:
-    """A policy, and what of it only the study has."""
+    """A policy, and what of it only the study has; itself alone is equal."""
 
     label: str
     preset: str
     args: dict[str, Any]
     heads: float | None = None
     score: str | None = None
+    press: str | None = None
 
     @classmethod
     def parse(cls, label: str, preset: str, args: dict[str, Any]) -> Method:
         """Take the study's own keys out of the arguments."""
-        own = {key: args[key] for key in ("heads", "score") if key in args}
+        own = {key: args[key] for key in ("heads", "score", "press") if key in args}
         rest = {key: value for key, value in args.items() if key not in own}
+        if preset == "kvpress" and "press" not in own:
+            raise ValueError(f"the method {label!r} names no press of kvpress")
         return cls(label, preset, rest, **own)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether budgets mean anything."""
+        return self.press is not None or self.policy.evicts
 
     @cached_property
     def policy(self) -> Policy:
@@ -147,19 +173,28 @@ class Method:
     @property
     def definition(self) -> str:
         """Short for all that decides what is kept, but for the budget."""
-        return f"{zlib.crc32(f'{self.policy.as_data()}{self.heads}{self.score}'.encode()):08x}"
+        what = f"{self.press}{self.args}" if self.press else self.policy.as_data()
+        return f"{zlib.crc32(f'{what}{self.heads}{self.score}'.encode()):08x}"
 
     def kept(self, prompt: Prompt, budget: str) -> Kept | None:
         """What stays at a budget; None: everything."""
-        policy = load_policy(self.preset, budget, self.args)
-        if not policy.evicts:
+        if not self.evicts:
             return None
+        if self.press is not None:
+            from presses import kept_by
+
+            # As many tokens as a policy with equal layers holds, its last block filled.
+            plan = load_policy("snapkv", budget).plan(prompt.tokens, prompt.model.layers, BLOCK)
+            keep = prompt.tokens - int(plan.skip[0])
+            return kept_by(self.press, self.args, self.heads, prompt.model, prompt.caches, keep)
+        policy = load_policy(self.preset, budget, self.args)
         window, sinks, tokens = policy.window, policy.sinks, prompt.tokens
         scores = [layer.clone() for layer in prompt.scores(self)]
         plan = policy.plan(tokens, prompt.model.layers, BLOCK)
         if plan.is_open:
             context = torch.stack(scores)[:, None, :, : tokens - window]
-            evidence = torch.stack([policy.allocator.evidence(s, None) for s in context])[:, 0]
+            statistics = [prompt.statistics(layer, policy) for layer in range(len(context))]
+            evidence = torch.stack(list(map(policy.allocator.evidence, context, statistics)))[:, 0]
             measured = policy.allocator.measures(
                 evidence, plan.mean, plan.capacity, sinks, plan.least_mean
             )
@@ -177,6 +212,19 @@ class Method:
             _by_heads(layer, int(keep), max(int(keep * self.heads), window + sinks))
             for layer, keep in zip(scores, held, strict=True)
         ]
+
+
+def load_methods(path: Path) -> dict[str, Method]:
+    """All methods of a YAML file, `label: [policy, {arguments}]`, by their labels.
+
+    Raises:
+        ValueError: a policy or an argument is wrong.
+    """
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    methods = {label: Method.parse(label, *entry) for label, entry in raw.items()}
+    for method in methods.values():
+        _ = method.evicts
+    return methods
 
 
 def _by_heads(scores: torch.Tensor, keep: int, least: int) -> list[torch.Tensor]:

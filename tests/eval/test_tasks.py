@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import Counter
 
 import pytest
 
@@ -79,6 +80,9 @@ def perfect(task: Task, sample: Sample) -> Result:
     """What a model that finds everything would return."""
     right = {
         "multi-value": lambda: f" {', '.join(sample.answers)}.\nQuestion",
+        "multi-query": lambda: f" {', '.join(sample.answers)}.\nQuestion",
+        "common-words": lambda: f" {', '.join(sample.answers)}.",
+        "frequent-words": lambda: f" {', '.join(sample.answers)}.\n\nQuestion",
         "variable-tracing": lambda: f" {phrases.traced(sample.answers)}.\n\nQuestion",
         "two-questions": lambda: f" 10000. The secret code of X is {sample.answers[0]}.",
     }
@@ -121,6 +125,46 @@ def test_the_answer_stands_in_the_prompt(name: str, tokens: Tokens) -> None:
         assert sample.follows_full == (not sample.answers)
         # What is given behind the prompt answers the first of two questions, never the second.
         assert not any(answer in sample.lead for answer in sample.answers)
+
+
+def test_no_sentence_comes_twice_while_the_documents_have_more(tokens: Tokens) -> None:
+    """Topics share sentences; a text that is longer than all of them repeats."""
+    for seed in range(3):
+        long = tokens.passage(random.Random(seed), 20_000)
+        assert len(set(long)) == len(long) > 500
+        assert tokens.passage(random.Random(seed), 20_000) == long
+        assert tokens.passage(random.Random(seed), 500)[:10] == long[:10]
+    everything = tokens.passage(random.Random(0), 100_000)
+    assert len(everything) > len(set(everything)) > 1500
+    few_shot = load_task("few-shot").samples(tokens, 2048, 2, seed=0)
+    for sample in few_shot:
+        texts = re.findall(r"Text: (.*)", sample.prompt)
+        assert len(set(texts)) == len(texts) > 40
+
+
+@pytest.mark.parametrize("name", ["common-words", "frequent-words"])
+def test_the_answers_are_the_most_frequent_words(name: str, tokens: Tokens) -> None:
+    task = load_task(name)
+    (sample,) = task.samples(tokens, LENGTH, 1, seed=5)
+    text = sample.prompt.split("\n")[0]
+    words = Counter(re.findall(r"[a-z]+-[a-z]+", text))
+    wanted = len(sample.answers)
+    best = words.most_common(wanted + 1)
+    assert {word for word, _ in best[:wanted]} == set(sample.answers)
+    assert best[wanted - 1][1] > best[wanted][1]
+    half = ", ".join(sample.answers[: wanted // 2])
+    assert task.score(sample, result(half)) == (wanted // 2) / wanted
+    listed = "".join(f'\n{i}. "{word}"' for i, word in enumerate(sample.answers, 1))
+    assert task.score(sample, result(listed)) == 1.0
+    assert task.score(sample, result("-".join(sample.answers))) == 0.0
+
+
+def test_several_names_are_asked_for_in_their_order(tokens: Tokens) -> None:
+    (sample,) = load_task("multi-query").samples(tokens, LENGTH, 1, seed=5)
+    asked = re.findall(r"[a-z]+-[a-z]+", sample.prompt.splitlines()[-1])
+    assert len(asked) == 4
+    for name, number in zip(asked, sample.answers, strict=True):
+        assert f"The secret code of {name} is {number}." in sample.prompt
 
 
 def test_a_wrong_number_that_begins_alike_is_wrong(tokens: Tokens) -> None:

@@ -85,22 +85,36 @@ class Tokens:
         return pages
 
     def passage(self, rng: random.Random, tokens: int) -> list[str]:
-        """Sentences of at most `tokens` tokens, close to it, from topics in a random order."""
+        """Sentences of at most `tokens` tokens, close to it, from topics in a random order.
+
+        Each topic begins at a random sentence; what stands before these follows when all topics
+        are through. No sentence comes twice before every one has been taken (topics share some).
+        """
         order = list(range(len(self._sentences)))
         rng.shuffle(order)
         chosen: list[str] = []
+        starts: dict[int, int] = {}
         while True:
-            before = len(chosen)
-            for index in order:
-                page = self._sentences[index]
-                for sentence, length in page[rng.randrange(len(page)) :]:
-                    if length > tokens:
-                        break  # another topic may have a shorter one
-                    chosen.append(sentence)
-                    tokens -= length
-                if tokens < _SHORT:
-                    return chosen
-            if len(chosen) == before:
+            taken: set[str] = set()
+            too_long = False
+            for rest in (False, True):
+                for index in order:
+                    page = self._sentences[index]
+                    if index not in starts:
+                        starts[index] = rng.randrange(len(page))
+                    begin = starts[index]
+                    for sentence, length in page[:begin] if rest else page[begin:]:
+                        if sentence in taken:
+                            continue
+                        if length > tokens:
+                            too_long = True
+                            break  # another topic may have a shorter one
+                        chosen.append(sentence)
+                        taken.add(sentence)
+                        tokens -= length
+                    if tokens < _SHORT:
+                        return chosen
+            if too_long:
                 return chosen
 
     def hide(

@@ -77,6 +77,20 @@ def several_values(key: str) -> Question:
     return Question(f"What are all the secret codes of {key}?", f"The secret codes of {key} are")
 
 
+def several_keys(keys: Sequence[str]) -> Question:
+    """The numbers of several names, in the order of the question, separated by commas."""
+    names = listed(keys)
+    return Question(f"What are the secret codes of {names}?", f"The secret codes of {names} are")
+
+
+def most_frequent(count: int) -> Question:
+    """The words of the text above that come most often, separated by commas."""
+    return Question(
+        f"What are the {count} words that come most often in the text above?",
+        f"The {count} words that come most often are",
+    )
+
+
 def both(first: str, second: str) -> Question:
     """Two questions, of which the prompt begins to answer only the first."""
     code = FACTS["code"]

@@ -149,12 +149,12 @@ class GeneratedTask(Task):
     """A task whose samples are made one by one, each from a seed of its own."""
 
     def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
-        return [
-            self.sample(
-                tokens, length, index, random.Random(seed_of(self.name, length, seed, index))
-            )
-            for index in range(count)
-        ]
+        return [self.numbered(tokens, length, index, seed) for index in range(count)]
+
+    def numbered(self, tokens: Tokens, length: int, index: int, seed: int) -> Sample:
+        """Sample number `index` of `samples`, without those before it."""
+        chance = random.Random(seed_of(self.name, length, seed, index))
+        return self.sample(tokens, length, index, chance)
 
     @abstractmethod
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:

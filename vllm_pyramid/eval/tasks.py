@@ -10,11 +10,12 @@ from __future__ import annotations
 import difflib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
 
 from vllm_pyramid.eval import phrases
+from vllm_pyramid.eval.counting import CommonWords, FrequentWords
 from vllm_pyramid.eval.documents import Explain, Quote, SecondTurn, Summary
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
@@ -84,6 +85,23 @@ class MultiValue(GeneratedTask):
     def score(self, sample: Sample, result: Result) -> float:
         found = set(re.findall(r"\d+", result.text.split("\n")[0]))
         return len(found & set(sample.answers)) / len(sample.answers)
+
+
+class MultiQuery(MultiValue):
+    """Eight facts of eight names, four of which are asked for at once."""
+
+    name = "multi-query"
+    summary = "eight facts hidden in English text, four of them asked for at once"
+    keys = 8
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        keys = make_names(rng, self.keys, held_out=True)
+        facts = dict(zip(keys, make_numbers(rng, self.keys, held_out=True), strict=True))
+        asked = rng.sample(keys, self.values)
+        question = phrases.several_keys(asked).prompt
+        statements = [_CODE.state(*fact) for fact in facts.items()]
+        prompt = tokens.hide(rng, statements, question, length)
+        return Sample(prompt, tuple(facts[k] for k in asked), _NUMBER_TOKENS * self.values)
 
 
 class TwoQuestions(NumberTask):
@@ -179,6 +197,17 @@ class KeyValue(NumberTask):
         return Sample(prompt, (value,), DIGITS + 4, {"entries": len(entries)})
 
 
+def _fragments(tokens: Tokens, rng: random.Random, length: int) -> Iterator[str]:
+    """6 to 16 words that begin a sentence; no sentence twice before all texts are through."""
+    while True:
+        sentences = tokens.passage(rng, 3 * length)
+        rng.shuffle(sentences)
+        for sentence in sentences:
+            words = sentence.split()[: rng.randint(6, 16)]
+            if len(words) >= 6:
+                yield " ".join(words)
+
+
 class FewShot(GeneratedTask):
     """Labelled examples in which a subject decides the label; the last one is to be labelled."""
 
@@ -192,17 +221,11 @@ class FewShot(GeneratedTask):
         labels = make_names(rng, self.labels, held_out=True)
         label_of = {name: labels[i % self.labels] for i, name in enumerate(subjects)}
 
-        def words() -> str:
-            while True:
-                for sentence in tokens.passage(rng, 60):
-                    some = sentence.split()[: rng.randint(6, 16)]
-                    if len(some) >= 6:
-                        return " ".join(some)
-
+        words = _fragments(tokens, rng, length)
         wanted = subjects[index % self.subjects]
-        ending = phrases.classify(wanted, words())
+        ending = phrases.classify(wanted, next(words))
         # Every subject comes once first, so that the wanted one has been seen.
-        first = [phrases.example(name, words(), label_of[name]) for name in subjects]
+        first = [phrases.example(name, next(words), label_of[name]) for name in subjects]
         rng.shuffle(first)
         text = "".join(first)
         if tokens.count(text + ending) > length:
@@ -212,7 +235,7 @@ class FewShot(GeneratedTask):
             )
         while True:
             subject = rng.choice(subjects)
-            longer = phrases.example(subject, words(), label_of[subject]) + text
+            longer = phrases.example(subject, next(words), label_of[subject]) + text
             if tokens.count(longer + ending) > length:
                 break
             text = longer
@@ -269,8 +292,8 @@ class AttentionRecall(GeneratedTask):
 
 
 _IN_ORDER_OF_TABLES: tuple[type[Task], ...] = (
-    *(Needle, MultiKey, MultiValue, TwoQuestions),
-    *(VariableTracing, KeyValue, FewShot, Perplexity, AttentionRecall),
+    *(Needle, MultiKey, MultiValue, MultiQuery, TwoQuestions),
+    *(CommonWords, FrequentWords, VariableTracing, KeyValue, FewShot, Perplexity, AttentionRecall),
     *(Explain, Summary, Quote, SecondTurn),
 )
 GENERATED = {task.name: task for task in _IN_ORDER_OF_TABLES}

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measure and print every table of a YAML file; stopped, the same command goes on.
+
+    .venv/bin/python scripts/method_study/tables.py run --out FOLDER [--minutes 60] [TABLE ...]
+    .venv/bin/python scripts/method_study/tables.py show --out FOLDER [TABLE ...]
+
+FOLDER gets study.jsonl, a line for each prompt, method and budget; a folder of `vllm-pyramid eval`
+for each table of the engine; tables.md and study.csv, which `show` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from rich.console import Console
+
+HERE = Path(__file__).parent
+app = typer.Typer(
+    add_completion=False,
+    help=__doc__.split("\n")[0],
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console(stderr=True, highlight=False)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StudyTable(_Strict):
+    """Methods on the same prompts: `samples` of each task and length."""
+
+    methods: list[str] = Field(min_length=2)
+    tasks: list[str] = Field(min_length=1)
+    lengths: list[int] = Field(min_length=1)
+    budgets: list[str] = Field(min_length=1)
+    samples: int = Field(gt=0)
+    seed: int
+
+
+class Table(_Strict):
+    """One entry of the file: `study`, or flags of `vllm-pyramid eval` in `engine`.
+
+    Attributes:
+        against: the method that others are compared with. tasks_at: budgets to show task by task.
+        figure: to show by length and budget instead, of the only method beside `full`.
+    """
+
+    title: str
+    study: StudyTable | None = None
+    engine: dict[str, str | int] | None = None
+    against: str | None = None
+    tasks_at: list[str] = []
+    figure: str | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Table:
+        if (self.study is None) == (self.engine is None):
+            raise ValueError("a table has either `study` or `engine`")
+        if self.study is not None:
+            if "full" not in self.study.methods:
+                raise ValueError("the methods of a study begin with `full`")
+            if (self.against is None) == (self.figure is None):
+                raise ValueError("a study has either `against` or `figure`")
+            if self.against not in (None, *self.study.methods):
+                raise ValueError(f"`against: {self.against}` is none of its methods")
+        return self
+
+
+def read_tables(file: Path, names: list[str]) -> dict[str, Table]:
+    """The tables of that name, or all.
+
+    Raises:
+        typer.BadParameter: an unknown name, or a file that is no list of tables.
+    """
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tables = TypeAdapter(dict[str, Table]).validate_python(raw)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{file}: {error}") from None
+    if unknown := set(names) - set(tables):
+        raise typer.BadParameter(f"no table {sorted(unknown)}; there are: {', '.join(tables)}")
+    return {name: table for name, table in tables.items() if not names or name in names}
+
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[TABLE]...", help="all if none")]
+Out = Annotated[Path, typer.Option(help="folder of the results")]
+Tables = Annotated[Path, typer.Option(help="YAML: the tables")]
+Methods = Annotated[Path, typer.Option(help="YAML: the methods of the studies")]
+
+
+@app.command()
+def run(
+    names: Names = None,
+    out: Out = Path("quality-tables"),
+    tables: Tables = HERE / "tables.yaml",
+    methods: Methods = HERE / "methods.yaml",
+    model: Annotated[str, typer.Option(help="folder of a Llama, or `smollm2`")] = "smollm2",
+    minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
+) -> None:
+    """Measure what is not there yet."""
+    chosen = read_tables(tables, names or [])
+    folder = _model_folder(model)
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * minutes
+    if left := _run_studies(chosen, out, methods, folder, deadline):
+        console.print(f"stopped: {left} prompts are left; the same command goes on")
+        raise typer.Exit(1)
+    for name, table in chosen.items():
+        if table.engine is not None and not _run_engine(name, table, out, folder, deadline):
+            console.print(f"stopped in the table {name!r}; the same command goes on")
+            raise typer.Exit(1)
+    show(names, out, tables)
+
+
+def _model_folder(model: str) -> Path:
+    if model != "smollm2":
+        return Path(model)
+    from vllm_pyramid.smollm2 import smollm2_folder
+
+    return smollm2_folder()
+
+
+def _run_studies(
+    tables: dict[str, Table], out: Path, methods: Path, folder: Path, deadline: float
+) -> int:
+    """Measure prompt after prompt until the deadline; how many are left."""
+    import torch
+    from llama import Llama
+    from methods import Method, load_methods
+    from study import Place, Study
+
+    from vllm_pyramid.eval.haystack import load_tokens
+
+    known = load_methods(methods)
+    places: dict[Place, list[tuple[list[Method], list[str]]]] = {}
+    for name, table in tables.items():
+        if (spec := table.study) is None:
+            continue
+        if unknown := set(spec.methods) - set(known):
+            raise typer.BadParameter(f"table {name!r}: no method {sorted(unknown)} in {methods}")
+        for place in (
+            Place(index, spec.seed, length, task)
+            for index in range(spec.samples)
+            for length in spec.lengths
+            for task in spec.tasks
+        ):
+            wanted = ([known[label] for label in spec.methods], spec.budgets)
+            places.setdefault(place, []).append(wanted)
+    if not places:
+        return 0
+    torch.set_grad_enabled(False)
+    study = Study(Llama(folder), load_tokens(folder), folder.name)
+    study.read(out / "study.jsonl")
+    todo = {
+        place: missing
+        for place in sorted(places)
+        # A dictionary: tables share methods.
+        if (missing := dict.fromkeys(m for w in places[place] for m in study.missing(place, *w)))
+    }
+    with (out / "study.jsonl").open("a", encoding="utf-8") as file:
+        for done, (place, missing) in enumerate(todo.items()):
+            if time.monotonic() > deadline:
+                return len(todo) - done
+            begun = time.process_time()
+            study.measure(place, missing, file)
+            spent = time.process_time() - begun
+            console.print(f"{done + 1} of {len(todo)}: {place}, {spent:.1f} s of processor time")
+    return 0
+
+
+def _run_engine(name: str, table: Table, out: Path, folder: Path, deadline: float) -> bool:
+    """Let `vllm-pyramid eval` measure a table; False at the deadline. It continues by itself."""
+    assert table.engine is not None
+    flags = [part for key, value in table.engine.items() for part in (f"--{key}", str(value))]
+    files = ["--out", out / name, "--markdown", out / f"{name}.md", "--csv", out / f"{name}.csv"]
+    command = [sys.executable, "-m", "vllm_pyramid.cli", "eval", "--model", folder, *flags, *files]
+    left = deadline - time.monotonic()
+    try:
+        subprocess.run(
+            [*map(str, command), "--no-pictures"],
+            check=True,
+            timeout=None if left == float("inf") else max(left, 0),
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+@app.command()
+def show(
+    names: Names = None, out: Out = Path("quality-tables"), tables: Tables = HERE / "tables.yaml"
+) -> None:
+    """Print the tables of what is there, and write them to tables.md and study.csv."""
+    chosen = read_tables(tables, names or [])
+    parts = []
+    rows = _study_rows(out)
+    for name, table in chosen.items():
+        parts.append(f"## {table.title}\n")
+        if table.engine is not None:
+            file = out / f"{name}.md"
+            parts.append(file.read_text(encoding="utf-8") if file.exists() else "Not there yet.\n")
+            continue
+        parts += _study_parts(table, rows)
+    text = "\n".join(parts)
+    (out / "tables.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _study_rows(out: Path) -> pd.DataFrame:
+    """All rows of all studies; the seed as a column of its own."""
+    file = out / "study.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rows = pd.DataFrame([json.loads(line) for line in lines])
+    if len(rows):
+        rows["seed"] = rows["run"].str.extract(r"seed (-?\d+)$", expand=False).astype(int)
+        kept: Any = rows.drop(columns=["run", "definition"])
+        kept.to_csv(out / "study.csv", index=False)
+    return rows
+
+
+def _study_parts(table: Table, rows: pd.DataFrame) -> list[str]:
+    from report import Rows
+
+    spec = table.study
+    assert spec is not None
+    if len(rows):
+        rows = rows[
+            rows["method"].isin(spec.methods)
+            & rows["task"].isin(spec.tasks)
+            & rows["length"].isin(spec.lengths)
+            & rows["budget"].isin([*spec.budgets, "100%"])
+            & (rows["seed"] == spec.seed)
+            & (rows["index"] < spec.samples)
+        ]
+    if len(rows) == 0:
+        return ["Not there yet.\n"]
+    table_rows = Rows(rows)
+    if table.figure is not None:
+        found = table_rows.by_length(table.figure)
+    else:
+        assert table.against is not None
+        found = table_rows.tables(table.against, table.tasks_at)
+    parts = [f"Prompts: {table_rows.prompts()}.\n"]
+    return [*parts, *(part for title, text in found for part in (f"{title}:\n", f"{text}\n"))]
+
+
+if __name__ == "__main__":
+    app()
