@@ -2,8 +2,8 @@
 """What a single request may ask for, and what then holds for it.
 
 A request may carry `kv_policy`, `kv_budget`, `kv_min_tokens`, `kv_application`, `kv_top_n` and
-`kv_turns` in `SamplingParams.extra_args` (`vllm_xargs`). They are read once on each side: in the front end, which
-answers a mistake with 400, in the scheduler and in each worker.
+`kv_turns` in `SamplingParams.extra_args` (`vllm_xargs`). They are read once on each side: in the
+front end, which answers a mistake with 400, in the scheduler and in each worker.
 """
 
 from __future__ import annotations

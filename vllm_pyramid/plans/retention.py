@@ -210,9 +210,9 @@ class RetentionPlan:
     @property
     def giving(self) -> list[int]:
         """The numbers of the evictions up to the prompt's end at which a layer gives slots back."""
-        skips = np.diff(self._inner_ends[1], axis=0).any(axis=1).tolist()
-        at_end = bool((self.skip != self._inner_ends[1][-1]).any())
-        return [number for number, gives in enumerate([*skips, at_end], 1) if gives]
+        skips = np.concatenate([self._inner_ends[1], self.skip[None]])
+        numbers: list[int] = (np.flatnonzero(np.diff(skips, axis=0).any(axis=1)) + 1).tolist()
+        return numbers
 
     def tokens_a_step(self, longest: int) -> tuple[int, int]:
         """Prompt tokens that its steps compute on average, which end at evictions: at least.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a conversation: evictions where earlier turns' prompts ended, and at the prompt's end.
+"""The plan of a conversation: evictions where earlier turns' prompts ended, and at the end.
 
     tokens      0 ..... n_1 ......... n_2 ................ n
     turn        first   answer, second  answer, third

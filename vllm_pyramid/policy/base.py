@@ -382,5 +382,4 @@ def _plan(
         return policy.chunk.plan(policy, plan)
     before = [_plan(policy, turn, num_layers, block_size, budget, ()) for turn in turns]
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
-    known = [turn for turn in before if isinstance(turn, RetentionPlan)]
-    return with_turns(plan, known, policy.min_turn)
+    return with_turns(plan, [turn.estimate() for turn in before], policy.min_turn)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-from vllm_pyramid.plans import Plan
+from vllm_pyramid.plans import Plan, RetentionPlan
 from vllm_pyramid.request_config import ServedRequest
 from vllm_pyramid.scheduler.rows import Row, RowPool
 
@@ -56,6 +56,7 @@ class Conversation:
             return None
         keys: dict[int, bytes] = {}
         if keeps:
+            assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
             policy = served.policy
             budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
             text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens}"

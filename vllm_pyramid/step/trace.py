@@ -149,7 +149,9 @@ class TraceWriter:
     def finish_step(self, evictions: StepEvictions) -> None:
         """Write the requests that came to an eviction, once all layers of the step are done."""
         for index, request_id in enumerate(evictions.request_ids):
-            if request_id in self._untraceable and evictions.numbers[index] > 1:
+            if evictions.numbers[index] == 1:
+                self._untraceable.discard(request_id)  # it was preempted, and holds its own now
+            elif request_id in self._untraceable:
                 continue
             layers = self._open.pop(request_id, {})
             end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
