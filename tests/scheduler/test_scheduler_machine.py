@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.num_requests = 0
-        # Of requests that belong to a conversation: its turns' ends, their own settings, their salt.
+        # Of requests that belong to a conversation: its turns' ends, their own settings, salt.
         self.talks: dict[str, tuple[list[int], Any, str | None]] = {}
         self.requests: dict[str, Request] = {}
         self.plans: dict[str, Plan] = {}
