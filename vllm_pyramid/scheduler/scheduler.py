@@ -178,7 +178,14 @@ class PyramidSchedulerMixin(SchedulerPoints):
             )
 
     def add_request(self, request: Request) -> None:
-        """Plan what the request keeps, then queue it."""
+        """Plan what the request keeps, then queue it.
+
+        Raises:
+            AssertionError: vLLM's, of an id that another request has.
+        """
+        if request.request_id in self.requests:
+            super().add_request(request)  # before that one's plan would be lost
+            return
         served = self._check(request)
         plan = served.plan(
             request.num_prompt_tokens,
