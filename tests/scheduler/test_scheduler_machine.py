@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(spare=st.integers(0, 60), seed=st.integers(0, 2**16))
     def start(self, spare: int, seed: int) -> None:
-        num_blocks = self.setup.blocks_of_longest + spare * (1 + 2 * self.setup.turns)
+        num_blocks = self.setup.blocks_of_longest + spare
         self.scheduler = make_scheduler(self.setup, num_blocks)
         self.coordinator = self.scheduler.coordinator
         self.sampled = [h for h in self.scheduler.hooks if isinstance(h, SampledShares)]
@@ -827,7 +827,9 @@ def test_machine(variant: str) -> None:
         happenings += [] if "swapped" in variant else ["left behind"]
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
-    happenings += ["made to wait"] if forecast else ["preempted", "evicted again"]
+    happenings += ["made to wait"] if forecast else ["evicted again"]
+    # Conversations are short beside their pool: these are preempted by a pause of the engine.
+    happenings += [] if forecast or setup.turns else ["preempted"]
     if "solved" in variant:
         happenings.append("solved")
     if "inside" in variant:
