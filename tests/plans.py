@@ -15,8 +15,7 @@ def plan_for(
     policy: Policy, keys: RequestKeys, prompt_len: int, num_layers: int, block_size: int
 ) -> Plan:
     """`Policy.plan` with what the request asks for."""
-    served = resolve(policy, keys)
-    return served.policy.plan(prompt_len, num_layers, block_size, served.budget)
+    return resolve(policy, keys).plan(prompt_len, num_layers, block_size)
 
 
 def plans_of(

@@ -289,6 +289,8 @@ class ServedSettings:
         backend: of the attention, where there is a choice.
         num_drafts: tokens that are drafted for a request in a step; 0 without speculation.
         asks_prefix_caching: whether the user did, and it is not only vLLM's default.
+        no_turns: why this engine cannot evict where a conversation's turns ended; None: it can, if
+            the policy can.
     """
 
     policy: Policy
@@ -298,6 +300,7 @@ class ServedSettings:
     backend: str | None = None
     num_drafts: int = 0
     asks_prefix_caching: bool = False
+    no_turns: str | None = None
 
     def as_data(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -324,9 +327,9 @@ class ServedSettings:
 
     @property
     def min_inner_chunk(self) -> int:
-        """The same of a chunk that ends at an eviction inside the prompt; 0 where there is none."""
-        inside = self.policy.inside
-        return 0 if inside is None else self._behind_drafts(inside.min_last_chunk)
+        """The same of a chunk that ends at an eviction inside the prompt."""
+        inside = self.policy.inside or self.policy
+        return self._behind_drafts(inside.min_last_chunk)
 
     def _behind_drafts(self, tokens: int) -> int:
         return max(tokens, self.num_drafts + 2) if self.num_drafts else tokens

@@ -19,8 +19,8 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_pyramid.config import SERVED_KEY, KVSettings
-from vllm_pyramid.model_shape import STATE, layer_kinds
+from vllm_pyramid.config import SERVED_KEY, KVSettings, ServedSettings
+from vllm_pyramid.model_shape import STATE, has_companions, layer_kinds
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.refusals import OF_ARGUMENTS, OF_CONFIGURATION, refuse
 from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND
@@ -129,6 +129,7 @@ def finish_config(
     )
     policy = served.policy
     refuse(OF_CONFIGURATION, config, policy)
+    served = replace(served, no_turns=_why_no_turns(config, served))
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)
@@ -145,6 +146,18 @@ def finish_config(
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
+
+
+def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
+    """See `ServedSettings.no_turns`."""
+    model = config.model_config
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline stages have block pools of their own, in which nothing is kept yet"
+    if has_companions(model.hf_text_config, model.max_model_len):
+        return "what layers that do not evict hold at the end of a turn is not kept yet"
+    if served.min_last_chunk > served.policy.min_turn:
+        return f"{served.num_drafts} drafts in a step are as many tokens as a short turn has"
+    return None
 
 
 def _probe(config: VllmConfig, policy: Policy) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a single request may ask for, and what then holds for it.
 
-A request may carry `kv_policy`, `kv_budget`, `kv_min_tokens`, `kv_application` and `kv_top_n` in
-`SamplingParams.extra_args` (`vllm_xargs`). They are read once on each side: in the front end, which
-answers a mistake with 400, in the scheduler and in each worker.
+A request may carry `kv_policy`, `kv_budget`, `kv_min_tokens`, `kv_application`, `kv_top_n` and
+`kv_turns` in `SamplingParams.extra_args` (`vllm_xargs`). They are read once on each side: in the
+front end, which answers a mistake with 400, in the scheduler and in each worker.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from vllm_pyramid.config import parse_min_tokens, refuse_misspelt
+from vllm_pyramid.plans import Plan
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 
 FULL_POLICY = "full"
 MAX_NAME = 256
-REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n")
+REQUEST_KEYS = (
+    *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
+)
 # What the scheduler adds to a request for the workers: an allocator in place of the policy's. A
 # client's is refused.
 ALLOCATOR_KEY = "vllm_pyramid_allocator"
@@ -34,6 +38,8 @@ class RequestKeys:
         min_tokens: the least that a share of its prompt comes to; None for the policy's.
         application: whose average of sampled budgets it shares (`sample_first`, `sample_share`).
         top_n: keys that it takes V of, with V in host memory; None for the policy's.
+        turns: tokens at which the prompts of its conversation's earlier turns ended; empty for the
+            first turn, None for a request that leaves nothing to a next one.
     """
 
     policy: str | None = None
@@ -41,6 +47,7 @@ class RequestKeys:
     min_tokens: int | None = None
     application: str = ""
     top_n: int | None = None
+    turns: tuple[int, ...] | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
@@ -74,7 +81,24 @@ class RequestKeys:
         except ValueError as error:
             raise ValueError(f"kv_budget of the request: {error}") from None
         least = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
-        return cls(policy, budget, least, application, top_n)
+        turns = _parse_turns(extra_args.get("kv_turns"))
+        return cls(policy, budget, least, application, top_n, turns)
+
+
+def _parse_turns(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    how = (
+        "give the `prompt_tokens` of the conversation's earlier requests, in order, such as "
+        "[812, 1630], or [] in its first turn"
+    )
+    if not isinstance(value, list | tuple) or any(type(end) is not int for end in value):
+        raise ValueError(
+            f"kv_turns of a request must be a list of whole numbers, not {value!r}: {how}"
+        )
+    if any(later <= before for before, later in pairwise((0, *value))):
+        raise ValueError(f"kv_turns of a request must rise from at least 1, not {value!r}: {how}")
+    return tuple(value)
 
 
 class ServedRequest(NamedTuple):
@@ -83,7 +107,7 @@ class ServedRequest(NamedTuple):
     Attributes:
         policy: the served one, perhaps with parts of its own, or `full`.
         budget: its own, perhaps with a floor of its own; None: the policy's.
-        application: see `RequestKeys`.
+        application, turns: see `RequestKeys`.
         error: what was wrong, where there is nobody to answer: the served policy then holds until
             the scheduler has ended the request.
     """
@@ -91,7 +115,21 @@ class ServedRequest(NamedTuple):
     policy: Policy
     budget: Budget | None = None
     application: str = ""
+    turns: tuple[int, ...] | None = None
     error: str | None = None
+
+    def check_turns(self, prompt_len: int) -> None:
+        """Raise ValueError if an earlier turn ended behind the request's prompt."""
+        if self.turns and self.turns[-1] >= prompt_len:
+            raise ValueError(
+                f"kv_turns of the request ends at {self.turns[-1]} tokens, and its prompt has "
+                f"{prompt_len}: earlier turns end inside the prompt; leave out those that it does "
+                "not go on from"
+            )
+
+    def plan(self, prompt_len: int, num_layers: int, block_size: int) -> Plan:
+        """`Policy.plan` of the request, whose turns have been checked."""
+        return self.policy.plan(prompt_len, num_layers, block_size, self.budget, self.turns or ())
 
     @property
     def least_of_share(self) -> int | None:
@@ -146,7 +184,11 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
         budget = (budget or chosen.budget).with_floor(keys.min_tokens)
     if keys.top_n is not None:
         chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
-    return ServedRequest(chosen, budget, keys.application)
+    if keys.turns is not None and (reason := chosen.not_resumable) is not None:
+        raise ValueError(
+            f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out"
+        )
+    return ServedRequest(chosen, budget, keys.application, keys.turns)
 
 
 @lru_cache(maxsize=256)
@@ -175,11 +217,11 @@ def hashable(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def check_request(policy: Policy, params: Any) -> ServedRequest:
+def check_request(policy: Policy, params: Any, no_turns: str | None = None) -> ServedRequest:
     """What holds for a request that has just come from a client.
 
     Args:
-        params: vLLM's `SamplingParams`.
+        params: vLLM's `SamplingParams`. no_turns: see `ServedSettings`.
 
     Raises:
         ValueError: a wrong key or value, or something that a part of the policy cannot give.
@@ -187,6 +229,13 @@ def check_request(policy: Policy, params: Any) -> ServedRequest:
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} is not for requests to set: leave it out")
     served = resolve(policy, RequestKeys.parse(params.extra_args))
+    if served.turns is not None and no_turns is not None:
+        raise ValueError(f"kv_turns does not work on this server: {no_turns}; leave it out")
+    if served.turns and params.prompt_logprobs is not None:
+        raise ValueError(
+            "prompt_logprobs would be those of an evicted cache: the prompt is evicted from where "
+            "its earlier turns ended (kv_turns); leave one of them out"
+        )
     for part in served.policy.parts:
         part.check_request(served.policy, params)
     return served

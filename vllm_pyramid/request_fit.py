@@ -91,7 +91,7 @@ def _blocks(served: ServedRequest, prompt_len: int, computed: int, pool: Pool) -
     """
     policy = served.policy
     sizes = policy.block_sizes(pool.num_layers, pool.block_size)
-    plan = policy.plan(prompt_len, pool.num_layers, int(sizes.max()), served.budget)
+    plan = served.plan(prompt_len, pool.num_layers, int(sizes.max()))
     stages = pool.stages or (pool.num_layers,)
     blocks = plan.most_blocks(computed, sizes, stages=stages)
     return max(int(part.sum()) for part in np.split(blocks, np.cumsum(stages)[:-1])) + pool.beside

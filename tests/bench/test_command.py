@@ -111,6 +111,10 @@ RESULTS = sorted((Path(__file__).parents[2] / "docs" / "results").glob("bench-*.
             "h2o 12% has 1039 blocks of a layer for requests, of a cache for 1 whole ones without "
             "eviction, and one needs 1056: give the pool more",
         ),
+        (
+            ["prefix", "--policies", "snapkv,h2o", "--resume"],
+            "--resume and h2o: the scorer 'accumulated_attention' adds up",
+        ),
         (["scheduler", "--layers", "0"], "--layers '0': Input should be greater than 0"),
         (["cost", "--model", "llama-3-70b"], "give more --devices"),
     ],

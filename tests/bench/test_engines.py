@@ -92,6 +92,20 @@ def test_conversations_find_what_was_said(tmp_path: Path) -> None:
         assert row["ttft_hit_ms"] > 0 and row["ttft_miss_ms"] > 0
 
 
+def test_conversations_resume_what_was_kept(tmp_path: Path) -> None:
+    """As above; the second turn begins with what the first has kept, its answer included."""
+    command = ["bench", "prefix", "--layers", str(LAYERS), "--policies", "snapkv", "--resume"]
+    command += ["--budget", "64", "--prompt-len", "200", "--shared-len", "160", "--turns", "2"]
+    command += ["--output-len", "24", "--num-prompts", "3", "--concurrency", "1", "--threads", "1"]
+    command += ["--repetitions", "1", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (row,) = json.loads((tmp_path / "prefix.json").read_text())["rows"]
+    kept = (360 + 23) // 16 * 16
+    assert row["cached_share"] == pytest.approx(
+        sum([0, kept, 160, kept, 160, kept]) / (3 * (360 + 584))
+    )
+
+
 def test_decode_only_beside_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

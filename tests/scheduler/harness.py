@@ -35,7 +35,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.beside import FIRST_LAYER, Beside, compute, seen
-from vllm_pyramid.compat.side_channel import StepReport, attach_report, read_copies
+from vllm_pyramid.compat.side_channel import StepReport, attach_report, read_copies, read_origins
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.plans import OpenPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
@@ -105,6 +105,7 @@ class Setup:
     prefix_caching: bool | None = False  # None: vLLM's own default
     priorities: bool = False
     beside: tuple[Beside, ...] = ()
+    turns: bool = False  # whether requests say to which conversations they belong
     drafts: int = 0  # of a request in a step, at most
     stages: tuple[int, ...] = ()  # layers of each pipeline stage
 
@@ -292,6 +293,10 @@ class Row:
     believed: int = 0  # before the step, by the scheduler, which may not know yet what was rejected
     skip: np.ndarray | None = None  # [L], of the latest eviction
     adopted: int = 0  # tokens that it began with and has not looked at yet
+    # Who evicted what it began with, and at how many tokens.
+    origin: tuple[str, int] | None = None
+    # The points of its evictions that gave something, and the skips from there on.
+    history: list[tuple[int, list[int]]] = field(default_factory=list)
 
     @property
     def prompt_len(self) -> int:
@@ -314,11 +319,13 @@ class PlainWorker:
     stop: set[str] = field(default_factory=set)  # requests that sample STOP_TOKEN from now on
     rows: dict[str, Row] = field(default_factory=dict)
     writers: dict[int, Row] = field(default_factory=dict)
+    ended: dict[str, Row] = field(default_factory=dict)
     salts: dict[str, str] = field(default_factory=dict)  # of requests: workers are not told
     num_evictions: int = 0
     num_adopted: int = 0  # tokens
     num_adopted_beside: int = 0  # tokens, of layers that do not evict
     num_copied: int = 0  # blocks
+    num_resumed: int = 0  # requests
     num_left: int = 0  # requests that left copies behind
     num_solved: int = 0
     num_rejected: int = 0  # drafts
@@ -357,6 +364,8 @@ class PlainWorker:
         # A worker that does not wait for its device knows no better than the scheduler.
         step = self.retention.begin_step(request_ids, prompt_lens, believed, scheduled)
         for index, row in enumerate(rows):
+            if row.adopted and row.origin is not None:
+                row.skip = step.skips[:, index]
             begins = step.requests[index].plan.first.prompt_len
             assert not step.skips[:, index].any() or computed[index] >= begins
             if row.skip is not None:
@@ -425,7 +434,8 @@ class PlainWorker:
         """Take over what the step says about requests; returns the tokens that each has by now."""
         totals: dict[str, int] = {}
         for request_id in output.finished_req_ids:
-            self.rows.pop(request_id, None)
+            if (row := self.rows.pop(request_id, None)) is not None:
+                self.ended[request_id] = row
             self.retention.remove(request_id)
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
@@ -453,6 +463,9 @@ class PlainWorker:
             else:
                 assert row.computed == row.believed
             totals[request_id] = row.prompt_len + cached.num_output_tokens[index]
+        for request_id, origin in read_origins(output).items():
+            self.rows[request_id].origin = origin
+            self.num_resumed += 1
         return totals
 
     def _begin(
@@ -477,12 +490,36 @@ class PlainWorker:
 
     def _adopt(self, row: Row) -> None:
         """Look at what a request began with; it may have been written in this very step."""
+        if row.adopted and row.origin is not None:
+            self._adopt_state(row, *row.origin)
+            row.adopted = 0
+            return
         positions = np.arange(row.adopted)
         for layer in range(self.setup.num_layers):
             found = self.memory_PN[self._slots(row, layer, positions)]
             self.check_shared(layer, positions, found, row)
             row.cells[layer, : row.adopted] = found
         row.adopted = 0
+
+    def _adopt_state(self, row: Row, origin: str, point: int) -> None:
+        """The same of an evicted state: survivors are who left it kept them, and where."""
+        left, skip = self.ended[origin], row.skip
+        assert skip is not None
+        row.history = [entry for entry in left.history if entry[0] <= point]
+        assert row.history[-1] == (point, skip.tolist()), "another eviction's survivors"
+        assert left.content(point) == row.content(point), "other tokens' survivors"
+        for layer, first in enumerate(skip.tolist()):
+            found = self.memory_PN[self._slots(row, layer, np.arange(first, row.adopted))]
+            row.cells[layer, first : row.adopted] = found
+            assert (found[: point - first] == left.cells[layer, first:point]).all()
+            behind, positions = found[point - first :], np.arange(point, row.adopted)
+            expected = (1 << INEXACT) + (layer << LAYER) + positions
+            assert (behind % (1 << SERIAL) == expected).all(), "not computed behind the eviction"
+            for serial in np.unique(behind >> SERIAL).tolist():
+                writer, end = self.writers[serial], int(positions[behind >> SERIAL == serial][-1])
+                assert writer.content(end + 1) == row.content(end + 1), "other tokens' KV"
+                before = [entry for entry in writer.history if entry[0] <= point]
+                assert before == row.history, "behind another eviction"
 
     def _adopt_beside(self, row: Row, tables: Sequence[Sequence[int]]) -> None:
         """The same in layers that do not evict: what the next token looks at."""
@@ -538,6 +575,8 @@ class PlainWorker:
 
     def _evict(self, row: Row, end: int, befores: np.ndarray, helds: np.ndarray) -> None:
         row.skip = end - helds
+        if (row.skip > befores).any():
+            row.history.append((end, row.skip.tolist()))
         for layer, (before, held) in enumerate(zip(befores.tolist(), helds.tolist(), strict=True)):
             kept = np.array(sorted(self.random.sample(range(before, end), held)), np.int64)
             moved = self.memory_PN[self._slots(row, layer, kept)]

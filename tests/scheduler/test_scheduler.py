@@ -56,6 +56,16 @@ class Pair:
         return self.process()
 
 
+def test_an_id_that_is_taken_leaves_the_first_request_as_it_is() -> None:
+    """vLLM's answer is an assertion; the plan must still be that of the request which runs."""
+    pair = Pair(SYNC)
+    pair.add("r", 40)
+    plan = pair.scheduler.coordinator.plan_of("r")
+    with pytest.raises(AssertionError, match="duplicate request id"):
+        pair.add("r", 20)
+    assert pair.scheduler.coordinator.plan_of("r") is plan
+
+
 def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     """Preempted and resumed while its eviction was in flight: its prompt is not evicted yet."""
     pair = Pair(ASYNC)

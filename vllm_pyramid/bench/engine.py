@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,22 +32,29 @@ _SETTLED_STEPS = 3  # without prefill: then no further request is admitted
 
 @dataclass
 class Talk:
-    """A conversation: its latest prompt, and what the user adds after that, turn by turn."""
+    """A conversation.
+
+    Attributes:
+        prompt: its latest. turns: what the user adds after that. ends: tokens of earlier prompts.
+    """
 
     prompt: list[int]
     turns: list[list[int]]
+    ends: list[int] = field(default_factory=list)
 
 
-def _sampling(max_tokens: int, budget: str | None) -> Any:
-    """Exactly so many tokens, the likeliest."""
+def _sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
+    """Exactly so many tokens, the likeliest. `own`: of the request's own settings."""
     from vllm import SamplingParams
 
+    if budget is not None:
+        own["kv_budget"] = budget
     return SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_budget": budget} if budget is not None else None,
+        extra_args=own or None,
     )
 
 
@@ -140,6 +147,7 @@ class Engine:
         on_finish: Callable[[], None],
         later: list[list[list[int]]] | None = None,
         concurrency: int | None = None,
+        resume: bool = False,
     ) -> Sample:
         """A whole job of requests or conversations.
 
@@ -148,13 +156,13 @@ class Engine:
                 been answered, and begins with it and its answer.
             concurrency: prompts under way at once; None: all.
             on_finish: called when the last turn of a prompt has been answered.
+            resume: requests say where the turns before them ended.
 
         Raises:
             RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
         self._log.preemptions = 0
         self._count += 1
-        params = _sampling(max_tokens, budget)
         talks = [
             Talk(prompt, list(turns))
             for prompt, turns in zip(prompts, later or [[]] * len(prompts), strict=True)
@@ -164,10 +172,14 @@ class Engine:
         steps: list[Step] = []
         first: dict[str, float] = {}
 
+        def send(name: str, talk: Talk) -> None:
+            own = {"kv_turns": list(talk.ends)} if resume else {}
+            self._send(name, talk.prompt, _sampling(max_tokens, budget, **own))
+
         def send_next() -> None:
             if waiting:
                 index, talk = waiting.pop(0)
-                self._send(f"{self._count}-{index}-0", talk.prompt, params)
+                send(f"{self._count}-{index}-0", talk)
 
         def on_output(output: Any, now: float) -> None:
             name, tokens = output.request_id, output.outputs[0].token_ids
@@ -184,8 +196,9 @@ class Engine:
             count, index, turn = map(int, name.split("-"))
             talk = talks[index]
             if talk.turns:
+                talk.ends.append(prompt_len)
                 talk.prompt = [*talk.prompt, *tokens, *talk.turns.pop(0)]
-                self._send(f"{count}-{index}-{turn + 1}", talk.prompt, params)
+                send(f"{count}-{index}-{turn + 1}", talk)
                 return
             on_finish()
             send_next()

@@ -157,7 +157,8 @@ class Engines:
         """
         task = {"prompts": prompts, "max_tokens": max_tokens, **self._budget(variant)}
         if not variant.is_peer:
-            task |= {"later": later, "concurrency": self._job.concurrency}
+            resume = self._job.resume and not variant.is_stock
+            task |= {"later": later, "concurrency": self._job.concurrency, "resume": resume}
         answer: Sample = self.ask(variant, "run", on_progress, **task)
         return peer_sample(answer) if variant.is_peer else answer
 

@@ -134,6 +134,7 @@ class Job:
         turns: of each conversation: so often a prompt goes on from the answer before it.
         shared_len: tokens with which all prompts begin.
         concurrency: requests or conversations under way at once; None: all.
+        resume: whether turns go on with what our policies have kept of the turn before.
         prefix_caching: whether our policies share prefixes, those that can.
         pool_prompts: the KV cache has blocks for so many whole requests without eviction.
         kv_swap_space: GiB of host memory for V, where a policy keeps it there; None for as much as
@@ -153,6 +154,7 @@ class Job:
     turns: int = 1
     shared_len: int = 0
     concurrency: int | None = None
+    resume: bool = False
     prefix_caching: bool = False
 
     def __post_init__(self) -> None:

@@ -211,6 +211,11 @@ class Prefix(EngineOptions):
     concurrency: PositiveInt | None = Field(
         None, description="conversations under way at once (all)"
     )
+    resume: bool = Field(
+        False,
+        description="requests of our policies say where their turns ended (kv_turns), so that each "
+        "goes on with what the turn before has kept",
+    )
     pools: Annotated[tuple[Requests, ...], BeforeValidator(_split)] = Field(
         (),
         validation_alias="pool_prompts",

@@ -80,6 +80,7 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
             "turns": options.turns,
             "shared_len": options.shared_len,
             "concurrency": options.concurrency,
+            "resume": options.resume,
             "prefix_caching": True,
         }
     job = Job(
@@ -125,6 +126,9 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
             "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "
             "out, or add kcache or a .yaml file with `swap_v: true`"
         )
+    for memory in map(job.memory, variants) if job.resume else ():
+        if memory is not None and (reason := memory.policy.not_resumable) is not None:
+            raise ValueError(f"--resume and {memory.policy.name}: {reason}; leave out one of them")
     if any(variant.is_stock for variant in variants) and not runs_without_plugins():
         raise ValueError(
             "this vLLM was built for CUDA and runs on this machine's CPU with vllm-pyramid's "

@@ -25,16 +25,15 @@ from vllm_pyramid.request_config import ServedRequest, check_request
 from vllm_pyramid.request_fit import Pool, check_fit
 
 
-def _served_policy(processor: InputProcessor) -> Policy | None:
-    """The engine's policy, read from its configuration once."""
-    if "kv_policy" not in vars(processor):
-        settings = ServedSettings.of(processor.vllm_config)
-        vars(processor)["kv_policy"] = settings.policy if settings is not None else None
-    policy: Policy | None = vars(processor)["kv_policy"]
-    return policy
+def _served_settings(processor: InputProcessor) -> ServedSettings | None:
+    """The engine's settings, read from its configuration once."""
+    if "kv_settings" not in vars(processor):
+        vars(processor)["kv_settings"] = ServedSettings.of(processor.vllm_config)
+    settings: ServedSettings | None = vars(processor)["kv_settings"]
+    return settings
 
 
-def _check(policy: Policy, params: object, resumable: bool) -> ServedRequest | None:
+def _check(settings: ServedSettings, params: object, resumable: bool) -> ServedRequest | None:
     if resumable:
         raise VLLMValidationError(
             "streaming input does not work with a KV policy: the prompt would grow after its "
@@ -44,7 +43,7 @@ def _check(policy: Policy, params: object, resumable: bool) -> ServedRequest | N
     if not isinstance(params, SamplingParams):
         return None
     try:
-        return check_request(policy, params)
+        return check_request(settings.policy, params, settings.no_turns)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
@@ -94,10 +93,19 @@ def _pool_of(processor: InputProcessor) -> Pool | None:
     return known.get("kv_pool")
 
 
-def _check_fit(processor: InputProcessor, served: ServedRequest, request: Any) -> None:
-    if request.sampling_params is None or (pool := _pool_of(processor)) is None:
-        return  # the scheduler looks, too
+def _check_length(
+    processor: InputProcessor, policy: Policy, served: ServedRequest, request: Any
+) -> None:
+    """Of a request whose prompt has been tokenised."""
     length = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+    try:
+        served.check_turns(length)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+    if policy.inside is None or request.sampling_params is None:
+        return
+    if (pool := _pool_of(processor)) is None:
+        return  # the scheduler looks, too
     try:
         check_fit(served, length, request.sampling_params, pool)
     except ValueError as error:
@@ -120,15 +128,15 @@ def install() -> None:
         resumable: bool = False,
         **kwargs: Any,
     ) -> Any:
-        policy = _served_policy(self)
-        served = None if policy is None else _check(policy, params, resumable)
+        settings = _served_settings(self)
+        served = None if settings is None else _check(settings, params, resumable)
         request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs
         )
-        if policy is not None:
+        if settings is not None:
             check_images(self.model_config, request)
-        if served is not None and policy is not None and policy.inside is not None:
-            _check_fit(self, served, request)
+            if served is not None:
+                _check_length(self, settings.policy, served, request)
         return request
 
     InputProcessor.process_inputs = process_checked_inputs  # type: ignore[method-assign]

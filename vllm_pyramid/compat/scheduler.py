@@ -52,6 +52,9 @@ class SchedulerPoints(Scheduler):
         """
         return {}
 
+    def ends(self, request: Request) -> None:
+        """The request has ended and is about to give its blocks back."""
+
     def freed(self, request: Request) -> None:
         """The request has ended and its blocks are gone."""
 
@@ -84,6 +87,7 @@ class SchedulerPoints(Scheduler):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         report = self.report_of(request)
+        self.ends(request)
         kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
         self.freed(request)
         return kv_transfer_params or report, ec_transfer_params

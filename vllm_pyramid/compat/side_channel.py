@@ -20,6 +20,7 @@ from vllm_pyramid.plans import Eviction
 
 _REPORT = "vllm_pyramid_report"
 _COPIES = "vllm_pyramid_copies"
+_ORIGINS = "vllm_pyramid_origins"
 _STATS = "vllm_pyramid"
 
 
@@ -58,6 +59,18 @@ def read_copies(output: SchedulerOutput) -> dict[str, list[int]]:
     """What `attach_copies` sent."""
     copies: dict[str, list[int]] = getattr(output, _COPIES, {})
     return copies
+
+
+def attach_origins(output: SchedulerOutput, origins: dict[str, tuple[str, int]]) -> None:
+    """Tell the workers which requests begin with a state: who left it, at how many tokens."""
+    if origins:
+        setattr(output, _ORIGINS, origins)
+
+
+def read_origins(output: SchedulerOutput) -> dict[str, tuple[str, int]]:
+    """What `attach_origins` sent."""
+    origins: dict[str, tuple[str, int]] = getattr(output, _ORIGINS, {})
+    return origins
 
 
 def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:

@@ -48,6 +48,12 @@ class Allocator(Component):
     def check_calibration(self, policy: Policy) -> None:
         """Raise ValueError unless shares can be taken of what it solves (`solves` is true)."""
 
+    def not_resumable(self, policy: Policy) -> str | None:
+        """See the base."""
+        if self.solves:
+            return "its lengths are solved from the scores of a whole prompt"
+        return super().not_resumable(policy)
+
     def default_budget(self) -> Budget | None:
         """The budget where arguments brought this allocator and none was given; None: as it was."""
         return None

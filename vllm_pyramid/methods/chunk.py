@@ -178,6 +178,12 @@ class EvictionPoints(Chunk):
         inside = policy.inside
         return None if inside is None else inside.not_shareable
 
+    def not_resumable(self, policy: Policy) -> str | None:
+        """See the base."""
+        if self.tokens:
+            return "it evicts at points of its own inside the prompt (chunk.tokens)"
+        return super().not_resumable(policy)
+
     def check_request(self, policy: Policy, params: SamplingParams) -> None:
         """See the base."""
         if self.tokens and params.prompt_logprobs is not None:

@@ -86,6 +86,15 @@ class Component(BaseModel):
         """
         return None
 
+    def not_resumable(self, policy: Policy) -> str | None:
+        """Why the policy cannot evict where a conversation's earlier turns ended (`kv_turns`)
+        because of this part; None: it can.
+
+        It can where an eviction is the first of many as well as the last, goes by what the cache
+        and the latest queries say, and leaves all that the next turn needs in the device's blocks.
+        """
+        return self.not_shareable(policy)
+
     @property
     def copies_blocks(self) -> bool:
         """Whether all of a block is in one page of the device, which copying it takes along."""

@@ -12,13 +12,16 @@ preempted evicts at the same points when it is computed again.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from vllm_pyramid.methods.component import Component
 from vllm_pyramid.plans import IntArray, RetentionPlan
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.base import Policy
 
 
 class Schedule(Component):
@@ -39,6 +42,12 @@ class Schedule(Component):
     def works_in_every_step(self) -> bool:
         """See the base: a step may end at an eviction."""
         return self.every > 0
+
+    def not_resumable(self, policy: Policy) -> str | None:
+        """See the base."""
+        if self.every:
+            return f"the schedule {self.kind!r} evicts what is generated, too"
+        return super().not_resumable(policy)
 
     def keep(self, prompt: RetentionPlan, computed: int, usual: RetentionPlan) -> IntArray:
         """Tokens that each layer keeps at a later eviction: `[L]`, for each KV head.

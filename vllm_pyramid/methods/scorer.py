@@ -107,6 +107,14 @@ class Scorer(Component):
                 f"the scorer {cls.__module__}:{cls.__qualname__} has no method `score(self, view)`"
             )
 
+    def not_resumable(self, policy: Policy) -> str | None:
+        """See the base."""
+        if not self.evicts:
+            return "it keeps every token, and what it keeps is found without them"
+        if self.needs_positions:
+            return f"the scorer {self.kind!r} needs positions, which survivors do not have"
+        return super().not_resumable(policy)
+
     def check(self, policy: Policy) -> None:
         """See the base."""
         if self.needs_queries and policy.window < 1:

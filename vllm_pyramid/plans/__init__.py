@@ -8,5 +8,15 @@ every layer keeps and gives back. Scheduler and workers make the same plans on t
 from vllm_pyramid.plans.budget import Budget
 from vllm_pyramid.plans.open_plan import OpenPlan, Plan
 from vllm_pyramid.plans.retention import Eviction, IntArray, Piece, RetentionPlan
+from vllm_pyramid.plans.turns import with_turns
 
-__all__ = ["Budget", "Eviction", "IntArray", "OpenPlan", "Piece", "Plan", "RetentionPlan"]
+__all__ = [
+    "Budget",
+    "Eviction",
+    "IntArray",
+    "OpenPlan",
+    "Piece",
+    "Plan",
+    "RetentionPlan",
+    "with_turns",
+]

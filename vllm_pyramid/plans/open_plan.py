@@ -38,7 +38,6 @@ class OpenPlan:
     fill_blocks: bool
     least: int = 0
     inner: ClassVar[tuple[RetentionPlan, ...]] = ()
-    inner_points: ClassVar[tuple[int, int]] = (0, 0)
     end_number: ClassVar[int] = 1
     every: ClassVar[int] = 0
     pieces: ClassVar[tuple[Piece, ...]] = ()

@@ -11,6 +11,7 @@ generation too, it has one for every eviction: `RetentionPlan.after`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -137,7 +138,7 @@ class RetentionPlan:
         return replace(self, every=every, later=later)
 
     def with_inner(self, inner: Sequence[RetentionPlan]) -> RetentionPlan:
-        """The same with evictions inside the prompt, at equal distances; see `inner`.
+        """The same with evictions inside the prompt; see `inner`.
 
         Those in which no layer has anything to give are left out. Where an inner plan would skip
         more of a layer than a later one, it keeps what the later one needs.
@@ -163,23 +164,17 @@ class RetentionPlan:
         """The number of the eviction at the prompt's end."""
         return len(self.inner) + 1
 
-    @property
-    def inner_points(self) -> tuple[int, int]:
-        """Tokens computed at the first eviction inside the prompt, and between two; 0 if none."""
-        if not self.inner:
-            return 0, 0
-        first = self.inner[0].prompt_len
-        return first, self.inner[1].prompt_len - first if len(self.inner) > 1 else first
+    @cached_property
+    def _points(self) -> tuple[int, ...]:
+        """Tokens computed at each eviction inside the prompt."""
+        return tuple(plan.prompt_len for plan in self.inner)
 
     def evictions_by(self, computed: int) -> int:
         """The number of the latest eviction once `computed` tokens have been computed."""
         if computed >= self.prompt_len:
             later = (computed - self.prompt_len) // self.every if self.every else 0
             return self.end_number + later
-        first, distance = self.inner_points
-        if not first or computed < first:
-            return 0
-        return min((computed - first) // distance + 1, len(self.inner))
+        return bisect_right(self._points, computed)
 
     def computed_at(self, number: int) -> int:
         """Tokens computed at an eviction, `number` >= 1."""
@@ -211,6 +206,28 @@ class RetentionPlan:
     def skip_after(self, number: int) -> IntArray:
         """The skips that hold from an eviction on; none before the first."""
         return self.after(number).skip if number else np.zeros_like(self.skip)
+
+    @property
+    def giving(self) -> list[int]:
+        """The numbers of the evictions up to the prompt's end at which a layer gives slots back."""
+        skips = np.concatenate([self._inner_ends[1], self.skip[None]])
+        numbers: list[int] = (np.flatnonzero(np.diff(skips, axis=0).any(axis=1)) + 1).tolist()
+        return numbers
+
+    def tokens_a_step(self, longest: int) -> tuple[int, int]:
+        """Prompt tokens that its steps compute on average, which end at evictions: at least.
+
+        Args:
+            longest: tokens of a chunk at most.
+
+        Returns:
+            The least such mean from the prompt's beginning or one of its evictions on; and the most
+            tokens that one step computes.
+        """
+        stretches = np.diff(self._inner_ends[0], prepend=0)[::-1]
+        steps = -(-stretches // longest)
+        means = stretches.cumsum() // np.maximum(steps.cumsum(), 1)
+        return max(int(means.min()), 1), min(int(stretches.max()), longest)
 
     @cached_property
     def _inner_ends(self) -> tuple[IntArray, IntArray]:

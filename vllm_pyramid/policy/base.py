@@ -36,7 +36,7 @@ from vllm_pyramid.methods.schedules import PromptEndSchedule, Schedule
 from vllm_pyramid.methods.scorer import Scorer
 from vllm_pyramid.methods.selectors import Selector, TopKSelector
 from vllm_pyramid.methods.values import DeviceValues, Values
-from vllm_pyramid.plans import Budget, IntArray, Plan
+from vllm_pyramid.plans import Budget, IntArray, Plan, RetentionPlan, with_turns
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
@@ -46,6 +46,8 @@ TRACE_WINDOW = 8
 # Where a policy is served and nothing else is said, no share of a prompt falls below so many tokens
 # (measured: docs/quality.md).
 DEFAULT_MIN_TOKENS = 256
+# The least distance of two evictions at turn ends: more than a decode step has, drafts included.
+MIN_TURN = 32
 # Base classes of the sections of a preset.
 SECTIONS: dict[str, type[Component]] = {
     base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk)
@@ -194,6 +196,18 @@ class Policy(BaseModel):
         """Why a request cannot begin with what others have computed; None: it can."""
         return next(filter(None, (part.not_shareable(self) for part in self.parts)), None)
 
+    @property
+    def not_resumable(self) -> str | None:
+        """Why evictions cannot stand where a conversation's earlier turns ended; None: they can."""
+        if not self.fill_blocks:
+            return "fill_blocks is false, and later evictions score whole blocks"
+        return next(filter(None, (part.not_resumable(self) for part in self.parts)), None)
+
+    @property
+    def min_turn(self) -> int:
+        """Tokens between two evictions at turn ends, at least: all queries that score are there."""
+        return max(self.min_last_chunk, MIN_TURN)
+
     def shareable_tokens(self, plan: Plan) -> int | None:
         """The first tokens of a request whose blocks it may share; None: all, generated ones too.
 
@@ -257,7 +271,12 @@ class Policy(BaseModel):
         return np.where(both, block_size, 2 * block_size).astype(np.int32)
 
     def plan(
-        self, prompt_len: int, num_layers: int, block_size: int, budget: Budget | None = None
+        self,
+        prompt_len: int,
+        num_layers: int,
+        block_size: int,
+        budget: Budget | None = None,
+        turns: tuple[int, ...] = (),
     ) -> Plan:
         """How much each layer keeps of a prompt. Pure and cached: equal arguments, same object.
 
@@ -268,6 +287,8 @@ class Policy(BaseModel):
             prompt_len: tokens of the prompt. num_layers: attention layers that are evicted from.
             block_size: tokens of a cache block; the largest, where layers differ.
             budget: a request's own instead of the policy's; it must have passed `check_budget`.
+            turns: where earlier turns' prompts ended, increasing and below `prompt_len`; only of
+                a policy that is not `not_resumable`.
 
         Returns:
             A `RetentionPlan`; where the lengths depend on the prompt's scores and it may be
@@ -280,7 +301,7 @@ class Policy(BaseModel):
             ValueError: a part is made for another number of layers.
         """
         budget = (budget or self.budget).with_floor(self.min_tokens)
-        return _plan(self, prompt_len, num_layers, block_size, budget)
+        return _plan(self, prompt_len, num_layers, block_size, budget, turns)
 
     def may_evict_after(self, tokens: int, num_layers: int, block_size: int) -> bool:
         """Whether a chunk of up to so many tokens can be all that there is before an eviction.
@@ -347,9 +368,18 @@ class Policy(BaseModel):
 
 @lru_cache(maxsize=8192)
 def _plan(
-    policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
+    policy: Policy,
+    prompt_len: int,
+    num_layers: int,
+    block_size: int,
+    budget: Budget,
+    turns: tuple[int, ...],
 ) -> Plan:
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
     policy.check_layers(num_layers)
     plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
-    return policy.chunk.plan(policy, plan)
+    if not turns:
+        return policy.chunk.plan(policy, plan)
+    before = [_plan(policy, turn, num_layers, block_size, budget, ()) for turn in turns]
+    assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
+    return with_turns(plan, [turn.estimate() for turn in before], policy.min_turn)

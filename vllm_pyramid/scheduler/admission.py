@@ -201,13 +201,14 @@ class Admission:
         plan = plan.estimate()
         # All pieces but the last, which is the rest, are as long as the first; so are chunks.
         chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces[:1])])
+        most_in_step = 0
         if plan.inner:
-            chunk = min(chunk, plan.inner_points[1])
+            chunk, most_in_step = plan.tokens_a_step(chunk)
         # One that evicts inside its prompt, or evicted while it generated, never holds all of it;
         # heads come back some steps late, and so many tokens are computed in each.
         whole: Numbers | int = UNBOUNDED
         if plan.inner or plan.every:
-            late = self._lag * max(plan.every, min(chunk, self._step_tokens) if plan.inner else 0)
+            late = self._lag * max(plan.every, min(most_in_step, self._step_tokens))
             whole = self._coordinator.most_blocks(request.request_id, request.num_tokens, late)
         prompt_len = request.num_prompt_tokens
         self._table[row, :5] = (prompt_len, least, most, request.num_tokens, chunk)

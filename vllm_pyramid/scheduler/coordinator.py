@@ -34,12 +34,14 @@ from vllm_pyramid.scheduler.manager import LayerKVCacheManager
 from vllm_pyramid.scheduler.prefixes import Prefixes, copies_of
 from vllm_pyramid.scheduler.request import SchedulerRequest
 from vllm_pyramid.scheduler.request_plans import RequestPlans
+from vllm_pyramid.scheduler.resuming import Resuming
 from vllm_pyramid.scheduler.rows import RowPool
 from vllm_pyramid.scheduler.sharing import PrefixSharing
 from vllm_pyramid.scheduler.stages import StagePools, Stages
+from vllm_pyramid.scheduler.states import States
 
 
-class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefixCache):
+class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordinatorNoPrefixCache):
     """KV cache coordinator for groups of one layer each that grow together.
 
     "Layers" are those that evict, from the bottom; what else a model has is in `companions`.
@@ -113,6 +115,8 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
             self.block_pool, self.layer_managers, self.block_sizes, hash_block_size
         )
         self._entries_per_row = self._prefixes.tokens // self.block_size
+        self._states = States(self.block_pool, self.layer_managers, self._prefixes.tokens)
+        self.origins = {}
         self._requests = {}
         self._rows_before = {}
         self.block_copies = []
@@ -152,6 +156,11 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
             return self.block_pool.num_gpu_blocks + 1
         request = self._known(request_id)
         have, need = request.num_blocks, cdiv(num_tokens, self.block_size)
+        if request.found is not None:  # and so there is one stage, and all layers evict
+            heads = self._states.heads(request.found.skip)
+            blocks = int((need - heads).sum())
+            most = self.most_blocks(request_id, num_tokens) if apply_admission_cap else [blocks]
+            return min(blocks, int(most[0]))
         if request.hit:
             have = self._shared_rows(request) * self._entries_per_row
         if need <= have and not request.hit:
@@ -222,9 +231,13 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
         num_external_computed_tokens: int,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> None:
-        """Begin the request's tables with the rows that `cached_tokens` has found."""
+        """Begin the request's tables with what `cached_tokens` or `resumable_tokens` has found."""
         assert not any(new_computed_blocks) and num_external_computed_tokens == 0
         request = self._requests[request_id]
+        if request.found is not None:
+            assert num_local_computed_tokens == request.found.tokens
+            self._resume(request_id, request, request.found)
+            return
         assert num_local_computed_tokens == len(request.hit) * self._prefixes.tokens
         assert not request.num_blocks and not request.rows
         shared = self._shared_rows(request)
@@ -293,6 +306,8 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
         request = self._requests.get(request_id)
         if request is None or request.due is None or processed_computed_tokens < request.due:
             return
+        if not request.num_blocks:
+            return  # it is about to begin with a state, behind evictions of others
         settled, number = self._releasable(request_id, request, processed_computed_tokens)
         request.due = settled.next_eviction(processed_computed_tokens)
         skip = settled.skip_after(number)
@@ -354,6 +369,7 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
         in_rows = self._prefixes.blocks * len(request.rows)
         self.held_blocks -= -(-request.num_blocks // self._ratios) - in_rows
         self.held_blocks -= self._leave_rows(request_id, request)
+        self._leave_state(request_id, request)
         plan = request.settled or request.plan
         if request.released and isinstance(plan, RetentionPlan):
             skip = plan.skip_after(request.released)
@@ -369,6 +385,7 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, KVCacheCoordinatorNoPrefi
             request.min_tokens,
             request.shareable,
             request.reusable,
+            request.conversation,
         )
 
     def new_step_starts(self) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.request import Request
 
 from vllm_pyramid.plans import Plan, RetentionPlan
 from vllm_pyramid.scheduler.rows import Row
+from vllm_pyramid.scheduler.states import Conversation, State
 
 
 class NoBlocks(KVCacheBlocks):
@@ -47,8 +49,12 @@ class SchedulerRequest:
         min_tokens: the least that its share comes to; None where it has no share or no floor.
         shareable: the first tokens whose blocks it may share; None: all of them.
         reusable: the first tokens that others may have computed; None: all of them.
+        conversation: to which it belongs; None if to none.
         rows: of the pool with which its tables begin, until its head has been given back.
         hit: hashes of rows that it could begin with, as last looked up.
+        found: the state that it could begin with, as last looked up. resumed: with which it began.
+        leaves: itself, the number of the eviction behind which its state is, and the tokens
+            computed: where that is to be kept when its blocks are freed.
         left: what it will leave behind when it evicts; None if nothing.
         num_blocks: table entries of the layers with the smallest blocks, null blocks included.
         settled: the plan with which its survivors were moved, once the worker has said so.
@@ -62,8 +68,12 @@ class SchedulerRequest:
     min_tokens: int | None = None
     shareable: int | None = 0
     reusable: int | None = 0
+    conversation: Conversation | None = None
     rows: list[Row] = field(default_factory=list)
     hit: list[BlockHash] = field(default_factory=list)
+    found: State | None = None
+    resumed: State | None = None
+    leaves: tuple[Request, int, int] | None = None
     left: LeftBehind | None = None
     num_blocks: int = 0
     settled: RetentionPlan | None = None

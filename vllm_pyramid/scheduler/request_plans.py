@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from vllm_pyramid.plans import Eviction, Plan, RetentionPlan
 from vllm_pyramid.scheduler.request import SchedulerRequest
+from vllm_pyramid.scheduler.states import Conversation
 
 
 class RequestPlans:
@@ -30,16 +31,18 @@ class RequestPlans:
         min_tokens: int | None = None,
         shareable: int | None = 0,
         reusable: int | None = 0,
+        conversation: Conversation | None = None,
     ) -> None:
         """Say what the request keeps once its prompt is processed, or that it will be solved.
 
         Args:
-            policy, min_tokens, shareable, reusable: what the plan is of; see `SchedulerRequest`.
+            policy, min_tokens, shareable, reusable, conversation: what the plan is of; see
+                `SchedulerRequest`.
         """
         assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
         due = plan.exact_tokens if plan.evicts else None
         self._requests[request_id] = SchedulerRequest(
-            plan, policy, min_tokens, shareable, reusable, due=due
+            plan, policy, min_tokens, shareable, reusable, conversation, due=due
         )
 
     def plan_of(self, request_id: str) -> Plan:

@@ -37,13 +37,15 @@ class Row:
 
     Attributes:
         hash: vLLM's, of the tokens up to its end and of all else that their KV depends on (LoRA
-            adapter, images, prompt embeddings, `cache_salt`). None of blocks that are set aside.
+            adapter, images, prompt embeddings, `cache_salt`); of what is not the full cache's KV,
+            more behind it. None of blocks that are set aside.
         blocks: layer by layer. refs: requests that have them in their tables.
         scheduled: whether the step that computes them has been scheduled; until then they can be
             read in that step, behind what writes them, but not before it.
+        origin: of the base of a state (`states.py`), the request that evicted.
     """
 
-    __slots__ = ("blocks", "hash", "refs", "scheduled")
+    __slots__ = ("blocks", "hash", "origin", "refs", "scheduled")
 
     def __init__(
         self, block_hash: BlockHash | None, blocks: Sequence[KVCacheBlock], refs: int = 1
@@ -52,6 +54,7 @@ class Row:
         self.blocks = blocks
         self.refs = refs
         self.scheduled = False
+        self.origin: str | None = None
 
 
 class RowPool(BlockPool):

@@ -18,7 +18,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.scheduler import SchedulerPoints
-from vllm_pyramid.compat.side_channel import attach_copies, attach_policy_stats, read_report
+from vllm_pyramid.compat.side_channel import (
+    attach_copies,
+    attach_origins,
+    attach_policy_stats,
+    read_report,
+)
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.plans import Plan
 from vllm_pyramid.request_config import (
@@ -32,6 +37,7 @@ from vllm_pyramid.request_fit import Pool, check_fit
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 from vllm_pyramid.scheduler.request import NoBlocks
+from vllm_pyramid.scheduler.states import Conversation
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -78,6 +84,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
             manager.enable_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
         self.kv_policy = settings.policy
+        self._no_turns = settings.no_turns
         self._min_last_chunk = settings.min_last_chunk
         self._min_inner_chunk = settings.min_inner_chunk
         inside = self.kv_policy.inside
@@ -166,20 +173,27 @@ class PyramidSchedulerMixin(SchedulerPoints):
                 "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
                 "up to %d tokens never holds more than %d blocks%s",
                 self.kv_policy.name,
-                *reversed(plan.inner_points),
+                self.kv_policy.chunk.tokens,
+                plan.exact_tokens,
                 length,
                 stages.sums(peak).max(),
                 " of a stage" if len(stages) > 1 else "",
             )
 
     def add_request(self, request: Request) -> None:
-        """Plan what the request keeps, then queue it."""
+        """Plan what the request keeps, then queue it.
+
+        Raises:
+            AssertionError: vLLM's, of an id that another request has.
+        """
+        if request.request_id in self.requests:
+            super().add_request(request)  # before that one's plan would be lost
+            return
         served = self._check(request)
-        plan = served.policy.plan(
+        plan = served.plan(
             request.num_prompt_tokens,
             self.coordinator.num_layers,
             self.coordinator.largest_block,
-            served.budget,
         )
         if served.error is None:
             for hooks in self.hooks:
@@ -193,6 +207,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
             served.least_of_share,
             served.policy.shareable_tokens(plan) if shares else 0,
             served.policy.reusable_tokens(plan) if shares else 0,
+            Conversation.of(served, plan, shares),
         )
         super().add_request(request)
 
@@ -206,7 +221,8 @@ class PyramidSchedulerMixin(SchedulerPoints):
         if params is None:
             return ServedRequest(self.kv_policy)
         try:
-            served = check_request(self.kv_policy, params)
+            served = check_request(self.kv_policy, params, self._no_turns)
+            served.check_turns(request.num_prompt_tokens)
             if self.kv_policy.inside is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.
@@ -248,6 +264,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
         if copies := self.coordinator.take_block_copies():
             assert not output.kv_cache_block_copies
             output.kv_cache_block_copies = copies
+        attach_origins(output, self.coordinator.take_origins())
         # Last, when everybody has got the blocks that this step needs.
         scheduled = output.num_scheduled_tokens
         evicting = [request for request in self._evicting if request.request_id in scheduled]
@@ -260,11 +277,19 @@ class PyramidSchedulerMixin(SchedulerPoints):
         if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return empty, 0
         plan = self.coordinator.plan_of(request.request_id)
+        if tokens := self.coordinator.resumable_tokens(
+            request, most, lambda point: self._least_before(plan, point)
+        ):
+            return self._hit, tokens
         if plan.evicts:
-            least = self._min_inner_chunk if plan.inner else self._min_last_chunk
-            most = min(most, plan.exact_tokens - least)
+            first = plan.exact_tokens
+            most = min(most, first - self._least_before(plan, first))
         tokens = self.coordinator.cached_tokens(request, max(most, 0))
         return (self._hit if tokens else empty), tokens
+
+    def _least_before(self, plan: Plan, point: int) -> int:
+        """Tokens that a chunk must have which ends at an eviction of the prompt."""
+        return self._min_inner_chunk if point < plan.prompt_len else self._min_last_chunk
 
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """vLLM's last word on the size of a chunk; ours ends it at the next eviction.
@@ -317,7 +342,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
         left = stop - computed - tokens
         if left == 0 and stop == plan.exact_tokens:
             self._evicting.append(request)
-        least = self._min_inner_chunk if stop < plan.prompt_len else self._min_last_chunk
+        least = self._least_before(plan, stop)
         if computed < plan.prompt_len and 0 < left < least:
             tokens -= least - left
         return max(tokens, 0)
@@ -350,6 +375,10 @@ class PyramidSchedulerMixin(SchedulerPoints):
         if self._admission is not None:
             self._admission.pace.add(1 + accepted)
 
+    def ends(self, request: Request) -> None:
+        """See the base."""
+        self.coordinator.leave_state(request)
+
     def freed(self, request: Request) -> None:
         """See the base."""
         self.coordinator.forget_plan(request.request_id)
@@ -371,8 +400,12 @@ class PyramidSchedulerMixin(SchedulerPoints):
             "blocks_before": blocks_before,
             "blocks_after": int(whole.sum()),
         }
-        if self.kv_policy.inside is not None:
+        turns = self.coordinator.turns(request.request_id)
+        if self.kv_policy.inside is not None or turns is not None:
             report["inner_evictions"] = len(plan.inner)
+        if turns is not None:
+            report["kv_turns"] = [*turns, plan.prompt_len]
+            report["resumed_tokens"] = self.coordinator.resumed_tokens(request.request_id)
         settled = self.coordinator.confirmed_plan(request.request_id)
         if settled is not None:
             number = self.coordinator.confirmed_number(request.request_id)

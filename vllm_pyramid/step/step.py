@@ -259,7 +259,7 @@ class Step:
         prompt_lens, computed, scheduled: `[R]` tokens of the prompts, computed before the step, and
             of the step.
         numbers: `[R]` of each request's latest eviction, before the step.
-        inner: `[R, 3]` evictions inside the prompt, tokens at the first of them, and between two.
+        inner: `[R]` evictions inside the prompt.
         every: `[R]` tokens between two evictions, or 0. may_evict: `[R]` whether the plan evicts.
         layout: where layers compute different tokens; None: all compute all of the step's.
         wants_log_sum_exp: whether attention is to write its log-sum-exp, where it can.
@@ -272,7 +272,7 @@ class Step:
     computed: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     scheduled: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     numbers: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    inner: Numbers = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    inner: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     every: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     may_evict: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     layout: StepLayout | None = None
@@ -285,8 +285,10 @@ class Step:
 
     def next_inner(self) -> Numbers:
         """`[R]` tokens at each request's next eviction inside its prompt; -1 where none comes."""
-        count, first, distance = self.inner.T
-        return np.where(self.numbers < count, first + self.numbers * distance, -1)
+        result = np.full(len(self.numbers), -1, np.int64)
+        for row in np.flatnonzero(self.numbers < self.inner).tolist():
+            result[row] = self.requests[row].plan.computed_at(int(self.numbers[row]) + 1)
+        return result
 
     def view(self, call: LayerCall, policy: Policy, row: int, first_query: int) -> LayerView | None:
         """A request of the step with its queries from position `first_query` on, or None.

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_pyramid.step.step import StepEvictions
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 def _file_name(request_id: str) -> str:
@@ -72,6 +75,8 @@ class TraceWriter:
         # The tokens computed at a request's latest eviction, and what each layer has held since,
         # `[G, held]`; only of requests that will evict again.
         self._holds: dict[str, tuple[int, dict[int, np.ndarray]]] = {}
+        # Requests that hold what nobody knows the positions of.
+        self._untraceable: set[str] = set()
 
     def record(
         self,
@@ -88,6 +93,8 @@ class TraceWriter:
                 prompt's end these are the prompt's positions.
         """
         request_id = evictions.request_ids[index]
+        if request_id in self._untraceable and evictions.numbers[index] > 1:
+            return
         layers = self._open.setdefault(request_id, {})
         places = positions.cpu().numpy()
         held = self._held_before(evictions, index, layer)
@@ -111,14 +118,41 @@ class TraceWriter:
         newer = np.tile(np.arange(start, end, dtype=np.int32), (heads, 1))
         return np.concatenate([older[layer], newer], axis=1)
 
+    def resume(self, request_id: str, origin: str, point: int) -> None:
+        """A request begins with what another one left: its file says which positions these are.
+
+        Args:
+            origin: the other one. point: tokens computed at its eviction.
+        """
+        names = (f"{_file_name(origin)}{end}{self.suffix}.npz" for end in (f"@{point}", ""))
+        path = next(filter(Path.exists, map(self.folder.joinpath, names)), None)
+        if path is None:
+            logger.warning(
+                "no trace of request %s: it goes on from request %s, whose own is no longer in %s",
+                *(request_id, origin, self.folder),
+            )
+            self._untraceable.add(request_id)
+            return
+        layers = {}
+        with np.load(path) as file:
+            for layer, heads in self.num_kv_heads.items():
+                kept = file[f"kept_{layer}"]
+                layers[layer] = kept[kept < point].reshape(heads, -1)
+        self._holds[request_id] = point, layers
+
     def forget(self, request_id: str) -> None:
         """The request has finished."""
+        self._untraceable.discard(request_id)
         self._holds.pop(request_id, None)
         self._placed.pop(request_id, None)
 
     def finish_step(self, evictions: StepEvictions) -> None:
         """Write the requests that came to an eviction, once all layers of the step are done."""
         for index, request_id in enumerate(evictions.request_ids):
+            if evictions.numbers[index] == 1:
+                self._untraceable.discard(request_id)  # it was preempted, and holds its own now
+            elif request_id in self._untraceable:
+                continue
             layers = self._open.pop(request_id, {})
             end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
             of_prompt = evictions.from_end[index] == 0

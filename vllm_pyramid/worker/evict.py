@@ -34,9 +34,9 @@ def evict_layer(
     evictions.copy_blocks(call, evictions.known)
     shortened = evictions.chosen(call.layer)
     inside = evictions.from_end[shortened] < 0
-    for chooses, chosen in ((policy, shortened[~inside]), (policy.inside, shortened[inside])):
+    of_inside = policy.inside or policy
+    for chooses, chosen in ((policy, shortened[~inside]), (of_inside, shortened[inside])):
         if chosen.size:
-            assert chooses is not None
             _shorten(chooses, call, evictions, chosen, hooks, trace)
 
 

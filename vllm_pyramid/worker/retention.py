@@ -60,13 +60,13 @@ class Retention:
         self._row_skips = np.zeros((max_num_reqs, num_layers), np.int32)
         self._row_number = np.zeros(max_num_reqs, np.int64)  # of the eviction that they are of
         self._row_every = np.zeros(max_num_reqs, np.int64)
-        self._row_inner = np.zeros((max_num_reqs, 3), np.int64)  # `Step.inner`
+        self._row_inner = np.zeros(max_num_reqs, np.int64)  # `Step.inner`
         self._row_evicts = np.zeros(max_num_reqs, bool)
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
         """A request has come (or come back): make its plan."""
         served = for_request(self.policy, extra_args)
-        plan = served.policy.plan(prompt_len, self.num_layers, self.block_size, served.budget)
+        plan = served.plan(prompt_len, self.num_layers, self.block_size)
         self.remove(request_id)
         self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan)
         self._num_open += plan.is_open
@@ -102,15 +102,15 @@ class Retention:
             if self._row_plan[row] is not plan:
                 self._row_plan[row] = plan
                 self._row_every[row] = plan.every
-                self._row_inner[row] = (len(plan.inner), *plan.inner_points)
+                self._row_inner[row] = len(plan.inner)
                 self._row_evicts[row] = plan.evicts
                 self._row_number[row] = -1
-        before = self._numbers(prompt_lens, computed)
+        before = self._numbers(requests, prompt_lens, computed)
         for row in np.flatnonzero(before != self._row_number[:num_reqs]).tolist():
             self._row_number[row] = before[row]
             self._row_skips[row] = requests[row].plan.skip_after(int(before[row]))
         skips = np.ascontiguousarray(self._row_skips[:num_reqs].T)
-        after = self._numbers(prompt_lens, computed + scheduled)
+        after = self._numbers(requests, prompt_lens, computed + scheduled)
         ending = np.flatnonzero(after > before)
         evictions = None
         if ending.size:
@@ -131,14 +131,17 @@ class Retention:
             hooks.begin_step(self.step)
         return self.step
 
-    def _numbers(self, prompt_lens: IntArray, computed: IntArray) -> npt.NDArray[np.int64]:
+    def _numbers(
+        self, requests: Sequence[WorkerRequest], prompt_lens: IntArray, computed: IntArray
+    ) -> npt.NDArray[np.int64]:
         """`RetentionPlan.evictions_by` of all rows: `[R]`."""
-        every = self._row_every[: len(computed)]
-        count, first, distance = self._row_inner[: len(computed)].T
+        every, count = self._row_every[: len(computed)], self._row_inner[: len(computed)]
         past = computed.astype(np.int64) - prompt_lens
         later = np.where(every > 0, past // np.maximum(every, 1), 0)
-        inner = (computed - first) // np.maximum(distance, 1) + 1
-        return np.where(past >= 0, count + 1 + later, np.clip(inner, 0, count))
+        numbers = np.where(past >= 0, count + 1 + later, 0)
+        for row in np.flatnonzero((past < 0) & (count > 0)).tolist():
+            numbers[row] = requests[row].plan.evictions_by(int(computed[row]))
+        return numbers
 
     def _evictions(
         self,
@@ -159,9 +162,16 @@ class Retention:
         of_ending = [int(numbers[row]) for row in ending]
         pairs = list(zip(plans, of_ending, strict=True))
         from_end = np.array([number - plan.end_number for plan, number in pairs])
-        giving = np.array([plan.evicts for plan in plans], bool)
-        for policy, there in ((self.policy, from_end >= 0), (self.policy.inside, from_end < 0)):
-            if policy is not None and policy.scorer.needs_queries:
+        befores = skips[:, ending]
+        giving = np.array(
+            [
+                plan.is_open or bool((plan.skip_after(number) != before).any())
+                for (plan, number), before in zip(pairs, befores.T, strict=True)
+            ]
+        )
+        inside = self.policy.inside or self.policy
+        for policy, there in ((self.policy, from_end >= 0), (inside, from_end < 0)):
+            if policy.scorer.needs_queries:
                 short = scheduled[ending[giving & there]] < policy.window
                 assert not short.any(), "a last prompt chunk is shorter than the observation window"
         ends = [plan.computed_at(number) for plan, number in pairs]
@@ -174,7 +184,7 @@ class Retention:
             plans=[plan.after(number) for plan, number in pairs],
             numbers=of_ending,
             from_end=from_end,
-            befores=skips[:, ending],
+            befores=befores,
             of_prompts=np.array([requests[row].promised.prompt_len for row in ending], np.int32),
             block_size=self.block_size,
             copies=[self.copies.get(requests[row].request_id) for row in ending],

@@ -24,6 +24,7 @@ from vllm_pyramid.compat.runner import (
     rotary_of_layer,
     send_report,
 )
+from vllm_pyramid.compat.side_channel import read_copies, read_origins
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.rotary import Rotary
@@ -327,7 +328,15 @@ class PyramidRunnerMixin:
         for hooks in self.hooks:
             hooks.trace = self._trace
 
-    def copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
+    def take_messages(self, scheduler_output: SchedulerOutput) -> None:
+        """Do what the scheduler says beside what it schedules, before the step begins."""
+        self.retention.copies = read_copies(scheduler_output)
+        self._copy_blocks(scheduler_output)
+        if self._trace is not None:
+            for request_id, (origin, point) in read_origins(scheduler_output).items():
+                self._trace.resume(request_id, origin, point)
+
+    def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Make the step's copies of blocks, in order and piece by piece.
 
         vLLM's runners would make them all at once, and hold all that is copied a second time.

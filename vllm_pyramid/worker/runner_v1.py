@@ -12,7 +12,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_pyramid.compat.drafts import extend_drafter
 from vllm_pyramid.compat.runner_v1 import RunnerV1Points
-from vllm_pyramid.compat.side_channel import read_copies
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
 from vllm_pyramid.worker.slots import HostSlots
 
@@ -62,8 +61,7 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
 
     def requests_change(self, scheduler_output: SchedulerOutput) -> None:
         """See the base."""
-        self.retention.copies = read_copies(scheduler_output)
-        self.copy_blocks(scheduler_output)
+        self.take_messages(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             self.forget_request(request_id)
         for request in scheduler_output.scheduled_new_reqs:

@@ -10,7 +10,6 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_pyramid.compat.side_channel import read_copies
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
 
 
@@ -69,8 +68,7 @@ class PyramidRunnerV2(PyramidRunnerMixin):
         self.block_tables.init_block_table_layout_tensors()
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
-        self.retention.copies = read_copies(scheduler_output)
-        self.copy_blocks(scheduler_output)
+        self.take_messages(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             self.forget_request(request_id)
         super().finish_requests(scheduler_output)  # type: ignore[misc]

@@ -88,7 +88,7 @@ class KeyMass(WorkerHooks):
     def begin_step(self, step: Step) -> None:
         """Work out from which query on the next eviction of each request looks."""
         inner = step.next_inner()
-        past = np.maximum(step.numbers - step.inner[:, 0], 0)  # evictions at the end and behind it
+        past = np.maximum(step.numbers - step.inner, 0)  # evictions at the end and behind it
         point = step.prompt_lens + past * step.every
         looks = (past == 0) | (step.every > 0)
         if self.inside:

@@ -62,6 +62,10 @@ class HostValues(Values):
         """See the base: V lies elsewhere."""
         return False
 
+    def not_resumable(self, policy: Policy) -> str | None:
+        """See the base."""
+        return "V lies in host memory, which copies of the device's blocks leave behind"
+
     def check(self, policy: Policy) -> None:
         """See the base."""
         if any(part.works_during_prompt for part in policy.parts):

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of conversations that go on with what the turn before has left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.scheduler.harness import make_request
+from tests.scheduler.test_prefixes import Pair, prompt
+
+pytestmark = pytest.mark.cpu
+
+
+def _pair(num_blocks: int = 400, **changes: Any) -> Pair:
+    values = {"max_model_len": 384, "max_num_batched_tokens": 96, "budget": 24}
+    return Pair(num_blocks, **{**values, **changes})
+
+
+def _say(pair: Pair, name: str, tokens: list[int], answer: int, turns: list[int]) -> list[int]:
+    """Run a turn of a conversation; returns its prompt and its answer."""
+    pair.add(name, tokens, answer, kv_turns=turns)
+    request = pair.scheduler.requests[name]
+    pair.run()
+    return list(request.all_token_ids)
+
+
+def _states(pair: Pair) -> list[int]:
+    """Blocks of each row that holds something evicted, the next to be dissolved first."""
+    return [len(row.blocks) for row in pair.pool.idle if row.hash and b"@" in row.hash[32:33]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+def test_hits_are_as_long_as_they_can_be(asynchronous: bool, policy: str) -> None:
+    pair = _pair(asynchronous=asynchronous, policy=policy)
+    tokens, turns, adopted = prompt(70), [], 0
+    for index in range(4):
+        said = _say(pair, f"r{index}", tokens, 21, turns)
+        assert pair.worker.num_resumed == index
+        assert pair.worker.num_adopted == adopted
+        turns = [*turns, len(tokens)]
+        adopted += (len(said) - 1) // 4 * 4  # the last token is not computed
+        tokens = [*said, *prompt(40, 500 + 100 * index)]
+
+
+def test_it_is_dissolved_from_its_end_and_its_survivors_last() -> None:
+    pair = _pair(num_blocks=3 * 40)
+    said = _say(pair, "first", prompt(70), 21, [])
+    # Survivors: 24 tokens and what fills their blocks, up to row 17; then 4 whole rows.
+    base = 3 * 7
+    assert _states(pair) == [3] * 4 + [base]
+    free = pair.pool.free_block_queue.num_free_blocks
+    others = len(pair.pool.idle) - 5  # of the prompt, which are older
+    pair.pool.free_blocks(pair.pool.get_new_blocks(free + 3 * others + 1))
+    assert _states(pair) == [3] * 3 + [base]
+    pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pair.run()
+    assert pair.worker.num_adopted == 72 + 3 * 4
+    pair.scheduler.reset_prefix_cache()
+    assert not _states(pair)
+    pair.add("third", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pair.run()
+    assert pair.worker.num_resumed == 1, "it found what was forgotten"
+
+
+def test_a_short_answer_leaves_the_state_before() -> None:
+    """The last survivor's row is not full, so nothing names it; the turn before is found."""
+    pair = _pair()
+    said = _say(pair, "first", prompt(70), 21, [])
+    tokens = [*said, *prompt(42, 500)]
+    assert len(tokens) % 4 == 1
+    said = _say(pair, "second", tokens, 2, [70])
+    assert pair.worker.num_adopted == 90 // 4 * 4
+    _say(pair, "third", [*said, *prompt(40, 700)], 2, [70, len(tokens)])
+    assert pair.worker.num_adopted == 2 * (90 // 4 * 4)
+
+
+def test_who_evicts_nothing_in_its_turn_leaves_the_same_state() -> None:
+    """Less than 32 tokens behind a turn's end nothing is evicted; the next turn may."""
+    pair = _pair()
+    said = _say(pair, "first", prompt(70), 6, [])
+    tokens = [*said, *prompt(10, 500)]
+    said = _say(pair, "second", tokens, 9, [70])
+    assert pair.worker.num_evictions == 1
+    assert pair.worker.num_adopted == 75 // 4 * 4 == 72
+    _say(pair, "third", [*said, *prompt(30, 700)], 2, [70, len(tokens)])
+    assert pair.worker.num_evictions == 2
+    assert pair.worker.num_adopted == 72 + 94 // 4 * 4
+
+
+def test_what_is_copied_is_not_given_away_for_the_copy() -> None:
+    """Where the pool has no room beside it, the whole prompt is computed again."""
+    resumed = []
+    for num_blocks in (3 * 39, 3 * 31):
+        pair = _pair(num_blocks, max_model_len=132, max_num_batched_tokens=8)
+        said = _say(pair, "first", prompt(70), 21, [])
+        _say(pair, "second", [*said, *prompt(35, 500)], 4, [70])
+        resumed.append(pair.worker.num_resumed)
+    assert resumed == [1, 0]
+
+
+def test_who_is_aborted_inside_its_prompt_leaves_what_it_had() -> None:
+    pair = _pair(max_num_batched_tokens=20)
+    tokens = [*prompt(70), *prompt(100, 500)]
+    pair.add("first", tokens, 4, kv_turns=[70])
+    while pair.scheduler.requests["first"].num_computed_tokens < 110:
+        pair.step()
+    computed = pair.scheduler.requests["first"].num_computed_tokens
+    pair.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    pair.step()
+    _say(pair, "second", tokens, 4, [70])
+    assert pair.worker.num_adopted == computed // 4 * 4
+
+
+def test_two_that_go_on_from_one_state_have_blocks_of_their_own() -> None:
+    pair = _pair()
+    said = _say(pair, "first", prompt(70), 21, [])
+    before = _states(pair)
+    for index in range(2):
+        pair.add(f"again {index}", [*said, *prompt(40, 500 * index)], 30, kv_turns=[70])
+    pair.step()
+    assert pair.worker.num_resumed == 2
+    tables = [
+        {block.block_id for block in manager.req_to_blocks[f"again {index}"]} - {0}
+        for index in range(2)
+        for manager in pair.scheduler.coordinator.layer_managers
+    ]
+    assert len(set.union(*tables)) == sum(map(len, tables)), "they share a block"
+    assert sorted(_states(pair)) == sorted(before)
+    pair.run()
+
+
+def test_a_turn_behind_the_prompt_ends_with_an_error_and_the_engine_goes_on() -> None:
+    """Front ends refuse it; whoever comes by another way must not end the engine."""
+    pair = _pair()
+    request = make_request("wrong", prompt(50), 4, {"kv_turns": [60]}, hash_block_size=4)
+    pair.scheduler.add_request(request)
+    assert "wrong" in pair.scheduler.grammar_compile_error_reqs
+    _say(pair, "right", prompt(70), 4, [])
