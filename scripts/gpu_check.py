@@ -49,6 +49,7 @@ MATRIX = (
     "check_fp8.py",
     "check_mass.py",
     "check_moves.py",
+    "check_pages.py",
     "check_scores.py",
     "check_topn.py",
 )

@@ -86,8 +86,14 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
     monkeypatch.undo()
     same = Host()
     launch_tables(monkeypatch, same)
-    on_host = Worker(policy, same, PROMPTS)
+    on_host = Worker(policy, same, PROMPTS, copies=False)
     for scheduled in STEPS:
         on_host.step(scheduled)
-    assert on_host.evictions == worker.evictions > 0
+    assert on_host.evictions == worker.evictions and (worker.evictions > 0) == policy.evicts
     assert torch.equal(on_host.cache, worker.cache)
+    assert len(on_host.outs) == len(worker.outs) > 0 or not policy.attends
+    for out, right in zip(worker.outs, on_host.outs, strict=True):
+        assert torch.equal(out, right)
+    if policy.attends:
+        assert torch.equal(worker.host_values(), on_host.host_values())
+        assert worker.reports == on_host.reports

@@ -63,7 +63,7 @@ class Launched(Host):
         kernel = getattr(triton_ops, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
-            if name not in ("reshape_and_cache", "paged_attention"):  # vLLM's own do that
+            if name != "reshape_and_cache":  # vLLM's own does that
                 kernel(*args, **kwargs)
             return function(*args, **kwargs)
 
@@ -93,8 +93,7 @@ def warm_up(worker: Worker, **options: Any) -> None:
         impl = Impl()
         impl.context = context
         layers.append((context, SimpleNamespace(impl=impl, kv_cache=cache)))
-    longest = worker.shifted.tables.shape[2] * worker.shifted.block_size
-    compile_kernels(layers, longest, torch.float32, **options)
+    compile_kernels(layers, worker.longest, torch.float32, **options)
 
 
 def serve(worker: Worker) -> None:
@@ -138,7 +137,8 @@ def test_nothing_changes_but_the_block_of_nobody(
     before = worker.cache.clone()
     warm_up(worker)
     assert torch.equal(worker.cache[:, 1:], before[:, 1:])
-    assert not worker.shifted.tables.any() and not worker.retention._requests
+    assert not any(table.any() for table in worker.shifted.tables)
+    assert not worker.retention._requests
     for hooks in worker.retention.hooks:
         assert not hooks.pages[1:].any()
 
