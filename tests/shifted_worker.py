@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.stand_ins import LateCopies
 from tests.pretended_device import data_of
 from tests.steps import make_call, make_side
 from vllm_pyramid.ops import reference, triton_tables
@@ -28,26 +29,6 @@ from vllm_pyramid.worker.shifted import ShiftedTables
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
 REFUSED = {"pyramidinfer"}  # on CUDA
 STEP_TOKENS = 1 << 12
-
-
-class LateCopies:
-    """A stream for copies that runs each as late as it may: when the step waits for it.
-
-    So what was to be copied is another thing by then, if the step went on too early.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
-        self.launched = 0
-
-    def launch(self, copy: Callable[..., None], *args: Any, **kwargs: Any) -> int:
-        self._waiting.append(lambda: copy(*args, **kwargs))
-        self.launched += 1
-        return self.launched
-
-    def wait(self, mark: int) -> None:
-        while self.launched - len(self._waiting) < mark:
-            self._waiting.pop(0)()
 
 
 class Host:
@@ -187,15 +168,17 @@ class Worker:
         self.tables = order.int().view(self.layers, len(prompts), width)
         for layer, context in enumerate(self.contexts):
             if not policy.values.on_device(layer):
-                cache = self._cache(layer)
+                cache = self.kv_cache(layer)
                 found = (hooks.value_cache(layer, cache) for hooks in self.retention.hooks)
                 context.values = next(found)
+        # At the same addresses in every step, as vLLM's.
+        self.slots = torch.zeros(self.layers, STEP_TOKENS, dtype=torch.int64)
         self.outs: list[torch.Tensor] = []
         self.reports: list[dict[str, Any]] = []
         self.computed = dict.fromkeys(prompts, 0)
         self.evictions = 0
 
-    def _cache(self, layer: int) -> torch.Tensor:
+    def kv_cache(self, layer: int) -> torch.Tensor:
         """`[P, G, N, 2 * D]` of K and V, or `[P, G, 2 * N, D]` of K alone."""
         cache = self.cache[layer]
         if not self.retention.policy.values.on_device(layer):
@@ -229,8 +212,10 @@ class Worker:
         starts[1:] = torch.from_numpy(tokens).cumsum(0)
         assert self.shifted.max_lens is not None
         for layer, context in enumerate(self.contexts):
-            cache, elsewhere = self._cache(layer), context.values is not None
-            caches = (cache, context.values) if elsewhere else (cache[..., :SIZE], cache[..., SIZE:])
+            cache, elsewhere = self.kv_cache(layer), context.values is not None
+            caches = (
+                (cache, context.values) if elsewhere else (cache[..., :SIZE], cache[..., SIZE:])
+            )
             size = caches[0].shape[2]
             slots = torch.cat(
                 [
@@ -242,14 +227,15 @@ class Worker:
             count = int(tokens.sum())
             key, value = torch.randn(2, count, KV_HEADS, SIZE, generator=self.random)
             query = torch.randn(count, HEADS, SIZE, generator=self.random)
+            own_slots = self.slots[layer][: len(slots)].copy_(slots)
             if elsewhere and self.copies is not None:
-                self.ops.write_rows(put(key), caches[0], put(slots))
+                self.ops.write_rows(put(key), caches[0], put(own_slots))
                 given = value.clone()
-                context.write_values(self.ops, put(given), put(slots), cache=caches[1])
+                context.write_values(self.ops, put(given), put(own_slots), cache=caches[1])
                 given.fill_(torch.nan)  # a graph uses its memory for something else
             else:
-                self.ops.reshape_and_cache(put(key), put(value), *caches, put(slots))
-            context.after_write(put(slots))
+                self.ops.reshape_and_cache(put(key), put(value), *caches, put(own_slots))
+            context.after_write(put(own_slots))
             call = make_call(
                 self.shifted.tables[layer][:rows],
                 layer=layer,

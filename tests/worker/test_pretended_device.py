@@ -21,7 +21,8 @@ pytestmark = pytest.mark.cpu
 PROMPTS = {"a": 70, "b": 45, "c": 101}
 # Tokens of each step; all that a prompt needs at its end is in its last chunk.
 STEPS = [
-    {"a": 48, "b": 45},
+    {"a": 24, "b": 20},  # nothing ends, and nobody decodes
+    {"a": 24, "b": 25},
     {"a": 22, "b": 1, "c": 48},
     {"a": 1, "b": 1, "c": 53},
     *({"a": 1, "b": 1, "c": 1} for _ in range(10)),
