@@ -50,6 +50,7 @@ MATRIX = (
     "check_mass.py",
     "check_moves.py",
     "check_pages.py",
+    "check_recent.py",
     "check_scores.py",
     "check_topn.py",
 )

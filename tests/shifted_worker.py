@@ -94,7 +94,8 @@ class Worker:
         copies: whether the device has a memory of its own, and a stream for copies.
 
     Attributes:
-        outs: what attention by a method gave, of each step and layer. reports: of the steps.
+        outs: what attention by a method gave, of each step and layer. calls: those.
+        reports: of the steps.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class Worker:
                 scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
             ),
             host_memory=lambda count: SimpleNamespace(
-                bytes=device.put(torch.zeros(count, dtype=torch.uint8))
+                bytes=device.put(torch.zeros(count, dtype=torch.uint8)),
+                release=lambda: None,
             ),
             copies=self.copies,
             table=lambda layer: self.shifted.tables[layer],
@@ -175,6 +177,7 @@ class Worker:
         self.slots = torch.zeros(self.layers, STEP_TOKENS, dtype=torch.int64)
         self.outs: list[torch.Tensor] = []
         self.reports: list[dict[str, Any]] = []
+        self.calls: list[Any] = []
         self.computed = dict.fromkeys(prompts, 0)
         self.evictions = 0
 
@@ -213,9 +216,9 @@ class Worker:
         assert self.shifted.max_lens is not None
         for layer, context in enumerate(self.contexts):
             cache, elsewhere = self.kv_cache(layer), context.values is not None
-            caches = (
-                (cache, context.values) if elsewhere else (cache[..., :SIZE], cache[..., SIZE:])
-            )
+            caches = cache[..., :SIZE], cache[..., SIZE:]
+            if context.values is not None:
+                caches = cache, context.values
             size = caches[0].shape[2]
             slots = torch.cat(
                 [
@@ -255,6 +258,7 @@ class Worker:
             if elsewhere:
                 out = torch.full_like(query, torch.nan)
                 assert context.attend(call, put(out))
+                self.calls.append(call)
                 self.outs.append(out)
             context.after_attention(call)
         evicted, reports = self.retention.end_step()

@@ -402,9 +402,6 @@ class Ops(Protocol):
 
         Returns:
             `[R, G, max(contexts)]` float32; 0 behind `contexts[r]`.
-
-        Raises:
-            NotImplementedError: on CUDA, where policies that need it are refused at start-up.
         """
 
     def select(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import RecentBatch, Softmax
 from vllm_pyramid.ops.recall import kept_mass
 from vllm_pyramid.ops.triton_attention_ops import paged_attention
 from vllm_pyramid.ops.triton_checks import check_cache, check_table, check_unit_stride
@@ -24,6 +23,7 @@ from vllm_pyramid.ops.triton_move import (
     reshape_and_cache_kernel,
     write_rows_kernel,
 )
+from vllm_pyramid.ops.triton_recent_ops import recent_mass
 from vllm_pyramid.ops.triton_score_ops import window_scores, window_scores_and_statistics
 from vllm_pyramid.ops.triton_select import select_kernel
 from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
@@ -165,21 +165,6 @@ def copy_pages(
         BLOCK=block,
         num_warps=4,
     )
-
-
-def recent_mass(
-    batch: RecentBatch,
-    softmax: Softmax,
-    *,
-    distance_weight: float,
-    log_sum_exp: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `Ops.recent_mass`: there is no kernel, and policies that need one are refused on CUDA.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    raise NotImplementedError("recent_mass has no CUDA kernel; policies that need it run on CPU")
 
 
 def select(
