@@ -96,7 +96,7 @@ ENGINES = {
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "inside", "hybrid"),
+        ("pyramidkv", "inside", "hybrid", "kcache", "away"),
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
@@ -112,6 +112,8 @@ ENGINES = {
     ),
 }
 # vLLM's mode of CUDA graphs, where there are stand-ins for them.
+# Where our own kernels are those for Triton.
+KERNELS = {"full-graphs", "decode-graphs", "first-attention"}
 GRAPHS = {"full-graphs": "FULL_AND_PIECEWISE", "decode-graphs": "FULL_DECODE_ONLY"}
 RUNS = [(name, policy) for name, (*_, policies) in ENGINES.items() for policy in policies]
 # Prompt length, generated tokens, step of arrival (even: see `child.py`), the request's own
@@ -158,6 +160,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
         ),
         triton=triton,
         graphs=GRAPHS.get(name),
+        kernels=name in KERNELS,
         TRITON_INTERPRET="1",
         VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name in GRAPHS else "0",
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
