@@ -72,11 +72,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "fp8": {"kv_policy": "pyramidkv", "kv_budget": 24},
     # Pages of two sizes, which vLLM's two runners lay out each in its own way.
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
-    # The survivors' V on the host, in all layers.
+    # The survivors' V on the host, but for the first layer's: tables of two sizes are shifted.
     "away": {
         "kv_policy": "pyramidkv",
         "kv_budget": 36,
-        "kv_policy_args": {"values": {"kind": "host", "top_n": 8, "device_layers": 0}},
+        "kv_policy_args": {"values": {"kind": "host", "top_n": 8, "device_layers": 1}},
     },
 }
 # What engines have beside their policy. Drafts change nothing: they are compared with one that has
