@@ -95,7 +95,7 @@ class FetchedValues:
     """The buffers, the copies under way, and attention.
 
     Args:
-        side: of the worker. block_size: N. first_layer: the lowest one whose V is on the host.
+        side: of the worker. first_layer: the lowest one whose V is on the host.
         renormalize: of `Ops.topn_attention`.
     """
 
