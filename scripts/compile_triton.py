@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
 from vllm_pyramid.ops import triton_ops
-from vllm_pyramid.ops.contract import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.contract import AttentionBatch, RecentBatch, Reduction, Softmax, WindowBatch
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).
@@ -174,12 +174,25 @@ def call_everything(case: Case) -> None:
     )
     splits = {"num_splits": case.splits}
     mass = torch.zeros(key_cache.shape[:3])
+    apart = replace(
+        batch, value_cache=torch.zeros_like(value_cache).contiguous(), value_table=table.clone()
+    )
     for known in (None, lse):
         triton_ops.paged_attention(out, batch, softmax, **splits, log_sum_exp=known)
+        triton_ops.paged_attention(out, apart, softmax, **splits, log_sum_exp=known)
         for kind, first in (("sum", None), ("below_average", ints(0, 0))):
             options = {**splits, "kind": kind, "first_queries": first, "log_sum_exp": known}
             triton_ops.add_key_mass(mass, batch, softmax, **options)
     triton_ops.topn_attention(out, batch, softmax, ints(128, 0))
+    pages = apart.value_cache
+    triton_ops.write_rows(key, pages, torch.zeros(tokens, dtype=torch.int64))
+    triton_ops.copy_pages(pages, pages.clone(), table, ints(0, 0, 0)[None])
+    recent = RecentBatch(
+        *(query, key_cache, table, ints(1, tokens), lens, ints(0, 0)),
+        *(ints(1, 51), ints(64, 1024)),
+    )
+    for known in (None, lse):
+        triton_ops.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
     ends = ints(tokens, tokens)
     prompts = WindowBatch(query, key_cache, table, ends, lens, case.window)
     reduction = Reduction(case.reduce, case.pooling)

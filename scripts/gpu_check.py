@@ -13,6 +13,7 @@ Stages (each in a process of its own, with a time limit):
   for their memory and taken down first), and with an error for each kernel that is compiled behind
   the warm-up: in one process, with an engine core of its own, on two GPUs;
 - sync-check: the same with an error for each wait for the device in a step;
+- host-values, host-values-sync: the same for `kcache` and for survivors whose V is in host memory;
 - throughput-*, capacity-*, latency-*: `vllm-pyramid bench` on the shape of Llama 3 8B with random
   weights and prompts of 8k and 32k tokens: stock vLLM, `full` and `pyramidkv` side by side
   in the same amount of cache.
@@ -49,6 +50,8 @@ MATRIX = (
     "check_fp8.py",
     "check_mass.py",
     "check_moves.py",
+    "check_pages.py",
+    "check_recent.py",
     "check_scores.py",
     "check_topn.py",
 )
@@ -96,11 +99,14 @@ def start_stages() -> list[Stage]:
     """Plain starts; the policies of all kinds are served in turn."""
     core = "VLLM_ENABLE_V1_MULTIPROCESSING"
     start = ("gpu_engines.py", "start")
+    on_host = (*start, "--policies", "none,full,kcache,snapkv+host", "--swap-space", "2")
     return [
         Stage("start-in-process", 900, start, ((core, "0"),), memory_gib=16),
         Stage("start-own-core", 900, start, ((core, "1"),), memory_gib=16),
         Stage("start-tp2", 900, (*start, "--tensor-parallel", "2"), memory_gib=16, devices=2),
         Stage("sync-check", 900, start, (("VLLM_GPU_SYNC_CHECK", "error"),), memory_gib=16),
+        Stage("host-values", 600, on_host, ((core, "0"),), memory_gib=16),
+        Stage("host-values-sync", 600, on_host, (("VLLM_GPU_SYNC_CHECK", "error"),), memory_gib=16),
     ]
 
 
@@ -298,6 +304,7 @@ FIGURES = {
     "engine": (("blocks_in_decode", "pyramidkv"), "blocks, pyramidkv"),
     "start": (("blocks", "pyramidkv"), "blocks of the cache"),
     "sync": (("blocks", "pyramidkv"), "blocks of the cache"),
+    "host": (("v_bytes_read_per_token", "kcache"), "bytes of V a token, kcache"),
 }
 
 

@@ -22,6 +22,7 @@ RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.mo
 
 LLAMA = ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64})
 LENGTHS = [600, 599, 512, 333, 256, 200]
+TOP_N = 16  # keys whose V is fetched from the host
 
 
 def require(condition: bool, message: str) -> None:
@@ -131,7 +132,9 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
 # Plain starts -------------------------------------------------------------------------------------
 
 
-def run_start(policies: list[str], tensor_parallel: int, **settings: Any) -> dict[str, Any]:
+def run_start(
+    policies: list[str], tensor_parallel: int, swap_space: float | None = None, **settings: Any
+) -> dict[str, Any]:
     """Serve policies in turn, in engines that start as a user's do.
 
     The cache is as large as vLLM makes it, graphs are on, and a kernel that is compiled behind the
@@ -159,15 +162,20 @@ def run_start(policies: list[str], tensor_parallel: int, **settings: Any) -> dic
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in random_prompts(LENGTHS)]
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
     result: dict[str, Any] = {"policies": policies, "blocks": {}, "evicted_tokens": {}}
+    result["v_bytes_read_per_token"] = {}
     tokens: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = models.write_model("llama-gpu", Path(folder))
         for policy in policies:
-            evicts = policy not in ("none", "full")
+            name, _, where = policy.partition("+")
+            evicts, on_host = name not in ("none", "full", "kcache"), where or name == "kcache"
             own: dict[str, Any] = {"kv_budget": 64, "kv_min_tokens": 0} if evicts else {}
             if policy == "h2o":
                 own["kv_policy_args"] = {"interval": 16}
-            llm = LLM(str(model), kv_policy=policy, **made, **own)
+            if on_host:  # fewer keys than the prompts have, and than are left of them
+                values = {"values": {"kind": "host", "top_n": TOP_N}}
+                own |= {"kv_policy_args": values, "kv_swap_space": swap_space}
+            llm = LLM(str(model), kv_policy=name, **made, **own)
             try:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
@@ -175,6 +183,14 @@ def run_start(policies: list[str], tensor_parallel: int, **settings: Any) -> dic
                 llm.llm_engine.engine_core.shutdown()
             tokens[policy] = [list(output.outputs[0].token_ids) for output in outputs]
             result["blocks"][policy] = blocks
+            if on_host:
+                read = [output.kv_transfer_params["v_bytes_read_per_token"] for output in outputs]
+                result["v_bytes_read_per_token"][policy] = read[0]
+                row = LLAMA[1]["head_dim"] * 2  # bytes
+                heads = LLAMA[1]["num_attention_heads"]
+                layers = llm.llm_engine.model_config.hf_config.num_hidden_layers - 1
+                wanted = TOP_N * heads * row * layers
+                require(set(read) == {wanted}, f"{policy}: V of {wanted} bytes a token, not {read}")
             if evicts:
                 evicted = [output.kv_transfer_params["evicted_tokens"] for output in outputs]
                 result["evicted_tokens"][policy] = evicted
@@ -202,10 +218,12 @@ def main() -> int:
     start = stages.add_parser("start")
     start.add_argument("--policies", default="none,full,pyramidkv,xkv,h2o")
     start.add_argument("--tensor-parallel", type=int, default=1)
+    start.add_argument("--swap-space", type=float, help="GiB of host memory, for kcache and +host")
     start.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.stage == "start":
-        result = run_start(options.policies.split(","), options.tensor_parallel)
+        policies = options.policies.split(",")
+        result = run_start(policies, options.tensor_parallel, options.swap_space)
     else:
         result = run_engine(options.backend, options.mode, options.runner)
     options.out.write_text(json.dumps(result))

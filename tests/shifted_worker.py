@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.stand_ins import LateCopies
 from tests.pretended_device import data_of
 from tests.steps import make_call, make_side
 from vllm_pyramid.ops import reference, triton_tables
@@ -26,7 +27,8 @@ from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.shifted import ShiftedTables
 
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
-REFUSED = {"kcache", "pyramidinfer"}  # on CUDA
+REFUSED = {"pyramidinfer"}  # on CUDA
+STEP_TOKENS = 1 << 12
 
 
 class Host:
@@ -62,12 +64,20 @@ def kernels(device: Any) -> Ops:
     def of_window(batch: Any, *_: Any, **kwargs: Any) -> bool:
         return batch.max_prompt_len is not None
 
+    def of_topn(*_: Any, choosers: Any = None, **kwargs: Any) -> bool:
+        return choosers is not None
+
+    def of_attention(out: Any, batch: Any, *_: Any, **kwargs: Any) -> bool:
+        return batch.max_query_len is not None and batch.max_seq_len is not None
+
     def of_select(*_: Any, max_keep: int | None = None, **kwargs: Any) -> bool:
         return max_keep is not None
 
     found: Any = SimpleNamespace(**launched)
     for name, known in (
         ("add_key_mass", of_mass),
+        ("paged_attention", of_attention),
+        ("topn_attention", of_topn),
         ("window_scores", of_window),
         ("window_scores_and_statistics", of_window),
         ("select", of_select),
@@ -81,40 +91,108 @@ class Worker:
 
     Args:
         prompts: their lengths by name. answer: tokens that may follow them.
+        copies: whether the device has a memory of its own, and a stream for copies.
+
+    Attributes:
+        outs: what attention by a method gave, of each step and layer. calls: those.
+        reports: of the steps.
     """
 
     def __init__(
-        self, policy: Policy, device: Any, prompts: Mapping[str, int], answer: int = 32
+        self,
+        policy: Policy,
+        device: Any,
+        prompts: Mapping[str, int],
+        answer: int = 32,
+        *,
+        copies: bool = True,
     ) -> None:
-        self.device, self.ops, self.prompts = device, kernels(device), prompts
-        width = -(-(max(prompts.values()) + answer) // BLOCK)
-        blocks = LAYERS * len(prompts) * width + 1
-        self.retention = Retention(policy, LAYERS, BLOCK, len(prompts) + 1)
+        self.device, self.prompts = device, prompts
+        self.ops = kernels(device) if copies else reference
+        self.layers = 4 if policy.attends else LAYERS
+        sizes = [
+            BLOCK if policy.values.on_device(layer) else 2 * BLOCK for layer in range(self.layers)
+        ]
+        self.longest = -(-(max(prompts.values()) + answer) // BLOCK) * BLOCK
+        shapes = [(-(-self.longest // size), size) for size in sizes]
+        width = self.longest // BLOCK
+        blocks = self.layers * len(prompts) * width + 1
+        self.retention = Retention(policy, self.layers, max(sizes), len(prompts) + 1)
+        self.copies = LateCopies() if policy.attends and copies else None
         side = make_side(
-            LAYERS,
+            self.layers,
             heads=KV_HEADS,
-            block_size=BLOCK,
+            block_size=max(sizes),
             retention=self.retention,
             device=device.device,
+            specs=[
+                SimpleNamespace(
+                    layer_idx=layer,
+                    num_kv_heads=KV_HEADS,
+                    block_size=size,
+                    head_size=SIZE,
+                    dtype=torch.float32,
+                    page_size_bytes=BLOCK * KV_HEADS * 2 * SIZE * 4,
+                )
+                for layer, size in enumerate(sizes)
+            ],
+            config=SimpleNamespace(
+                model_config=SimpleNamespace(
+                    max_model_len=self.longest,
+                    dtype=torch.float32,
+                    get_num_attention_heads=lambda parallel: HEADS,
+                ),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
+            ),
+            host_memory=lambda count: SimpleNamespace(
+                bytes=device.put(torch.zeros(count, dtype=torch.uint8)),
+                release=lambda: None,
+            ),
+            copies=self.copies,
+            table=lambda layer: self.shifted.tables[layer],
         )
         self.retention.hooks = policy.worker_hooks(side)
         for hooks in self.retention.hooks:
             hooks.allocate(blocks)
-        self.shifted = ShiftedTables(slice(0, LAYERS), len(prompts), width, BLOCK, device.device)
+        self.shifted = ShiftedTables(slice(0, self.layers), len(prompts), shapes, device.device)
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         self.contexts = [
             LayerContext(
                 self.retention, layer, self.retention.hooks, None, rotary, None, self.shifted
             )
-            for layer in range(LAYERS)
+            for layer in range(self.layers)
         ]
-        shape = (LAYERS, blocks, KV_HEADS, BLOCK, 2 * SIZE)
+        shape = (self.layers, blocks, KV_HEADS, BLOCK, 2 * SIZE)
         self.cache = torch.randn(shape, generator=self.random)
         order = torch.randperm(blocks - 1, generator=self.random) + 1  # block 0 is nobody's
-        self.tables = order.int().view(LAYERS, len(prompts), width)
+        self.tables = order.int().view(self.layers, len(prompts), width)
+        for layer, context in enumerate(self.contexts):
+            if not policy.values.on_device(layer):
+                cache = self.kv_cache(layer)
+                found = (hooks.value_cache(layer, cache) for hooks in self.retention.hooks)
+                context.values = next(found)
+        # At the same addresses in every step, as vLLM's.
+        self.slots = torch.zeros(self.layers, STEP_TOKENS, dtype=torch.int64)
+        self.outs: list[torch.Tensor] = []
+        self.reports: list[dict[str, Any]] = []
+        self.calls: list[Any] = []
         self.computed = dict.fromkeys(prompts, 0)
         self.evictions = 0
+
+    def kv_cache(self, layer: int) -> torch.Tensor:
+        """`[P, G, N, 2 * D]` of K and V, or `[P, G, 2 * N, D]` of K alone."""
+        cache = self.cache[layer]
+        if not self.retention.policy.values.on_device(layer):
+            cache = cache.view(*cache.shape[:2], 2 * BLOCK, SIZE)
+        whole: torch.Tensor = self.device.put(cache)
+        return whole
+
+    def host_values(self) -> torch.Tensor | None:
+        """All V on the host."""
+        caches = [data_of(c.values) for c in self.contexts if c.values is not None]
+        return caches[0] if caches else None
 
     def step(self, scheduled: dict[str, int]) -> None:
         put, names = self.device.put, list(scheduled)
@@ -129,18 +207,22 @@ class Worker:
         _, computed, tokens = columns
         rows = len(names)
         own = self.tables[:, [list(self.prompts).index(name) for name in names]]
-        data_of(self.shifted.tables)[:, :rows] = own  # as vLLM fills them
+        for table, layer in zip(self.shifted.tables, own, strict=True):
+            data_of(table)[:rows] = layer[:, : table.shape[1]]  # as vLLM fills them
         lens = torch.from_numpy(computed + tokens)
         self.shifted.update(put(lens), step.skips, computed + tokens)
         starts = torch.zeros(rows + 1, dtype=torch.int32)
         starts[1:] = torch.from_numpy(tokens).cumsum(0)
         assert self.shifted.max_lens is not None
         for layer, context in enumerate(self.contexts):
-            cache = put(self.cache[layer])
+            cache, elsewhere = self.kv_cache(layer), context.values is not None
             caches = cache[..., :SIZE], cache[..., SIZE:]
+            if context.values is not None:
+                caches = cache, context.values
+            size = caches[0].shape[2]
             slots = torch.cat(
                 [
-                    own[layer, row][places // BLOCK].long() * BLOCK + places % BLOCK
+                    own[layer, row][places // size].long() * size + places % size
                     for row in range(rows)
                     for places in [torch.arange(computed[row], computed[row] + tokens[row])]
                 ]
@@ -148,10 +230,17 @@ class Worker:
             count = int(tokens.sum())
             key, value = torch.randn(2, count, KV_HEADS, SIZE, generator=self.random)
             query = torch.randn(count, HEADS, SIZE, generator=self.random)
-            self.ops.reshape_and_cache(put(key), put(value), *caches, put(slots))
-            context.after_write(put(slots))
+            own_slots = self.slots[layer][: len(slots)].copy_(slots)
+            if elsewhere and self.copies is not None:
+                self.ops.write_rows(put(key), caches[0], put(own_slots))
+                given = value.clone()
+                context.write_values(self.ops, put(given), put(own_slots), cache=caches[1])
+                given.fill_(torch.nan)  # a graph uses its memory for something else
+            else:
+                self.ops.reshape_and_cache(put(key), put(value), *caches, put(own_slots))
+            context.after_write(put(own_slots))
             call = make_call(
-                self.shifted.tables[layer, :rows],
+                self.shifted.tables[layer][:rows],
                 layer=layer,
                 ops=self.ops,
                 query=put(query),
@@ -165,8 +254,16 @@ class Worker:
             )
             maxima = int(tokens.max()), int(self.shifted.max_lens[layer])
             batch = replace(call.batch, max_query_len=maxima[0], max_seq_len=maxima[1])
-            context.after_attention(replace(call, batch=batch))
-        self.evictions += len(self.retention.end_step()[0])
+            call = replace(call, batch=batch)
+            if elsewhere:
+                out = torch.full_like(query, torch.nan)
+                assert context.attend(call, put(out))
+                self.calls.append(call)
+                self.outs.append(out)
+            context.after_attention(call)
+        evicted, reports = self.retention.end_step()
+        self.evictions += len(evicted)
+        self.reports.append(reports)
         for name in names:
             self.computed[name] += scheduled[name]
 
@@ -192,4 +289,11 @@ def policies() -> list[Policy]:
             found.append(load_policy(name, "40", args=args))
     inside = {"window": 8, "chunk": {"tokens": 48, "keep": 24, "scorer": "keydiff"}}
     goal = load_policy("xkv", args={"window": 8, "retention": 0.5})
-    return [*found, load_policy("pyramidkv", "24", args=inside), goal]
+    host = {"kind": "host", "top_n": 6}
+    away = [
+        load_policy("kcache", args={"values": host}),
+        load_policy("kcache", args={"values": {**host, "device_layers": 0, "renormalize": False}}),
+        load_policy("pyramidkv", "40", args={"window": 16, "values": {**host, "device_layers": 2}}),
+        load_policy("value-aware", "40", args={"window": 16, "values": host}),
+    ]
+    return [*found, load_policy("pyramidkv", "24", args=inside), goal, *away]

@@ -286,3 +286,49 @@ def test_other_kinds_of_cache_are_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match=f"{name}.*MLAAttentionSpec"):
         per_layer(stock)
+
+
+# CUDA graphs --------------------------------------------------------------------------------------
+
+
+def graphs(mode: str, *, inductor: bool = False) -> Any:
+    from vllm.config import CUDAGraphMode
+
+    return resolved_config(
+        **{
+            "compilation_config.cudagraph_mode": CUDAGraphMode[mode],
+            "compilation_config.use_inductor_graph_partition": inductor,
+        }
+    )
+
+
+@pytest.mark.parametrize("policy", ["kcache", "pyramidkv"])
+def test_graphs_leave_out_what_a_method_attends_to(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """vLLM's default becomes graphs between the layers' attention, with a line that says why."""
+    from vllm_pyramid import engine_config
+
+    said: list[str] = []
+    monkeypatch.setattr(engine_config.logger, "info", lambda line, *of: said.append(line % of))
+    modes = {"NONE": "NONE", "PIECEWISE": "PIECEWISE"}
+    modes["FULL_AND_PIECEWISE"] = "PIECEWISE" if policy == "kcache" else "FULL_AND_PIECEWISE"
+    for mode, expected in modes.items():
+        config = graphs(mode)
+        engine_config._check_graphs(config, load_policy(policy))
+        assert config.compilation_config.cudagraph_mode.name == expected
+    expects = ["kv-policy kcache: cudagraph_mode is PIECEWISE, not FULL_AND_PIECEWISE"]
+    assert [line.partition(": which")[0] for line in said] == expects * (policy == "kcache")
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_graphs_of_whole_decode_steps_are_refused(mode: str) -> None:
+    from vllm_pyramid.engine_config import _check_graphs
+
+    away = load_policy("snapkv", None, {"values": "host"})
+    for policy in (load_policy("kcache"), away):
+        with pytest.raises(ValueError, match=f"cudagraph_mode {mode} captures whole decode steps"):
+            _check_graphs(graphs(mode), policy)
+        with pytest.raises(ValueError, match="use_inductor_graph_partition and CUDA graphs"):
+            _check_graphs(graphs("PIECEWISE", inductor=True), policy)
+        _check_graphs(graphs("NONE", inductor=True), policy)

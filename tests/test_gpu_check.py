@@ -188,6 +188,7 @@ RESULTS = {
     "engine": {"blocks_in_decode": {"pyramidkv": 30, "full": 200}},
     "start": {"blocks": {"pyramidkv": 4321}},
     "sync": {"blocks": {"pyramidkv": 4321}},
+    "host": {"v_bytes_read_per_token": {"kcache": 8192}},
 }
 
 
@@ -240,6 +241,7 @@ def test_all_of_it_on_a_device_that_is_not_there(
     of = dict(zip(status, rows, strict=True))
     assert of["kernels"].endswith("0.812 of the copy bandwidth, decoding")
     assert of["start-in-process"].endswith("4321 blocks of the cache")
+    assert of["host-values"].endswith("8192 bytes of V a token, kcache")
     assert of["engine-flash_attn-graphs-v2"].endswith("exit status 1")
     assert of["start-tp2"].endswith("needs 2 devices, here are 1")
     assert of["throughput-8k"].endswith("see the JSON")

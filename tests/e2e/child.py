@@ -11,7 +11,7 @@ after the one before it, so that later prompts meet requests that decode). `trit
 it), "attention" (the same, and the attention is that of CUDA devices: vLLM's Triton kernels on
 tables that are shifted for each layer), or "flash" (the same with FlashAttention, whose functions
 have stand-ins). With `graphs`, a mode of vLLM's CUDA graphs, workers start as on a GPU and replay
-stand-ins for graphs, and evictions run our Triton kernels (`stand_ins.py`).
+stand-ins for graphs; with `kernels` our own kernels are those for Triton (`stand_ins.py`).
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ def main() -> None:
         stand_ins.install_flash_attention()
     if request.get("graphs"):
         stand_ins.install_start_up(request["graphs"])
+    if request.get("kernels"):
         stand_ins.install_triton_kernels()
     results = []
     for engine in request["engines"]:

@@ -21,7 +21,7 @@ class Child:
 
     Args:
         folder: for its files. engines: of each the arguments of `vllm.LLM` and the waves, see
-            `child.py`. triton, graphs: same. environment: variables beyond this process's own.
+            `child.py`. triton, graphs, kernels: same. environment: variables beyond its own.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Child:
         *engines: tuple[dict[str, Any], Sequence[Any]],
         triton: str | None = None,
         graphs: str | None = None,
+        kernels: bool = False,
         **environment: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,8 @@ class Child:
         self._log = folder / "log.txt"
         defaults = {"enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
         described = [{"llm": {**defaults, **llm}, "waves": waves} for llm, waves in engines]
-        request.write_text(json.dumps({"engines": described, "triton": triton, "graphs": graphs}))
+        how = {"triton": triton, "graphs": graphs, "kernels": kernels}
+        request.write_text(json.dumps({"engines": described, **how}))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(CHILD), str(request), str(self._result)],

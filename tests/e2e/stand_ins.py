@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -87,12 +88,37 @@ def install_flash_attention() -> None:
 # Our own kernels ---------------------------------------------------------------------------------
 
 
+class LateCopies:
+    """A stream for copies that runs each as late as it may: when the step waits for it.
+
+    So what was to be copied is another thing by then, if the step went on too early.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self.launched = 0
+
+    def launch(self, copy: Callable[..., None], *args: Any, **kwargs: Any) -> int:
+        self._waiting.append(lambda: copy(*args, **kwargs))
+        self.launched += 1
+        COUNTS[f"late {copy.__name__}"] += 1
+        return self.launched
+
+    def wait(self, mark: int) -> None:
+        while self.launched - len(self._waiting) < mark:
+            self._waiting.pop(0)()
+
+
 def install_triton_kernels() -> None:
-    """Evictions run our Triton kernels, interpreted, in place of those for the CPU."""
+    """Our Triton kernels run, interpreted, in place of those for the CPU.
+
+    So the device has a memory of its own, as far as methods can tell, and a stream for copies.
+    """
     from vllm_pyramid.ops import triton_ops
-    from vllm_pyramid.worker import backend_cuda
+    from vllm_pyramid.worker import backend_cuda, runner
 
     backend_cuda.get_ops = lambda device_type: triton_ops
+    runner.copies_of = lambda device: LateCopies()
 
 
 # CUDA graphs -------------------------------------------------------------------------------------
@@ -164,6 +190,8 @@ def install_start_up(mode: str) -> None:
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
+    from vllm_pyramid.config import ServedSettings
+    from vllm_pyramid.engine_config import _check_graphs
     from vllm_pyramid.platform.cpu import PyramidCpuPlatform
     from vllm_pyramid.worker.cpu_worker import PyramidCpuWorker
 
@@ -185,6 +213,8 @@ def install_start_up(mode: str) -> None:
         available: int = determine(worker)
         compilation = worker.vllm_config.compilation_config
         compilation.cudagraph_mode = CUDAGraphMode[mode]
+        # What the front end makes of it, where vLLM knows of graphs.
+        _check_graphs(worker.vllm_config, ServedSettings.of(worker.vllm_config).policy)
         compilation.cudagraph_capture_sizes = [1, 2, 4, 24, 48]
         compilation.max_cudagraph_capture_size = 48
         worker.model_runner.profile_cudagraph_memory()

@@ -74,6 +74,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "fp8": {"kv_policy": "pyramidkv", "kv_budget": 24},
     # Pages of two sizes, which vLLM's two runners lay out each in its own way.
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
+    # The survivors' V on the host, but for the first layer's: tables of two sizes are shifted.
+    "away": {
+        "kv_policy": "pyramidkv",
+        "kv_budget": 36,
+        "kv_policy_args": {"values": {"kind": "host", "top_n": 8, "device_layers": 1}},
+    },
 }
 # What engines have beside their policy. Drafts change nothing: they are compared with one that has
 # none.
@@ -83,6 +89,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": DRAFTS},
     "fp8": {"kv_cache_dtype": "fp8"},
 }
+ON_HOST = ("kcache", "away")
 # Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend, policies.
 ENGINES = {
     "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu", ("pyramidkv", "kcache")),
@@ -92,7 +99,7 @@ ENGINES = {
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "inside", "hybrid", "eagle"),
+        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away"),
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
@@ -100,7 +107,7 @@ ENGINES = {
     ),
     "full-graphs": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
-        ("pyramidkv", "drafts"),
+        ("pyramidkv", "drafts", "kcache", "away"),
     ),
     "decode-graphs": (
         *("2", "attention", "vllm_pyramid.worker.backend_triton"),
@@ -108,6 +115,8 @@ ENGINES = {
     ),
 }
 # vLLM's mode of CUDA graphs, where there are stand-ins for them.
+# Where our own kernels are those for Triton.
+KERNELS = {"full-graphs", "decode-graphs", "first-attention"}
 GRAPHS = {"full-graphs": "FULL_AND_PIECEWISE", "decode-graphs": "FULL_DECODE_ONLY"}
 RUNS = [(name, policy) for name, (*_, policies) in ENGINES.items() for policy in policies]
 # Prompt length, generated tokens, step of arrival (even: see `child.py`), the request's own
@@ -161,6 +170,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
         ),
         triton=triton,
         graphs=GRAPHS.get(name),
+        kernels=name in KERNELS,
         TRITON_INTERPRET="1",
         VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name in GRAPHS else "0",
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
@@ -225,9 +235,11 @@ def test_runner(
     shifted = triton in ("attention", "flash")
     assert result["one_tensor_of_tables"] == (shifted and policy not in ("hybrid", "eagle"))
     cached = [output["cached"] for output in result["outputs"]]
+    # V on the host is not copied, so what an eviction overwrites is gone.
     # Inside prompts the first eviction is at 32 tokens, with a window of 8. Blocks of a sliding
     # window are found once they left it: by then two of the first request's had.
-    assert cached == [0, 0, 0, {"h2o": 0, "inside": 16, "hybrid": 32}.get(policy, 64)]
+    of_prefix = {"h2o": 0, "inside": 16, "hybrid": 32, "away": 0}
+    assert cached == [0, 0, 0, of_prefix.get(policy, 64)]
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected[policy]
     _check_reports(policy, [report for _, report in outputs])
@@ -240,6 +252,12 @@ def _check_graphs(mode: str, policy: str, counts: dict[str, int]) -> None:
     if policy == "h2o":  # works in every step
         assert counts.get("full replays", 0) == counts.get("captures", 0) == 0
         assert counts["mode NONE"] == 1
+        return
+    if policy in ON_HOST:  # attends by itself in every step, between the pieces
+        assert counts.get("mode PIECEWISE") == 1 and counts["piecewise calls"] > 1, counts
+        assert counts.get("full replays", 0) == counts.get("captures", 0) == 0
+        # A step waits for each copy; V of chunks of prompts is fetched.
+        assert counts["late write_rows"] > counts["late copy_pages"] > 0
         return
     assert counts[f"mode {mode}"] == 1
     # Of four requests at most; with two drafts each has three tokens in a decode step.
@@ -261,6 +279,8 @@ def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:
         # 70 tokens keep 38 and give back 32; at 74 tokens 16 more go.
         assert reports[0]["computed_tokens"] == 74 and reports[0]["kept_tokens"] == [26, 26]
         assert reports[3]["computed_tokens"] == 100 and reports[3]["kept_tokens"] == [36, 36]
+    if policy in ON_HOST:
+        assert all(report["v_bytes_written"] > 0 for report in reports)
     if policy == "kcache":
         read = [report["v_bytes_read_per_token"] for report in reports]
         assert read[0] == read[1] == read[3] == 8 * 4 * 16 * 4  # keys, heads, float32 elements

@@ -148,7 +148,8 @@ def test_tables_of_vllm_become_layers_of_one_tensor() -> None:
     runner.initialize_kv_cache(groups)
     shifted = runner.shifted
     assert shifted is not None
-    assert shifted.tables.shape == (len(NAMES), ROWS, WIDTH)
+    assert [table.shape for table in shifted.tables] == [(ROWS, WIDTH)] * len(NAMES)
+    assert len({table.untyped_storage().data_ptr() for table in shifted.tables}) == 1
     for group, table in zip(groups, runner.tables, strict=True):
         (builder,) = group.metadata_builders
         context = builder.context
@@ -173,7 +174,7 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
     groups = make_groups()
     runner.initialize_kv_cache(groups)
     assert runner.attn_groups[0] == []
-    assert runner.shifted is not None and runner.shifted.tables.shape[0] == 2
+    assert runner.shifted is not None and len(runner.shifted.tables) == 2
     for place, layer in enumerate((1, 2)):
         context = groups[layer].metadata_builders[0].context
         assert context.layer == layer
@@ -185,7 +186,7 @@ def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:
     runner = Runner()
     runner.initialize_kv_cache(make_groups())
     assert runner.shifted is not None
-    runner.generations.append(weakref.ref(runner.shifted.tables))
+    runner.generations.append(weakref.ref(runner.shifted.tables[0]))
     assert runner.generations[0]() is not None
     runner.attn_groups = []  # vLLM clears these
     runner.initialize_kv_cache(make_groups())
@@ -430,7 +431,7 @@ def _common(num_reqs: int, num_tokens: int) -> Any:
 
 def make_builder() -> Any:
     builder: Any = _Counting()
-    shifted = ShiftedTables(slice(0, 2), 8, WIDTH, 16, torch.device("cpu"))
+    shifted = ShiftedTables(slice(0, 2), 8, [(WIDTH, 16)] * 2, torch.device("cpu"))
     shifted.max_lens = np.array([5, 6], np.int32)
     builder.context = SimpleNamespace(layer=1, shifted=shifted, step="now")
     return builder
@@ -453,7 +454,7 @@ def test_metadata_that_nobody_reads_is_built_once() -> None:
 
 def test_only_replays_of_full_graphs_are_such_steps() -> None:
     seen: list[bool] = []
-    shifted = ShiftedTables(slice(0, 1), 2, WIDTH, 16, torch.device("cpu"))
+    shifted = ShiftedTables(slice(0, 1), 2, [(WIDTH, 16)], torch.device("cpu"))
     runner: Any = SimpleNamespace(shifted=shifted)
 
     def prepare(batch: Any, mode: Any, *args: Any, for_capture: bool, **kwargs: Any) -> str:
@@ -469,11 +470,13 @@ def test_only_replays_of_full_graphs_are_such_steps() -> None:
 
 def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
     for rows in (1, 3, 4, 1023):
-        shifted = ShiftedTables(slice(0, 3), rows, 5, 16, torch.device("cpu"))
-        assert shifted.tables.shape == (3, rows, 5) and shifted.lens.shape == (3, rows)
+        shapes = [(5, 16), (3, 32), (3, 32)]  # of layers with V and without
+        shifted = ShiftedTables(slice(0, 3), rows, shapes, torch.device("cpu"))
+        assert [table.shape for table in shifted.tables] == [(rows, width) for width, _ in shapes]
+        assert shifted.lens.shape == (3, rows)
         for layer in range(3):
             for tensor in (shifted.tables, shifted.lens, shifted.skips):
-                part = tensor[layer].storage_offset() * tensor.element_size()
+                part = tensor[layer].storage_offset() * tensor[layer].element_size()
                 assert part % 16 == 0
 
 

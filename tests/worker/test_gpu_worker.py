@@ -27,6 +27,9 @@ class Runner:
     def bytes_of_tables(self) -> int:
         return 1000
 
+    def bytes_of_buffers(self) -> int:
+        return 500
+
     def room_for_cache(self, available: int) -> int:
         return available // 2
 
@@ -55,7 +58,7 @@ def test_kernels_are_compiled_before_vllm_warms_up(
 def test_tables_are_taken_out_of_what_vllm_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_worker()
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 5000)
-    assert worker.determine_available_memory() == (5000 - 1000) // 2
+    assert worker.determine_available_memory() == (5000 - 1000 - 500) // 2
 
 
 def test_a_size_that_the_user_chose_is_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,4 +78,4 @@ def test_a_size_that_vllm_remembers_is_one_that_it_measured(
         return 5000
 
     monkeypatch.setattr(Worker, "determine_available_memory", determine)
-    assert worker.determine_available_memory() == (5000 - 1000) // 2
+    assert worker.determine_available_memory() == (5000 - 1000 - 500) // 2

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.cpu
 PROMPTS = {"a": 70, "b": 45, "c": 101}
 # Tokens of each step; all that a prompt needs at its end is in its last chunk.
 STEPS = [
-    {"a": 48, "b": 45},
+    {"a": 24, "b": 20},  # nothing ends, and nobody decodes
+    {"a": 24, "b": 25},
     {"a": 22, "b": 1, "c": 48},
     {"a": 1, "b": 1, "c": 53},
     *({"a": 1, "b": 1, "c": 1} for _ in range(10)),
@@ -86,8 +87,14 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
     monkeypatch.undo()
     same = Host()
     launch_tables(monkeypatch, same)
-    on_host = Worker(policy, same, PROMPTS)
+    on_host = Worker(policy, same, PROMPTS, copies=False)
     for scheduled in STEPS:
         on_host.step(scheduled)
-    assert on_host.evictions == worker.evictions > 0
+    assert on_host.evictions == worker.evictions and (worker.evictions > 0) == policy.evicts
     assert torch.equal(on_host.cache, worker.cache)
+    assert len(on_host.outs) == len(worker.outs) > 0 or not policy.attends
+    for out, right in zip(worker.outs, on_host.outs, strict=True):
+        assert torch.equal(out, right)
+    if policy.attends:
+        assert torch.equal(worker.host_values(), on_host.host_values())
+        assert worker.reports == on_host.reports

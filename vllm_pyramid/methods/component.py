@@ -73,6 +73,14 @@ class Component(BaseModel):
         return self.works_in_every_step
 
     @property
+    def attends(self) -> bool:
+        """Whether the hooks of this part attend in place of some layers' attention, in all steps.
+
+        That is Python, which a captured graph of a whole step would leave out.
+        """
+        return False
+
+    @property
     def splits_at_prompt_end(self) -> bool:
         """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
         return False

@@ -6,6 +6,8 @@ Where they are called in a worker, from left to right in time:
     a step           begin_step                                             end_step, report
     each layer                  after_write  attend  after_attention  (evict)  after_eviction
 
+(`write_values` before `after_write`, in layers whose V lies elsewhere.)
+
 and in the scheduler: `arrived`, `took_step`, `evicted`, `report`, `finished`. All hooks do nothing
 by default; a method overrides those it needs. Callers know no method by name.
 
@@ -20,14 +22,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
     from vllm_pyramid.plans import Plan, RetentionPlan
     from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
     from vllm_pyramid.step.batch import EvictionBatch
-    from vllm_pyramid.step.call import LayerCall
+    from vllm_pyramid.step.call import LayerCall, ValueWrite
     from vllm_pyramid.step.step import Step, StepEvictions
     from vllm_pyramid.step.trace import TraceWriter
 
@@ -47,6 +50,40 @@ class Ranks(Protocol):
 
     def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
         """The first rank's values, bit for bit."""
+
+
+class CopyStream(Protocol):
+    """A device's stream for copies, beside the one that the step's kernels are launched on.
+
+    The host waits for neither.
+    """
+
+    def launch(self, copy: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
+        """Let `copy` launch here, behind all that the step has launched so far.
+
+        Returns:
+            A mark, for `wait`.
+        """
+
+    def wait(self, mark: Any) -> None:
+        """What the step launches from now on runs behind what was launched up to the mark."""
+
+
+class HostMemory:
+    """Memory of the host that the device addresses too.
+
+    Attributes:
+        bytes: `[n]` uint8, zeros, as the device sees them.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        with torch.inference_mode(False):
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        # The system gives memory on the first touch: touch it now, not during a request.
+        self.bytes.zero_()
+
+    def release(self) -> None:
+        """Nobody will use it any more."""
 
 
 class OneRank:
@@ -77,6 +114,10 @@ class WorkerSide:
         step: gives the current step.
         swap_space_bytes: `--kv-swap-space` in bytes; None where it was not given.
         may_wait: a context in which the host may wait for the device, whoever watches for that.
+        host_memory: makes memory of the host, by its bytes.
+        copies: of a device with a memory of its own; None where the host's is the device's.
+        table: gives the current step's block table of a layer as its attention reads it, `[>= R,
+            M]` int32; asked of layers and in steps whose tables exist.
     """
 
     config: VllmConfig
@@ -88,6 +129,9 @@ class WorkerSide:
     step: Callable[[], Step]
     swap_space_bytes: int | None = None
     may_wait: Callable[[], AbstractContextManager[Any]] = nullcontext
+    host_memory: Callable[[int], HostMemory] = HostMemory
+    copies: CopyStream | None = None
+    table: Callable[[int], torch.Tensor] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -110,6 +154,10 @@ class WorkerHooks:
 
     def bytes_beside_block(self) -> int:
         """Device memory that each block of the cache takes beside its own."""
+        return 0
+
+    def bytes_beside_cache(self) -> int:
+        """Device memory that `allocate` takes, however large the cache is."""
         return 0
 
     def limit_cache(self, num_bytes: int) -> int:
@@ -136,6 +184,9 @@ class WorkerHooks:
 
     def begin_step(self, step: Step) -> None:
         """A step begins; its skips and evictions are known."""
+
+    def write_values(self, write: ValueWrite) -> None:
+        """New tokens of a layer whose V lies elsewhere: write V, K has been written."""
 
     def after_write(self, layer: int, slots: torch.Tensor) -> None:
         """New tokens have been written to these slots, `[T]` int64; negative ones are padding."""

@@ -56,6 +56,9 @@ class AttentionBatch:
         skips: `[R]` int32, positions below which nothing is visible; 0 where nothing was evicted.
         max_query_len, max_seq_len: the most queries and tokens of a request.
         key_scale, value_scale: what the caches' numbers are multiplied with.
+        value_table: `[>= R, M]` int32, the blocks of V where they are others than those of K; then
+            the two caches may have different numbers of blocks. `paged_attention` alone takes it,
+            and not on the CPU.
     """
 
     query: torch.Tensor
@@ -69,6 +72,7 @@ class AttentionBatch:
     max_seq_len: int | None = None
     key_scale: float = 1.0
     value_scale: float = 1.0
+    value_table: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,26 @@ class Softmax:
     soft_cap: float = 0.0
     sliding_window: int = 0
     sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Choosers:
+    """The queries of a batch that choose their keys, as the host knows them.
+
+    With it `topn_attention` reads nothing back from the device.
+
+    Attributes:
+        queries: `[S, 2]` int32, request and which of its queries: all queries of the requests whose
+            `top_ns` is above 0 and below what their last query sees.
+        max_top_n: at least the largest of their `top_ns`.
+        alone: whether all requests of the batch are such requests.
+        workspace: float32 scratch, which bounds how many choose at once; None: as large as needed.
+    """
+
+    queries: torch.Tensor
+    max_top_n: int
+    alone: bool = False
+    workspace: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +222,37 @@ class Ops(Protocol):
             slot_mapping: `[T]` int64, `block * N + row`; negative entries are skipped (padding).
         """
 
+    def write_rows(
+        self,
+        rows: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """`reshape_and_cache` of K alone or of V alone.
+
+        Args:
+            rows: `[>= T, G, D]`. cache: `[P, G, N, D]`. slot_mapping: `[T]` int64.
+        """
+
+    def copy_pages(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        block_table: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:
+        """Copy whole pages from one memory to another, bit for bit.
+
+        Args:
+            target: `[S, G, N, D]`, written. source: `[P, G, N, D]`, of the same dtype; both dense,
+                with pages of whole words of 4 bytes.
+            block_table: `[>= R, M]` int32.
+            places: `[C, 3]` int32: a page of the target, and row and entry of the block table
+                where that of the source stands.
+        """
+
     def paged_attention(
         self,
         out: torch.Tensor,
@@ -225,6 +280,7 @@ class Ops(Protocol):
         *,
         renormalize: bool = False,
         value_rows: torch.Tensor | None = None,
+        choosers: Choosers | None = None,
     ) -> None:
         """`paged_attention` of a batch in which requests may use their best keys alone.
 
@@ -241,6 +297,8 @@ class Ops(Protocol):
             value_rows: `[R]` int64 or None. The rows of V (of D elements) that were needed are
                 ADDED: with `top_ns` one a chosen key, query and query head, else the keys that the
                 request's queries see, once a KV head.
+            choosers: what the host knows of the batch; only back ends that would have to ask the
+                device look at it.
 
         Raises:
             ValueError: `top_ns` or `value_rows` has another shape or dtype, or a negative entry.
@@ -344,9 +402,6 @@ class Ops(Protocol):
 
         Returns:
             `[R, G, max(contexts)]` float32; 0 behind `contexts[r]`.
-
-        Raises:
-            NotImplementedError: on CUDA, where policies that need it are refused at start-up.
         """
 
     def select(

@@ -27,11 +27,13 @@ from vllm_pyramid.ops.cpu_eviction import (
 )
 from vllm_pyramid.ops.cpu_library import current_isa, set_isa
 from vllm_pyramid.ops.recall import kept_mass
+from vllm_pyramid.ops.reference import copy_pages, write_rows  # the engine on a CPU has no use
 
 __all__ = [
     "add_key_mass",
     "available",
     "compact",
+    "copy_pages",
     "current_isa",
     "kept_mass",
     "load_error",
@@ -43,6 +45,7 @@ __all__ = [
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",
+    "write_rows",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import FP8_DTYPES, MASS_KINDS, AttentionBatch, Softmax
+from vllm_pyramid.ops.contract import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.cpu_checks import (
     cache_code,
     check_caches,
@@ -139,11 +139,13 @@ def topn_attention(
     *,
     renormalize: bool = False,
     value_rows: torch.Tensor | None = None,
+    choosers: Choosers | None = None,
 ) -> None:
-    """See `Ops.topn_attention`.
+    """See `Ops.topn_attention`; `choosers` is not needed here.
 
     Requests that use all their keys get the bits of `paged_attention`.
     """
+    del choosers
     attention = _attention(out, batch, batch.value_cache, softmax, None)
     requests = batch.seq_lens.shape[0]
     rows_address = 0
@@ -164,6 +166,8 @@ def _attention(
     """The checked arguments as a `PyrAttention`."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window
+    if batch.value_table is not None:
+        raise ValueError("value_table: the C++ kernels read K and V by one table")
     strides = check_caches(key_cache, value_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
     check_head_size(head_size)

@@ -21,6 +21,7 @@ from vllm_pyramid.ops.topn import topn_attention
 __all__ = [
     "add_key_mass",
     "compact",
+    "copy_pages",
     "gather_tokens",
     "kept_mass",
     "paged_attention",
@@ -30,6 +31,7 @@ __all__ = [
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",
+    "write_rows",
 ]
 
 
@@ -44,15 +46,31 @@ def reshape_and_cache(
     value_scale: float = 1.0,
 ) -> None:
     """See `Ops.reshape_and_cache`."""
-    block_size = key_cache.shape[2]
+    write_rows(key, key_cache, slot_mapping, scale=key_scale)
+    write_rows(value, value_cache, slot_mapping, scale=value_scale)
+
+
+def write_rows(
+    rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale: float = 1.0
+) -> None:
+    """See `Ops.write_rows`."""
+    block_size = cache.shape[2]
     valid = slot_mapping >= 0
     slots = slot_mapping[valid]
-    for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
-        rows = new[: len(valid)][valid]
-        if cache.dtype in FP8_DTYPES:
-            most = torch.finfo(cache.dtype).max
-            rows = (rows.float() / scale).clamp(-most, most)
-        cache[slots // block_size, :, slots % block_size] = rows.to(cache.dtype)
+    rows = rows[: len(valid)][valid]
+    if cache.dtype in FP8_DTYPES:
+        most = torch.finfo(cache.dtype).max
+        rows = (rows.float() / scale).clamp(-most, most)
+    cache[slots // block_size, :, slots % block_size] = rows.to(cache.dtype)
+
+
+def copy_pages(
+    target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
+) -> None:
+    """See `Ops.copy_pages`."""
+    pages, rows, entries = places.long().unbind(1)
+    target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target[pages] = source[block_table[rows, entries].long()]
 
 
 def window_scores(

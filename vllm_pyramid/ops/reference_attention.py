@@ -36,6 +36,7 @@ def paged_attention(
     if log_sum_exp is not None:
         check_lse(log_sum_exp, query)
     num_queries_per_kv = query.shape[1] // key_cache.shape[1]
+    value_table = batch.block_table if batch.value_table is None else batch.value_table
     starts = batch.query_start_loc.tolist()
     for r, (seq_len, skip) in enumerate(zip(seq_lens.tolist(), skips.tolist(), strict=True)):
         q = query[starts[r] : starts[r + 1]].to(compute_dtype)
@@ -43,7 +44,7 @@ def paged_attention(
         if num_queries == 0:
             continue
         k = gather_tokens(key_cache, batch.block_table[r], skip, seq_len).to(compute_dtype)
-        v = gather_tokens(value_cache, batch.block_table[r], skip, seq_len).to(compute_dtype)
+        v = gather_tokens(value_cache, value_table[r], skip, seq_len).to(compute_dtype)
         k = k.repeat_interleave(num_queries_per_kv, dim=1)
         v = v.repeat_interleave(num_queries_per_kv, dim=1)
         logits = torch.einsum("qhd,khd->hqk", q, k) * (softmax.scale * batch.key_scale)

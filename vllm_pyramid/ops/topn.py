@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.reference_attention import gather_tokens, paged_attention
 
 __all__ = ["check_value_rows", "topn_attention"]
@@ -23,9 +23,11 @@ def topn_attention(
     *,
     renormalize: bool = False,
     value_rows: torch.Tensor | None = None,
+    choosers: Choosers | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """See `Ops.topn_attention`."""
+    """See `Ops.topn_attention`; `choosers` is not needed here."""
+    del choosers
     query, seq_lens, skips = batch.query, batch.seq_lens, batch.skips
     key_cache, value_cache, block_table = batch.key_cache, batch.value_cache, batch.block_table
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks

@@ -18,6 +18,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# A part of a batch begins anywhere in these tensors (one of them stands for sinks that are not).
+OF_REQUESTS = ["block_table", "value_table", "query_start_loc", "seq_lens", "skips", "sinks"]
 
 
 @triton.jit
@@ -54,7 +56,7 @@ def natural_log_sum(maximum, total):
     return tl.where(total == 0.0, float("-inf"), log)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_REQUESTS)
 def decode_kernel(
     out,
     partial_out,
@@ -65,6 +67,7 @@ def decode_kernel(
     key_cache,
     value_cache,
     block_table,
+    value_table,
     query_start_loc,
     seq_lens,
     skips,
@@ -84,6 +87,7 @@ def decode_kernel(
     stride_value_head,
     stride_value_token,
     stride_table,
+    stride_value_table,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -95,6 +99,7 @@ def decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_VALUE_TABLE: tl.constexpr,
 ):
     """One new token of request `pid 0`, the query heads of KV head `pid 1`, split `pid 2`.
 
@@ -134,6 +139,7 @@ def decode_kernel(
     table_row = block_table + r.to(tl.int64) * stride_table
     key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
     value_base = value_cache + g.to(tl.int64) * stride_value_head + dims[None, :]
+    value_row = value_table + r.to(tl.int64) * stride_value_table
 
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
@@ -150,6 +156,8 @@ def decode_kernel(
             mask=dim_mask[None, :],
             other=0.0,
         ).to(q.dtype)
+        if HAS_VALUE_TABLE:
+            blocks = tl.load(value_row + positions // BLOCK_SIZE).to(tl.int64)
         v = tl.load(
             value_base + (blocks * stride_value_block + in_block * stride_value_token)[:, None],
             mask=dim_mask[None, :],
@@ -199,7 +207,7 @@ def decode_kernel(
             tl.store(partial_out + place[:, None] * HEAD_SIZE + dims[None, :], acc, mask=store_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["query_start_loc", "sinks"])
 def combine_kernel(
     out,
     partial_out,
@@ -253,7 +261,7 @@ def combine_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_REQUESTS)
 def prefill_kernel(
     out,
     log_sum_exp,
@@ -261,6 +269,7 @@ def prefill_kernel(
     key_cache,
     value_cache,
     block_table,
+    value_table,
     query_start_loc,
     seq_lens,
     skips,
@@ -280,6 +289,7 @@ def prefill_kernel(
     stride_value_head,
     stride_value_token,
     stride_table,
+    stride_value_table,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -290,6 +300,7 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_VALUE_TABLE: tl.constexpr,
 ):
     """`BLOCK_M` queries (tile `pid 0`, the last tiles first) of request `pid 2`, head `pid 1`.
 
@@ -325,6 +336,7 @@ def prefill_kernel(
     table_row = block_table + r.to(tl.int64) * stride_table
     key_base = key_cache + g * stride_key_head + dims[None, :]
     value_base = value_cache + g * stride_value_head + dims[None, :]
+    value_row = value_table + r.to(tl.int64) * stride_value_table
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -354,6 +366,8 @@ def prefill_kernel(
         weights = tl.exp2(logits - reference_max[:, None])
         shrink = tl.exp2(running_max - reference_max)
         running_sum = running_sum * shrink + tl.sum(weights, 1)
+        if HAS_VALUE_TABLE:
+            blocks = tl.load(value_row + positions // BLOCK_SIZE).to(tl.int64)
         v = tl.load(
             value_base + (blocks * stride_value_block + in_block * stride_value_token)[:, None],
             mask=dim_mask[None, :],

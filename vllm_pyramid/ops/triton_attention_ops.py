@@ -54,7 +54,9 @@ def paged_attention(
     seq_lens, skips = batch.seq_lens, batch.skips
     max_query_len, max_seq_len = batch.max_query_len, batch.max_seq_len
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
-    check_cache(key_cache, value_cache)
+    own_values = batch.value_table is not None
+    value_table = block_table if batch.value_table is None else batch.value_table
+    check_cache(key_cache, value_cache, same_blocks=not own_values)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     group = check_query(query, key_cache)
     check_unit_stride("out", out)
@@ -63,6 +65,7 @@ def paged_attention(
     lse = lse_or(log_sum_exp, query)
     num_requests = seq_lens.shape[0]
     check_table(block_table, num_requests)
+    check_table(value_table, num_requests)
     if query_start_loc.shape[0] < num_requests + 1 or skips.shape[0] < num_requests:
         raise ValueError(
             f"query_start_loc has {query_start_loc.shape[0]} and skips {skips.shape[0]} entries; "
@@ -102,7 +105,8 @@ def paged_attention(
         if num_splits > 1 and workspace is not None
         else (out, out, out)
     )
-    inputs = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, skips)
+    tables = block_table, value_table
+    inputs = (query, key_cache, value_cache, *tables, query_start_loc, seq_lens, skips)
     sink_logits = sinks if sinks is not None else seq_lens
     scalars = (
         sink_logits,
@@ -114,7 +118,7 @@ def paged_attention(
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        block_table.stride(0),
+        *(table.stride(0) for table in tables),
     )
     switches = {
         "GROUP": group,
@@ -124,6 +128,7 @@ def paged_attention(
         "HAS_WINDOW": sliding_window > 0,
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": log_sum_exp is not None,
+        "HAS_VALUE_TABLE": own_values,
     }
     decode_kernel[(num_requests, num_kv_heads, num_splits)](
         out, *partials, lse, *inputs, *scalars, SPLITS=num_splits, **switches, **config

@@ -15,9 +15,15 @@ def check_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     dtypes: tuple[torch.dtype, ...] = CACHE_DTYPES,
+    *,
+    same_blocks: bool = True,
 ) -> None:
-    """Raise ValueError unless both are `[P, G, N, D]` of one of `dtypes`, unit stride in D."""
-    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+    """Raise ValueError unless both are `[P, G, N, D]` of one of `dtypes`, unit stride in D.
+
+    With `same_blocks` false each has its own P.
+    """
+    first = 0 if same_blocks else 1
+    if key_cache.dim() != 4 or key_cache.shape[first:] != value_cache.shape[first:]:
         raise ValueError(
             "key and value cache must both be [blocks, KV heads, block size, head size], got "
             f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"

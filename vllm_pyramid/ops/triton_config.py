@@ -78,6 +78,14 @@ def score_config(head_size: int, element_size: int, group: int, window: int) -> 
     }
 
 
+def recent_config(head_size: int, element_size: int) -> dict[str, int]:
+    """Tile of the kernels of `recent_mass`, whose rows are many."""
+    block_d = padded_head_size(head_size)
+    size = 16 if element_size == 4 else 64 if block_d <= 128 else 32  # FMA units: `decode_config`
+    warps = 8 if element_size == 4 else 4
+    return {"ROWS": size, "BLOCK_D": block_d, "BLOCK_K": size, "num_warps": warps, "num_stages": 2}
+
+
 @functools.cache
 def target_programs(device: torch.device) -> int:
     """Programs that fill the device: four a multiprocessor; few where the interpreter runs them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that move rows of the cache: `compact` and `reshape_and_cache`."""
+"""Triton kernels that move rows of the cache, and pages between memories."""
 
 from __future__ import annotations
 
@@ -104,6 +104,17 @@ def quantised(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.con
 
 
 @triton.jit
+def write_elements(
+    source, target, scale, mask, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr
+):
+    """From and to these addresses; with a `MANTISSA` as the bits of 8-bit floats."""
+    row = tl.load(source, mask=mask)
+    if MANTISSA:
+        row = quantised(row, scale, MANTISSA, BIAS, MOST)
+    tl.store(target, row.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def reshape_and_cache_kernel(
     key,
     value,
@@ -144,25 +155,62 @@ def reshape_and_cache_kernel(
     mask = index < NUM_KV_HEADS * HEAD_SIZE
     g = (index // HEAD_SIZE).to(tl.int64)
     d = index % HEAD_SIZE
-    key_row = tl.load(key + token * stride_key_in_token + g * stride_key_in_head + d, mask=mask)
-    if MANTISSA:
-        key_row = quantised(key_row, key_scale, MANTISSA, BIAS, MOST)
-    tl.store(
-        key_cache + block * stride_key_block + row * stride_key_token + g * stride_key_head + d,
-        key_row.to(key_cache.dtype.element_ty),
-        mask=mask,
-    )
-    value_row = tl.load(
-        value + token * stride_value_in_token + g * stride_value_in_head + d, mask=mask
-    )
-    if MANTISSA:
-        value_row = quantised(value_row, value_scale, MANTISSA, BIAS, MOST)
-    tl.store(
-        value_cache
-        + block * stride_value_block
-        + row * stride_value_token
-        + g * stride_value_head
-        + d,
-        value_row.to(value_cache.dtype.element_ty),
-        mask=mask,
-    )
+    key += token * stride_key_in_token + g * stride_key_in_head + d
+    key_cache += block * stride_key_block + row * stride_key_token + g * stride_key_head + d
+    write_elements(key, key_cache, key_scale, mask, MANTISSA, BIAS, MOST)
+    value += token * stride_value_in_token + g * stride_value_in_head + d
+    value_cache += block * stride_value_block + row * stride_value_token + g * stride_value_head + d
+    write_elements(value, value_cache, value_scale, mask, MANTISSA, BIAS, MOST)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def write_rows_kernel(
+    rows,
+    cache,
+    slot_mapping,
+    scale,
+    stride_in_token,
+    stride_in_head,
+    stride_block,
+    stride_head,
+    stride_token,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """`reshape_and_cache_kernel` of one of the two caches, which may be memory of the host."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < NUM_KV_HEADS * HEAD_SIZE
+    g = (index // HEAD_SIZE).to(tl.int64)
+    d = index % HEAD_SIZE
+    place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+    rows += token * stride_in_token + g * stride_in_head + d
+    write_elements(rows, cache + place + g * stride_head + d, scale, mask, MANTISSA, BIAS, MOST)
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_table", "places"])
+def copy_pages_kernel(
+    target,
+    source,
+    block_table,
+    places,
+    page_words,
+    stride_table,
+    BLOCK: tl.constexpr,
+):
+    """`BLOCK` words of one page. Grid: place, piece of the page."""
+    place = places + 3 * tl.program_id(0)
+    entry = tl.load(place + 1).to(tl.int64) * stride_table + tl.load(place + 2)
+    to = tl.load(place).to(tl.int64) * page_words
+    start = tl.load(block_table + entry).to(tl.int64) * page_words
+    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = words < page_words
+    tl.store(target + to + words, tl.load(source + start + words, mask=mask), mask=mask)

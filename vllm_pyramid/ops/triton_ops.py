@@ -12,13 +12,18 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import RecentBatch, Softmax
 from vllm_pyramid.ops.recall import kept_mass
 from vllm_pyramid.ops.triton_attention_ops import paged_attention
 from vllm_pyramid.ops.triton_checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.ops.triton_config import Workspace
 from vllm_pyramid.ops.triton_mass_ops import add_key_mass
-from vllm_pyramid.ops.triton_move import compact_kernel, reshape_and_cache_kernel
+from vllm_pyramid.ops.triton_move import (
+    compact_kernel,
+    copy_pages_kernel,
+    reshape_and_cache_kernel,
+    write_rows_kernel,
+)
+from vllm_pyramid.ops.triton_recent_ops import recent_mass
 from vllm_pyramid.ops.triton_score_ops import window_scores, window_scores_and_statistics
 from vllm_pyramid.ops.triton_select import select_kernel
 from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
@@ -28,6 +33,7 @@ __all__ = [
     "Workspace",
     "add_key_mass",
     "compact",
+    "copy_pages",
     "effective_lens",
     "kept_mass",
     "paged_attention",
@@ -38,6 +44,7 @@ __all__ = [
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",
+    "write_rows",
 ]
 
 # Bits of the mantissa, bias of the exponent, and the largest number as the bits of a float.
@@ -95,19 +102,69 @@ def reshape_and_cache(
     )
 
 
-def recent_mass(
-    batch: RecentBatch,
-    softmax: Softmax,
-    *,
-    distance_weight: float,
-    log_sum_exp: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `Ops.recent_mass`: there is no kernel, and policies that need one are refused on CUDA.
+def write_rows(
+    rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale: float = 1.0
+) -> None:
+    """See `Ops.write_rows`."""
+    check_cache(cache, cache)
+    check_unit_stride("rows", rows)
+    num_kv_heads, block_size, head_size = cache.shape[1:]
+    num_tokens = slot_mapping.shape[0]
+    if rows.shape[0] < num_tokens or rows.shape[1:] != (num_kv_heads, head_size):
+        raise ValueError(
+            f"rows {tuple(rows.shape)} must be [>= {num_tokens}, {num_kv_heads}, {head_size}] for "
+            "the slot mapping and the cache given"
+        )
+    if num_tokens == 0:
+        return
+    bits = FP8_BITS.get(cache.dtype, {"MANTISSA": 0, "BIAS": 0, "MOST": 0})
+    if bits["MANTISSA"]:
+        cache = cache.view(torch.uint8)
+    block = min(1024, triton.next_power_of_2(num_kv_heads * head_size))
+    write_rows_kernel[(num_tokens, triton.cdiv(num_kv_heads * head_size, block))](
+        rows,
+        cache,
+        slot_mapping,
+        scale,
+        *rows.stride()[:2],
+        *cache.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        **bits,
+        num_warps=4,
+    )
 
-    Raises:
-        NotImplementedError: always.
-    """
-    raise NotImplementedError("recent_mass has no CUDA kernel; policies that need it run on CPU")
+
+def copy_pages(
+    target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
+) -> None:
+    """See `Ops.copy_pages`."""
+    check_table(block_table, 1)
+    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
+        raise ValueError(
+            f"pages {list(target.shape[1:])} of {target.dtype} and {list(source.shape[1:])} of "
+            f"{source.dtype} are not alike"
+        )
+    for name, pages in (("target", target), ("source", source)):
+        if not pages.is_contiguous() or pages[0].nbytes % 4:
+            raise ValueError(f"{name} must be dense, with pages of whole words of 4 bytes")
+    if places.dtype != torch.int32 or places.shape[1:] != (3,) or not places.is_contiguous():
+        raise ValueError(f"places must be int32 [C, 3], got {places.dtype} {list(places.shape)}")
+    if places.shape[0] == 0:
+        return
+    words, block = target[0].nbytes // 4, 1024
+    copy_pages_kernel[(places.shape[0], triton.cdiv(words, block))](
+        target.view(torch.int32),
+        source.view(torch.int32),
+        block_table,
+        places,
+        words,
+        block_table.stride(0),
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 def select(

@@ -18,6 +18,9 @@ from vllm_pyramid.ops.triton_attention import LOG2_E
 from vllm_pyramid.ops.triton_mass import load_keys, load_rows, visible_logits
 from vllm_pyramid.ops.triton_select import ordered_bits
 
+# A part of a batch begins anywhere in these tensors.
+OF_CHOOSERS = ["block_table", "query_start_loc", "seq_lens", "skips", "choosers", "top_ns"]
+
 
 @triton.jit
 def sight_of(choosers, s, query_start_loc, seq_lens, skips, sliding_window, HAS_WINDOW):
@@ -34,7 +37,7 @@ def sight_of(choosers, s, query_start_loc, seq_lens, skips, sliding_window, HAS_
     return r, start + i, skip, first, end
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=OF_CHOOSERS)
 def topn_logits_kernel(
     logits,
     query,
@@ -100,7 +103,10 @@ def topn_logits_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_columns", "max_top_n"])
+@triton.jit(
+    do_not_specialize=["num_columns", "max_top_n"],
+    do_not_specialize_on_alignment=["sinks", *OF_CHOOSERS[1:]],
+)
 def topn_choose_kernel(
     best,
     weights,
@@ -188,7 +194,7 @@ def topn_choose_kernel(
     tl.store(totals + row, total)
 
 
-@triton.jit(do_not_specialize=["max_top_n"])
+@triton.jit(do_not_specialize=["max_top_n"], do_not_specialize_on_alignment=OF_CHOOSERS)
 def topn_values_kernel(
     out,
     best,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.topn import check_value_rows
 from vllm_pyramid.ops.triton_attention_ops import paged_attention
 from vllm_pyramid.ops.triton_checks import check_cache, check_query
@@ -20,6 +20,7 @@ from vllm_pyramid.ops.triton_topn import (
 )
 
 LOG2_E = 1.4426950408889634
+_ALIGNMENT = 64  # of the scratch's parts, in numbers: a kernel is another one where it is less
 
 
 def topn_attention(
@@ -30,26 +31,21 @@ def topn_attention(
     *,
     renormalize: bool = False,
     value_rows: torch.Tensor | None = None,
-    choosers: torch.Tensor | None = None,
-    max_top_n: int | None = None,
+    choosers: Choosers | None = None,
 ) -> None:
     """See `Ops.topn_attention`. `value_cache` may be memory of the host that the device addresses.
 
-    Args:
-        choosers: `[S, 2]` int32, request and index of each query that chooses: all queries of the
-            requests whose `top_ns` is above 0 and below what their last query sees. They are read
-            back from the device if None.
-        max_top_n: at least the largest of their `top_ns`; read back if None.
+    Without `choosers` they are read back from the device. A workspace must have room for one
+    chooser: `workspace_cells(1, ...)`.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit.
+        ValueError: shapes, dtypes, strides or the workspace do not fit.
     """
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
-    block_table, query_start_loc = batch.block_table, batch.query_start_loc
-    seq_lens, skips, max_seq_len = batch.seq_lens, batch.skips, batch.max_seq_len
-    soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
+    query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
+    sliding_window = softmax.sliding_window
     check_cache(key_cache, value_cache)
-    group = check_query(query, key_cache)
+    check_query(query, key_cache)
     num_requests = seq_lens.shape[0]
     if top_ns.dtype != torch.int32 or top_ns.shape != (num_requests,):
         raise ValueError(
@@ -57,41 +53,76 @@ def topn_attention(
         )
     if value_rows is not None:
         check_value_rows(value_rows, num_requests)
-    queries = query_start_loc[1 : num_requests + 1] - query_start_loc[:num_requests]
-    seen = seq_lens - skips
-    if sliding_window:
-        seen = seen.clamp(max=sliding_window)
-    chooses = (top_ns > 0) & (top_ns < seen) & (queries > 0)
-    # Requests that choose show nothing here: no V of theirs is read.
-    paged_attention(out, replace(batch, seq_lens=torch.where(chooses, skips, seq_lens)), softmax)
-    if choosers is None:
-        choosers = _choosers(chooses, queries)
-    if max_top_n is None:
-        max_top_n = int(torch.where(chooses, top_ns, 0).max().item()) if num_requests else 0
-    num_kv_heads, block_size, head_size = key_cache.shape[1:]
-    if value_rows is not None:
-        whole = seq_lens - skips
+    if choosers is None or value_rows is not None or not choosers.alone:
+        queries = query_start_loc[1 : num_requests + 1] - query_start_loc[:num_requests]
+        seen = seq_lens - skips
         if sliding_window:
-            whole = whole.clamp(max=sliding_window + queries - 1)
-        exact = (~chooses & (queries > 0)) * whole.clamp(min=0) * num_kv_heads
-        value_rows += exact
-        if choosers.shape[0]:
-            r = choosers[:, 0].long()
-            ends = (seq_lens - skips - queries)[r] + choosers[:, 1] + 1
-            if sliding_window:
-                ends = ends.clamp(max=sliding_window)
-            taken = torch.minimum(top_ns[r], ends.clamp(min=0)) * query.shape[1]
-            value_rows.index_add_(0, r, taken.long())
-    if not choosers.shape[0]:
+            seen = seen.clamp(max=sliding_window)
+        chooses = (top_ns > 0) & (top_ns < seen) & (queries > 0)
+        # Requests that choose show nothing here: no V of theirs is read.
+        others = replace(batch, seq_lens=torch.where(chooses, skips, seq_lens))
+        paged_attention(out, others, softmax)
+        if choosers is None:
+            most = int(torch.where(chooses, top_ns, 0).max().item()) if num_requests else 0
+            choosers = Choosers(_choosers(chooses, queries), most)
+        if value_rows is not None:
+            _count_rows(value_rows, batch, softmax, top_ns, choosers.queries, chooses, queries)
+    count, num_heads = choosers.queries.shape[0], query.shape[1]
+    if not count:
         return
-    if max_seq_len is None:
-        max_seq_len = block_table.shape[1] * block_size
-    num_choosers, num_heads, device = choosers.shape[0], query.shape[1], query.device
-    columns, rows = max_seq_len, num_choosers * num_heads
-    logits = torch.empty(rows, columns, dtype=torch.float32, device=device)
-    best = torch.empty(rows, max_top_n, dtype=torch.int32, device=device)
-    weights = torch.empty(rows, max_top_n, dtype=torch.float32, device=device)
-    totals = torch.empty(rows, dtype=torch.float32, device=device)
+    columns = batch.max_seq_len
+    if columns is None:
+        columns = batch.block_table.shape[1] * key_cache.shape[2]
+    most = choosers.max_top_n
+    workspace, at_once = choosers.workspace, count
+    each = workspace_cells(1, num_heads, columns, most)
+    if workspace is None:
+        cells = workspace_cells(count, num_heads, columns, most)
+        workspace = torch.empty(cells, dtype=torch.float32, device=query.device)
+    elif (at_once := workspace.shape[0] // each) < 1:
+        raise ValueError(
+            f"the workspace has {workspace.shape[0]} cells; a query of {num_heads} heads that sees "
+            f"up to {columns} keys and takes {most} of them needs {each}"
+        )
+    for start in range(0, count, at_once):
+        some = choosers.queries[start : start + at_once]
+        _choose(out, batch, softmax, top_ns, some, columns, most, workspace, renormalize)
+
+
+def workspace_cells(choosers: int, num_heads: int, columns: int, max_top_n: int) -> int:
+    """Float32 scratch that so many choosing queries take.
+
+    Args:
+        columns: keys that one sees at most. max_top_n: that it takes at most.
+    """
+    return choosers * num_heads * (columns + 2 * max_top_n + 1) + 4 * _ALIGNMENT
+
+
+def _choose(
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    top_ns: torch.Tensor,
+    choosers: torch.Tensor,
+    columns: int,
+    max_top_n: int,
+    workspace: torch.Tensor,
+    renormalize: bool,
+) -> None:
+    """The queries `choosers`, `[S, 2]`, choose among `columns` keys and take V of theirs."""
+    query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
+    block_table, query_start_loc = batch.block_table, batch.query_start_loc
+    seq_lens, skips = batch.seq_lens, batch.skips
+    soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
+    num_kv_heads, block_size, head_size = key_cache.shape[1:]
+    num_choosers, num_heads = choosers.shape[0], query.shape[1]
+    group, rows = num_heads // num_kv_heads, num_choosers * num_heads
+    parts, begin = [], 0
+    for cells in (rows * columns, rows * max_top_n, rows * max_top_n, rows):
+        parts.append(workspace[begin : begin + cells])
+        begin += -(-cells // _ALIGNMENT) * _ALIGNMENT
+    logits, best, weights, totals = parts
+    best = best.view(torch.int32)
     config = decode_config(head_size, query.element_size(), group)
     window = {"HAS_WINDOW": sliding_window > 0}
     wide = value_cache.element_size() == 4  # half as many rows, so that they stay in registers
@@ -117,6 +148,30 @@ def topn_attention(
         NUM_HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         BLOCK_D=padded_head_size(head_size), BLOCK_N=16 if wide else 32, **window, num_warps=4,
     )  # fmt: skip
+
+
+def _count_rows(
+    value_rows: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    top_ns: torch.Tensor,
+    choosers: torch.Tensor,
+    chooses: torch.Tensor,
+    queries: torch.Tensor,
+) -> None:
+    """Add the rows of V that are needed."""
+    sliding_window = softmax.sliding_window
+    whole = batch.seq_lens - batch.skips
+    if sliding_window:
+        whole = whole.clamp(max=sliding_window + queries - 1)
+    num_kv_heads, num_heads = batch.key_cache.shape[1], batch.query.shape[1]
+    value_rows += (~chooses & (queries > 0)) * whole.clamp(min=0) * num_kv_heads
+    r = choosers[:, 0].long()
+    ends = (batch.seq_lens - batch.skips - queries)[r] + choosers[:, 1] + 1
+    if sliding_window:
+        ends = ends.clamp(max=sliding_window)
+    taken = torch.minimum(top_ns[r], ends.clamp(min=0)) * num_heads
+    value_rows.index_add_(0, r, taken.long())
 
 
 def _choosers(chooses: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:

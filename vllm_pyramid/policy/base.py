@@ -187,6 +187,11 @@ class Policy(BaseModel):
         return any(part.works_in_every_step for part in self.parts)
 
     @property
+    def attends(self) -> bool:
+        """Whether a part attends in some layers' place, which no full graph may cover."""
+        return any(part.attends for part in self.parts)
+
+    @property
     def splits_at_prompt_end(self) -> bool:
         """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
         return any(part.splits_at_prompt_end for part in self.parts)

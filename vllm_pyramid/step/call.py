@@ -74,3 +74,22 @@ class LayerCall:
     def shifted(self) -> bool:
         """Whether rows of the table begin with the first block that the layer holds."""
         return self.offsets is not None
+
+
+@dataclass(frozen=True)
+class ValueWrite:
+    """V of a step's new tokens, for a layer that keeps V elsewhere than beside K.
+
+    Attributes:
+        ops: the kernels of the device. layer: index of the layer, from the bottom.
+        values: `[>= T, G, D]`; the memory may be another's as soon as the layer has attended.
+        cache: `[P, G, N, D]`, where they go. slots: `[T]` int64, negative ones are padding.
+        scale: what the numbers in the cache are multiplied with; 1 but for 8-bit floats.
+    """
+
+    ops: Ops
+    layer: int
+    values: torch.Tensor
+    cache: torch.Tensor
+    slots: torch.Tensor
+    scale: float = 1.0

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm_pyramid.compat.cache import scales_of
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.ops import get_ops
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.contract import FP8_DTYPES, AttentionBatch, Softmax
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.worker.backend_names import FP8_CACHES
 from vllm_pyramid.worker.context import LayerContext, ReaderContext
@@ -43,15 +43,19 @@ class PyramidBuilderMixin:
         """Decode steps of one token, or of one and its drafts, if the stock kernel can do these.
 
         An eviction is Python, which a graph leaves out. None at all where a policy works in every
-        step; vLLM then runs attention between piecewise graphs, or says that the mode which was
-        asked for cannot be. With drafts the last chunk of a prompt is longer than a decode step;
-        a short prompt might look like one, and must be one that is not evicted.
+        step, or attends by itself; vLLM then runs attention between piecewise graphs, or says
+        that the mode which was asked for cannot be. With drafts the last chunk of a prompt is
+        longer than a decode step; a short prompt might look like one, and must be one that is not
+        evicted.
         """
         settings = ServedSettings.of(vllm_config)
         one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        if settings is None or not settings.num_drafts:
-            is_one = settings is None or not settings.policy.works_in_every_step
-            return one if is_one else AttentionCGSupport.NEVER
+        if settings is None:
+            return one
+        if settings.policy.works_in_every_step or settings.policy.attends:
+            return AttentionCGSupport.NEVER
+        if not settings.num_drafts:
+            return one
         stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         layers = getattr(kv_cache_spec, "num_layers", None)  # none: a companion, which never evicts
         if layers is not None and settings.policy.may_evict_after(
@@ -81,7 +85,7 @@ class PyramidBuilderMixin:
             return self._of_replays[shape]
         place = shifted.place(context.layer)
         common = copy.copy(common_attn_metadata)
-        common.block_table_tensor = shifted.tables[place, : common.num_reqs]
+        common.block_table_tensor = shifted.tables[place][: common.num_reqs]
         common.seq_lens = shifted.lens[place, : common.num_reqs]
         if shifted.max_lens is not None:
             # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
@@ -120,9 +124,16 @@ class PyramidImplMixin:
         slot_mapping: torch.Tensor,
     ) -> None:
         """See vLLM's; nothing has been given yet to the keys that are written."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        if self.context is not None:
-            self.context.after_write(slot_mapping)
+        context = self.context
+        if context is None or context.values is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        else:
+            key_cache, value_cache, scales = self._caches(layer, kv_cache)
+            ops = get_ops(key.device.type)
+            ops.write_rows(key, key_cache, slot_mapping, scale=scales[0])
+            context.write_values(ops, value, slot_mapping, cache=value_cache, scale=scales[1])
+        if context is not None:
+            context.after_write(slot_mapping)
 
     def forward(
         self,
@@ -136,16 +147,23 @@ class PyramidImplMixin:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See vLLM's; `kv_cache` is `[P, G, N, 2 * D]`, K then V in a token's row."""
-        result: torch.Tensor = super().forward(  # type: ignore[misc]
-            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-        )
+        """See vLLM's; `kv_cache` is `[P, G, N, 2 * D]`, K then V in a token's row.
+
+        Where V lies elsewhere it is `[P, G, N, D]`, and a method attends in vLLM's place.
+        """
+        context, result = self.context, output
+        elsewhere = context is not None and context.values is not None
+        if attn_metadata is None or not elsewhere:
+            result = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
         if attn_metadata is None or attn_metadata.kv_step is None:
             return result
-        context = self.context
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks:
             return result
+        if elsewhere and any(scale is not None for scale in (*args, *kwargs.values())):
+            raise NotImplementedError("fused output quantisation goes with V beside K alone")
         requests = attn_metadata.kv_no_skips.shape[0]
         tokens = query[: attn_metadata.num_actual_tokens]
         # The layer's shifted row begins with the first block that it holds.
@@ -161,8 +179,24 @@ class PyramidImplMixin:
             max_query_len=attn_metadata.max_query_len,
             max_seq_len=attn_metadata.max_seq_len,
         )
+        if elsewhere and not context.attend(call, output[: len(tokens)]):
+            raise RuntimeError(f"V of layer {context.layer} lies elsewhere, and nobody attends")
         context.after_attention(call)
         return result
+
+    def _caches(
+        self, layer: Any, kv_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
+        """K and V, `[P, G, N, D]` each, and what the numbers in them are multiplied with."""
+        values = self.context.values if self.context is not None else None
+        scales = (1.0, 1.0)
+        if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:
+            kv_cache = kv_cache.view(fp8)
+            values = None if values is None else values.view(fp8)
+            scales = scales_of(layer)
+        if values is not None:
+            return kv_cache, values, scales
+        return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :], scales
 
     def call_of(
         self,
@@ -174,33 +208,33 @@ class PyramidImplMixin:
         lens: torch.Tensor,
         no_skips: torch.Tensor,
         offsets: torch.Tensor,
-        **maxima: int,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
     ) -> LayerCall:
         """The layer's attention as our own kernels see it.
 
         Args:
             layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`.
             tables: `[>= R, M]`, shifted. starts: `[R + 1]`. lens, no_skips, offsets: `[R]`.
-            maxima: of `AttentionBatch`.
+            max_query_len, max_seq_len: of `AttentionBatch`.
         """
         context = self.context
         assert context is not None, "the layer was not bound"
-        key_scale = value_scale = 1.0
-        if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:
-            assert query.dtype != fp8, "scorers look at queries that were not quantised"
-            kv_cache = kv_cache.view(fp8)
-            key_scale, value_scale = scales_of(layer)
+        key_cache, value_cache, (key_scale, value_scale) = self._caches(layer, kv_cache)
+        assert query.dtype not in FP8_DTYPES, "scorers look at queries that were not quantised"
         batch = AttentionBatch(
             query,
-            kv_cache[..., : self.head_size],
-            kv_cache[..., self.head_size :],
+            key_cache,
+            value_cache,
             tables,
             starts,
             lens,
             no_skips,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
             key_scale=key_scale,
             value_scale=value_scale,
-            **maxima,
         )
         softmax = Softmax(
             self.scale,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from vllm_pyramid.methods.hooks import Ranks, WorkerHooks
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.ops.contract import Ops
+from vllm_pyramid.step.call import LayerCall, ValueWrite
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step import Step, StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
@@ -53,6 +54,12 @@ class LayerContext:
         """Of the step's slots those that this layer writes."""
         layout = self.step.layout
         return slot_mapping if layout is None else layout.slots(self.layer, slot_mapping)
+
+    def write_values(self, ops: Ops, values: torch.Tensor, slots: torch.Tensor, **own: Any) -> None:
+        """V of the layer's new tokens goes where a method keeps it; `own`: of `ValueWrite`."""
+        write = ValueWrite(ops, self.layer, values, slots=slots, **own)
+        for hooks in self.hooks:
+            hooks.write_values(write)
 
     def after_write(self, slots: torch.Tensor) -> None:
         """The layer's new tokens have been written."""

@@ -28,17 +28,20 @@ class PyramidGpuWorker(Worker):
     def determine_available_memory(self) -> int:
         """vLLM's, less what the policy keeps beside the cache, and no more than it allows.
 
-        Where the user says how large the cache is, block tables come on top of it.
+        Where the user says how large the cache is, tables and buffers come on top of it.
         """
         is_fixed = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
         if not is_fixed:
             tables = self.model_runner.bytes_of_tables()
-            available -= tables
+            buffers = self.model_runner.bytes_of_buffers()
+            available -= tables + buffers
             logger.info(
-                "kv-policy: %.2f GiB are for the block tables of all layers, %.2f GiB are left for "
-                "the KV cache; a smaller --max-num-seqs or --max-model-len makes tables smaller",
+                "kv-policy: %.2f GiB are for the block tables of all layers and %.2f GiB for the "
+                "policy's own buffers, %.2f GiB are left for the KV cache; a smaller "
+                "--max-num-seqs or --max-model-len makes them smaller",
                 tables / 2**30,
+                buffers / 2**30,
                 available / 2**30,
             )
         room: int = self.model_runner.room_for_cache(available)

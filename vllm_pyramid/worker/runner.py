@@ -31,6 +31,7 @@ from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.context import LayerContext, ReaderContext
+from vllm_pyramid.worker.copies import copies_of, host_memory_of
 from vllm_pyramid.worker.retention import Retention
 from vllm_pyramid.worker.roles import LayerRoles, roles_of
 from vllm_pyramid.worker.shifted import ShiftedTables
@@ -124,6 +125,9 @@ class PyramidRunnerMixin:
                 step=lambda: self.retention.step,
                 swap_space_bytes=settings.swap_space_bytes,
                 may_wait=gpu_sync_allowed,
+                host_memory=host_memory_of(self.device),
+                copies=copies_of(self.device),
+                table=self._table,
             )
         )
         self.retention.hooks = self.hooks
@@ -178,6 +182,10 @@ class PyramidRunnerMixin:
         entries = sum(-(-longest // spec.block_size) for spec in self._roles.specs.values())
         slots = 8 * len(self._roles.specs) * config.max_num_batched_tokens
         return 4 * rows * (self.tables_a_group * entries + 2 * len(self._roles.evicting)) + slots
+
+    def bytes_of_buffers(self) -> int:
+        """Device memory that methods take beside the cache, however large it is."""
+        return sum(hooks.bytes_beside_cache() for hooks in self.hooks)
 
     def compile_kernels(self) -> None:
         """Compile every variant of the kernels of evictions, so that no request waits for one."""
@@ -234,9 +242,16 @@ class PyramidRunnerMixin:
             raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
         if not shifting:
             return
-        shape = self.table_shape(next(iter(self._groups)))
+        shapes = {layer: self.table_shape(group) for group, layer in self._groups.items()}
+        (rows,) = {rows for rows, _ in shapes.values()}
+        sizes = {spec.layer_idx: spec.block_size for spec in self._roles.evicting.values()}
         self._drop_tables()  # vLLM's own; freed before ours, of the same size, are allocated
-        self.shifted = ShiftedTables(self._own_layers, *shape, retention.block_size, self.device)
+        self.shifted = ShiftedTables(
+            self._own_layers,
+            rows,
+            [(shapes[layer][1], sizes[layer]) for layer in sorted(evicting)],
+            self.device,
+        )
         self.set_tables(
             {
                 place: self.shifted.tables[self.shifted.place(layer)]
@@ -245,6 +260,11 @@ class PyramidRunnerMixin:
         )
         for context in self._contexts.values():
             context.shifted = self.shifted
+
+    def _table(self, layer: int) -> torch.Tensor:
+        """The step's block table of a layer."""
+        assert self.shifted is not None, "asked of devices whose attention reads shifted tables"
+        return self.shifted.tables[self.shifted.place(layer)]
 
     def _bind_readers(self, name: str, context: LayerContext, members: Sequence[str]) -> None:
         readers = self._roles.readers.get(name, [])

@@ -6,10 +6,14 @@
 
 vLLM fills a tensor a KV cache group at every step: from the tables of all requests (second runner)
 or from the host (first). Here these tensors are the layers of one, and one launch shifts all rows
-in place, between vLLM's filling and the attention. Captured graphs read these addresses.
+in place, between vLLM's filling and the attention. Captured graphs read these addresses. Layers
+whose blocks have another size have shorter rows, and a launch of their own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +31,7 @@ class ShiftedTables:
     make 2.5 GiB of tables.
 
     Attributes:
-        tables: `[L, R_max, M]` int32. lens: `[L, R_max]` int32.
+        tables: L of `[R_max, M]` int32. lens: `[L, R_max]` int32.
         max_lens: `[L]` on the host, the longest sequence that each layer attends to in this step;
             None where the host does not know it.
         skips: `[L, R_max]` int32, tokens that each row leaves out.
@@ -36,31 +40,44 @@ class ShiftedTables:
 
     Args:
         layers: L of the layers that evict: those of this pipeline stage, or all.
-        max_num_reqs: R_max. width: M, entries of a request's block table.
-        block_size: tokens of a cache block. device: of the attention.
+        max_num_reqs: R_max.
+        shapes: of each layer M, entries of a request's block table, and the tokens of a block.
+        device: of the attention.
     """
 
     def __init__(
         self,
         layers: slice,
         max_num_reqs: int,
-        width: int,
-        block_size: int,
+        shapes: Sequence[tuple[int, int]],
         device: torch.device,
     ) -> None:
-        self.layers, self.block_size = layers, block_size
+        self.layers = layers
         num_layers = layers.stop - layers.start
+        assert len(shapes) == num_layers, (shapes, layers)
         self.max_lens: npt.NDArray[np.int32] | None = None
         self.replays = False
         # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would: a kernel
         # is another one where it does not.
         rows = -(-max_num_reqs // 4) * 4
+        # Layers one above the other whose rows are alike: where they begin, their tables, a block.
+        self._parts: list[tuple[int, torch.Tensor, int]] = []
         with torch.inference_mode(False):  # like the buffers of vLLM that they replace
-            self.tables, self.lens, self.skips = (
-                torch.zeros(shape, dtype=torch.int32, device=device)[:, :max_num_reqs]
-                for shape in ((num_layers, rows, width), (num_layers, rows), (num_layers, rows))
+            entries = rows * sum(width for width, _ in shapes)
+            rest = torch.zeros(entries, dtype=torch.int32, device=device)
+            first = 0
+            for (width, block_size), group in groupby(shapes):
+                count = len(list(group))
+                part, rest = rest.split((count * rows * width, len(rest) - count * rows * width))
+                tables = part.view(count, rows, width)[:, :max_num_reqs]
+                self._parts.append((first, tables, block_size))
+                first += count
+            self.lens, self.skips = (
+                torch.zeros(num_layers, rows, dtype=torch.int32, device=device)[:, :max_num_reqs]
+                for _ in range(2)
             )
             self.no_skips = torch.zeros_like(self.lens[0])
+        self.tables = [table for _, tables, _ in self._parts for table in tables]
 
     def place(self, layer: int) -> int:
         """Of a layer that evicts, its place in these tensors."""
@@ -90,14 +107,18 @@ class ShiftedTables:
         device_skips = self.skips[:, :num_rows]
         device_skips[:, num_skips:] = 0
         device_skips[:, :num_skips].copy_(upload(skips, seq_lens.device))
-        num_columns = 0
+        longest = 0
         self.max_lens = None
         if host_lens is not None:
-            num_columns = -(-int(host_lens.max()) // self.block_size)
+            longest = int(host_lens.max())
             self.max_lens = (host_lens - skips).max(axis=1)
-        shift_block_tables_(
-            self.tables[:, :num_rows], device_skips, self.block_size, num_columns=num_columns
-        )
+        for first, tables, block_size in self._parts:
+            shift_block_tables_(
+                tables[:, :num_rows],
+                device_skips[first : first + len(tables)],
+                block_size,
+                num_columns=-(-longest // block_size),
+            )
         effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
 
     def forget_step(self) -> None:

@@ -101,12 +101,13 @@ def _made_up_call(context: LayerContext, layer: Any, queries: int, dtype: torch.
     """The attention of one request whose blocks are all block 0, with the layer's own cache."""
     assert context.shifted is not None, "kernels are compiled where tables are shifted"
     impl, shifted = layer.impl, context.shifted
+    width = shifted.tables[shifted.place(context.layer)].shape[1]
     device = shifted.lens.device
     call: LayerCall = impl.call_of(
         layer,
         torch.zeros(queries, impl.num_heads, impl.head_size, dtype=dtype, device=device),
         layer.kv_cache,
-        torch.zeros(1, shifted.tables.shape[2], dtype=torch.int32, device=device),
+        torch.zeros(1, width, dtype=torch.int32, device=device),
         torch.arange(2, dtype=torch.int32, device=device) * queries,
         torch.ones(1, dtype=torch.int32, device=device),
         shifted.no_skips[:1],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
 from vllm_pyramid.ops import triton_ops, triton_tables
-from vllm_pyramid.ops.contract import AttentionBatch, Ops, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.contract import (
+    AttentionBatch,
+    Choosers,
+    Ops,
+    RecentBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
+from vllm_pyramid.ops.triton_topn_ops import workspace_cells
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
@@ -162,9 +172,35 @@ def test_the_split_count_follows_only_what_the_host_knows():
         assert splits == 1 or splits * pairs <= 528  # so a workspace never is too small
 
 
-def test_what_is_left_out_says_so():
-    with pytest.raises(NotImplementedError, match="recent_mass has no CUDA kernel"):
-        triton_ops.recent_mass(None, None, distance_weight=1.0)
+def test_choosers_that_the_host_knows_cost_three_launches(launches):
+    """Nothing is computed or read back beside them, and the scratch is the workspace's."""
+    batch = small_batch([1, 1])
+    out, top_ns = torch.empty_like(batch.query), torch.tensor([4, 4], dtype=torch.int32)
+    pairs = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
+    batch = replace(batch, max_query_len=1, max_seq_len=64)
+    workspace = torch.empty(2 * workspace_cells(1, 8, 64, 4))
+    choosers = Choosers(pairs, 4, alone=True, workspace=workspace)
+    with Recorder() as recorder:
+        triton_ops.topn_attention(out, batch, SOFTMAX, top_ns, choosers=choosers)
+    assert set(recorder.names) <= {"slice", "view", "detach"}
+    assert launches == ["topn_logits_kernel", "topn_choose_kernel", "topn_values_kernel"]
+
+
+def test_recent_mass_by_the_log_sum_exp_is_one_launch(launches):
+    batch = small_batch([1, 30])
+    ints = [torch.tensor(values, dtype=torch.int32) for values in ([1, 31], [1, 6], [8, 20])]
+    recent = RecentBatch(
+        *(batch.query, batch.key_cache, batch.block_table, ints[0], batch.seq_lens, batch.skips),
+        *ints[1:],
+        max_context=20,
+    )
+    lse = torch.zeros(batch.query.shape[:2])
+    for known, expected in ((lse, []), (None, ["recent_log_sum_exp_kernel"])):
+        launches.clear()
+        with Recorder() as recorder:
+            triton_ops.recent_mass(recent, SOFTMAX, distance_weight=1.2, log_sum_exp=known)
+        assert set(recorder.names) == {"empty"}
+        assert launches == [*expected, "recent_mass_kernel"]
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])

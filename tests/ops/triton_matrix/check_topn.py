@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import reference, triton_ops
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -49,7 +49,7 @@ def run_both(paged, ints, geometry, *, top_ns=TOP_NS, given=False, **options):
     found = torch.full_like(rows, 5)
     if given:  # what the host knows
         pairs = [(1, 0), (2, 0), (2, 1), (2, 2), *((5, i) for i in range(5))]
-        options |= {"choosers": ints(pairs), "max_top_n": 40}
+        options |= {"choosers": Choosers(ints(pairs), 40)}
         batch = replace(batch, max_query_len=16, max_seq_len=128)
     triton_ops.topn_attention(out, batch, softmax, ints(top_ns), **options, value_rows=found)
     assert found.tolist() == rows.tolist()

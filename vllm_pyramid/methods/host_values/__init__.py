@@ -18,7 +18,6 @@ from vllm_pyramid.methods.values import Values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
     from vllm_pyramid.policy.base import Policy
@@ -53,6 +52,11 @@ class HostValues(Values):
         return None if self.on_device(layer) else self.top_n
 
     @property
+    def attends(self) -> bool:
+        """See the base."""
+        return True
+
+    @property
     def splits_at_prompt_end(self) -> bool:
         """Behind the prompt keys are chosen: no step may have queries of both kinds."""
         return True
@@ -82,17 +86,6 @@ class HostValues(Values):
             raise ValueError(
                 f"values: host keeps V of {self.device_layers} layers on the device, and the model "
                 f"has {num_layers}: nothing would be in host memory; lower `device_layers`"
-            )
-
-    def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
-        """See the base."""
-        from vllm.platforms import current_platform
-
-        if current_platform.device_type != "cpu":
-            raise ValueError(
-                f"policy {policy.name!r} keeps V in host memory (values: host), which runs on CPUs "
-                "only so far: the attention kernels for CUDA read K and V from one page; choose a "
-                "policy that keeps V on the device, such as pyramidkv"
             )
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from vllm_pyramid.methods.hooks import HostMemory
 
 
 class HostPool:
@@ -14,29 +18,32 @@ class HostPool:
 
     Args:
         num_pages: of the device's pool. page_bytes: of a page there.
-        pinned: so that a GPU can read it.
+        make: memory of the host, as the device sees it.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, *, pinned: bool) -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int, make: Callable[[int], HostMemory] = HostMemory
+    ) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        with torch.inference_mode(False):
-            self._memory = torch.empty(num_pages * page_bytes, dtype=torch.uint8, pin_memory=pinned)
-        # The system gives memory on the first touch: touch it now, not during a request.
-        self._memory.zero_()
+        self._memory = make(num_pages * page_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Of the whole pool."""
-        return self._memory.numel()
+        return self.num_pages * self.page_bytes
+
+    def release(self) -> None:
+        """Nobody will use it any more."""
+        self._memory.release()
 
     def values(self, key_cache: torch.Tensor) -> torch.Tensor:
-        """V beside a layer's K: `[P, G, N, D]` as `key_cache`, in host memory.
+        """V beside a layer's K: `[P, G, N, D]` as `key_cache`, in host memory, dense.
 
         Args:
-            key_cache: `[P, G, N, D]` over the whole device pool, each page dense.
+            key_cache: `[P, G, N, D]` over the whole device pool.
         """
         pages, heads, tokens, size = key_cache.shape
         assert pages == self.num_pages, (pages, self.num_pages)
         assert heads * tokens * size * key_cache.element_size() == self.page_bytes, key_cache.shape
-        return self._memory.view(key_cache.dtype).view(pages, heads, tokens, size)
+        return self._memory.bytes.view(key_cache.dtype).view(pages, heads, tokens, size)

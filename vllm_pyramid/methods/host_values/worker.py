@@ -11,10 +11,11 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
+from vllm_pyramid.methods.host_values.fetch import FetchedValues
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory, gib
 from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.call import LayerCall, ValueWrite
 from vllm_pyramid.step.step import Step
 
 if TYPE_CHECKING:
@@ -38,8 +39,16 @@ class HostValueCache(WorkerHooks):
         self._top_ns = torch.zeros(0, dtype=torch.int32)
         self._value_rows = torch.zeros(0, dtype=torch.int64)
         self._past_prompt = np.zeros(0, bool)
+        # Of a device with a memory of its own.
+        self._fetched: FetchedValues | None = None
+        if side.copies is not None:
+            self._fetched = FetchedValues(side, values.device_layers, values.renormalize)
 
     # Memory ---------------------------------------------------------------------------------------
+
+    def bytes_beside_cache(self) -> int:
+        """See the base: buffers for V that is fetched."""
+        return self._fetched.num_bytes if self._fetched is not None else 0
 
     def limit_cache(self, num_bytes: int) -> int:
         """The bytes that vLLM may plan the device's KV cache with, since V needs host memory too.
@@ -90,12 +99,13 @@ class HostValueCache(WorkerHooks):
 
     def allocate(self, num_blocks: int) -> None:
         """Host memory for V of every page of the device's pool."""
+        if self.host_pool is not None:
+            self.host_pool.release()
         self.host_pool = None
-        self.host_pool = HostPool(
-            num_blocks,
-            self.side.specs[0].page_size_bytes,
-            pinned=self.side.device.type != "cpu",
-        )
+        if self._fetched is not None:
+            self._fetched.allocate()
+        page_bytes = self.side.specs[0].page_size_bytes
+        self.host_pool = HostPool(num_blocks, page_bytes, self.side.host_memory)
         logger.info(
             "kv-policy %s: V of %d of %d layers in host memory; %d pages there and in the device's "
             "KV cache, %s each",
@@ -111,7 +121,15 @@ class HostValueCache(WorkerHooks):
         if self.values.on_device(layer):
             return None
         assert self.host_pool is not None
-        return self.host_pool.values(key_cache)
+        cache = self.host_pool.values(key_cache)
+        if self._fetched is not None:
+            self._fetched.add(layer, cache)
+        return cache
+
+    def compile_kernels(self, call: LayerCall) -> None:
+        """See the base."""
+        if self._fetched is not None and not self.values.on_device(call.layer):
+            self._fetched.compile_kernels(call)
 
     # Every step -----------------------------------------------------------------------------------
 
@@ -124,10 +142,24 @@ class HostValueCache(WorkerHooks):
         self._step, self._past_prompt = step, past_prompt
         self._top_ns = torch.from_numpy(top_ns * past_prompt)
         self._value_rows = torch.zeros(len(top_ns), dtype=torch.int64)
+        if self._fetched is not None:
+            self._fetched.begin_step(step, self._top_ns.numpy())
+
+    def write_values(self, write: ValueWrite) -> None:
+        """See the base."""
+        assert self._fetched is not None, "V is written beside K, into another memory"
+        self._fetched.write(write)
 
     def attend(self, call: LayerCall, out: torch.Tensor) -> bool:
         """Attention to the best keys, in layers whose V is on the host."""
-        if self._step is None or self.values.on_device(call.layer):
+        if self.values.on_device(call.layer):
+            return False
+        if self._fetched is not None:
+            if (rows := self._fetched.attend(call, out)) is not None:
+                kv_heads, heads = call.key_cache.shape[1], call.query.shape[1]
+                self._value_rows += torch.from_numpy(rows[0] * kv_heads + rows[1] * heads)
+            return True
+        if self._step is None:
             return False
         call.ops.topn_attention(
             out,
@@ -138,6 +170,16 @@ class HostValueCache(WorkerHooks):
             renormalize=self.values.renormalize,
         )
         return True
+
+    def after_attention(self, call: LayerCall) -> None:
+        """See the base: the layers below those with V on the host have time to fetch it."""
+        if self._fetched is not None:
+            self._fetched.prefetch(call.ops, call.layer)
+
+    def end_step(self, step: Step) -> None:
+        """See the base."""
+        if self._fetched is not None:
+            self._fetched.end_step()
 
     def report(self) -> Any | None:
         """What the step moved between device and host memory, over all ranks; once a step."""
