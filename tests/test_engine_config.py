@@ -12,6 +12,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, MistralConfig
 
+from vllm_pyramid.config import KVSettings
+from vllm_pyramid.engine_config import _why_no_turns
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.refusals import OF_CONFIGURATION, refuse
 
@@ -50,6 +52,16 @@ def resolved_config(**changes: Any) -> Any:
     return config
 
 
+def drafts(method: str, modules: int = 1) -> Any:
+    """What is asked of vLLM's `SpeculativeConfig`."""
+    return SimpleNamespace(
+        method=method,
+        use_eagle=lambda: method in ("eagle", "eagle3", "mtp"),
+        uses_draft_kv_cache=lambda: method not in ("ngram", "medusa"),
+        use_multi_module_mtp=lambda: modules > 1,
+    )
+
+
 def test_nothing_resolved_nothing_refused() -> None:
     refuse(OF_CONFIGURATION, resolved_config(), load_policy("pyramidkv"))
 
@@ -62,7 +74,8 @@ def test_nothing_resolved_nothing_refused() -> None:
         ("model_config.is_encoder_decoder", True, "decoder-only"),
         ("model_config.use_mla", True, "MLA"),
         ("model_config.hf_text_config", WINDOWS, "nothing to evict"),
-        ("speculative_config", SimpleNamespace(method="eagle"), "eagle yet: it keeps a cache"),
+        ("speculative_config", drafts("dflash"), "by another method: dflash yet: it was not tried"),
+        ("speculative_config", drafts("mtp", modules=2), "set num_speculative_tokens to 1"),
         ("kv_transfer_config", object(), "--kv-transfer-config"),
         ("parallel_config.use_ubatching", True, "--ubatch-size"),
         ("attention_config.backend_per_kind", {"full": 1}, "backend_per_kind"),
@@ -78,10 +91,38 @@ def test_what_vllm_switched_on_is_refused(path: str, value: Any, advice: str) ->
 
 
 def test_drafts_and_a_policy_that_evicts_while_it_generates() -> None:
-    config = resolved_config(speculative_config=SimpleNamespace(method="ngram"))
+    config = resolved_config(speculative_config=drafts("ngram"))
     refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
     with pytest.raises(ValueError, match="such as pyramidkv"):
         refuse(OF_CONFIGURATION, config, load_policy("h2o"))
+
+
+def test_drafts_from_hidden_states_and_a_policy_that_drops_them() -> None:
+    thinning = load_policy("pyramidinfer")
+    for method in ("ngram", "draft_model"):
+        refuse(OF_CONFIGURATION, resolved_config(speculative_config=drafts(method)), thinning)
+    for method in ("eagle", "eagle3", "mtp"):
+        config = resolved_config(speculative_config=drafts(method))
+        refuse(OF_CONFIGURATION, config, load_policy("snapkv"))
+        with pytest.raises(ValueError, match="hidden states of all tokens"):
+            refuse(OF_CONFIGURATION, config, thinning)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"speculative_config": drafts("ngram")}, None),
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline stages"),
+        ({"model_config.hf_text_config": WINDOWS}, "layers that do not evict"),
+        ({"speculative_config": drafts("eagle")}, "draft model"),
+    ],
+)
+def test_where_conversations_cannot_resume(changes: dict[str, Any], reason: str | None) -> None:
+    served = KVSettings("snapkv").served()
+    assert served is not None
+    why = _why_no_turns(resolved_config(**changes), served)
+    assert why is None if reason is None else reason in why
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
@@ -240,6 +281,26 @@ def test_layers_are_numbered_from_the_bottom_and_keep_their_settings() -> None:
     for name, spec in result.items():
         assert spec.block_stride_alignment == 64
         assert spec.page_size_bytes == stock[name].page_size_bytes
+
+
+def test_a_draft_models_layers_keep_all_and_come_last() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vllm_pyramid.worker.roles import roles_of
+
+    stock = specs()
+    (one, *_), draft = stock.values(), "draft_model.layers.0.self_attn.attn"
+    larger = replace(one, num_kv_heads=one.num_kv_heads // 2)  # in bytes: half a token
+    policy = load_policy("pyramidkv")
+    roles = roles_of({draft: larger, **stock}, policy, max_model_len=4096, drafts={draft})
+    assert list(roles.specs) == [*roles.evicting, draft]
+    assert len(roles.evicting) == 3
+    spec = roles.companions[draft]
+    assert type(spec) is FullAttentionSpec and spec.block_size == 32
+    assert spec.page_size_bytes == one.page_size_bytes
+    reads = {"draft.layers.0.attn": next(iter(stock))}
+    with pytest.raises(ValueError, match="would miss what is evicted"):
+        roles_of(stock, policy, 4096, readers=reads, drafts=set(reads))
 
 
 @pytest.mark.parametrize(

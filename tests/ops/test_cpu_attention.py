@@ -39,13 +39,15 @@ def exact(batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> tor
 def assert_close(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
     """On every instruction set: at most twice the error of PyTorch in the dtype of the cache.
 
-    The log-sum-exp is that of the reference, and asking for it does not change the output.
+    In float32 that error depends on the order of sums in the processor's own library, a few units
+    in the last place; hence what is allowed beside
+    it. The log-sum-exp is that of the reference, and asking for it does not change the output.
     """
 
     def check(batch: Any, **options: Any) -> None:
         right_lse, lse = (torch.full(batch.query.shape[:2], 9.0) for _ in range(2))
         right = exact(batch, **options, log_sum_exp=right_lse)
-        allowed = 2 * (exact(batch, batch.query.dtype, **options) - right).abs().max().item() + 1e-6
+        allowed = 2 * (exact(batch, batch.query.dtype, **options) - right).abs().max().item() + 2e-6
         for isa in each_isa():
             found = attend(batch, **options)
             error = (found - right).abs().max().item()
