@@ -52,12 +52,13 @@ def resolved_config(**changes: Any) -> Any:
     return config
 
 
-def drafts(method: str, modules: int = 1) -> Any:
+def drafts(method: str, modules: int = 1, dtype: str | None = None) -> Any:
     """What is asked of vLLM's `SpeculativeConfig`."""
     return SimpleNamespace(
         method=method,
+        kv_cache_dtype=dtype,
         use_eagle=lambda: method in ("eagle", "eagle3", "mtp"),
-        uses_draft_kv_cache=lambda: method not in ("ngram", "medusa"),
+        uses_draft_kv_cache=lambda: method in ("eagle", "eagle3", "mtp", "draft_model"),
         use_multi_module_mtp=lambda: modules > 1,
     )
 
@@ -75,6 +76,7 @@ def test_nothing_resolved_nothing_refused() -> None:
         ("model_config.use_mla", True, "MLA"),
         ("model_config.hf_text_config", WINDOWS, "nothing to evict"),
         ("speculative_config", drafts("dflash"), "by another method: dflash yet: it was not tried"),
+        ("speculative_config", drafts("eagle", dtype="fp8"), "kv_cache_dtype fp8 yet: blocks of"),
         ("speculative_config", drafts("mtp", modules=2), "set num_speculative_tokens to 1"),
         ("kv_transfer_config", object(), "--kv-transfer-config"),
         ("parallel_config.use_ubatching", True, "--ubatch-size"),

@@ -65,6 +65,12 @@ def _drafts_elsewhere(config: VllmConfig, policy: Policy) -> str | None:
     return None if speculation is None else _unless(speculation.method, _DRAFTS)
 
 
+def _has_drafts_of_another_type(config: VllmConfig, policy: Policy) -> str | None:
+    speculation, own = config.speculative_config, config.cache_config.cache_dtype
+    chosen = None if speculation is None else speculation.kv_cache_dtype
+    return None if chosen is None else _unless(chosen, (own,))
+
+
 def _has_windows_alone(config: VllmConfig, policy: Policy) -> bool:
     model = config.model_config
     return set(layer_kinds(model.hf_text_config, model.max_model_len)) == {SLIDING}
@@ -209,6 +215,12 @@ OF_CONFIGURATION = (
         "speculative decoding by another method:",
         f"it was not tried beside eviction; draft by one of {', '.join(_DRAFTS)}",
         _drafts_elsewhere,
+    ),
+    Refusal(
+        "a draft model's kv_cache_dtype",
+        "blocks of both models come from one pool, and were not tried with caches of two types; "
+        "leave it out, and the draft model takes the model's",
+        _has_drafts_of_another_type,
     ),
     Refusal(
         "speculative decoding by several MTP modules",

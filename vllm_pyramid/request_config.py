@@ -20,6 +20,7 @@ from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 
 FULL_POLICY = "full"
 MAX_NAME = 256
+MAX_TURNS = 512  # of a conversation; each is planned in the scheduler and in the workers
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
 )
@@ -98,6 +99,11 @@ def _parse_turns(value: object) -> tuple[int, ...] | None:
         )
     if any(later <= before for before, later in pairwise((0, *value))):
         raise ValueError(f"kv_turns of a request must rise from at least 1, not {value!r}: {how}")
+    if len(value) > MAX_TURNS:
+        raise ValueError(
+            f"kv_turns of a request has {len(value)} turns, and at most {MAX_TURNS} are followed: "
+            "leave it out"
+        )
     return tuple(value)
 
 

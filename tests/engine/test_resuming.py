@@ -188,6 +188,7 @@ def test_salts_do_not_see_each_other(
         ({"kv_turns": [200, 900]}, "ends at 900 tokens"),
         ({"kv_turns": [200, 200]}, "must rise"),
         ({"kv_turns": [0, 10]}, "must rise from at least 1"),
+        ({"kv_turns": list(range(1, 514))}, "513 turns, and at most 512"),
         ({"kv_turns": "100,200"}, "must be a list of whole numbers"),
         ({"kv_turns": [100.0]}, "must be a list of whole numbers"),
         ({"kv_turns": [], "kv_policy": "full"}, "'full' yet: it keeps every token"),

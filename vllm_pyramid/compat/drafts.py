@@ -5,7 +5,7 @@ Target: `GPUModelRunner.drafter`; of `SpecDecodeBaseProposer` `._draft_attn_laye
 `.draft_attn_groups`, `.kv_cache_gid`, `.initialize_attn_backend`, `.validate_same_kv_cache_group`,
 `.build_per_group_and_layer_attn_metadata`, `._get_slot_mapping`, `._get_positions`. Why: it wants
 all its layers in one KV cache group, and takes the tables of a standalone draft model from the
-first group, which is the target's. How to remove: when proposers ask for the tables of each group,
+first group, which is the target's. Remove when proposers ask for the tables of each group,
 as the second runner's do.
 """
 

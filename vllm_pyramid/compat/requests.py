@@ -73,8 +73,10 @@ def _pool_of(processor: InputProcessor) -> Pool | None:
     if "kv_pool" in known or not cache.num_gpu_blocks:
         return known.get("kv_pool")
     known["kv_pool"] = None
-    # How many layers of a hybrid model evict, and what the others hold, the scheduler knows.
-    if not has_companions(model.hf_text_config, model.max_model_len):
+    # How many layers of a hybrid model evict, and what others hold, the scheduler knows.
+    speculation = processor.vllm_config.speculative_config
+    drafts = speculation is not None and speculation.uses_draft_kv_cache()
+    if not drafts and not has_companions(model.hf_text_config, model.max_model_len):
         # Summed over the engines of this front end, of which each has a pool of its own.
         engines = parallel.data_parallel_size
         if parallel.local_engines_only:

@@ -263,7 +263,7 @@ class Admission:
             beside = companions.blocks_of(end + ahead, late)
             at_end = at_end + beside
             in_chunks = np.minimum(chunk, self._step_tokens) * (1 + self._lag)
-            whole = whole + companions.blocks_of(target, in_chunks)
+            whole = whole + companions.blocks_of(np.minimum(target + late, end) + ahead, in_chunks)
         if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
             return True  # whatever comes when
 

@@ -309,8 +309,7 @@ class Companions:
         count = len(hashes)
         for index, kind in enumerate(self._kinds):
             if kind.keeps_all:
-                keys = [self._key(index, block_hash) for block_hash in hashes[:count]]
-                count = self._pool.longest(keys)
+                count = self._pool.longest(hashes[:count], self._key(index, BlockHash(b"")))
         while count and (missing := self._missing(hashes, count)) is not None:
             count = missing  # whoever begins behind it, and not far behind, looks at it
         return count

@@ -60,9 +60,10 @@ class Conversation:
             policy = served.policy
             budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
             text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens}"
+            key = sha256(text.encode())
             for number in plan.giving:
-                text += f" {plan.computed_at(number)}"
-                keys[number] = sha256(text.encode()).digest()
+                key.update(f" {plan.computed_at(number)}".encode())
+                keys[number] = key.digest()
         return cls(served.turns, keys)
 
 

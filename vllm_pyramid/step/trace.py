@@ -124,21 +124,31 @@ class TraceWriter:
         Args:
             origin: the other one. point: tokens computed at its eviction.
         """
-        names = (f"{_file_name(origin)}{end}{self.suffix}.npz" for end in (f"@{point}", ""))
-        path = next(filter(Path.exists, map(self.folder.joinpath, names)), None)
-        if path is None:
+        layers = self._kept_at(origin, point)
+        if layers is None:
             logger.warning(
                 "no trace of request %s: it goes on from request %s, whose own is no longer in %s",
                 *(request_id, origin, self.folder),
             )
             self._untraceable.add(request_id)
             return
-        layers = {}
-        with np.load(path) as file:
-            for layer, heads in self.num_kv_heads.items():
-                kept = file[f"kept_{layer}"]
-                layers[layer] = kept[kept < point].reshape(heads, -1)
+        self._untraceable.discard(request_id)
         self._holds[request_id] = point, layers
+
+    def _kept_at(self, origin: str, point: int) -> dict[int, np.ndarray] | None:
+        """What each layer of a request kept at an eviction, by its file; None if there is none."""
+        for end, name in ((f"@{point}", "computed"), ("", "prompt_len")):
+            path = self.folder / f"{_file_name(origin)}{end}{self.suffix}.npz"
+            if not path.exists():
+                continue
+            with np.load(path) as file:
+                if int(file[name]) == point:
+                    kept = {layer: file[f"kept_{layer}"] for layer in self.num_kv_heads}
+                    return {
+                        layer: kept[layer][kept[layer] < point].reshape(heads, -1)
+                        for layer, heads in self.num_kv_heads.items()
+                    }
+        return None
 
     def forget(self, request_id: str) -> None:
         """The request has finished."""

@@ -370,6 +370,9 @@ class PyramidRunnerMixin:
             piece = copies[start : start + count]
             copy_kv_cache_blocks_inplace(self.kv_caches, self.kv_cache_config.num_blocks, piece)
         scheduler_output.kv_cache_block_copies = None
+        if new := scheduler_output.new_block_ids_to_zero:  # with caches of several types
+            filled = {copy.dst_block_id for copy in copies}
+            scheduler_output.new_block_ids_to_zero = [one for one in new if one not in filled]
 
     def forget_request(self, request_id: str) -> None:
         """A request has finished."""

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that a step begins with: copied before it, and not zeroed behind that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+from vllm_pyramid.worker import runner as runners
+from vllm_pyramid.worker.runner import PyramidRunnerMixin
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_what_was_copied_is_not_zeroed(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """vLLM zeroes new blocks where caches are of several types, and would do so afterwards."""
+    monkeypatch.setattr(runners, "COPIED_BYTES", at_once * 64)
+    runner: Any = object.__new__(PyramidRunnerMixin)
+    runner._roles = SimpleNamespace(evicting={"layer": SimpleNamespace(page_size_bytes=64)})
+    runner.kv_caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
+    runner.kv_cache_config = SimpleNamespace(num_blocks=6)
+    output: Any = SimpleNamespace(
+        kv_cache_block_copies=[KVCacheBlockCopy(1, 3), KVCacheBlockCopy(2, 4)],
+        new_block_ids_to_zero=[3, 5, 4],
+    )
+    runner._copy_blocks(output)
+    assert output.kv_cache_block_copies is None
+    assert output.new_block_ids_to_zero == [5]
+    assert runner.kv_caches[0][:, 0].tolist() == [0, 1, 2, 1, 2, 5]
