@@ -142,7 +142,10 @@ def _check(
         assert ours.report == theirs.report
     again = len(_waves(is_short)[0])  # who comes when the first have ended finds their prompts
     cached = [[outcome.cached for outcome in side[again:]] for side in (found, expected)]
-    assert cached[0] == cached[1]
+    # Before an eviction inside a prompt, drafts ask for a longer chunk, at most a block longer.
+    less = 16 * ("chunk" in settings.get("kv_policy_args", {}))
+    for ours, theirs in zip(*cached, strict=True):
+        assert theirs - less <= ours <= theirs
     evicted = sum(outcome.report["evicted_tokens"] for outcome in found)
     assert (evicted > 0) == (settings["kv_policy"] != "full")
 

@@ -105,6 +105,7 @@ class Runner(PyramidRunnerMixin, StockRunner):
         budget = None if policy == "full" else 64
         self.vllm_config = SimpleNamespace(  # type: ignore[assignment]
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            speculative_config=None,
             model_config=SimpleNamespace(max_model_len=1024),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=512),

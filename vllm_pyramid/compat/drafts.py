@@ -53,6 +53,7 @@ class LayerwiseProposer:
     tables: Tables
     draft_attn_groups: list[Any]
     kv_cache_gid: int
+    vllm_config: VllmConfig
     _draft_attn_layer_names: set[str]
     _slots: dict[str, torch.Tensor]
     _get_positions: Callable[[int], torch.Tensor]
@@ -71,6 +72,11 @@ class LayerwiseProposer:
         sizes = {group.kv_cache_spec.block_size for group in groups}
         if len(sizes) > 1:
             raise ValueError(f"layers of the draft model have blocks of {sorted(sizes)} tokens")
+        if len(groups) > 1 and self.vllm_config.model_config.uses_mrope:
+            raise ValueError(
+                "a draft model of several layers beside a model whose positions are not those of "
+                "tokens (M-RoPE) does not work with a KV policy yet: leave --speculative-config out"
+            )
         self.kv_cache_gid = groups[0].kv_cache_group_id
         buffer: torch.Tensor = self._slot_mapping_buffer  # type: ignore[attr-defined]
         self._slots = {group.layer_names[0]: torch.zeros_like(buffer) for group in groups[1:]}

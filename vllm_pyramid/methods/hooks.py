@@ -22,9 +22,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
     from vllm_pyramid.plans import Plan, RetentionPlan
@@ -77,6 +76,8 @@ class HostMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
+        import torch  # policies are read where it is not wanted
+
         with torch.inference_mode(False):
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
         # The system gives memory on the first touch: touch it now, not during a request.
