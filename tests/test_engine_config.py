@@ -13,7 +13,7 @@ import transformers
 from transformers import LlamaConfig, MistralConfig
 
 from vllm_pyramid.config import KVSettings
-from vllm_pyramid.engine_config import _why_no_turns
+from vllm_pyramid.engine_config import _take_draft_backend, _why_no_turns
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.refusals import OF_CONFIGURATION, refuse
 
@@ -57,6 +57,7 @@ def drafts(method: str, modules: int = 1, dtype: str | None = None) -> Any:
     return SimpleNamespace(
         method=method,
         kv_cache_dtype=dtype,
+        attention_backend=None,
         use_eagle=lambda: method in ("eagle", "eagle3", "mtp"),
         uses_draft_kv_cache=lambda: method in ("eagle", "eagle3", "mtp", "draft_model"),
         use_multi_module_mtp=lambda: modules > 1,
@@ -97,6 +98,20 @@ def test_drafts_and_a_policy_that_evicts_while_it_generates() -> None:
     refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
     with pytest.raises(ValueError, match="such as pyramidkv"):
         refuse(OF_CONFIGURATION, config, load_policy("h2o"))
+
+
+def test_a_draft_model_takes_the_backend_of_the_model() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = resolved_config(speculative_config=drafts("eagle"))
+    _take_draft_backend(config)
+    assert config.speculative_config.attention_backend is AttentionBackendEnum.CUSTOM
+    config.speculative_config.attention_backend = AttentionBackendEnum.FLASH_ATTN
+    with pytest.raises(ValueError, match="attention_backend FLASH_ATTN of a draft model"):
+        _take_draft_backend(config)
+    none = resolved_config(speculative_config=drafts("ngram"))
+    _take_draft_backend(none)
+    assert none.speculative_config.attention_backend is None
 
 
 def test_drafts_from_hidden_states_and_a_policy_that_drops_them() -> None:

@@ -55,7 +55,9 @@ class LayerwiseProposer:
     kv_cache_gid: int
     vllm_config: VllmConfig
     _draft_attn_layer_names: set[str]
-    _slots: dict[str, torch.Tensor]
+    _slot_mapping_buffer: torch.Tensor
+    _slots: dict[str, torch.Tensor]  # of layers behind the first
+    _filled: int = 0  # of these
     _get_positions: Callable[[int], torch.Tensor]
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
@@ -78,8 +80,10 @@ class LayerwiseProposer:
                 "tokens (M-RoPE) does not work with a KV policy yet: leave --speculative-config out"
             )
         self.kv_cache_gid = groups[0].kv_cache_group_id
-        buffer: torch.Tensor = self._slot_mapping_buffer  # type: ignore[attr-defined]
-        self._slots = {group.layer_names[0]: torch.zeros_like(buffer) for group in groups[1:]}
+        self._slots = {
+            group.layer_names[0]: torch.zeros_like(self._slot_mapping_buffer)
+            for group in groups[1:]
+        }
 
     def build_per_group_and_layer_attn_metadata(
         self, common_attn_metadata: Any, draft_index: int = 0
@@ -115,13 +119,15 @@ class LayerwiseProposer:
         slots = table[requests, entries].long() * size + positions % size
         own = self._slots[group.layer_names[0]]
         own[:count] = slots.masked_fill_(common.slot_mapping < 0, PAD_SLOT_ID)
-        own[count:].fill_(PAD_SLOT_ID)
+        self._filled = count
         common = copy(common)
         common.block_table_tensor, common.slot_mapping = table, own[:count]
         return common
 
     def _get_slot_mapping(self, num_tokens: int, *args: Any) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = super()._get_slot_mapping(num_tokens, *args)  # type: ignore[misc]
+        for slots in self._slots.values():
+            slots[self._filled : num_tokens] = PAD_SLOT_ID
         return found | {name: slots[:num_tokens] for name, slots in self._slots.items()}
 
 

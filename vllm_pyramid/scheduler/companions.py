@@ -280,9 +280,9 @@ class Companions:
     def _publish(self, request_id: str, tables: _Tables, index: int) -> None:
         """Let others find what is computed of a kind that keeps all."""
         kind, rows = self._kinds[index], tables.rows[index]
-        per_row = self._per_row(kind)
-        held = [manager.req_to_blocks[request_id] for manager in kind.managers]
         while (key := self._shown(tables, index, len(rows), tables.computed)) is not None:
+            held = [manager.req_to_blocks[request_id] for manager in kind.managers]
+            per_row = self._per_row(kind)
             first = len(rows) * per_row
             blocks = [block for table in held for block in table[first : first + per_row]]
             rows.append(self._pool.publish(key, blocks))
