@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from math import lcm
 from typing import Any
 
@@ -121,13 +121,13 @@ class Setup:
             return None
         return {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
 
-    @property
+    @cached_property
     def device_layers(self) -> int | None:
         """See `kv_cache_config`."""
         args = dict(self.policy_args)
         return args.get("device_layers", 1) if args.get("values") == "host" else None
 
-    @property
+    @cached_property
     def block_sizes(self) -> list[int]:
         """Tokens of a block in each layer."""
         first = self.num_layers if self.device_layers is None else self.device_layers
@@ -138,9 +138,11 @@ class Setup:
         """What plans round to."""
         return max(self.block_sizes)
 
-    def stage_of(self, layer: int) -> int:
-        """The pipeline stage of a layer."""
-        return int(np.searchsorted(np.cumsum(self.stages), layer, side="right"))
+    @cached_property
+    def stage_of(self) -> list[int]:
+        """The pipeline stage of each layer."""
+        layers = np.arange(self.num_layers)
+        return np.searchsorted(np.cumsum(self.stages), layers, side="right").tolist()
 
     def of_fullest_stage(self, blocks: np.ndarray) -> int:
         """Of `[layers]` blocks, the most that a pool must have."""
@@ -547,7 +549,7 @@ class PlainWorker:
         block_size = self.setup.block_sizes[layer]
         blocks = table[positions // block_size]
         assert (blocks > 0).all(), "the null block is nobody's"
-        return blocks + self.setup.stage_of(layer) * (self.num_blocks + 1), positions % block_size
+        return blocks + self.setup.stage_of[layer] * (self.num_blocks + 1), positions % block_size
 
     def _write(self, row: Row, start: int, end: int, chooses: bool) -> None:
         positions = np.arange(start, end)

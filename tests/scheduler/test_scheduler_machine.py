@@ -87,6 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.plans: dict[str, Plan] = {}
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        # Rows by identity: where the cells are, what they hold, the name of the row before.
+        self.looked_at: dict[int, tuple[Any, tuple[np.ndarray, np.ndarray], np.ndarray, Any]] = {}
 
     @initialize(spare=st.integers(0, 60), seed=st.integers(0, 2**16))
     def start(self, spare: int, seed: int) -> None:
@@ -278,41 +280,70 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_rows()
 
     def check_rows(self) -> None:
-        """Every row holds what the whole cache holds of its tokens, and so does the one before."""
-        pool, prefixes = self.coordinator.block_pool, self.coordinator._prefixes
+        """Every row holds what the whole cache holds of its tokens, and so does the one before.
+
+        A row is looked at when it appears; from then on nothing may write into it.
+        """
+        pool = self.coordinator.block_pool
         self.seen["twins"] += len(pool.twins)
-        owners: dict[Any, tuple[int, Request]] = {}
-        for request in self.requests.values():
-            for index, block_hash in enumerate(prefixes.hashes(request)):
-                owners.setdefault(block_hash, (index, request))
+        looked_at, owners = {}, None
         for row in [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]:
-            name, beside = row.hash[:HASH_BYTES], row.hash[HASH_BYTES:]
-            if beside.startswith(b"@"):  # of a state: looked at by whoever adopts it
+            if row.hash[HASH_BYTES:].startswith(b"@"):  # of a state: looked at by whoever adopts it
                 assert not row.refs
                 self.seen["rows of states"] += 1
                 continue
-            index, request = owners[name]
-            layers = list(
-                enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True))
-            )
-            if beside:
-                kind = self.coordinator.companions._kinds[int(beside[1:])]
-                count = prefixes.tokens // kind.block_size
-                places = [max(group - self.setup.num_layers, 0) for group in kind.groups]
-                layers = [(FIRST_LAYER + place, (count, kind.block_size)) for place in places]
-                assert kind.keeps_all or not row.refs
+            known = self.looked_at.get(id(row))
+            if known is None or known[0] is not row:
+                owners = owners or self.owners()
+                places, before = self.check_row(row, owners)
+                known = row, places, self.worker.memory_PN[places], before
+            _, places, tags, before = looked_at[id(row)] = known
+            assert (self.worker.memory_PN[places] == tags).all(), "a row was written into"
+            assert before is None or before in pool.rows
+            if row.hash[HASH_BYTES:]:
                 self.seen["rows beside"] += 1
-            else:
-                assert index == 0 or prefixes.hashes(request)[index - 1] in pool.rows
-            prompt, salt = list(request.all_token_ids), request.cache_salt
-            expected = WorkerRow(0, prompt, salt, [], [], np.zeros(0), np.zeros(0))
-            blocks = iter(row.blocks)
-            for layer, (count, size) in layers:
-                ids = [next(blocks).block_id for _ in range(count)]
-                tags = self.worker.memory_PN[ids, :size].reshape(-1)
-                positions = index * prefixes.tokens + np.arange(prefixes.tokens)
-                self.worker.check_shared(layer, positions, tags, expected)
-            assert next(blocks, None) is None
+                kind = self.coordinator.companions._kinds[int(row.hash[HASH_BYTES + 1 :])]
+                assert kind.keeps_all or not row.refs
+        self.looked_at = looked_at
+
+    def owners(self) -> dict[Any, tuple[int, Request]]:
+        """By the name of a row, one whose tokens it holds, and which of its rows it is."""
+        found: dict[Any, tuple[int, Request]] = {}
+        for request in self.requests.values():
+            for index, block_hash in enumerate(self.coordinator._prefixes.hashes(request)):
+                found.setdefault(block_hash, (index, request))
+        return found
+
+    def check_row(
+        self, row: Any, owners: dict[Any, tuple[int, Request]]
+    ) -> tuple[tuple[np.ndarray, np.ndarray], Any]:
+        """Compare each cell with its owner's tokens.
+
+        Returns:
+            Where they are, `[cells]` each; and the name of the row before, which must be there.
+        """
+        prefixes = self.coordinator._prefixes
+        name, beside = row.hash[:HASH_BYTES], row.hash[HASH_BYTES:]
+        index, request = owners[name]
+        layers = list(enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True)))
+        if beside:
+            kind = self.coordinator.companions._kinds[int(beside[1:])]
+            count = prefixes.tokens // kind.block_size
+            numbers = [max(group - self.setup.num_layers, 0) for group in kind.groups]
+            layers = [(FIRST_LAYER + number, (count, kind.block_size)) for number in numbers]
+        before = None if beside or not index else prefixes.hashes(request)[index - 1]
+        prompt, salt = list(request.all_token_ids), request.cache_salt
+        expected = WorkerRow(0, prompt, salt, [], [], np.zeros(0), np.zeros(0))
+        positions = index * prefixes.tokens + np.arange(prefixes.tokens)
+        blocks, ids, offsets = iter(row.blocks), [], []
+        for layer, (count, size) in layers:
+            own = [next(blocks).block_id for _ in range(count)]
+            ids.append(np.repeat(own, size))
+            offsets.append(np.tile(np.arange(size), count))
+            tags = self.worker.memory_PN[ids[-1], offsets[-1]]
+            self.worker.check_shared(layer, positions, tags, expected)
+        assert next(blocks, None) is None
+        return (np.concatenate(ids), np.concatenate(offsets)), before
 
     def phases(self, output: SchedulerOutput) -> list[bool]:
         """Whether each request of the step is past its prompt."""
