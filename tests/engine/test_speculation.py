@@ -26,7 +26,6 @@ from tests.engine.support import (
     count_preemptions,
     greedy,
     is_cpu_build,
-    register_kernels_once,
 )
 
 pytestmark = pytest.mark.engine
@@ -76,7 +75,6 @@ print(torch.get_num_threads())
 def kernels() -> None:
     if not is_cpu_build():
         pytest.skip("this build of vLLM verifies drafts on a GPU alone")
-    register_kernels_once()
 
 
 def _prompts(lengths: tuple[int, ...] = (500, 30, 333, 200, 640, 100, 77, 450)) -> list[list[int]]:
