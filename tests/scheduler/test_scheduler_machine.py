@@ -111,6 +111,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return answer
 
         admission.admits = watched  # type: ignore[method-assign]
+        shared = self.coordinator.blocks_shared
+
+        def counted(request_id: str) -> dict[frozenset[str], int]:
+            found = shared(request_id)
+            self.seen["counted once"] += bool(found)
+            return found
+
+        self.coordinator.blocks_shared = counted  # type: ignore[method-assign]
 
     # Rules ------------------------------------------------------------------------------------
 
@@ -822,6 +830,17 @@ VARIANTS |= {
     "sync-draft": Setup(beside=(DRAFT,), drafts=2, reserve_full_prompt=False, **SMALL),
 }
 
+# Requests that share their prefix to the end, in a pool in which they wait.
+VARIANTS |= {
+    "sync-shared-forecast-mixed": Setup(
+        budget="100%",
+        admission="forecast",
+        prefix_caching=True,
+        max_num_batched_tokens=24,
+        max_num_seqs=12,
+    ),
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
@@ -843,6 +862,7 @@ def test_machine(variant: str) -> None:
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["evicted again"]
+    happenings += ["counted once"] if forecast and "shared" in variant else []
     # Conversations are short beside their pool: these are preempted by a pause of the engine.
     happenings += [] if forecast or setup.turns else ["preempted"]
     if "solved" in variant:

@@ -168,3 +168,36 @@ def test_nobody_is_preempted_too_soon(variant: str) -> None:
     lives()
     print(once, refusals)
     assert once > 50 and refusals > 100, "nothing was shared, or the pool was never scarce"
+
+
+def test_who_evicts_inside_a_prompt_is_counted_with_all_it_may_hold() -> None:
+    """Behind its first eviction it shares nothing, and may still come to its peak."""
+    setup = replace(
+        EVICTED,
+        policy="keydiff",
+        budget=14,
+        policy_args=(("chunk.tokens", 24), ("chunk.keep", 18), ("window", 4), ("sinks", 1)),
+    )
+    job = SharingJob(setup, 20 * setup.num_layers)
+    admission = job.scheduler._admission
+    assert admission is not None
+    shared, alike = admission._shared, []
+
+    def watched(names: list[str], whole: Any) -> Any:
+        alike.append(dict(zip(names, whole.tolist(), strict=True)))
+        found = shared(names, whole)
+        if whole.any():
+            everybody = {frozenset(names): 12, frozenset([names[0], "gone"]): 3}
+            job.scheduler.coordinator.blocks_shared = lambda _: everybody  # type: ignore[method-assign]
+            blocks, has = shared(names, whole)
+            assert len(blocks) == (whole.sum() > 1)
+            assert all(row.tolist() == whole.tolist() for row in has)
+        return found
+
+    admission._shared = watched  # type: ignore[method-assign]
+    for index in range(9):
+        job.add_prompt(index, 16, 64, 4, {"kv_policy": "full"} if index % 3 else None)
+    job.finish()
+    everybody = {name: whole for one in alike for name, whole in one.items()}
+    assert everybody and all(whole == (int(n[1:]) % 3 > 0) for n, whole in everybody.items())
+    assert {True, False} <= set(everybody.values())
