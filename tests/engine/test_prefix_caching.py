@@ -48,7 +48,7 @@ def _settings(policy: str, **changes: Any) -> dict[str, Any]:
 
 
 # torch.compile takes long, so there are fewer of these.
-COMPILED = ("pyramidkv", "xkv", "full", "kcache")
+COMPILED = ("pyramidkv", "xkv", "kcache")
 
 
 @pytest.mark.parametrize(

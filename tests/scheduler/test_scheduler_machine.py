@@ -97,6 +97,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
         if self.scheduler._admission is not None:
             self.watch(self.scheduler._admission)
+        if self.setup.beside and self.setup.prefix_caching:
+            self.watch_windows()
+
+    def watch_windows(self) -> None:
+        """Whether windows are found that somebody still looks at."""
+        companions, rows = self.coordinator.companions, self.coordinator.block_pool.rows
+        enter = companions.enter
+
+        def entered(request_id: str, hashes: Any) -> Any:
+            names = [name for names in companions.sources(hashes) for name in names]
+            self.seen["windows in use found"] += any(rows[name].refs for name in names)
+            return enter(request_id, hashes)
+
+        companions.enter = entered  # type: ignore[method-assign]
 
     def watch(self, admission: Admission) -> None:
         """Requests are made to wait only while others run."""
@@ -308,7 +322,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 count = prefixes.tokens // kind.block_size
                 places = [max(group - self.setup.num_layers, 0) for group in kind.groups]
                 layers = [(FIRST_LAYER + place, (count, kind.block_size)) for place in places]
-                assert kind.keeps_all or not row.refs
                 self.seen["rows beside"] += 1
             else:
                 assert index == 0 or prefixes.hashes(request)[index - 1] in pool.rows
@@ -874,7 +887,8 @@ def test_machine(variant: str) -> None:
     if setup.beside:
         slides = any(layer.kind != "draft" for layer in setup.beside)
         happenings += ["slid"] if slides else []
-        happenings += ["rows beside", "windows found"] if setup.prefix_caching else []
+        found = ["rows beside", "windows found", "windows in use found"]
+        happenings += found if setup.prefix_caching else []
     if setup.drafts:
         happenings += ["accepted", "rejected"]
     if "later" in variant:
