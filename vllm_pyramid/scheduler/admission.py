@@ -21,6 +21,8 @@ a token for each token processed, if its place is ever needed for older ones. To
 long answers would waste the pool: those that start together also end together, and until then
 half of it would lie idle.
 
+Blocks that several requests have in their tables are counted once where that decides.
+
 Looking at the memory of all future moments instead of at the sum of all ends, and taking the
 lengths of answers from those that have ended, is the idea of the Past-Future scheduler (Gong et
 al., ASPLOS 2025, arXiv:2507.10150, which samples each length from their distribution; we take the

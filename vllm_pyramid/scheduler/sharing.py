@@ -97,7 +97,9 @@ class PrefixSharing:
         """Blocks that several requests have, by who has them, if this one began with its hit."""
         known = self._requests[request_id]
         hit = known.hit[: self._shared_rows(known)]
-        rows = self._prefixes.holders.shared(request_id, map(self.block_pool.rows.get, hit))
+        rows = self._prefixes.holders.shared(
+            request_id, (self.block_pool.rows[name] for name in hit)
+        )
         return {names: count * self._prefixes.row_blocks for names, count in rows.items()}
 
     def left_tokens(self, request_id: str) -> int:
