@@ -852,6 +852,9 @@ VARIANTS |= {
         max_num_batched_tokens=24,
         max_num_seqs=12,
     ),
+    "async-shared-forecast-beside": Setup(
+        admission="forecast", prefix_caching=True, beside=CAUSAL, asynchronous=True, **SMALL
+    ),
 }
 
 

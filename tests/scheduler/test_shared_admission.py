@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.scheduler.beside import Beside
 from tests.scheduler.harness import Setup
 from tests.scheduler.jobs import SMALL, Job, exact_request
 
@@ -117,6 +118,7 @@ PROPERTY = {
     "async": replace(EVICTED, asynchronous=True),
     "pyramid": replace(EVICTED, policy_args=(("window", 6),), budget="30%", asynchronous=True),
     "whole": replace(WHOLE, asynchronous=True),
+    "beside": replace(EVICTED, beside=(Beside("sliding", 10), Beside("chunked", 12))),
     "later": replace(
         EVICTED,
         policy="streaming-llm",
