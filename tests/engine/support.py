@@ -191,6 +191,12 @@ def count_preemptions(engine: Engine) -> Iterator[dict[str, int]]:
         scheduler._preempt_request = original
 
 
+def is_compiled(engine: Engine) -> bool:
+    """Whether vLLM has compiled the engine's model."""
+    mode: str = engine.core.vllm_config.compilation_config.mode.name
+    return mode != "NONE"
+
+
 def is_cpu_build() -> bool:
     """Whether this vLLM has its own kernels for the CPU (the CUDA wheel has none)."""
     from vllm.platforms import builtin_platform_plugins

@@ -10,7 +10,14 @@ import pytest
 
 from tests.engine.conversations import Rows, cached_tokens, conversation, run_waves, traces
 from tests.engine.families import make_family
-from tests.engine.support import EnginePool, Job, greedy, is_cpu_build, random_prompts
+from tests.engine.support import (
+    EnginePool,
+    Job,
+    greedy,
+    is_compiled,
+    is_cpu_build,
+    random_prompts,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -29,9 +36,11 @@ SETTINGS: dict[str, Any] = {
 FAMILIES = ("gemma3", "llama4", "gpt-oss", "gemma3n")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "compiled"), [*((family, False) for family in FAMILIES), ("gemma3", True)]
+)
 def test_tokens_and_what_is_kept_are_those_without_it(
-    engines: EnginePool, tmp_path: Path, family: str
+    engines: EnginePool, tmp_path: Path, family: str, compiled: bool
 ) -> None:
     if family in ("llama4", "gpt-oss") and not is_cpu_build():
         pytest.skip("this build of vLLM has no CPU kernels for experts")
@@ -39,7 +48,14 @@ def test_tokens_and_what_is_kept_are_those_without_it(
     results = {}
     for caching in (True, False):
         folder = tmp_path / str(caching)
-        engine = engines.get(model, **SETTINGS, enable_prefix_caching=caching, kv_trace=str(folder))
+        engine = engines.get(
+            model,
+            **SETTINGS,
+            enable_prefix_caching=caching,
+            kv_trace=str(folder),
+            enforce_eager=not compiled,
+        )
+        assert is_compiled(engine) == compiled
         engine.shuffle_blocks()
         look = Rows(engine) if caching else None
         outcomes = run_waves(engine, conversation(), look)
@@ -78,4 +94,23 @@ def test_hits_are_as_long_as_they_can_be(engines: EnginePool, tmp_path: Path) ->
     assert cached(other) == 0, "it never began with these tokens"
     assert engine.llm.reset_prefix_cache()
     assert cached(prompt) == 0
+    engine.check_whole()
+
+
+def test_windows_are_found_while_their_request_runs(engines: EnginePool, tmp_path: Path) -> None:
+    """The same prompt, and a longer one, while the first request still looks at its window."""
+    engine = engines.get(make_family("gemma3", tmp_path / "gemma3"), **SETTINGS)
+    look = Rows(engine)
+    prompt, more = random_prompts([500, 100], seed=2)
+    alone = engine.run([Job(prompt, greedy(20)), Job([*prompt, *more], greedy(8), arrival=200)])
+    assert engine.llm.reset_prefix_cache()
+    jobs = [
+        Job(prompt, greedy(20)),
+        Job(prompt, greedy(20), arrival=6),
+        Job([*prompt, *more], greedy(8), arrival=7),
+    ]
+    outcomes = engine.run(jobs, look)
+    assert cached_tokens(outcomes) == [0, 480, 496]
+    assert outcomes[0].token_ids == outcomes[1].token_ids == alone[0].token_ids
+    assert outcomes[2].token_ids == alone[1].token_ids
     engine.check_whole()

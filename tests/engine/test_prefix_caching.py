@@ -16,6 +16,7 @@ from tests.engine.support import (
     Job,
     count_preemptions,
     greedy,
+    is_compiled,
     random_prompts,
 )
 from tests.scheduler.checks import check_pool
@@ -46,17 +47,29 @@ def _settings(policy: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# torch.compile takes long, so there are fewer of these.
+COMPILED = ("pyramidkv", "xkv", "kcache")
+
+
+@pytest.mark.parametrize(
+    ("policy", "compiled"),
+    [*((policy, False) for policy in POLICIES), *((policy, True) for policy in COMPILED)],
+)
 def test_tokens_and_what_is_kept_are_those_without_it(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, policy: str
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    policy: str,
+    compiled: bool,
 ) -> None:
     results = {}
     for caching in (True, False):
         folder = tmp_path / str(caching)
-        settings = _settings(policy, enable_prefix_caching=caching)
+        settings = _settings(policy, enable_prefix_caching=caching, enforce_eager=not compiled)
         if policy not in ("full", "kcache"):
             settings["kv_trace"] = str(folder)
         engine = engines.get(tiny_model("mistral"), **settings)
+        assert is_compiled(engine) == compiled
         engine.shuffle_blocks()
         waves = conversation()
         if policy in ("full", "kcache"):  # budgets are refused

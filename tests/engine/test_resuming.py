@@ -12,7 +12,15 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conversations import Rows
-from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    greedy,
+    is_compiled,
+    random_prompts,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -64,16 +72,23 @@ def _kept(folder: Path, outcome: Outcome) -> list[bytes]:
         return [file[f"kept_{layer}"].tobytes() for layer in range(len(file["held"]))]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "compiled"), [*((policy, False) for policy in POLICIES), ("snapkv", True)]
+)
 def test_tokens_and_what_is_kept_are_those_without_it(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, policy: str
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    policy: str,
+    compiled: bool,
 ) -> None:
     """Four turns, and the third once more; hits are all that was computed, in whole blocks."""
     found = []
     for caching in (True, False):
         folder = tmp_path / str(caching)
         settings = _settings(policy, enable_prefix_caching=caching, kv_trace=str(folder))
-        engine = engines.get(tiny_model("mistral"), **settings)
+        engine = engines.get(tiny_model("mistral"), enforce_eager=not compiled, **settings)
+        assert is_compiled(engine) == compiled
         engine.shuffle_blocks()
         outcomes = _talk(engine, random_prompts(SAID, seed=3))
         third = outcomes[2]

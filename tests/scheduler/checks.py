@@ -22,10 +22,13 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     pools = getattr(pool, "pools", [pool])  # of the pipeline stages
     held, private = np.zeros(coordinator.num_layers, np.int64), []
     refs: Counter[int] = Counter()
+    holders: dict[int, set[str]] = {}
     in_use = {}
     for request_id, record in coordinator._requests.items():
         assert not (record.rows and record.released), "rows after the head was given back"
         refs.update(map(id, record.rows))
+        for row in record.rows:
+            holders.setdefault(id(row), set()).add(request_id)
         in_use.update({id(row): row for row in record.rows})
         for layer, manager in enumerate(coordinator.layer_managers):
             table = manager.req_to_blocks.get(request_id, [])
@@ -71,6 +74,8 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         is_known = pool.rows[row.hash] is row
         assert is_known != (row in pool.twins.get(row.hash, ())), "a twin is nobody's"
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
+        assert row.holders == holders.get(id(row), set()), "somebody else's row"
+    assert prefixes.holders.rows == Counter(map(frozenset, holders.values()))
     assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.rows)
     assert all(pool.twins.values()), "an empty list of twins"
     of_rows = [(0, block.block_id) for row in (*rows.values(), *aside) for block in row.blocks]

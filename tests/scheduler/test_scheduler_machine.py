@@ -99,6 +99,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
         if self.scheduler._admission is not None:
             self.watch(self.scheduler._admission)
+        if self.setup.beside and self.setup.prefix_caching:
+            self.watch_windows()
+
+    def watch_windows(self) -> None:
+        """Whether windows are found that somebody still looks at."""
+        companions, rows = self.coordinator.companions, self.coordinator.block_pool.rows
+        enter = companions.enter
+
+        def entered(request_id: str, hashes: Any) -> Any:
+            names = [name for names in companions.sources(hashes) for name in names]
+            self.seen["windows in use found"] += any(rows[name].refs for name in names)
+            return enter(request_id, hashes)
+
+        companions.enter = entered  # type: ignore[method-assign]
 
     def watch(self, admission: Admission) -> None:
         """Requests are made to wait only while others run."""
@@ -113,6 +127,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return answer
 
         admission.admits = watched  # type: ignore[method-assign]
+        shared = self.coordinator.blocks_shared
+
+        def counted(request_id: str) -> dict[frozenset[str], int]:
+            found = shared(request_id)
+            self.seen["counted once"] += bool(found)
+            return found
+
+        self.coordinator.blocks_shared = counted  # type: ignore[method-assign]
 
     # Rules ------------------------------------------------------------------------------------
 
@@ -302,8 +324,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert before is None or before in pool.rows
             if row.hash[HASH_BYTES:]:
                 self.seen["rows beside"] += 1
-                kind = self.coordinator.companions._kinds[int(row.hash[HASH_BYTES + 1 :])]
-                assert kind.keeps_all or not row.refs
         self.looked_at = looked_at
 
     def owners(self) -> dict[Any, tuple[int, Request]]:
@@ -853,6 +873,20 @@ VARIANTS |= {
     "sync-draft": Setup(beside=(DRAFT,), drafts=2, reserve_full_prompt=False, **SMALL),
 }
 
+# Requests that share their prefix to the end, in a pool in which they wait.
+VARIANTS |= {
+    "sync-shared-forecast-mixed": Setup(
+        budget="100%",
+        admission="forecast",
+        prefix_caching=True,
+        max_num_batched_tokens=24,
+        max_num_seqs=12,
+    ),
+    "async-shared-forecast-beside": Setup(
+        admission="forecast", prefix_caching=True, beside=CAUSAL, asynchronous=True, **SMALL
+    ),
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
@@ -874,6 +908,7 @@ def test_machine(variant: str) -> None:
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["evicted again"]
+    happenings += ["counted once"] if forecast and "shared" in variant else []
     # Conversations are short beside their pool: these are preempted by a pause of the engine.
     happenings += [] if forecast or setup.turns else ["preempted"]
     if "solved" in variant:
@@ -885,7 +920,8 @@ def test_machine(variant: str) -> None:
     if setup.beside:
         slides = any(layer.kind != "draft" for layer in setup.beside)
         happenings += ["slid"] if slides else []
-        happenings += ["rows beside", "windows found"] if setup.prefix_caching else []
+        found = ["rows beside", "windows found", "windows in use found"]
+        happenings += found if setup.prefix_caching else []
     if setup.drafts:
         happenings += ["accepted", "rejected"]
     if "later" in variant:

@@ -21,6 +21,8 @@ a token for each token processed, if its place is ever needed for older ones. To
 long answers would waste the pool: those that start together also end together, and until then
 half of it would lie idle.
 
+Blocks that several requests have in their tables are counted once where that decides.
+
 Looking at the memory of all future moments instead of at the sum of all ends, and taking the
 lengths of answers from those that have ended, is the idea of the Past-Future scheduler (Gong et
 al., ASPLOS 2025, arXiv:2507.10150, which samples each length from their distribution; we take the
@@ -150,8 +152,7 @@ class Admission:
         """Whether the first of the waiting requests may start, or start again.
 
         Args:
-            plan: of the request. computed: its tokens that are in the cache; its blocks count all
-                the same, as do those of others that share them.
+            plan: of the request. computed: its tokens that are in the cache.
             running: all that run, in the order in which they get tokens.
         """
         name = request.request_id
@@ -166,8 +167,9 @@ class Admission:
         processed = [*(other.num_computed_tokens for other in running), computed]
         in_flight = [*(other.num_in_flight_tokens for other in running), 0]
         rows.append(self._rows[name])
+        names = [*(other.request_id for other in running), name]
         stages = range(len(self._coordinator.stages))
-        if all(self._fits(rows, processed, in_flight, stage) for stage in stages):
+        if all(self._fits(names, rows, processed, in_flight, stage) for stage in stages):
             return True
         self._refused, self._waits = now, 0
         return False
@@ -234,7 +236,12 @@ class Admission:
         return coordinator.stages.sums(-(-most // coordinator.block_sizes) + 1)
 
     def _fits(
-        self, rows: list[int], computed_tokens: list[int], in_flight: list[int], stage: int
+        self,
+        names: list[str],
+        rows: list[int],
+        computed_tokens: list[int],
+        in_flight: list[int],
+        stage: int,
     ) -> bool:
         """Whether a stage's pool holds these requests, the candidate last, as far ahead as we look.
 
@@ -285,7 +292,49 @@ class Admission:
         held = np.minimum(held, bound) + beside
         part = held[:, prompts]
         held[:, prompts] = np.where(whole_until > before, np.maximum(part, whole), part)
-        return bool(held.sum(axis=1, where=last > before).max() <= pool)
+        total = held.sum(axis=1, where=last > before)
+        if total.max() <= pool:
+            return True
+        blocks, has = self._shared(names, peak == UNBOUNDED)
+        if not len(blocks):
+            return False
+        # Now each of these blocks once, as long as anybody is counted without his share of them.
+        # Who gives nothing back has them to his end, others until they evict.
+        share = blocks @ has
+        to_end = given_back == 0
+        until = np.full_like(last, -1)
+        until[prompts] = whole_until
+        until = np.where(to_end, last, until)
+        held[:, prompts] = part
+        held -= np.where(to_end, share, 0)
+        part, rest = held[:, prompts], whole - share[prompts]
+        held[:, prompts] = np.where(whole_until > before, np.maximum(part, rest), part)
+        once = held.sum(axis=1, where=last > before)
+        once += (np.where(has, until, -1).max(axis=1) > before) @ blocks
+        return bool(np.minimum(total, once).max() <= pool)
+
+    def _shared(
+        self, names: list[str], alike: npt.NDArray[np.bool_]
+    ) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+        """Blocks that several of these requests have, the candidate with those of its hit.
+
+        Args:
+            alike: `[requests]`, of which this can be said: those that evict at no other moment than
+                the prompt's end have their prefix as long as they are whole, or to their end.
+
+        Returns:
+            `[sets]` blocks that the same requests have, and `[sets, requests]` who has them.
+        """
+        places = {name: index for index, name in enumerate(names) if alike[index]}
+        sets: list[tuple[int, list[int]]] = []
+        for holders, blocks in self._coordinator.blocks_shared(names[-1]).items():
+            indices = [places[name] for name in holders if name in places]
+            if len(indices) > 1:
+                sets.append((blocks, indices))
+        has = np.zeros((len(sets), len(names)), np.bool_)
+        for row, (_, indices) in zip(has, sets, strict=True):
+            row[indices] = True
+        return np.array([blocks for blocks, _ in sets], np.int64), has
 
     def _expected(self, generated: Numbers, least: Numbers, most: Numbers) -> Numbers:
         """Tokens of answers that have `generated` by now, `[requests]`.

@@ -8,11 +8,11 @@ of them answers for all.
 
     a window of 3 blocks    [null][null][b7][b2][b9]       after the next block: the head goes
 
-With prefix caching, blocks that go out of sight become rows of their own (`rows.py`), one for each
-kind of layer and range of positions; they are idle at once. Those of layers that keep everything, a
-draft model's, become rows when they are computed, and are their request's until it ends. A prefix
-is found as far as all that its next token sees is there, and is copied into blocks of the request's
-own: what is in a window soon leaves it again, so there is little to gain from sharing it.
+With prefix caching, blocks become rows of their own (`rows.py`) when they are computed, one for
+each kind of layer and range of positions. They are their request's as long as it looks at them, and
+idle from then on. A prefix is found as far as all that its next token sees is there, and is copied
+into blocks of the request's own: what is in a window soon leaves it again, so there is little to
+gain from sharing it.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class _Tables:
     Attributes:
         entries: of each kind, entries of a layer's table. nulls: how many of them are null.
         hashes: the request's, which grow as it does. exact: the first tokens whose KV is that of
-            the full cache. computed: its tokens that are computed, or will be in a step that has
-            been scheduled. noted: those of the step being scheduled.
-        rows: of each kind that keeps all, those that others find already, from position 0 on.
+            the full cache. noted: its tokens that are computed by the end of the step that is being
+            scheduled.
+        rows: of each kind, those that others find already, from the first that is not null on.
     """
 
     entries: list[int]
@@ -97,7 +97,6 @@ class _Tables:
     rows: list[list[Row]]
     hashes: Sequence[BlockHash] = field(default_factory=list)
     exact: int = 0
-    computed: int = 0
     noted: int = 0
 
 
@@ -217,26 +216,20 @@ class Companions:
             end = min(kind.skipped_tokens(processed) // kind.block_size, tables.entries[index])
             end -= end % self._per_row(kind)
             if end > tables.nulls[index]:
-                self._drop(request_id, tables, index, end, processed)
+                self._drop(request_id, tables, index, end)
 
-    def _drop(self, request_id: str, tables: _Tables, index: int, end: int, computed: int) -> None:
-        """Take a kind's blocks out of its tables up to entry `end`; what is computed may be found.
-
-        Args:
-            computed: tokens of the request.
-        """
+    def _drop(self, request_id: str, tables: _Tables, index: int, end: int) -> None:
+        """Take a kind's blocks out of its tables up to entry `end`: rows stay, others are freed."""
         kind, start, null = self._kinds[index], tables.nulls[index], self._pool.null_block
-        per_row, freed = self._per_row(kind), []
+        per_row, rows = self._per_row(kind), tables.rows[index]
         held = [manager.req_to_blocks[request_id] for manager in kind.managers]
-        for first in range(start, end, per_row):
-            last = min(first + per_row, end)
-            blocks = [block for table in held for block in table[first:last]]
-            key = self._shown(tables, index, first // per_row, computed)
-            if key is None or not self._pool.offer(key, blocks):
-                freed += blocks
+        count = min(len(rows), (end - start) // per_row)
+        self._pool.release(rows[:count])
+        del rows[:count]
+        first = start + count * per_row
+        self._pool.free_blocks([block for table in held for block in table[first:end]])
         for table in held:
             table[start:end] = [null] * (end - start)
-        self._pool.free_blocks(freed)
         self.held_blocks -= (end - start) * len(held)
         tables.nulls[index] = end
 
@@ -247,8 +240,7 @@ class Companions:
             return
         for index, kind in enumerate(self._kinds):
             if self._row:
-                self._release(request_id, tables, index)
-                self._drop(request_id, tables, index, tables.entries[index], tables.computed)
+                self._drop(request_id, tables, index, tables.entries[index])
                 continue
             held = tables.entries[index] - tables.nulls[index]
             self.held_blocks -= held * len(kind.managers)
@@ -271,34 +263,22 @@ class Companions:
         """What was noted will be computed before anything that is scheduled from now on."""
         for request_id in self._noted:
             tables = self._tables[request_id]
-            tables.computed = tables.noted
-            for index, kind in enumerate(self._kinds):
-                if kind.keeps_all:
-                    self._publish(request_id, tables, index)
+            for index in range(len(self._kinds)):
+                self._publish(request_id, tables, index)
         self._noted.clear()
 
     def _publish(self, request_id: str, tables: _Tables, index: int) -> None:
-        """Let others find what is computed of a kind that keeps all."""
+        """Let others find what is computed of a kind."""
         kind, rows = self._kinds[index], tables.rows[index]
-        while (key := self._shown(tables, index, len(rows), tables.computed)) is not None:
+        per_row = self._per_row(kind)
+        row = tables.nulls[index] // per_row + len(rows)
+        while (key := self._shown(tables, index, row)) is not None:
+            first = row * per_row
             held = [manager.req_to_blocks[request_id] for manager in kind.managers]
-            per_row = self._per_row(kind)
-            first = len(rows) * per_row
             blocks = [block for table in held for block in table[first : first + per_row]]
             rows.append(self._pool.publish(key, blocks))
             rows[-1].scheduled = True
-
-    def _release(self, request_id: str, tables: _Tables, index: int) -> None:
-        """Take the rows that others find out of a request's tables."""
-        if not (rows := tables.rows[index]):
-            return
-        self._pool.release(rows)
-        kind = self._kinds[index]
-        end = len(rows) * self._per_row(kind)
-        for manager in kind.managers:
-            manager.req_to_blocks[request_id][:end] = [self._pool.null_block] * end
-        self.held_blocks -= end * len(kind.managers)
-        tables.nulls[index] = end
+            row += 1
 
     def covered(self, hashes: Sequence[BlockHash]) -> int:
         """With how many of these rows a request can begin: all that its next token sees is there.
@@ -364,9 +344,9 @@ class Companions:
             tables.entries[index], tables.nulls[index] = entries, entries - count
         return copies
 
-    def _shown(self, tables: _Tables, index: int, row: int, computed: int) -> BlockHash | None:
+    def _shown(self, tables: _Tables, index: int, row: int) -> BlockHash | None:
         """The name of one of a request's rows of a kind; None if others may not find it."""
-        if not self._row or (row + 1) * self._row > min(computed, tables.exact):
+        if (row + 1) * self._row > min(tables.noted, tables.exact):
             return None
         place = (row + 1) * self._row // self._hash - 1
         return self._key(index, tables.hashes[place]) if place < len(tables.hashes) else None

@@ -27,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCop
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
+from vllm_pyramid.scheduler.holders import Holders
 from vllm_pyramid.scheduler.rows import Row, RowPool
 
 
@@ -40,6 +41,7 @@ class Prefixes:
     Attributes:
         tokens: of a row: the largest block.
         blocks: `[layers]` int64, blocks of a row in each layer. row_blocks: of all layers.
+        holders: who has which rows.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Prefixes:
         self._counts: list[int] = self.blocks.tolist()
         assert self.tokens % hash_block_size == 0, (self.tokens, hash_block_size)
         self._hashes_per_row = self.tokens // hash_block_size
+        self.holders = Holders()
 
     def find(self, request: Request, tokens: int, shared: int) -> list[BlockHash]:
         """The hashes of rows that a request without blocks could begin with.
@@ -76,6 +79,7 @@ class Prefixes:
             The rows, and how many of them were idle.
         """
         rows, revived = self._pool.adopt(hashes)
+        self.holders.add(request_id, rows)
         columns = iter(list(zip(*(row.blocks for row in rows), strict=True)))
         for manager, count in zip(self._managers, self._counts, strict=True):
             of_layer = [next(columns) for _ in range(count)]
@@ -93,10 +97,12 @@ class Prefixes:
             blocks = manager.req_to_blocks[request.request_id][known * count : end * count]
             columns.extend(blocks[index::count] for index in range(count))
         of_rows = zip(*columns, strict=True)
-        return [
+        rows = [
             self._pool.publish(block_hash, blocks)
             for block_hash, blocks in zip(hashes[known:end], of_rows, strict=True)
         ]
+        self.holders.add(request.request_id, rows)
+        return rows
 
     def blocks_of(self, hashes: Sequence[BlockHash]) -> list[tuple[KVCacheBlock, ...]]:
         """The blocks of the rows of these hashes, `[layers][rows]`."""
@@ -147,10 +153,12 @@ class Prefixes:
         for manager, count in zip(self._managers, self._counts, strict=True):
             length = len(rows) * count
             manager.req_to_blocks[request_id][:length] = [null] * length
+        self.holders.remove(request_id, rows)
         return self._pool.release(rows)
 
-    def withdraw(self, rows: Sequence[Row]) -> None:
+    def withdraw(self, request_id: str, rows: Sequence[Row]) -> None:
         """Undo `publish` of rows whose tokens will not be computed after all."""
+        self.holders.remove(request_id, rows)
         for row in reversed(rows):
             self._pool.withdraw(row)
 

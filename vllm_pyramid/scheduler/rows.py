@@ -43,9 +43,10 @@ class Row:
         scheduled: whether the step that computes them has been scheduled; until then they can be
             read in that step, behind what writes them, but not before it.
         origin: of the base of a state (`states.py`), the request that evicted.
+        holders: of layers that evict, the requests that `refs` counts (`holders.py` keeps it).
     """
 
-    __slots__ = ("blocks", "hash", "origin", "refs", "scheduled")
+    __slots__ = ("blocks", "hash", "holders", "origin", "refs", "scheduled")
 
     def __init__(
         self, block_hash: BlockHash | None, blocks: Sequence[KVCacheBlock], refs: int = 1
@@ -55,6 +56,7 @@ class Row:
         self.refs = refs
         self.scheduled = False
         self.origin: str | None = None
+        self.holders: frozenset[str] = frozenset()
 
 
 class RowPool(BlockPool):

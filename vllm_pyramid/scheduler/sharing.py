@@ -93,6 +93,15 @@ class PrefixSharing:
             return len(request.hit)
         return min(len(request.hit), request.shareable // self._prefixes.tokens)
 
+    def blocks_shared(self, request_id: str) -> dict[frozenset[str], int]:
+        """Blocks that several requests have, by who has them, if this one began with its hit."""
+        known = self._requests[request_id]
+        hit = known.hit[: self._shared_rows(known)]
+        rows = self._prefixes.holders.shared(
+            request_id, (self.block_pool.rows[name] for name in hit)
+        )
+        return {names: count * self._prefixes.row_blocks for names, count in rows.items()}
+
     def left_tokens(self, request_id: str) -> int:
         """Tokens of a request that others find, or will find when it has evicted."""
         known = self._requests.get(request_id)
@@ -179,5 +188,5 @@ class PrefixSharing:
         Nobody has been admitted since, so nobody else uses them.
         """
         before = self._rows_before.pop(request_id, len(request.rows))
-        self._prefixes.withdraw(request.rows[before:])
+        self._prefixes.withdraw(request_id, request.rows[before:])
         del request.rows[before:]

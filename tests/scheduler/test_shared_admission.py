@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission counts blocks that requests share once: more start, and nobody is preempted for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.beside import Beside
+from tests.scheduler.harness import Setup
+from tests.scheduler.jobs import SMALL, Job, exact_request
+
+pytestmark = pytest.mark.cpu
+
+# Nobody gives anything back, so a prefix is shared to the end.
+WHOLE = replace(SMALL, budget="100%", prefix_caching=True)
+# Only prompts that are processed share anything.
+EVICTED = replace(SMALL, prefix_caching=True)
+
+
+class SharingJob(Job):
+    """Requests whose prompts begin alike.
+
+    Attributes:
+        once: looks for which shared blocks were counted once.
+    """
+
+    once = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shared = self.scheduler.coordinator.blocks_shared
+
+        def counting(name: str) -> Any:
+            found = shared(name)
+            self.once += bool(found)
+            return found
+
+        self.scheduler.coordinator.blocks_shared = counting  # type: ignore[method-assign]
+
+    def count_each(self) -> None:
+        """The rule without what is shared."""
+        self.scheduler.coordinator.blocks_shared = lambda _: {}  # type: ignore[method-assign]
+
+    def add_prompt(
+        self,
+        index: int,
+        shared: int,
+        prompt_len: int,
+        tokens: int,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        prompt = [1000 + i if i < shared else 2000 + 100 * index + i for i in range(prompt_len)]
+        size = self.setup.block_size
+        self.add(exact_request(f"r{index}", prompt, tokens, extra, hash_block_size=size))
+
+    def finish(self) -> None:
+        """As the base's; nothing counts as shared any more."""
+        super().finish()
+        prefixes = self.scheduler.coordinator._prefixes
+        assert not prefixes.holders.rows
+        assert not any(row.holders for row in prefixes._pool.rows.values())
+
+
+def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
+    """40 prompts of 64 tokens in a pool for 96 blocks a layer."""
+    job = SharingJob(setup, 96 * setup.num_layers)
+    if each:
+        job.count_each()
+    for index in range(40):
+        job.add_prompt(index, shared, 64, tokens)
+    job.finish()
+    return job
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_more_requests_of_one_prefix_run_at_once(asynchronous: bool) -> None:
+    """12 of 20 blocks a layer are shared: 10 requests fit side by side, 4 if each counts all."""
+    setup = replace(WHOLE, asynchronous=asynchronous)
+    each = _run(setup, 48, each=True, tokens=16)
+    once = _run(setup, 48, each=False, tokens=16)
+    print(each.most_running, once.most_running, each.steps, once.steps)
+    assert each.most_running <= 5 and once.most_running >= 9
+    assert once.preemptions == each.preemptions == 0
+    assert once.steps < 0.6 * each.steps
+    assert once.started == [f"r{index}" for index in range(40)]
+
+
+def test_prompts_that_evict_share_while_they_are_processed() -> None:
+    """12 of 16 blocks a layer, until the eviction: 8 prompts fit into the step, not into the pool
+    if each counts all."""
+    first = {}
+    for each in (True, False):
+        job = SharingJob(EVICTED, 60 * EVICTED.num_layers)
+        if each:
+            job.count_each()
+        for index in range(8):
+            job.add_prompt(index, 48, 64, 4)
+        job.step()
+        first[each] = len(job.scheduler.running)
+        job.finish()
+        assert job.preemptions == 0
+    print(first)
+    assert first[True] <= 3 and first[False] >= 5
+
+
+def test_prompts_of_their_own_are_admitted_as_before() -> None:
+    jobs = [_run(WHOLE, 0, each=each, tokens=16) for each in (True, False)]
+    assert jobs[0].steps == jobs[1].steps and jobs[0].tokens == jobs[1].tokens
+    assert jobs[1].refusals > 0 and not jobs[1].once
+
+
+PROPERTY = {
+    "async": replace(EVICTED, asynchronous=True),
+    "pyramid": replace(EVICTED, policy_args=(("window", 6),), budget="30%", asynchronous=True),
+    "whole": replace(WHOLE, asynchronous=True),
+    "beside": replace(EVICTED, beside=(Beside("sliding", 10), Beside("chunked", 12))),
+    "later": replace(
+        EVICTED,
+        policy="streaming-llm",
+        policy_args=(("sinks", 2), ("schedule", "interval"), ("schedule.interval", 5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", PROPERTY)
+def test_nobody_is_preempted_too_soon(variant: str) -> None:
+    """What docs/design.md promises where lengths are known holds where prompts share, too."""
+    setup = replace(PROPERTY[variant], max_num_batched_tokens=1024, max_num_seqs=12)
+    once = refusals = 0
+    request = st.tuples(
+        st.sampled_from([0, 16, 40, 60]),  # tokens of the trunk
+        st.integers(1, 3),  # the branch behind it
+        st.integers(1, 64),
+        st.integers(1, 32),
+        st.sampled_from([None, None, {"kv_policy": "full"}, {"kv_budget": 20}]),
+        st.integers(0, 6),  # steps before it comes
+    )
+
+    @settings(
+        max_examples=25,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(requests=st.lists(request, min_size=4, max_size=24), spare=st.integers(0, 60))
+    def lives(requests: list[tuple[int, int, int, int, Any, int]], spare: int) -> None:
+        nonlocal once, refusals
+        job = SharingJob(setup, setup.blocks_of_longest + spare)
+        for index, (shared, branch, prompt_len, tokens, extra, wait) in enumerate(requests):
+            for _ in range(wait):
+                job.step()
+            prompt = [
+                1000 + i if i < shared else 2000 + 100 * branch + i for i in range(prompt_len)
+            ]
+            job.add(exact_request(f"r{index}", prompt, tokens, extra, setup.block_size))
+        job.finish()
+        once += job.once
+        refusals += job.refusals
+        assert job.too_soon == 0
+        for request in job.requests:
+            assert request.num_preemptions == 0 or request.max_tokens > request.num_prompt_tokens
+        assert job.started == [request.request_id for request in job.requests]
+
+    lives()
+    print(once, refusals)
+    assert once > 50 and refusals > 100, "nothing was shared, or the pool was never scarce"
+
+
+def test_who_evicts_inside_a_prompt_is_counted_with_all_it_may_hold() -> None:
+    """Behind its first eviction it shares nothing, and may still come to its peak."""
+    setup = replace(
+        EVICTED,
+        policy="keydiff",
+        budget=14,
+        policy_args=(("chunk.tokens", 24), ("chunk.keep", 18), ("window", 4), ("sinks", 1)),
+    )
+    job = SharingJob(setup, 20 * setup.num_layers)
+    admission = job.scheduler._admission
+    assert admission is not None
+    shared, alike = admission._shared, []
+
+    def watched(names: list[str], whole: Any) -> Any:
+        alike.append(dict(zip(names, whole.tolist(), strict=True)))
+        found = shared(names, whole)
+        if whole.any():
+            everybody = {frozenset(names): 12, frozenset([names[0], "gone"]): 3}
+            job.scheduler.coordinator.blocks_shared = lambda _: everybody  # type: ignore[method-assign]
+            blocks, has = shared(names, whole)
+            assert len(blocks) == (whole.sum() > 1)
+            assert all(row.tolist() == whole.tolist() for row in has)
+        return found
+
+    admission._shared = watched  # type: ignore[method-assign]
+    for index in range(9):
+        job.add_prompt(index, 16, 64, 4, {"kv_policy": "full"} if index % 3 else None)
+    job.finish()
+    everybody = {name: whole for one in alike for name, whole in one.items()}
+    assert everybody and all(whole == (int(n[1:]) % 3 > 0) for n, whole in everybody.items())
+    assert {True, False} <= set(everybody.values())
