@@ -17,14 +17,14 @@ from vllm.platforms import current_platform
 
 from vllm_pyramid.model_shape import SLIDING, has_companions, layer_kinds
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.worker.backend_names import FP8_CACHES
+from vllm_pyramid.worker.backend_names import FP8_CACHES, SCALED_ROWS
 
 _STOCK_WORKERS = (
     "auto",
     "vllm.v1.worker.cpu_worker.CPUWorker",
     "vllm.v1.worker.gpu_worker.Worker",
 )
-_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES)
+_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES, *SCALED_ROWS)
 # Ways to draft: without a cache of their own, and with one that all of stays in.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")
 
@@ -88,6 +88,26 @@ def _has_fp8_in_flash_attention(config: VllmConfig, policy: Policy) -> bool:
     chosen = config.attention_config.backend
     is_flash = chosen is not None and chosen.name == "FLASH_ATTN"
     return is_flash and config.cache_config.cache_dtype in FP8_CACHES
+
+
+def _scaled_rows(config: VllmConfig, policy: Policy) -> str | None:
+    dtype = config.cache_config.cache_dtype
+    return dtype if dtype in SCALED_ROWS else None
+
+
+def _scaled_rows_in_flash_attention(config: VllmConfig, policy: Policy) -> str | None:
+    chosen = config.attention_config.backend
+    return (
+        _scaled_rows(config, policy) if chosen is not None and chosen.name == "FLASH_ATTN" else None
+    )
+
+
+def _scaled_rows_on_the_cpu(config: VllmConfig, policy: Policy) -> str | None:
+    return _scaled_rows(config, policy) if current_platform.device_type == "cpu" else None
+
+
+def _scaled_rows_beside_the_host(config: VllmConfig, policy: Policy) -> str | None:
+    return None if policy.copies_blocks else _scaled_rows(config, policy)
 
 
 # Of the flags as they were given, before anything is loaded.
@@ -274,6 +294,24 @@ OF_CONFIGURATION = (
         lambda config, _: (
             current_platform.device_type == "cuda" and config.cache_config.cache_dtype == "fp8_e5m2"
         ),
+    ),
+    Refusal(
+        "--attention-backend FLASH_ATTN and a KV cache of type",
+        "its rows hold a scale for each token and KV head, which FlashAttention does not read; use "
+        "TRITON_ATTN",
+        _scaled_rows_in_flash_attention,
+    ),
+    Refusal(
+        "the CPU and a KV cache of type",
+        "our kernels there have one scale a layer, none for each token and KV head; use "
+        "--kv-cache-dtype fp8",
+        _scaled_rows_on_the_cpu,
+    ),
+    Refusal(
+        "V in host memory and a KV cache of type",
+        "a row of K alone has no such layout in vLLM; set values to device, or use "
+        "--kv-cache-dtype fp8",
+        _scaled_rows_beside_the_host,
     ),
     Refusal(
         "attention_config.backend_per_kind",
