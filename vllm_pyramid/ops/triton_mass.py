@@ -93,7 +93,7 @@ def visible_logits(
 
     `scale` is a number, or one of each key, `[1, BLOCK_K]`.
     """
-    logits = dot(q, tl.trans(k.to(q.dtype)))
+    logits = dot(q, tl.trans(k))
     logits = logits * scale
     if HAS_SOFT_CAP:
         logits = soft_capped(logits, soft_cap)

@@ -38,7 +38,7 @@ class CacheParts:
 
 
 def parts_of_scaled_rows(kv_cache: torch.Tensor, dtype: torch.dtype) -> CacheParts:
-    """Of `[P, G, N, 2 * (D + 4)]` bytes: K, its scale, V, its scale, as vLLM's Triton kernels write.
+    """Of `[P, G, N, 2 * (D + 4)]` bytes in vLLM's order: K, its scale, V, its scale.
 
     Moved are words of 4 bytes: rows begin at a multiple of those alone.
     """
