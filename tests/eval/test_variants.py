@@ -52,6 +52,7 @@ def test_types_of_caches() -> None:
         "snapkv@fp8_e5m2(window=4)",
     ]
     assert [v.engine_args for v in (plain, half)] == [{}, {"kv_cache_dtype": "fp8"}]
+    assert scaled.engine_args == {"kv_cache_dtype": "int8_per_token_head"}
     assert half.definition() == plain.definition() and other.load().window == 4
 
 
