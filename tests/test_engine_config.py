@@ -171,11 +171,11 @@ def test_where_rows_with_scales_are_refused(monkeypatch: Any, dtype: str) -> Non
         refuse(OF_CONFIGURATION, config, load_policy(policy))
 
     ask()
-    with pytest.raises(ValueError, match=f"the CPU and a KV cache of type {dtype}.*dtype fp8"):
+    with pytest.raises(ValueError, match=f"{dtype}.* on the CPU .*dtype fp8"):
         ask(device="cpu")
-    with pytest.raises(ValueError, match=f"V in host memory and a KV cache of type {dtype}"):
+    with pytest.raises(ValueError, match=f"{dtype}.* and V in host memory"):
         ask("kcache")
-    with pytest.raises(ValueError, match=f"FLASH_ATTN and .* of type {dtype}.*use TRITON_ATTN"):
+    with pytest.raises(ValueError, match=f"{dtype}.* FLASH_ATTN.*use TRITON_ATTN"):
         ask(**{"attention_config.backend": AttentionBackendEnum.FLASH_ATTN})
 
 

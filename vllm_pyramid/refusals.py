@@ -25,6 +25,7 @@ _STOCK_WORKERS = (
     "vllm.v1.worker.gpu_worker.Worker",
 )
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES, *SCALED_ROWS)
+_SCALED_CACHE = f"a KV cache of type {' or '.join(SCALED_ROWS)}"
 # Ways to draft: without a cache of their own, and with one that all of stays in.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")
 
@@ -84,30 +85,13 @@ def _has_stages_beside_others(config: VllmConfig, policy: Policy) -> bool:
     return config.parallel_config.pipeline_parallel_size > 1 and bool(beside)
 
 
-def _has_fp8_in_flash_attention(config: VllmConfig, policy: Policy) -> bool:
+def _has_flash_attention(config: VllmConfig) -> bool:
     chosen = config.attention_config.backend
-    is_flash = chosen is not None and chosen.name == "FLASH_ATTN"
-    return is_flash and config.cache_config.cache_dtype in FP8_CACHES
+    return chosen is not None and chosen.name == "FLASH_ATTN"
 
 
-def _scaled_rows(config: VllmConfig, policy: Policy) -> str | None:
-    dtype = config.cache_config.cache_dtype
-    return dtype if dtype in SCALED_ROWS else None
-
-
-def _scaled_rows_in_flash_attention(config: VllmConfig, policy: Policy) -> str | None:
-    chosen = config.attention_config.backend
-    return (
-        _scaled_rows(config, policy) if chosen is not None and chosen.name == "FLASH_ATTN" else None
-    )
-
-
-def _scaled_rows_on_the_cpu(config: VllmConfig, policy: Policy) -> str | None:
-    return _scaled_rows(config, policy) if current_platform.device_type == "cpu" else None
-
-
-def _scaled_rows_beside_the_host(config: VllmConfig, policy: Policy) -> str | None:
-    return None if policy.copies_blocks else _scaled_rows(config, policy)
+def _has_scaled_rows(config: VllmConfig) -> bool:
+    return config.cache_config.cache_dtype in SCALED_ROWS
 
 
 # Of the flags as they were given, before anything is loaded.
@@ -286,7 +270,9 @@ OF_CONFIGURATION = (
     Refusal(
         "fp8 caches and --attention-backend FLASH_ATTN",
         "it wants quantised queries, and scorers look at those that are not; use TRITON_ATTN",
-        _has_fp8_in_flash_attention,
+        lambda config, _: (
+            _has_flash_attention(config) and config.cache_config.cache_dtype in FP8_CACHES
+        ),
     ),
     Refusal(
         "a KV cache of type fp8_e5m2 on CUDA",
@@ -296,22 +282,22 @@ OF_CONFIGURATION = (
         ),
     ),
     Refusal(
-        "--attention-backend FLASH_ATTN and a KV cache of type",
+        f"{_SCALED_CACHE} and --attention-backend FLASH_ATTN",
         "its rows hold a scale for each token and KV head, which FlashAttention does not read; use "
         "TRITON_ATTN",
-        _scaled_rows_in_flash_attention,
+        lambda config, _: _has_flash_attention(config) and _has_scaled_rows(config),
     ),
     Refusal(
-        "the CPU and a KV cache of type",
+        f"{_SCALED_CACHE} on the CPU",
         "our kernels there have one scale a layer, none for each token and KV head; use "
         "--kv-cache-dtype fp8",
-        _scaled_rows_on_the_cpu,
+        lambda config, _: current_platform.device_type == "cpu" and _has_scaled_rows(config),
     ),
     Refusal(
-        "V in host memory and a KV cache of type",
+        f"{_SCALED_CACHE} and V in host memory",
         "a row of K alone has no such layout in vLLM; set values to device, or use "
         "--kv-cache-dtype fp8",
-        _scaled_rows_beside_the_host,
+        lambda config, policy: not policy.copies_blocks and _has_scaled_rows(config),
     ),
     Refusal(
         "attention_config.backend_per_kind",

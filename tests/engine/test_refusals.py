@@ -102,7 +102,7 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
         ),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"kv_cache_dtype": "int4_per_token_head"}, "--kv-cache-dtype int4_per_token_head"),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "the CPU and a KV cache of type int8_per"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "fp8_per_token_head on the CPU"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "--kv-transfer-config",

@@ -20,6 +20,7 @@ import torch
 from tests.e2e.children import Child, greedy
 from tests.engine import models
 from tests.engine.drafts import write_eagle
+from tests.engine.families import make_family
 from tests.engine.support import Engine, EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.engine.test_fp8 import Written, attention_layers
@@ -41,6 +42,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
     },
     "hybrid": SNAPKV,
+    "readers": SNAPKV,
     "drafts": SNAPKV,
     "eagle": SNAPKV,
 }
@@ -48,7 +50,9 @@ BESIDE = {"drafts": {"speculative_config": DRAFTS}}
 # Name: vLLM's runner, the cache, policies.
 ENGINES = {
     "second": ("2", "int8_per_token_head", ("pyramidkv", "xkv", "h2o", "eagle")),
-    "first": ("1", "fp8_per_token_head", ("value-aware", "inside", "hybrid", "drafts")),
+    "first": ("1", "fp8_per_token_head", ("value-aware", "inside", "hybrid", "readers", "drafts")),
+    # Graphs are captured on two caches, one after the other.
+    "graphs": ("2", "int8_per_token_head", ("pyramidkv",)),
 }
 RUNS = [(name, policy) for name, (*_, policies) in ENGINES.items() for policy in policies]
 # Prompt length, generated tokens, step of arrival; the last prompt begins as the first one does.
@@ -88,8 +92,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name, shape in (("llama-tiny", SHAPE), ("gemma-tiny", HYBRID)):
             patch.setitem(models.SHAPES, name, shape)
             found[name] = models.write_model(name, tmp_path_factory.mktemp(name))
+    own = {"hybrid": found["gemma-tiny"]}
+    own["readers"] = make_family("gemma3n", tmp_path_factory.mktemp("gemma3n"))
     found["eagle head"] = write_eagle(tmp_path_factory.mktemp("eagle"), found["llama-tiny"])
-    return found | dict.fromkeys(POLICIES, found["llama-tiny"]) | {"hybrid": found["gemma-tiny"]}
+    return found | dict.fromkeys(POLICIES, found["llama-tiny"]) | own
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,9 @@ def children(
             *engines,
             triton="attention",
             kernels=True,
+            graphs="FULL_DECODE_ONLY" if name == "graphs" else None,
             TRITON_INTERPRET="1",
+            VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name == "graphs" else "0",
             VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
@@ -149,14 +157,16 @@ def kept_in(folder: Path) -> list[tuple[int, list[list[list[int]]]]]:
     return sorted(found)
 
 
-def run_oracle(engine: Engine, dtype: torch.dtype) -> list[tuple[list[int], dict[str, Any]]]:
+def run_oracle(engine: Engine, dtype: torch.dtype) -> list[tuple[list[int], dict[str, Any], int]]:
+    """Of each request its tokens, its report, and the tokens of a prefix that it found."""
     for layer in attention_layers(engine):
         layer.impl.ops = RoundedRows(layer.impl.ops, dtype)
     jobs = [
         Job(prompt, greedy_params(tokens), arrival)
         for prompt, (_, tokens, arrival) in zip(prompts(), REQUESTS, strict=True)
     ]
-    return [(outcome.token_ids, outcome.report) for outcome in engine.run(jobs)]
+    outcomes = engine.run(jobs)
+    return [(outcome.token_ids, outcome.report, outcome.cached) for outcome in outcomes]
 
 
 @pytest.mark.parametrize(("name", "policy"), RUNS)
@@ -177,5 +187,13 @@ def test_kept_positions_and_tokens(
     assert "vllm_pyramid.worker.backend_triton" in result["modules"]
     ours, right = kept_in(traces / f"{name}-{policy}"), kept_in(folder)
     assert ours == right and len(right) >= 2
-    assert [(output["token_ids"], output["report"]) for output in result["outputs"]] == expected
-    assert [report["evicted_tokens"] > 0 for _, report in expected] == [True, False, True]
+    found = [(one["token_ids"], one["report"], one["cached"]) for one in result["outputs"]]
+    assert found == expected
+    assert [report["evicted_tokens"] > 0 for _, report, _ in expected] == [True, False, True]
+    assert expected[-1][2] > 0 or policy in ("h2o", "readers")  # it begins as the first one
+    if name == "graphs":
+        assert result["counts"]["full replays"] > 1 and result["counts"]["profiled captures"] == 2
+    if policy not in ("h2o", "hybrid", "readers"):  # which share the memory otherwise
+        block = 16 * 2 * 2 * (16 + 4)  # tokens, heads, K and V; numbers and a scale
+        blocks = SETTINGS["kv_cache_memory_bytes"] // block
+        assert result["kv_cache_tokens"] == blocks // result["groups"] * 16
