@@ -159,7 +159,7 @@ def test_caches_of_8_bit_floats(monkeypatch: Any, device: str, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", list(SCALED_ROWS))
 def test_where_rows_with_scales_are_refused(monkeypatch: Any, dtype: str) -> None:
-    """On the CPU, with FlashAttention, and where V lies elsewhere than beside K."""
+    """On the CPU, with FlashAttention, beside states, and where V lies elsewhere than beside K."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_pyramid import refusals
@@ -173,6 +173,9 @@ def test_where_rows_with_scales_are_refused(monkeypatch: Any, dtype: str) -> Non
     ask()
     with pytest.raises(ValueError, match=f"{dtype}.* on the CPU .*dtype fp8"):
         ask(device="cpu")
+    states = transformers.FalconH1Config(num_hidden_layers=2)
+    with pytest.raises(ValueError, match=f"{dtype}.* and a model whose layers keep states"):
+        ask(**{"model_config.hf_text_config": states})
     with pytest.raises(ValueError, match=f"{dtype}.* and V in host memory"):
         ask("kcache")
     with pytest.raises(ValueError, match=f"{dtype}.* FLASH_ATTN.*use TRITON_ATTN"):

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_pyramid.model_shape import SLIDING, has_companions, layer_kinds
+from vllm_pyramid.model_shape import BOTH, SLIDING, STATE, has_companions, layer_kinds
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.worker.backend_names import FP8_CACHES, SCALED_ROWS
 
@@ -88,6 +88,11 @@ def _has_stages_beside_others(config: VllmConfig, policy: Policy) -> bool:
 def _has_flash_attention(config: VllmConfig) -> bool:
     chosen = config.attention_config.backend
     return chosen is not None and chosen.name == "FLASH_ATTN"
+
+
+def _has_states(config: VllmConfig) -> bool:
+    model = config.model_config
+    return not {STATE, BOTH}.isdisjoint(layer_kinds(model.hf_text_config, model.max_model_len))
 
 
 def _has_scaled_rows(config: VllmConfig) -> bool:
@@ -292,6 +297,11 @@ OF_CONFIGURATION = (
         "our kernels there have one scale a layer, none for each token and KV head; use "
         "--kv-cache-dtype fp8",
         lambda config, _: current_platform.device_type == "cpu" and _has_scaled_rows(config),
+    ),
+    Refusal(
+        f"{_SCALED_CACHE} and a model whose layers keep states",
+        "such rows in pages that are as large as a state were not tried; use --kv-cache-dtype fp8",
+        lambda config, _: _has_scaled_rows(config) and _has_states(config),
     ),
     Refusal(
         f"{_SCALED_CACHE} and V in host memory",

@@ -179,7 +179,7 @@ def test_kept_positions_and_tokens(
     policy: str,
 ) -> None:
     _, dtype, policies = ENGINES[name]
-    folder = traces / f"oracle-{policy}"
+    folder = traces / f"oracle-{name}-{policy}"
     engine = engines.get(model[policy], **SETTINGS, **POLICIES[policy], kv_trace=str(folder))
     expected = run_oracle(engine, DTYPES[dtype])
     engines.close()
