@@ -193,7 +193,7 @@ def test_kept_positions_and_tokens(
     assert expected[-1][2] > 0 or policy in ("h2o", "readers")  # it begins as the first one
     if name == "graphs":
         assert result["counts"]["full replays"] > 1 and result["counts"]["profiled captures"] == 2
-    if policy not in ("h2o", "hybrid", "readers"):  # which share the memory otherwise
+    if policy not in ("h2o", "inside", "hybrid", "readers"):  # which count otherwise
         block = 16 * 2 * 2 * (16 + 4)  # tokens, heads, K and V; numbers and a scale
         blocks = SETTINGS["kv_cache_memory_bytes"] // block
         assert result["kv_cache_tokens"] == blocks // result["groups"] * 16
