@@ -45,6 +45,7 @@ class Case:
     head_size: int = 128
     dtype: torch.dtype = torch.bfloat16
     cache: torch.dtype | None = None  # None: that of the queries
+    scaled_rows: bool = False  # with a scale for each token and KV head
     joint: bool = True
     window: int = 32
     splits: int = 8
@@ -55,9 +56,17 @@ class Case:
     pooling: str = "avg"
 
 
-MAIN_CASES = (Case("head 128, group 4, bf16"),)
+MAIN_CASES = (
+    Case("head 128, group 4, bf16"),
+    Case("head 128, group 4, bf16, int8 rows", cache=torch.int8, scaled_rows=True),
+)
 MORE_CASES = (
     Case("head 128, group 4, bf16, e4m3 cache", cache=torch.float8_e4m3fn),
+    Case("head 128, group 4, bf16, e4m3 rows", cache=torch.float8_e4m3fn, scaled_rows=True),
+    Case("head 64, group 8, bf16, int8 rows, window, sinks", head_size=64, group=8,
+         cache=torch.int8, scaled_rows=True, sliding_window=128, sinks=True),
+    Case("head 256, group 2, bf16, int8 rows, window, cap", head_size=256, group=2,
+         cache=torch.int8, scaled_rows=True, sliding_window=4096, soft_cap=50.0),
     Case("head 64, group 8, bf16", head_size=64, group=8, pooling="max", reduce="max"),
     Case("head 80, group 1, fp16", head_size=80, group=1, num_kv_heads=32, dtype=torch.float16),
     Case("head 96, group 3, bf16, one split", head_size=96, group=3, splits=1, window=8),
@@ -139,11 +148,57 @@ class OfflineDriver:
         return lambda *args, **kwargs: None
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def softmax_of(case: Case) -> Softmax:
+    return Softmax(
+        case.head_size**-0.5,
+        soft_cap=case.soft_cap,
+        sliding_window=case.sliding_window,
+        sinks=torch.zeros(case.num_kv_heads * case.group) if case.sinks else None,
+    )
+
+
+def score_and_compact_scaled_rows(case: Case) -> None:
+    """The functions that take rows of K, its scale, V and its scale (see docs/kv_layout.md)."""
+    heads, size, block = case.num_kv_heads, case.head_size, 16
+    length, tokens, half = 2048, 256, case.head_size + 4
+    pool = torch.zeros(4, heads, block, 2 * half, dtype=torch.uint8)
+    numbers, floats, words = (pool.view(t) for t in (case.cache, torch.float32, torch.int32))
+    keys, values, scales = numbers[..., :size], numbers[..., half:-4], floats[..., size // 4]
+    query = torch.zeros(tokens, heads * case.group, size, dtype=case.dtype)
+    table, softmax = torch.zeros(2, length // block, dtype=torch.int32), softmax_of(case)
+    lens, keeps, skips = ints(length, length), ints(512, 512), ints(0, 0)
+    batch = AttentionBatch(
+        *(query, keys, values, table, ints(0, 1, tokens), lens, skips), key_scales=scales
+    )
+    recent = RecentBatch(
+        *(query, keys, table, ints(1, tokens), lens, skips, ints(1, 51), ints(64, 1024)),
+        key_scales=scales,
+    )
+    prompts = WindowBatch(
+        *(query, keys, table, ints(tokens, tokens), lens, case.window), key_scales=scales
+    )
+    mass = torch.zeros(keys.shape[:3])
+    for known in (None, torch.zeros(query.shape[:2])):
+        for kind, first in (("sum", None), ("below_average", ints(0, 0))):
+            options = {"kind": kind, "first_queries": first, "log_sum_exp": known}
+            triton_ops.add_key_mass(mass, batch, softmax, num_splits=case.splits, **options)
+        triton_ops.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
+        reduction = Reduction(case.reduce, case.pooling)
+        triton_ops.window_scores(prompts, softmax, reduction, log_sum_exp=known)
+    kept = torch.zeros(2, heads, 512, dtype=torch.int32)
+    rows = words[..., : half // 4], words[..., half // 4 :]
+    triton_ops.compact(*rows, table, kept, lens, keeps)
+
+
 def call_everything(case: Case) -> None:
     """Every public function once, on small CPU tensors of the case's geometry."""
-
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
+    if case.scaled_rows:
+        score_and_compact_scaled_rows(case)
+        return
 
     heads, size, block = case.num_kv_heads, case.head_size, 16
     length, tokens, keep = 2048, 256, 512
@@ -156,6 +211,7 @@ def call_everything(case: Case) -> None:
             for _ in "kv"
         )
     query = torch.zeros(tokens, heads * case.group, size, dtype=case.dtype)
+    softmax = softmax_of(case)
     key = torch.zeros(tokens, heads, size, dtype=case.dtype)
     table = torch.zeros(2, length // block, dtype=torch.int32)
     lens, keeps = ints(length, length), ints(keep, keep)
@@ -165,12 +221,6 @@ def call_everything(case: Case) -> None:
     lse, out = torch.zeros(query.shape[:2]), torch.empty_like(query)
     batch = AttentionBatch(
         query, key_cache, value_cache, table, ints(0, 1, tokens), lens, ints(0, 0)
-    )
-    softmax = Softmax(
-        size**-0.5,
-        soft_cap=case.soft_cap,
-        sliding_window=case.sliding_window,
-        sinks=torch.zeros(heads * case.group) if case.sinks else None,
     )
     splits = {"num_splits": case.splits}
     mass = torch.zeros(key_cache.shape[:3])

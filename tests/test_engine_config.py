@@ -16,6 +16,7 @@ from vllm_pyramid.config import KVSettings
 from vllm_pyramid.engine_config import _take_draft_backend, _why_no_turns
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.refusals import OF_CONFIGURATION, refuse
+from vllm_pyramid.worker.backend_names import SCALED_ROWS
 
 pytestmark = pytest.mark.cpu
 
@@ -71,7 +72,7 @@ def test_nothing_resolved_nothing_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "advice"),
     [
-        ("cache_config.cache_dtype", "fp8_per_token_head", "--kv-cache-dtype bfloat16"),
+        ("cache_config.cache_dtype", "int4_per_token_head", "--kv-cache-dtype bfloat16"),
         ("model_config.runner_type", "pooling", "--kv-policy none"),
         ("model_config.is_encoder_decoder", True, "decoder-only"),
         ("model_config.use_mla", True, "MLA"),
@@ -156,6 +157,31 @@ def test_caches_of_8_bit_floats(monkeypatch: Any, device: str, dtype: str) -> No
             refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
 
 
+@pytest.mark.parametrize("dtype", list(SCALED_ROWS))
+def test_where_rows_with_scales_are_refused(monkeypatch: Any, dtype: str) -> None:
+    """On the CPU, with FlashAttention, beside states, and where V lies elsewhere than beside K."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_pyramid import refusals
+
+    def ask(policy: str = "pyramidkv", device: str = "cuda", **changes: Any) -> None:
+        platform = SimpleNamespace(device_type=device)
+        monkeypatch.setattr(refusals, "current_platform", platform)
+        config = resolved_config(**{"cache_config.cache_dtype": dtype, **changes})
+        refuse(OF_CONFIGURATION, config, load_policy(policy))
+
+    ask()
+    with pytest.raises(ValueError, match=f"{dtype}.* on the CPU .*dtype fp8"):
+        ask(device="cpu")
+    states = transformers.FalconH1Config(num_hidden_layers=2)
+    with pytest.raises(ValueError, match=f"{dtype}.* and a model whose layers keep states"):
+        ask(**{"model_config.hf_text_config": states})
+    with pytest.raises(ValueError, match=f"{dtype}.* and V in host memory"):
+        ask("kcache")
+    with pytest.raises(ValueError, match=f"{dtype}.* FLASH_ATTN.*use TRITON_ATTN"):
+        ask(**{"attention_config.backend": AttentionBackendEnum.FLASH_ATTN})
+
+
 def of_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Any:
     """A device of this capability, as far as it is asked for the backend of attention.
 
@@ -204,13 +230,19 @@ def gemma(head_size: int) -> transformers.Gemma4TextConfig:
     )
 
 
+def cached_as(dtype: str) -> dict[str, Any]:
+    return model_config(LLAMA, **{"cache_config.cache_dtype": dtype})
+
+
 @pytest.mark.parametrize(
     ("capability", "config", "backend"),
     [
         ((8, 0), model_config(LLAMA), "FLASH_ATTN"),
         ((9, 0), model_config(LLAMA), "FLASH_ATTN"),
         ((7, 5), model_config(LLAMA), "TRITON_ATTN"),
-        ((9, 0), model_config(LLAMA, **{"cache_config.cache_dtype": "fp8"}), "TRITON_ATTN"),
+        ((9, 0), cached_as("fp8"), "TRITON_ATTN"),
+        ((8, 0), cached_as("int8_per_token_head"), "TRITON_ATTN"),
+        ((9, 0), cached_as("fp8_per_token_head"), "TRITON_ATTN"),
         ((9, 0), model_config(LLAMA, **{"model_config.dtype": torch.float32}), "TRITON_ATTN"),
         # Learned sinks: below sm_90 by a combination that only `validate_configuration` looks at.
         ((8, 0), model_config(transformers.GptOssConfig(num_hidden_layers=2), 64), "TRITON_ATTN"),
@@ -249,7 +281,7 @@ def test_a_backend_that_cannot_be_is_refused_by_its_name(monkeypatch: pytest.Mon
     chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
     with pytest.raises(ValueError, match=r"backend FLASH_ATTN here: compute capability not"):
         engine_config._take_backend(resolved_config(**model_config(LLAMA, **chosen)), policy)
-    wrong = model_config(LLAMA, **{"cache_config.cache_dtype": "fp8_e5m2"})
+    wrong = cached_as("fp8_e5m2")
     with pytest.raises(ValueError, match=r"backend TRITON_ATTN here: kv_cache_dtype not supported"):
         engine_config._take_backend(resolved_config(**wrong), policy)
 
@@ -342,8 +374,8 @@ def test_a_window_longer_than_any_sequence_is_none() -> None:
 def test_quantised_caches_and_unequal_pages_are_refused() -> None:
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    with pytest.raises(ValueError, match=r"FP8_PER_TOKEN_HEAD.*--kv-cache-dtype bfloat16"):
-        per_layer(specs(kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD), "full")
+    with pytest.raises(ValueError, match=r"INT4_PER_TOKEN_HEAD.*--kv-cache-dtype bfloat16"):
+        per_layer(specs(kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD), "full")
     fp8 = specs(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, dtype=torch.uint8)
     pages = [spec.page_size_bytes for spec in specs().values()]
     assert [2 * spec.page_size_bytes for spec in per_layer(fp8).values()] == pages

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from tests.engine.families import _COMMON, FAMILIES, WINDOW
 from vllm_pyramid.model_shape import (
@@ -203,6 +205,25 @@ def test_layers_with_caches_of_different_sizes_are_refused(tmp_path: Path) -> No
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="caches of different sizes"):
         shape_of_model(str(tmp_path), "float32")
+
+
+@pytest.mark.parametrize(("head_size", "times"), [(64, 1.88), (128, 1.93), (256, 1.96)])
+def test_tokens_that_fit_beside_their_scales(head_size: int, times: float) -> None:
+    """Blocks are as large as vLLM makes them, scales included."""
+    from vllm_pyramid.worker.backend_triton import PyramidTritonBackend
+
+    plain = CacheShape(1, 8, head_size, "bfloat16").block_bytes(16)
+    for dtype, memory in (("int8_per_token_head", torch.int8), ("fp8_per_token_head", torch.uint8)):
+        spec = FullAttentionSpec(
+            block_size=16,
+            num_kv_heads=8,
+            head_size=head_size,
+            dtype=memory,
+            kv_quant_mode=get_kv_quant_mode(dtype),
+        )
+        page = PyramidTritonBackend.customize_spec(spec).page_size_bytes
+        assert CacheShape(1, 8, head_size, dtype).block_bytes(16) == page
+        assert plain / page == pytest.approx(times, abs=0.01)
 
 
 def test_pages_are_made_alike() -> None:

@@ -56,11 +56,11 @@ def split_cache_dtype(policy: str) -> tuple[str, str | None]:
     name, at, dtype = policy.rpartition("@")
     if not at:
         return policy, None
-    from vllm_pyramid.worker.backend_names import FP8_CACHES
+    from vllm_pyramid.worker.backend_names import FP8_CACHES, SCALED_ROWS
 
-    if dtype not in FP8_CACHES:
+    if dtype not in (types := (*FP8_CACHES, *SCALED_ROWS)):
         raise ValueError(
-            f"{policy!r}: behind the @ goes a type of KV cache, one of {', '.join(FP8_CACHES)}"
+            f"{policy!r}: behind the @ goes a type of KV cache, one of {', '.join(types)}"
         )
     return name, dtype
 

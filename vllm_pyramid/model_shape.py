@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Of KV caches: bytes of a number, and of the scale beside those of one token and KV head.
+CACHE_BYTES = {
+    **{name: (size, 0) for name, size in DTYPE_BYTES.items()},
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), (1, 0)),
+    **dict.fromkeys(("int8_per_token_head", "fp8_per_token_head"), (1, 4)),
+}
 
 
 FULL, SLIDING, CHUNKED, STATE, NO_CACHE = "full", "sliding", "chunked", "state", "none"
@@ -115,7 +121,7 @@ class CacheShape:
 
     Attributes:
         num_layers: layers with full attention. num_kv_heads: KV heads of each.
-        head_size: elements of a head. dtype: of K and V.
+        head_size: elements of a head. dtype: of K and V, one of `CACHE_BYTES`.
         layers: the model's own numbers of these layers; empty: from 0 on.
         companions: other layers with something to keep. readers: layers that read others' caches.
     """
@@ -130,7 +136,7 @@ class CacheShape:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of K and V of one block of one layer."""
-        return 2 * block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        return 2 * block_size * self.num_kv_heads * row_bytes(self.head_size, self.dtype)
 
     @property
     def has_states(self) -> bool:
@@ -157,6 +163,12 @@ class CacheShape:
         return block_size if page % own else block_size * (page // own)
 
 
+def row_bytes(head_size: int, dtype: str) -> int:
+    """Bytes of K, or of V, of one token and KV head in a cache of a type of `CACHE_BYTES`."""
+    number, scale = CACHE_BYTES[dtype]
+    return head_size * number + scale
+
+
 def shape_of_model(model: str, dtype: str | None) -> tuple[CacheShape, str]:
     """The cache of a model from its configuration, and a sentence on where it comes from.
 
@@ -172,10 +184,10 @@ def shape_of_model(model: str, dtype: str | None) -> tuple[CacheShape, str]:
             "has no keys and values per head to choose from"
         )
     name = dtype or str(getattr(config, "dtype", None)).removeprefix("torch.")
-    if name not in DTYPE_BYTES:
+    if name not in CACHE_BYTES:
         raise ValueError(
             f"{model!r} does not say a data type that the cache can have ({name}): give --dtype, "
-            f"one of {', '.join(sorted(DTYPE_BYTES))}"
+            f"one of {', '.join(sorted(CACHE_BYTES))}"
         )
     return _shape_of_config(model, config, name)
 
@@ -209,7 +221,7 @@ def _shape_of_config(model: str, config: Any, dtype: str) -> tuple[CacheShape, s
         if kind in (STATE, BOTH):
             return STATE, 0, 0
         number, size = _heads(config, layer)
-        return kind, _sees(config, kind, layer), 2 * number * size * DTYPE_BYTES[dtype]
+        return kind, _sees(config, kind, layer), 2 * number * row_bytes(size, dtype)
 
     beside = Counter(
         companion(layer, kind) for layer, kind in enumerate(own) if kind not in (FULL, NO_CACHE)
@@ -259,7 +271,7 @@ def with_drafts(shape: CacheShape, model: str | None, speculation: dict[str, Any
         raise ValueError("--speculative-config with the method mtp is about a --model: name it")
     config = _config_of(str(draft))
     number, size = _heads(config, int(config.num_hidden_layers) - 1)
-    token_bytes = 2 * number * size * DTYPE_BYTES[shape.dtype]
+    token_bytes = 2 * number * row_bytes(size, shape.dtype)
     own = Companion(FULL, layers or int(config.num_hidden_layers), token_bytes=token_bytes)
     return replace(shape, companions=(*shape.companions, own))
 
@@ -270,8 +282,11 @@ def state_block_size(model: str, dtype: str) -> int:
     vLLM makes the blocks of attention at least as large as a state's page. No weights are read.
 
     Raises:
-        ValueError: vLLM is missing, or does not know this model.
+        ValueError: vLLM is missing, or does not know this model, or the cache is not of the
+            model's type.
     """
+    if dtype not in DTYPE_BYTES:
+        raise ValueError("vLLM is asked for caches of the model's type alone: give --block-size")
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # what vLLM reports of an engine goes to standard output
     try:

@@ -15,16 +15,17 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_pyramid.model_shape import SLIDING, has_companions, layer_kinds
+from vllm_pyramid.model_shape import BOTH, SLIDING, STATE, has_companions, layer_kinds
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.worker.backend_names import FP8_CACHES
+from vllm_pyramid.worker.backend_names import FP8_CACHES, SCALED_ROWS
 
 _STOCK_WORKERS = (
     "auto",
     "vllm.v1.worker.cpu_worker.CPUWorker",
     "vllm.v1.worker.gpu_worker.Worker",
 )
-_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES)
+_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES, *SCALED_ROWS)
+_SCALED_CACHE = f"a KV cache of type {' or '.join(SCALED_ROWS)}"
 # Ways to draft: without a cache of their own, and with one that all of stays in.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")
 
@@ -84,10 +85,18 @@ def _has_stages_beside_others(config: VllmConfig, policy: Policy) -> bool:
     return config.parallel_config.pipeline_parallel_size > 1 and bool(beside)
 
 
-def _has_fp8_in_flash_attention(config: VllmConfig, policy: Policy) -> bool:
+def _has_flash_attention(config: VllmConfig) -> bool:
     chosen = config.attention_config.backend
-    is_flash = chosen is not None and chosen.name == "FLASH_ATTN"
-    return is_flash and config.cache_config.cache_dtype in FP8_CACHES
+    return chosen is not None and chosen.name == "FLASH_ATTN"
+
+
+def _has_states(config: VllmConfig) -> bool:
+    model = config.model_config
+    return not {STATE, BOTH}.isdisjoint(layer_kinds(model.hf_text_config, model.max_model_len))
+
+
+def _has_scaled_rows(config: VllmConfig) -> bool:
+    return config.cache_config.cache_dtype in SCALED_ROWS
 
 
 # Of the flags as they were given, before anything is loaded.
@@ -266,7 +275,9 @@ OF_CONFIGURATION = (
     Refusal(
         "fp8 caches and --attention-backend FLASH_ATTN",
         "it wants quantised queries, and scorers look at those that are not; use TRITON_ATTN",
-        _has_fp8_in_flash_attention,
+        lambda config, _: (
+            _has_flash_attention(config) and config.cache_config.cache_dtype in FP8_CACHES
+        ),
     ),
     Refusal(
         "a KV cache of type fp8_e5m2 on CUDA",
@@ -274,6 +285,29 @@ OF_CONFIGURATION = (
         lambda config, _: (
             current_platform.device_type == "cuda" and config.cache_config.cache_dtype == "fp8_e5m2"
         ),
+    ),
+    Refusal(
+        f"{_SCALED_CACHE} and --attention-backend FLASH_ATTN",
+        "its rows hold a scale for each token and KV head, which FlashAttention does not read; use "
+        "TRITON_ATTN",
+        lambda config, _: _has_flash_attention(config) and _has_scaled_rows(config),
+    ),
+    Refusal(
+        f"{_SCALED_CACHE} on the CPU",
+        "our kernels there have one scale a layer, none for each token and KV head; use "
+        "--kv-cache-dtype fp8",
+        lambda config, _: current_platform.device_type == "cpu" and _has_scaled_rows(config),
+    ),
+    Refusal(
+        f"{_SCALED_CACHE} and a model whose layers keep states",
+        "such rows in pages that are as large as a state were not tried; use --kv-cache-dtype fp8",
+        lambda config, _: _has_scaled_rows(config) and _has_states(config),
+    ),
+    Refusal(
+        f"{_SCALED_CACHE} and V in host memory",
+        "a row of K alone has no such layout in vLLM; set values to device, or use "
+        "--kv-cache-dtype fp8",
+        lambda config, policy: not policy.copies_blocks and _has_scaled_rows(config),
     ),
     Refusal(
         "attention_config.backend_per_kind",

@@ -34,6 +34,10 @@ def test_named_shapes_have_the_parameters_of_their_models() -> None:
         assert shape.step_parameters + embedding == pytest.approx(total, rel=0.002)
     # 128 KiB a token over 32 layers.
     assert 32 * SHAPES["llama-3-8b"].token_bytes == 131072
+    # Of one byte, and with a scale of four bytes for each token and KV head, of K and of V.
+    for dtype, row in (("fp8", 128), ("int8_per_token_head", 132)):
+        shape = replace(SHAPES["llama-3-8b"], cache_dtype=dtype)
+        assert shape.token_bytes == 2 * 8 * row
 
 
 def test_decode_step_by_hand() -> None:

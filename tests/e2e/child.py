@@ -20,6 +20,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -61,6 +62,7 @@ def use_attention_of_cuda(name: str) -> None:
     """Make our CPU platform choose a backend of CUDA devices."""
     import torch
 
+    from vllm_pyramid import refusals
     from vllm_pyramid.platform.cpu import PyramidCpuPlatform
     from vllm_pyramid.worker.backend_names import BACKENDS
 
@@ -84,6 +86,26 @@ def use_attention_of_cuda(name: str) -> None:
         reference.reshape_and_cache(key, value, *caches, slots, **names)
 
     triton_attn.triton_reshape_and_cache_flash = rounded
+    write_rows = triton_attn.triton_reshape_and_cache_flash_per_token_head_quant
+
+    def rounded_rows(key: Any, value: Any, k: Any, v: Any, *of: Any, kv_quant_mode: Any) -> None:
+        """The same with a scale for each token and KV head."""
+        k_scales, v_scales, slots = of
+        if k.dtype == torch.int8:
+            write_rows(key, value, k, v, k_scales, v_scales, slots, kv_quant_mode=kv_quant_mode)
+            return
+        slots, size = slots[slots >= 0], k.shape[1]
+        for rows, cache, scales in ((key, k, k_scales), (value, v, v_scales)):
+            rows = rows[: len(slots)].float()
+            own = (rows.abs().amax(dim=-1) / 448).clamp(min=1e-6)
+            cache[slots // size, slots % size, :, : rows.shape[2]] = (
+                (rows / own[..., None]).clamp(-448, 448).to(cache.dtype)
+            )
+            scales[slots // size, slots % size] = own
+
+    triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = rounded_rows
+    # What does not go with a CPU is not refused.
+    refusals.current_platform = SimpleNamespace(device_type="cuda")
     torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
 
 

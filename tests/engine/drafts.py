@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models and what drafts for them: an EAGLE head, an MTP module, models of fewer layers.
+"""Tiny models and what drafts for them: EAGLE heads, an MTP module, models of fewer layers.
 
 The first layer says most in these models. So whoever knows that layer is right now and then: that
 is what all the drafts are made of.
@@ -61,6 +61,49 @@ def write_eagle(folder: Path, target: Path) -> Path:
             adds = "o_proj" in name or "down_proj" in name
             head[name.removeprefix("model.")] = weight / size if adds else weight
     return _save(folder, head, {**_config(target), "num_hidden_layers": 1})
+
+
+def write_eagle3(folder: Path, target: Path) -> Path:
+    """An EAGLE-3 head of two layers that looks at tokens alone: the second is the target's first.
+
+    The first one's attention hands on the embeddings: its queries and keys are the embeddings times
+    so much that each token sees itself alone. It is given the hidden states of three of the
+    target's layers, as these heads are, and multiplies them with 0.
+    """
+    import torch
+
+    weights, config = _weights(target), _config(target)
+    embeddings = weights["model.embed_tokens.weight"]
+    width = embeddings.shape[1]
+    assert width == config["num_key_value_heads"] * config["head_dim"], "every head has keys"
+    size = embeddings.pow(2).mean().sqrt()
+    identity, zeros = torch.eye(width), torch.zeros(width, width)
+    ones = torch.ones(width)
+    head = {
+        "embed_tokens.weight": embeddings,
+        "lm_head.weight": weights.get("lm_head.weight", embeddings),
+        "norm.weight": weights["model.norm.weight"],
+        "fc.weight": torch.zeros(width, 3 * width),
+        "layers.0.hidden_norm.weight": ones,
+        "layers.1.hidden_norm.weight": ones.clone(),  # that nobody uses
+        "layers.0.input_layernorm.weight": ones.clone(),
+        "layers.0.self_attn.q_proj.weight": torch.cat([8 * identity, zeros], dim=1),
+        "layers.0.self_attn.k_proj.weight": torch.cat([8 * identity, zeros], dim=1),
+        "layers.0.self_attn.v_proj.weight": torch.cat([identity, zeros], dim=1),
+        "layers.0.self_attn.o_proj.weight": identity * size,
+    }
+    for name, weight in weights.items():
+        if name.startswith("model.layers.0."):
+            inner = name.removeprefix("model.layers.0.")
+            head[f"layers.1.{inner}"] = weight
+            if inner.startswith(("mlp.", "post_attention")):
+                head[f"layers.0.{inner}"] = weight * ("down_proj" not in inner)
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 2,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    }
+    return _save(folder, head, {**config, **own})
 
 
 def write_mtp_model(folder: Path) -> Path:

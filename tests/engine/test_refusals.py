@@ -101,7 +101,8 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
             "--pipeline-parallel-size and --distributed-executor-backend external_launcher",
         ),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype int8_per_token_head"),
+        ({"kv_cache_dtype": "int4_per_token_head"}, "--kv-cache-dtype int4_per_token_head"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "fp8_per_token_head on the CPU"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "--kv-transfer-config",

@@ -163,10 +163,12 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     target = drafts.write_target(folder / "target")
     small = drafts.write_small_model(folder / "small", target, layers=2)
     eagle = drafts.write_eagle(folder / "eagle", target)
+    eagle3 = drafts.write_eagle3(folder / "eagle3", target)
     mtp = drafts.write_mtp_model(folder / "mtp")
     return {
         "draft_model": (target, {"model": str(small), "num_speculative_tokens": 3}),
         "eagle": (target, {"model": str(eagle), "num_speculative_tokens": 3}),
+        "eagle3": (target, {"model": str(eagle3), "num_speculative_tokens": 3}),
         "mtp": (mtp, {"num_speculative_tokens": 1}),
     }
 
@@ -175,6 +177,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     ("method", "policy", "blocks"),
     [
         ("eagle", "snapkv", 4096),
+        ("eagle3", "xkv", 4096),
         ("draft_model", "xkv", 4096),
         ("draft_model", "pyramidinfer", 4096),
         ("mtp", "inside", 4096),

@@ -43,13 +43,16 @@ def test_labels_tell_variants_apart() -> None:
 
 def test_types_of_caches() -> None:
     """They belong to the variant: to its label, and to its engine's arguments."""
-    plain, half, other = parse('snapkv,snapkv@fp8,snapkv@fp8_e5m2:{"window":4}')
+    plain, half, other, scaled = parse(
+        'snapkv,snapkv@fp8,snapkv@fp8_e5m2:{"window":4},full@int8_per_token_head'
+    )
     assert [v.label for v in (plain, half, other)] == [
         "snapkv",
         "snapkv@fp8",
         "snapkv@fp8_e5m2(window=4)",
     ]
     assert [v.engine_args for v in (plain, half)] == [{}, {"kv_cache_dtype": "fp8"}]
+    assert scaled.engine_args == {"kv_cache_dtype": "int8_per_token_head"}
     assert half.definition() == plain.definition() and other.load().window == 4
 
 

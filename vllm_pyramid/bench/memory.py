@@ -165,7 +165,7 @@ class PolicyMemory:
         numbers = np.array([plan.evictions_by(tokens) for tokens in computed.tolist()])
         skips = np.stack([plan.skip_after(number) for number in numbers.tolist()]).astype(np.int64)
         visible = computed[:, None] + 1 - skips  # [J, L]
-        row = shape.head_size * shape.cache_element_bytes
+        row = shape.cache_row_bytes
         keys = visible * (shape.kv_heads * row)
         rows, weighed = visible * shape.kv_heads, visible  # of V
         limits = [policy.values.most_rows(layer) for layer in range(shape.layers)]

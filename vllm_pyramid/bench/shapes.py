@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_pyramid.model_shape import DTYPE_BYTES
+from vllm_pyramid.model_shape import DTYPE_BYTES, row_bytes
 
 BLOCK_SIZE = 16  # tokens of a KV cache block in every engine of the bench
 
@@ -51,14 +51,14 @@ class Shape:
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def cache_element_bytes(self) -> int:
-        """Bytes of an element of K or V in the cache."""
-        return self.element_bytes if self.cache_dtype is None else 1
+    def cache_row_bytes(self) -> int:
+        """Bytes of K, or of V, of one token and KV head in the cache."""
+        return row_bytes(self.head_size, self.cache_dtype or self.dtype)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.head_size * self.cache_element_bytes
+        return 2 * self.kv_heads * self.cache_row_bytes
 
     @property
     def block_bytes(self) -> int:

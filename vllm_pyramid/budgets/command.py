@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid.config import KVSettings, parse_policy_args
-from vllm_pyramid.model_shape import DTYPE_BYTES, CacheShape, shape_of_model, with_drafts
+from vllm_pyramid.model_shape import CACHE_BYTES, CacheShape, shape_of_model, with_drafts
 
 if TYPE_CHECKING:
     from vllm_pyramid.budgets.companions import BlockSize
@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--num-kv-heads", type=_positive, help="with --num-layers (default 8)")
     parser.add_argument("--head-size", type=_positive, help="with --num-layers (default 128)")
     parser.add_argument(
-        "--dtype", choices=sorted(DTYPE_BYTES), help="of the cache (default: the model's)"
+        "--dtype", choices=sorted(CACHE_BYTES), help="of the cache (default: the model's)"
     )
     parser.add_argument("--prompt-len", type=_positive, default=8192, help="tokens (default 8192)")
     parser.add_argument(

@@ -15,9 +15,11 @@ coordinator     kv_cache_manager.get_kv_cache_coordinator, kv_cache_coordinator.
                 and the second asks the coordinator.
 cache           KVCacheSpecRegistry._ensure_registered,
                 SingleTypeKVCacheManager._remove_blocks_in_range, Attention._k_scale_float,
-                ._v_scale_float
+                ._v_scale_float, TritonAttentionImpl._ensure_scale_caches, ._k_scale_cache,
+                ._is_per_token_head_quant
                 Why: stock specs go first; the head of a request's blocks goes back; what a cache
-                of 8-bit floats is multiplied with. Remove when they are public.
+                of 8-bit floats is multiplied with; scales of tokens are set to 1 before the first
+                step, not in it. Remove when they are public, the last when vLLM does that.
 scheduler       Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
                 ._reserve_prefill_lookahead, ._get_local_prefix_cache_hit, ._free_request,
                 .make_spec_decoding_stats

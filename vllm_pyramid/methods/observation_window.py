@@ -88,6 +88,7 @@ class ObservationWindowScorer(Scorer):
             batch.policy.window,
             max_prompt_len=batch.longest,
             key_scale=call.key_scale,
+            key_scales=call.key_scales,
         )
         reduction = Reduction(self.gqa_reduce, self.pooling, self.kernel_size)
         if statistics:

@@ -20,6 +20,10 @@ Caches may be of 8-bit floats (`FP8_DTYPES`). What is computed with is then the 
 a scale, one for all keys and one for all values of a layer, by which they were divided when they
 were written. Where keys are written without one it is 1.
 
+Or they are of 8-bit integers or floats, and every token has a scale of its own for each KV head:
+`key_scales` and `value_scales`, `[P, G, N]` float32 with any strides. Such caches are written and
+attended to by vLLM; here they are scored and compacted, the latter as rows that hold the scales.
+
 Every `max_*` below is a number that a caller may know on the host, so that a device need not be
 asked; with None it is found. It may be larger than the true one; too small a one loses data.
 """
@@ -56,6 +60,8 @@ class AttentionBatch:
         skips: `[R]` int32, positions below which nothing is visible; 0 where nothing was evicted.
         max_query_len, max_seq_len: the most queries and tokens of a request.
         key_scale, value_scale: what the caches' numbers are multiplied with.
+        key_scales, value_scales: `[P, G, N]` float32, the same of each token and KV head, beside
+            the others; None: 1. `add_key_mass` alone takes them, and not on the CPU.
         value_table: `[>= R, M]` int32, the blocks of V where they are others than those of K; then
             the two caches may have different numbers of blocks. `paged_attention` alone takes it,
             and not on the CPU.
@@ -73,6 +79,8 @@ class AttentionBatch:
     key_scale: float = 1.0
     value_scale: float = 1.0
     value_table: torch.Tensor | None = None
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class WindowBatch:
             query_ends[r] - 1` of `query`, and stand at the end of its prompt.
         prompt_lens: `[R]` int32, each > window.
         window: queries of each. max_prompt_len: max(prompt_lens); the result is that wide.
-        key_scale: as in `AttentionBatch`.
+        key_scale, key_scales: as in `AttentionBatch`.
     """
 
     query: torch.Tensor
@@ -137,6 +145,7 @@ class WindowBatch:
     window: int
     max_prompt_len: int | None = None
     key_scale: float = 1.0
+    key_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,8 @@ class RecentBatch:
         seq_lens, skips: `[R]` int32, as in `AttentionBatch`.
         recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
             `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
-        max_context: max(contexts); the result is that wide. key_scale: as in `AttentionBatch`.
+        max_context: max(contexts); the result is that wide.
+        key_scale, key_scales: as in `AttentionBatch`.
     """
 
     query: torch.Tensor
@@ -191,6 +201,7 @@ class RecentBatch:
     contexts: torch.Tensor
     max_context: int | None = None
     key_scale: float = 1.0
+    key_scales: torch.Tensor | None = None
 
 
 class Ops(Protocol):

@@ -181,8 +181,8 @@ def _attention(
         raise ValueError(f"scale must be positive, got {scale}")
     if sliding_window < 0 or soft_cap < 0:
         raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must be >= 0")
-    check_scale("key_scale", batch.key_scale)
-    check_scale("value_scale", batch.value_scale)
+    check_scale("key_scale", batch.key_scale, batch.key_scales)
+    check_scale("value_scale", batch.value_scale, batch.value_scales)
     sinks_address, sinks_code = sinks_and_code(softmax.sinks, heads)
     return _pack_attention(
         out.data_ptr(),

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from vllm_pyramid.ops.gather import check_one_scale
 from vllm_pyramid.ops.reference_mass import check_lse
 
 MAX_HEAD_SIZE = 512  # kMaxHeadSize of csrc/cpu/kernels.h
@@ -61,8 +62,9 @@ def cache_code(key_cache: torch.Tensor) -> int:
     return code
 
 
-def check_scale(name: str, scale: float) -> None:
-    """What a cache's numbers are multiplied with is positive."""
+def check_scale(name: str, scale: float, of_tokens: torch.Tensor | None = None) -> None:
+    """What a cache's numbers are multiplied with is positive, and the same for all tokens."""
+    check_one_scale(of_tokens)
     if not 0 < scale < math.inf:
         raise ValueError(f"{name} must be positive, got {scale}")
 

@@ -90,7 +90,7 @@ def _window_scores(
     longest = int(prompt_lens.max()) if batch.max_prompt_len is None else batch.max_prompt_len
     if longest <= window:
         raise ValueError(f"prompts of {longest} tokens have none before a window of {window}")
-    check_scale("key_scale", batch.key_scale)
+    check_scale("key_scale", batch.key_scale, batch.key_scales)
     sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
     out = torch.empty((requests, kv_heads, longest - window), dtype=torch.float32)
     record = _pack_scores(
@@ -137,7 +137,7 @@ def recent_mass(
             f"scale {scale} and distance_weight {distance_weight} must be positive, soft_cap "
             f"{soft_cap} at least 0"
         )
-    check_scale("key_scale", batch.key_scale)
+    check_scale("key_scale", batch.key_scale, batch.key_scales)
     sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
     columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
     out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from vllm_pyramid.ops.contract import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.gather import gather_scaled, gather_tokens
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
-from vllm_pyramid.ops.reference_attention import gather_tokens, paged_attention
+from vllm_pyramid.ops.reference_attention import paged_attention
 from vllm_pyramid.ops.reference_mass import add_key_mass, check_lse, with_sinks
 from vllm_pyramid.ops.topn import topn_attention
 
@@ -116,7 +117,8 @@ def _window_scores(
     unpooled = torch.zeros(shape, dtype=compute_dtype, device=query.device)
     for r, (end, n) in enumerate(zip(batch.query_ends.tolist(), lens, strict=True)):
         q = query[end - window : end].to(compute_dtype)
-        k = gather_tokens(key_cache, batch.block_table[r], 0, n).to(compute_dtype)
+        table, scales = batch.block_table[r], batch.key_scales
+        k = gather_scaled(key_cache, scales, table, 0, n, compute_dtype)
         q = q.unflatten(1, (num_kv_heads, -1))
         logits = torch.einsum("wgqd,kgd->gqwk", q, k) * (softmax.scale * batch.key_scale)
         if softmax.soft_cap:
@@ -167,7 +169,8 @@ def recent_mass(
     )
     for r, (end, seq_len, skip, recent, context) in enumerate(rows):
         q = query[end - recent : end].to(compute_dtype).unflatten(1, (num_kv_heads, -1))
-        k = gather_tokens(key_cache, batch.block_table[r], skip, seq_len).to(compute_dtype)
+        table, scales = batch.block_table[r], batch.key_scales
+        k = gather_scaled(key_cache, scales, table, skip, seq_len, compute_dtype)
         logits = torch.einsum("wgqd,kgd->gqwk", q, k) * (softmax.scale * batch.key_scale)
         if softmax.soft_cap:
             logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)

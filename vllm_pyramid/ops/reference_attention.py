@@ -8,17 +8,8 @@ import math
 import torch
 
 from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.gather import check_one_scale, gather_tokens
 from vllm_pyramid.ops.reference_mass import check_lse
-
-
-def gather_tokens(
-    cache_PGND: torch.Tensor, block_row: torch.Tensor, start: int, end: int
-) -> torch.Tensor:
-    """Copy the tokens `start .. end - 1` of one request out of the cache: `[end - start, G, D]`."""
-    block_size = cache_PGND.shape[2]
-    positions = torch.arange(start, end, device=cache_PGND.device)
-    blocks = block_row[positions // block_size].long()
-    return cache_PGND[blocks, :, positions % block_size]
 
 
 def paged_attention(
@@ -31,6 +22,7 @@ def paged_attention(
 ) -> None:
     """See `Ops.paged_attention`."""
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
+    check_one_scale(batch.key_scales, batch.value_scales)
     seq_lens, skips = batch.seq_lens, batch.skips
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     if log_sum_exp is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from vllm_pyramid.ops.contract import MASS_KINDS, AttentionBatch, Softmax
+from vllm_pyramid.ops.gather import gather_scaled
 
 # A weight is below the average if it is below this share of it: keys that are all alike have the
 # average, whichever way a softmax in float32 was rounded.
@@ -52,7 +53,9 @@ def add_key_mass(
             continue
         blocks, rows = batch.block_table[r, key_pos // block_size].long(), key_pos % block_size
         q = query[begin : starts[r + 1]].to(compute_dtype)
-        k = key_cache[blocks, :, rows].to(compute_dtype).repeat_interleave(group, dim=1)
+        table, scales = batch.block_table[r], batch.key_scales
+        k = gather_scaled(key_cache, scales, table, first, seq_len, compute_dtype)
+        k = k.repeat_interleave(group, dim=1)
         logits = torch.einsum("qhd,khd->hqk", q, k) * (softmax.scale * batch.key_scale)
         if soft_cap:
             logits = soft_cap * torch.tanh(logits / soft_cap)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
-from vllm_pyramid.ops.reference_attention import gather_tokens, paged_attention
+from vllm_pyramid.ops.gather import check_one_scale, gather_tokens
+from vllm_pyramid.ops.reference_attention import paged_attention
 
 __all__ = ["check_value_rows", "topn_attention"]
 
@@ -28,6 +29,7 @@ def topn_attention(
 ) -> None:
     """See `Ops.topn_attention`; `choosers` is not needed here."""
     del choosers
+    check_one_scale(batch.key_scales, batch.value_scales)
     query, seq_lens, skips = batch.query, batch.seq_lens, batch.skips
     key_cache, value_cache, block_table = batch.key_cache, batch.value_cache, batch.block_table
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks

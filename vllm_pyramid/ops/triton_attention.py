@@ -24,12 +24,15 @@ OF_REQUESTS = ["block_table", "value_table", "query_start_loc", "seq_lens", "ski
 
 @triton.jit
 def dot(a, b):
-    """Matrix product with float32 sums; exact products for 16-bit inputs, IEEE ones for float32."""
+    """Matrix product with float32 sums; exact products for 16-bit inputs, IEEE ones for float32.
+
+    `b` may have numbers of fewer bits than `a`, which are those of its type too.
+    """
     if INTERPRETED:
         # Triton's interpreter keeps bfloat16 as integers and would multiply their bit patterns.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b.to(a.dtype), input_precision="ieee")
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.gather import check_one_scale
 from vllm_pyramid.ops.triton_attention import combine_kernel, decode_kernel, prefill_kernel
 from vllm_pyramid.ops.triton_checks import (
     check_cache,
@@ -55,6 +56,7 @@ def paged_attention(
     max_query_len, max_seq_len = batch.max_query_len, batch.max_seq_len
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     own_values = batch.value_table is not None
+    check_one_scale(batch.key_scales, batch.value_scales)
     value_table = block_table if batch.value_table is None else batch.value_table
     check_cache(key_cache, value_cache, same_blocks=not own_values)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]

@@ -6,9 +6,12 @@ from __future__ import annotations
 import torch
 
 from vllm_pyramid.ops.contract import FP8_DTYPES
+from vllm_pyramid.ops.gather import check_scales
 from vllm_pyramid.ops.reference_mass import check_lse
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
+# Of keys with a scale for each token and KV head.
+SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def check_cache(
@@ -37,6 +40,18 @@ def check_cache(
     check_unit_stride("value_cache", value_cache)
 
 
+def check_keys(
+    key_cache: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Check K alone, with the scales of its tokens; these and their strides for a kernel.
+
+    Where there are none that is a pointer which the kernel does not read.
+    """
+    check_cache(key_cache, key_cache, CACHE_DTYPES if scales is None else SCALED_DTYPES)
+    check_scales(scales, key_cache)
+    return (key_cache, (0, 0, 0)) if scales is None else (scales, scales.stride())
+
+
 def check_query(query: torch.Tensor, key_cache: torch.Tensor) -> int:
     """Raise ValueError unless `[T, H, D]` fits the cache; the query heads of a KV head."""
     num_kv_heads, _, head_size = key_cache.shape[1:]
@@ -45,7 +60,7 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor) -> int:
             f"query {tuple(query.shape)} must be [tokens, a multiple of {num_kv_heads} heads, "
             f"{head_size}] for the cache given"
         )
-    if query.dtype != key_cache.dtype and key_cache.dtype not in FP8_DTYPES:
+    if query.dtype != key_cache.dtype and key_cache.dtype not in (*FP8_DTYPES, *SCALED_DTYPES):
         raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}; they must be equal")
     if query.dtype in FP8_DTYPES:
         raise ValueError(f"query is {query.dtype}; 8-bit floats are for caches")

@@ -53,6 +53,30 @@ def load_keys(key_base, table_row, positions, stride_block, stride_token, dim_ma
 
 
 @triton.jit
+def key_factors(
+    scale,
+    scale_base,
+    table_row,
+    positions,
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,
+):
+    """What products with the keys of these positions are multiplied with.
+
+    `scale`, or with scales of their own `[1, BLOCK_K]`.
+    """
+    if HAS_KEY_SCALES:
+        blocks = tl.load(table_row + positions // BLOCK_SIZE).to(tl.int64)
+        in_block = (positions % BLOCK_SIZE).to(tl.int64)
+        own = tl.load(scale_base + blocks * stride_block + in_block * stride_token)
+        return (scale * own)[None, :]
+    else:
+        return scale
+
+
+@triton.jit
 def visible_logits(
     q,
     k,
@@ -65,9 +89,12 @@ def visible_logits(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Base-2 logits of a tile; -inf where a row does not see the key."""
-    logits = dot(q, tl.trans(k.to(q.dtype)))
-    logits *= scale
+    """Base-2 logits of a tile; -inf where a row does not see the key.
+
+    `scale` is a number, or one of each key, `[1, BLOCK_K]`.
+    """
+    logits = dot(q, tl.trans(k))
+    logits = logits * scale
     if HAS_SOFT_CAP:
         logits = soft_capped(logits, soft_cap)
     visible = (local[None, :] <= query_local[:, None]) & (local < visible_keys)[None, :]
@@ -82,6 +109,7 @@ def row_statistics_kernel(
     partial_sum,
     query,
     key_cache,
+    key_scales,
     block_table,
     query_start_loc,
     seq_lens,
@@ -96,6 +124,9 @@ def row_statistics_kernel(
     stride_key_block,
     stride_key_head,
     stride_key_token,
+    stride_scale_block,
+    stride_scale_head,
+    stride_scale_token,
     stride_table,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -104,6 +135,7 @@ def row_statistics_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -152,6 +184,7 @@ def row_statistics_kernel(
 
     table_row = block_table + r.to(tl.int64) * stride_table
     key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
+    scale_base = key_scales + g.to(tl.int64) * stride_scale_head
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:  # noqa: SIM102 (one is known when compiling, the other is not)
@@ -165,9 +198,13 @@ def row_statistics_kernel(
             key_base, table_row, skip + inside, stride_key_block, stride_key_token,
             dims < HEAD_SIZE, BLOCK_SIZE,
         )  # fmt: skip
+        factors = key_factors(
+            scale, scale_base, table_row, skip + inside, stride_scale_block, stride_scale_token,
+            BLOCK_SIZE, HAS_KEY_SCALES,
+        )  # fmt: skip
         logits = visible_logits(
-            q, k, local, query_local, visible_keys, scale, soft_cap, sliding_window, HAS_SOFT_CAP,
-            HAS_WINDOW,
+            q, k, local, query_local, visible_keys, factors, soft_cap, sliding_window,
+            HAS_SOFT_CAP, HAS_WINDOW,
         )  # fmt: skip
         new_max = tl.maximum(running_max, tl.max(logits, 1))
         # A row may see nothing of this tile, nor of those before it.
@@ -191,6 +228,7 @@ def key_mass_kernel(
     sinks,
     query,
     key_cache,
+    key_scales,
     block_table,
     query_start_loc,
     seq_lens,
@@ -206,6 +244,9 @@ def key_mass_kernel(
     stride_key_block,
     stride_key_head,
     stride_key_token,
+    stride_scale_block,
+    stride_scale_head,
+    stride_scale_token,
     stride_table,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -214,6 +255,7 @@ def key_mass_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -259,6 +301,16 @@ def key_mass_kernel(
         dims < HEAD_SIZE,
         BLOCK_SIZE,
     )
+    factors = key_factors(
+        scale,
+        key_scales + g.to(tl.int64) * stride_scale_head,
+        block_table + r.to(tl.int64) * stride_table,
+        skip + inside,
+        stride_scale_block,
+        stride_scale_token,
+        BLOCK_SIZE,
+        HAS_KEY_SCALES,
+    )
     added = tl.zeros([BLOCK_K], tl.float32)
     splits = tl.arange(0, SPLITS)
     # Queries before this tile see none of it, nor do those that it has left the window of.
@@ -295,8 +347,8 @@ def key_mass_kernel(
         counts = (rows >= counted) & (rows < num_rows) & (total > 0.0)
         factor = tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0)
         logits = visible_logits(
-            q, k, local, query_local, visible_keys, scale, soft_cap, sliding_window, HAS_SOFT_CAP,
-            HAS_WINDOW,
+            q, k, local, query_local, visible_keys, factors, soft_cap, sliding_window,
+            HAS_SOFT_CAP, HAS_WINDOW,
         )  # fmt: skip
         # Rows that do not count may have any numbers.
         given = tl.exp2(logits - highest[:, None]) * factor[:, None]

@@ -9,7 +9,7 @@ import triton
 from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.reference_mass import check_mass
 from vllm_pyramid.ops.triton_checks import (
-    check_cache,
+    check_keys,
     check_query,
     check_table,
     lse_or,
@@ -53,7 +53,7 @@ def add_key_mass(
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
     max_query_len, max_seq_len = batch.max_query_len, batch.max_seq_len
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
-    check_cache(key_cache, key_cache)
+    scales, scale_strides = check_keys(key_cache, batch.key_scales)
     group = check_query(query, key_cache)
     check_mass(mass, key_cache, kind)
     lse = lse_or(log_sum_exp, query)
@@ -91,16 +91,17 @@ def add_key_mass(
         partials = (memory[0], memory[1])
     # Where no query is left out, the kernel wants a pointer that it does not read.
     first = seq_lens if first_queries is None else first_queries
-    inputs = (query, key_cache, block_table, query_start_loc, seq_lens, skips, first)
+    inputs = (query, key_cache, scales, block_table, query_start_loc, seq_lens, skips, first)
     sink_logits = sinks if sinks is not None else seq_lens
     scalars = (softmax.scale * batch.key_scale * LOG2_E, soft_cap * LOG2_E, sliding_window)
-    strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
+    strides = (*query.stride()[:2], *key_cache.stride()[:3], *scale_strides, block_table.stride(0))
     switches = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
         "HEAD_SIZE": head_size,
         "BLOCK_SIZE": block_size,
         "SPLITS": num_splits,
+        "HAS_KEY_SCALES": batch.key_scales is not None,
         "HAS_SOFT_CAP": soft_cap != 0,
         "HAS_WINDOW": sliding_window > 0,
         "HAS_FIRST": first_queries is not None,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_pyramid.ops.triton_attention import LOG2_E, natural_log_sum, with_sink
-from vllm_pyramid.ops.triton_mass import load_keys, load_rows, visible_logits
+from vllm_pyramid.ops.triton_mass import key_factors, load_keys, load_rows, visible_logits
 
 # A part of a batch begins anywhere in these tensors.
 OF_REQUESTS = [
@@ -28,6 +28,7 @@ def recent_log_sum_exp_kernel(
     log_sum_exp,
     query,
     key_cache,
+    key_scales,
     block_table,
     query_ends,
     seq_lens,
@@ -40,6 +41,9 @@ def recent_log_sum_exp_kernel(
     stride_key_block,
     stride_key_head,
     stride_key_token,
+    stride_scale_block,
+    stride_scale_head,
+    stride_scale_token,
     stride_table,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -48,6 +52,7 @@ def recent_log_sum_exp_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
     """`[T, H]`, natural logarithm, without sinks. Grid: request and KV head, tile of rows."""
@@ -71,16 +76,21 @@ def recent_log_sum_exp_kernel(
     last = tl.minimum(visible, first_query + (row_start + ROWS - 1) // GROUP + 1)
     table_row = block_table + r.to(tl.int64) * stride_table
     key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
+    scale_base = key_scales + g.to(tl.int64) * stride_scale_head
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     for key_start in range(0, last, BLOCK_K):
         local = key_start + tl.arange(0, BLOCK_K)
+        places = skip + tl.minimum(local, visible - 1)
         k = load_keys(
-            key_base, table_row, skip + tl.minimum(local, visible - 1), stride_key_block,
-            stride_key_token, dim_mask, BLOCK_SIZE,
+            key_base, table_row, places, stride_key_block, stride_key_token, dim_mask, BLOCK_SIZE
+        )
+        factors = key_factors(
+            scale, scale_base, table_row, places, stride_scale_block, stride_scale_token,
+            BLOCK_SIZE, HAS_KEY_SCALES,
         )  # fmt: skip
         logits = visible_logits(
-            q, k, local, query_local, visible, scale, soft_cap, 0, HAS_SOFT_CAP, False
+            q, k, local, query_local, visible, factors, soft_cap, 0, HAS_SOFT_CAP, False
         )
         # Every row sees the first key, so no maximum is -inf.
         new_max = tl.maximum(running_max, tl.max(logits, 1))
@@ -103,6 +113,7 @@ def recent_mass_kernel(
     sinks,
     query,
     key_cache,
+    key_scales,
     block_table,
     query_ends,
     seq_lens,
@@ -118,6 +129,9 @@ def recent_mass_kernel(
     stride_key_block,
     stride_key_head,
     stride_key_token,
+    stride_scale_block,
+    stride_scale_head,
+    stride_scale_token,
     stride_table,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -126,6 +140,7 @@ def recent_mass_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -154,6 +169,16 @@ def recent_mass_kernel(
             dims < HEAD_SIZE,
             BLOCK_SIZE,
         )
+        factors = key_factors(
+            scale,
+            key_scales + g.to(tl.int64) * stride_scale_head,
+            block_table + r.to(tl.int64) * stride_table,
+            skip + local,
+            stride_scale_block,
+            stride_scale_token,
+            BLOCK_SIZE,
+            HAS_KEY_SCALES,
+        )
         start = tl.load(query_ends + r) - recent
         # Weights rise from 1 at the first recent query to `distance_weight` at the last.
         rise = (distance_weight - 1.0) / tl.maximum(recent - 1, 1)
@@ -171,7 +196,7 @@ def recent_mass_kernel(
                 lse = highest + tl.log2(sum_of_all)
             # The context lies before all recent queries: each sees all of it.
             logits = visible_logits(
-                q, k, local, tl.zeros_like(rows) + visible, visible, scale, soft_cap, 0,
+                q, k, local, tl.zeros_like(rows) + visible, visible, factors, soft_cap, 0,
                 HAS_SOFT_CAP, False,
             )  # fmt: skip
             weights = 1.0 + rise * (rows // GROUP)

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from vllm_pyramid.ops.contract import RecentBatch, Softmax
-from vllm_pyramid.ops.triton_checks import check_cache, check_query, check_table, lse_or
+from vllm_pyramid.ops.triton_checks import check_keys, check_query, check_table, lse_or
 from vllm_pyramid.ops.triton_config import recent_config
 from vllm_pyramid.ops.triton_recent import recent_log_sum_exp_kernel, recent_mass_kernel
 
@@ -27,7 +27,7 @@ def recent_mass(
         ValueError: shapes, dtypes or strides do not fit.
     """
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
-    check_cache(key_cache, key_cache)
+    scales, scale_strides = check_keys(key_cache, batch.key_scales)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     group = check_query(query, key_cache)
     num_requests = batch.seq_lens.shape[0]
@@ -38,14 +38,15 @@ def recent_mass(
     given = log_sum_exp is not None
     lse = lse_or(log_sum_exp, query)
     config = recent_config(head_size, query.element_size())
-    inputs = (query, key_cache, block_table, batch.query_ends, batch.seq_lens, batch.skips)
+    inputs = (query, key_cache, scales, block_table, batch.query_ends, batch.seq_lens, batch.skips)
     scalars = (softmax.scale * batch.key_scale * LOG2_E, softmax.soft_cap * LOG2_E)
-    strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
+    strides = (*query.stride()[:2], *key_cache.stride()[:3], *scale_strides, block_table.stride(0))
     switches = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
         "HEAD_SIZE": head_size,
         "BLOCK_SIZE": block_size,
+        "HAS_KEY_SCALES": batch.key_scales is not None,
         "HAS_SOFT_CAP": softmax.soft_cap != 0,
         **config,
     }

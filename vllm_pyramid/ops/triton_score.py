@@ -15,15 +15,19 @@ import triton
 import triton.language as tl
 
 from vllm_pyramid.ops.triton_attention import LOG2_E, dot, soft_capped, with_sink
+from vllm_pyramid.ops.triton_mass import key_factors
 
 
 @triton.jit
 def window_logits(
     q, k, scale, soft_cap, key_positions, query_positions, HAS_SOFT_CAP: tl.constexpr
 ):
-    """Base-2 logits of a tile with the causal mask inside the window."""
-    logits = dot(q, tl.trans(k.to(q.dtype)))
-    logits *= scale
+    """Base-2 logits of a tile with the causal mask inside the window.
+
+    `scale` is a number, or one of each key, `[1, BLOCK_K]`.
+    """
+    logits = dot(q, tl.trans(k))
+    logits = logits * scale
     if HAS_SOFT_CAP:
         logits = soft_capped(logits, soft_cap)
     return tl.where(key_positions[None, :] <= query_positions[:, None], logits, float("-inf"))
@@ -38,6 +42,7 @@ def window_max_sum_kernel(
     partial_sum,
     query,
     key_cache,
+    key_scales,
     block_table,
     query_ends,
     prompt_lens,
@@ -49,6 +54,9 @@ def window_max_sum_kernel(
     stride_key_block,
     stride_key_head,
     stride_key_token,
+    stride_scale_block,
+    stride_scale_head,
+    stride_scale_token,
     stride_table,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -61,6 +69,7 @@ def window_max_sum_kernel(
     TILES_PER_SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,
 ):
     """Maximum and sum of the softmax over one span of keys; `partial_*` are `[R, H, W, splits]`.
 
@@ -95,6 +104,7 @@ def window_max_sum_kernel(
     query_positions = length - WINDOW + window_row
     table_row = block_table + r.to(tl.int64) * stride_table
     key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
+    scale_base = key_scales + g.to(tl.int64) * stride_scale_head
 
     running_max = tl.full([HEADS * WINDOW_TILE], float("-inf"), tl.float32)
     running_sum = tl.zeros([HEADS * WINDOW_TILE], tl.float32)
@@ -110,7 +120,11 @@ def window_max_sum_kernel(
             mask=dim_mask[None, :],
             other=0.0,
         )
-        logits = window_logits(q, k, scale, soft_cap, positions, query_positions, HAS_SOFT_CAP)
+        factors = key_factors(
+            scale, scale_base, table_row, inside, stride_scale_block, stride_scale_token,
+            BLOCK_SIZE, HAS_KEY_SCALES,
+        )  # fmt: skip
+        logits = window_logits(q, k, factors, soft_cap, positions, query_positions, HAS_SOFT_CAP)
         new_max = tl.maximum(running_max, tl.max(logits, 1))
         # The last split may start inside the window, where early queries see none of its keys.
         reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -166,6 +180,7 @@ def window_mass_kernel(
     sinks,
     query,
     key_cache,
+    key_scales,
     block_table,
     query_ends,
     prompt_lens,
@@ -179,6 +194,9 @@ def window_mass_kernel(
     stride_key_block,
     stride_key_head,
     stride_key_token,
+    stride_scale_block,
+    stride_scale_head,
+    stride_scale_token,
     stride_table,
     LSE_BY_TOKEN: tl.constexpr,
     REDUCE: tl.constexpr,
@@ -192,6 +210,7 @@ def window_mass_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Probability that the window gives each key, reduced over the heads of a KV head.
@@ -223,6 +242,16 @@ def window_mass_kernel(
             + dims[None, :],
             mask=dim_mask[None, :],
             other=0.0,
+        )
+        factors = key_factors(
+            scale,
+            key_scales + g.to(tl.int64) * stride_scale_head,
+            block_table + r.to(tl.int64) * stride_table,
+            inside,
+            stride_scale_block,
+            stride_scale_token,
+            BLOCK_SIZE,
+            HAS_KEY_SCALES,
         )
         end = tl.load(query_ends + r)
         rows = tl.arange(0, HEADS * WINDOW_TILE)
@@ -256,7 +285,7 @@ def window_mass_kernel(
                     lse = highest + tl.log2(total)
                 # Candidates lie before the window, where the causal mask hides nothing.
                 logits = window_logits(
-                    q, k, scale, soft_cap, inside, tl.zeros_like(rows) + length, HAS_SOFT_CAP
+                    q, k, factors, soft_cap, inside, tl.zeros_like(rows) + length, HAS_SOFT_CAP
                 )
                 probabilities = tl.exp2(logits - lse[:, None])
                 probabilities = tl.where(row_mask[:, None], probabilities, 0.0)

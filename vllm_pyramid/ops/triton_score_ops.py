@@ -9,7 +9,7 @@ import triton
 from vllm_pyramid.ops.contract import Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
 from vllm_pyramid.ops.reference_mass import check_lse
-from vllm_pyramid.ops.triton_checks import check_cache, check_query, check_table
+from vllm_pyramid.ops.triton_checks import check_keys, check_query, check_table
 from vllm_pyramid.ops.triton_config import score_config
 from vllm_pyramid.ops.triton_score import (
     join_log_sum_exp_kernel,
@@ -57,7 +57,7 @@ def _window_mass(
     """The scores before they are pooled: `[R, G, max_prompt_len - window]` float32."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     prompt_lens, window, max_prompt_len = batch.prompt_lens, batch.window, batch.max_prompt_len
-    check_cache(key_cache, key_cache)
+    scales, scale_strides = check_keys(key_cache, batch.key_scales)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     group = check_query(query, key_cache)
     num_requests = prompt_lens.shape[0]
@@ -82,12 +82,13 @@ def _window_mass(
         "WINDOW": window,
         "HEAD_SIZE": head_size,
         "BLOCK_SIZE": block_size,
+        "HAS_KEY_SCALES": batch.key_scales is not None,
         "HAS_SOFT_CAP": softmax.soft_cap != 0,
         **config,
     }
-    inputs = (query, key_cache, block_table, batch.query_ends, prompt_lens)
+    inputs = (query, key_cache, scales, block_table, batch.query_ends, prompt_lens)
     scalars = (softmax.scale * batch.key_scale * LOG2_E, softmax.soft_cap * LOG2_E)
-    strides = (*query.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
+    strides = (*query.stride()[:2], *key_cache.stride()[:3], *scale_strides, block_table.stride(0))
     lse_by_token = log_sum_exp is not None
     if log_sum_exp is None:
         num_rows = num_requests * num_kv_heads * group * window

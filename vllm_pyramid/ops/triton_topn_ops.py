@@ -9,6 +9,7 @@ import torch
 import triton
 
 from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
+from vllm_pyramid.ops.gather import check_one_scale
 from vllm_pyramid.ops.topn import check_value_rows
 from vllm_pyramid.ops.triton_attention_ops import paged_attention
 from vllm_pyramid.ops.triton_checks import check_cache, check_query
@@ -44,6 +45,7 @@ def topn_attention(
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
     sliding_window = softmax.sliding_window
+    check_one_scale(batch.key_scales, batch.value_scales)
     check_cache(key_cache, value_cache)
     check_query(query, key_cache)
     num_requests = seq_lens.shape[0]

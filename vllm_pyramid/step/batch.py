@@ -138,8 +138,7 @@ class EvictionBatch:
                 held = places[row, :, : self.host_keeps[row]]
                 trace.record(self.evictions, index, layer, held, recalls[row])
         call.ops.compact(
-            call.key_cache,
-            call.value_cache,
+            *call.moved,
             self.tables,
             kept,
             self.lens,
@@ -177,6 +176,8 @@ class EvictionBatch:
             start=int(self.host_deads[row]),
             key_scale=call.batch.key_scale,
             value_scale=call.batch.value_scale,
+            key_scales=call.batch.key_scales,
+            value_scales=call.batch.value_scales,
             logit_sinks=call.softmax.sinks,
             whole=self.evictions.numbers[self.chosen[row]] == 1,
             last_position=int(self.evictions.prompt_lens[self.chosen[row]]) - 1,

@@ -29,6 +29,8 @@ class LayerCall:
         offsets: `[R]` int32, tokens that each row of the table begins behind; None where every row
             begins with the request's first token.
         log_sum_exp: `[T, H]` float32 of this attention, or None.
+        rows: what compaction moves of K and of V, `[P, G, N, row]` each, where a token's row holds
+            more than its numbers; None: the caches.
     """
 
     ops: Ops
@@ -39,6 +41,12 @@ class LayerCall:
     rotary: Rotary | None = None
     offsets: torch.Tensor | None = None
     log_sum_exp: torch.Tensor | None = None
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as they are moved and copied: whole rows."""
+        return (self.key_cache, self.value_cache) if self.rows is None else self.rows
 
     @property
     def query(self) -> torch.Tensor:
@@ -59,6 +67,11 @@ class LayerCall:
     def key_scale(self) -> float:
         """What numbers in `key_cache` are multiplied with; 1 but for 8-bit floats."""
         return self.batch.key_scale
+
+    @property
+    def key_scales(self) -> torch.Tensor | None:
+        """`[P, G, N]` float32, the same of each token and KV head; None: 1."""
+        return self.batch.key_scales
 
     @property
     def block_table(self) -> torch.Tensor:

@@ -213,7 +213,7 @@ class StepEvictions:
             end = plan.prompt_len // plan.block_size
             sources = call.block_table[int(self.rows[index]), end - int(count) : end].long()
             targets = places[start : start + int(count)]
-            for cache in (call.key_cache, call.value_cache):
+            for cache in call.moved:
                 if cache.dtype in FP8_DTYPES:  # not every device can index those
                     cache = cache.view(torch.uint8)
                 cache[targets] = cache[sources]
@@ -321,6 +321,8 @@ class Step:
             start=skip % size if call.shifted else skip,
             key_scale=call.batch.key_scale,
             value_scale=call.batch.value_scale,
+            key_scales=call.batch.key_scales,
+            value_scales=call.batch.value_scales,
             logit_sinks=call.softmax.sinks,
             whole=bool(self.numbers[row] == 0),
             last_position=computed + scheduled - 1,

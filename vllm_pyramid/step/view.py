@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.ops.reference import gather_tokens
+from vllm_pyramid.ops.gather import gather_scaled
 from vllm_pyramid.ops.reference_mass import with_sinks
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class LayerView:
         queries: `[W, H, D]`, rotary embedding applied: those of this step, of which the last
             stands at the last token. W is at least `window` where the scorer needs queries.
         key_cache, value_cache, block_row, start: where the tokens lie; see `keys` and `values`.
-        key_scale, value_scale: what the caches' numbers are multiplied with, to give those.
+        key_scale, value_scale, key_scales, value_scales: what the caches' numbers are multiplied
+            with, to give those; see `AttentionBatch`.
         logit_sinks: `[H]` learned sinks, or None.
         whole: whether nothing was evicted before: then the T tokens are the request's first ones,
             and a token's place is its position.
@@ -63,6 +64,8 @@ class LayerView:
     start: int = 0
     key_scale: float = 1.0
     value_scale: float = 1.0
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
     logit_sinks: torch.Tensor | None = None
     whole: bool = True
     last_position: int = 0
@@ -71,20 +74,23 @@ class LayerView:
     knows_rotary: bool = False
     ranks: Ranks | None = None
 
-    def _gather(self, cache: torch.Tensor, scale: float) -> torch.Tensor:
-        rows = gather_tokens(cache, self.block_row, self.start, self.start + self.num_tokens)
-        found = rows.transpose(0, 1).float()
+    def _gather(
+        self, cache: torch.Tensor, scale: float, scales: torch.Tensor | None
+    ) -> torch.Tensor:
+        end = self.start + self.num_tokens
+        rows = gather_scaled(cache, scales, self.block_row, self.start, end, torch.float32)
+        found = rows.transpose(0, 1)
         return found if scale == 1.0 else found * scale
 
     @cached_property
     def keys(self) -> torch.Tensor:
         """`[G, T, D]`, rotary embedding applied, as they are in attention."""
-        return self._gather(self.key_cache, self.key_scale)
+        return self._gather(self.key_cache, self.key_scale, self.key_scales)
 
     @cached_property
     def values(self) -> torch.Tensor:
         """`[G, T, D]`."""
-        return self._gather(self.value_cache, self.value_scale)
+        return self._gather(self.value_cache, self.value_scale, self.value_scales)
 
     @property
     def places(self) -> torch.Tensor:

@@ -74,6 +74,7 @@ def window_mass(batch: EvictionBatch) -> WindowMass:
         window,
         max_prompt_len=int(lens[rows].max()),
         key_scale=call.key_scale,
+        key_scales=call.key_scales,
     )
     mass = call.ops.window_scores(
         prompts, call.softmax, Reduction("mean", pooling="none", kernel_size=1)

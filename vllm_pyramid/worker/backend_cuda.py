@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +19,37 @@ from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.ops import get_ops
 from vllm_pyramid.ops.contract import FP8_DTYPES, AttentionBatch, Softmax
 from vllm_pyramid.step.call import LayerCall
-from vllm_pyramid.worker.backend_names import FP8_CACHES
+from vllm_pyramid.worker.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.worker.context import LayerContext, ReaderContext
+
+
+@dataclass(frozen=True)
+class CacheParts:
+    """A layer's memory as our kernels see it.
+
+    Attributes:
+        keys, values: `[P, G, N, D]`. scales: fields of `AttentionBatch`. rows: of `LayerCall`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def parts_of_scaled_rows(kv_cache: torch.Tensor, dtype: torch.dtype) -> CacheParts:
+    """Of `[P, G, N, 2 * (D + 4)]` bytes in vLLM's order: K, its scale, V, its scale.
+
+    Moved are words of 4 bytes: rows begin at a multiple of those alone.
+    """
+    half = kv_cache.shape[-1] // 2
+    numbers, words, floats = (kv_cache.view(t) for t in (dtype, torch.int32, torch.float32))
+    return CacheParts(
+        numbers[..., : half - 4],
+        numbers[..., half:-4],
+        {"key_scales": floats[..., half // 4 - 1], "value_scales": floats[..., -1]},
+        (words[..., : half // 4], words[..., half // 4 :]),
+    )
 
 
 class PyramidBuilderMixin:
@@ -128,10 +158,13 @@ class PyramidImplMixin:
         if context is None or context.values is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         else:
-            key_cache, value_cache, scales = self._caches(layer, kv_cache)
+            parts = self._parts(layer, kv_cache)
+            key_scale, value_scale = (
+                parts.scales.get(f"{of}_scale", 1.0) for of in ("key", "value")
+            )
             ops = get_ops(key.device.type)
-            ops.write_rows(key, key_cache, slot_mapping, scale=scales[0])
-            context.write_values(ops, value, slot_mapping, cache=value_cache, scale=scales[1])
+            ops.write_rows(key, parts.keys, slot_mapping, scale=key_scale)
+            context.write_values(ops, value, slot_mapping, cache=parts.values, scale=value_scale)
         if context is not None:
             context.after_write(slot_mapping)
 
@@ -147,7 +180,7 @@ class PyramidImplMixin:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See vLLM's; `kv_cache` is `[P, G, N, 2 * D]`, K then V in a token's row.
+        """See vLLM's; `kv_cache` is `[P, G, N, 2 * D]`, K then V in a token's row (`_parts`).
 
         Where V lies elsewhere it is `[P, G, N, D]`, and a method attends in vLLM's place.
         """
@@ -184,19 +217,20 @@ class PyramidImplMixin:
         context.after_attention(call)
         return result
 
-    def _caches(
-        self, layer: Any, kv_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
-        """K and V, `[P, G, N, D]` each, and what the numbers in them are multiplied with."""
+    def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:
         values = self.context.values if self.context is not None else None
-        scales = (1.0, 1.0)
+        if (of_rows := SCALED_ROWS.get(self.kv_cache_dtype)) is not None:
+            assert values is None, "V of such a cache lies beside K"
+            return parts_of_scaled_rows(kv_cache, of_rows)
+        scales = {}
         if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:
             kv_cache = kv_cache.view(fp8)
             values = None if values is None else values.view(fp8)
-            scales = scales_of(layer)
+            scales = dict(zip(("key_scale", "value_scale"), scales_of(layer), strict=True))
         if values is not None:
-            return kv_cache, values, scales
-        return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :], scales
+            return CacheParts(kv_cache, values, scales)
+        size = self.head_size
+        return CacheParts(kv_cache[..., :size], kv_cache[..., size:], scales)
 
     def call_of(
         self,
@@ -221,20 +255,19 @@ class PyramidImplMixin:
         """
         context = self.context
         assert context is not None, "the layer was not bound"
-        key_cache, value_cache, (key_scale, value_scale) = self._caches(layer, kv_cache)
+        parts = self._parts(layer, kv_cache)
         assert query.dtype not in FP8_DTYPES, "scorers look at queries that were not quantised"
         batch = AttentionBatch(
             query,
-            key_cache,
-            value_cache,
+            parts.keys,
+            parts.values,
             tables,
             starts,
             lens,
             no_skips,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            key_scale=key_scale,
-            value_scale=value_scale,
+            **parts.scales,
         )
         softmax = Softmax(
             self.scale,
@@ -249,4 +282,5 @@ class PyramidImplMixin:
             ranks=context.ranks,
             rotary=context.rotary,
             offsets=offsets,
+            rows=parts.rows,
         )

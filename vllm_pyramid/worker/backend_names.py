@@ -12,6 +12,11 @@ FP8_CACHES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# Those of 8 bits with a scale for each token and KV head, beside the numbers in their row.
+SCALED_ROWS = {
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+}
 CPU_BACKEND = "vllm_pyramid.worker.backend_cpu.PyramidCpuBackend"
 BACKENDS = {
     "FLASH_ATTN": "vllm_pyramid.worker.backend_flash.PyramidFlashBackend",

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_pyramid.worker.backend_cuda import PyramidBuilderMixin, PyramidImplMixin
+from vllm_pyramid.worker.backend_names import SCALED_ROWS
 
 # What the builders of one device share, by name and shape; gone with the last of them.
 _SCRATCH: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
@@ -47,7 +48,7 @@ class PyramidTritonBackend(TritonAttentionBackend):
     """vLLM's Triton backend under the name that plugins may take."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3"),
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *SCALED_ROWS),
     ]
 
     @staticmethod

@@ -29,6 +29,10 @@ from vllm_pyramid.policy.base import Policy
 from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 
 _SERVE_WITHOUT = "serve this model with --kv-policy none"
+_QUANTISED = (
+    *(KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
+    *(KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD),
+)
 # Themselves, nothing that derives from them.
 _ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
@@ -183,7 +187,7 @@ def _is_full(name: str, spec: KVCacheSpec, max_model_len: int) -> bool:
             f"manage yet: {_SERVE_WITHOUT}"
         )
     assert isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec)
-    quantised = spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+    quantised = spec.kv_quant_mode not in _QUANTISED
     if quantised or getattr(spec, "non_causal", False):
         what = f"of type {spec.kv_quant_mode.name}" if quantised else "not causal"
         raise ValueError(

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
+from vllm_pyramid.compat.cache import set_scales_of_tokens
 from vllm_pyramid.compat.drafts import draft_layers
 from vllm_pyramid.compat.runner import (
     attention_layer,
@@ -157,6 +158,7 @@ class PyramidRunnerMixin:
         for hooks in self.hooks:
             hooks.allocate(kv_cache_config.num_blocks)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        set_scales_of_tokens(self.vllm_config.compilation_config.static_forward_context.values())
         self._bind_layers()
 
     def room_for_cache(self, available: int) -> int:

@@ -129,6 +129,7 @@ class Thinner(WorkerHooks):
             upload(contexts, device),
             max_context=int(contexts.max()),
             key_scale=call.key_scale,
+            key_scales=call.key_scales,
         )
         mass = call.ops.recent_mass(
             recent,
@@ -168,8 +169,7 @@ def _move(
     new = starts + kept[upload(moving, device)].gather(1, place.long())
     positions = torch.where(column < before, starts - before + column, new)
     call.ops.compact(
-        call.key_cache,
-        call.value_cache,
+        *call.moved,
         call.block_table.index_select(0, upload(step.rows[moving], device)),
         positions[:, None].expand(-1, call.key_cache.shape[1], -1),
         upload(step.ends[moving], device),

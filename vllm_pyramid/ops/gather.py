@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of one request's tokens out of the cache, and the scales of their rows."""
+
+from __future__ import annotations
+
+import torch
+
+
+def gather_tokens(
+    cache_PGND: torch.Tensor, block_row: torch.Tensor, start: int, end: int
+) -> torch.Tensor:
+    """Copy the tokens `start .. end - 1` of one request out of the cache: `[end - start, G, D]`."""
+    block_size = cache_PGND.shape[2]
+    positions = torch.arange(start, end, device=cache_PGND.device)
+    blocks = block_row[positions // block_size].long()
+    return cache_PGND[blocks, :, positions % block_size]
+
+
+def gather_scaled(
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    block_row: torch.Tensor,
+    start: int,
+    end: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`gather_tokens` in `dtype`, each row times its scale of `scales`, `[P, G, N]`."""
+    rows = gather_tokens(cache, block_row, start, end).to(dtype)
+    if scales is None:
+        return rows
+    return rows * gather_tokens(scales[..., None], block_row, start, end).to(dtype)
+
+
+def check_scales(scales: torch.Tensor | None, cache: torch.Tensor) -> None:
+    """Raise ValueError unless `scales` is float32 `[P, G, N]` of a cache `[P, G, N, D]`, or None.
+
+    A cache of integers must have them.
+    """
+    if scales is None:
+        if cache.dtype == torch.int8:
+            raise ValueError("a cache of int8 needs a scale for each token and KV head")
+        return
+    if scales.dtype != torch.float32 or scales.shape != cache.shape[:3]:
+        raise ValueError(
+            f"scales must be float32 {list(cache.shape[:3])}, as the cache's rows, got "
+            f"{scales.dtype} {list(scales.shape)}"
+        )
+
+
+def check_one_scale(*scales: torch.Tensor | None) -> None:
+    """Raise ValueError if there are scales of every token: a kernel that does not read them."""
+    if any(one is not None for one in scales):
+        raise ValueError("this kernel takes one scale a layer, and none of every token and KV head")
