@@ -179,6 +179,7 @@ class RecentBatch:
         recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
             `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
         max_context: max(contexts); the result is that wide. key_scale: as in `AttentionBatch`.
+        max_recent: max(recents), or None where nobody knows it.
     """
 
     query: torch.Tensor
@@ -191,6 +192,7 @@ class RecentBatch:
     contexts: torch.Tensor
     max_context: int | None = None
     key_scale: float = 1.0
+    max_recent: int | None = None
 
 
 class Ops(Protocol):
