@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from vllm.model_executor.models.llama import LlamaModel
 
 from tests.e2e.stand_ins import LateCopies
@@ -306,8 +305,12 @@ def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
 
 # Half of the layers thin, and rows leave behind the third.
 THINS: dict[str, Any] = {
-    **{"decay_curve": "linear", "decay_ratio": 0.0, "interval": 1, "piece_tokens": 48},
-    **{"min_context": 4, "recent_ratio": 0.25},
+    "decay_curve": "linear",
+    "decay_ratio": 0.0,
+    "interval": 1,
+    "piece_tokens": 48,
+    "min_context": 4,
+    "recent_ratio": 0.25,
 }
 
 

@@ -87,8 +87,12 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_policy": "pyramidinfer",
         "kv_min_tokens": 0,
         "kv_policy_args": {
-            **{"decay_curve": "linear", "decay_ratio": 0.0, "interval": 1, "piece_tokens": 48},
-            **{"min_context": 4, "recent_ratio": 0.25},
+            "decay_curve": "linear",
+            "decay_ratio": 0.0,
+            "interval": 1,
+            "piece_tokens": 48,
+            "min_context": 4,
+            "recent_ratio": 0.25,
         },
     },
 }
@@ -104,7 +108,12 @@ BESIDE: dict[str, dict[str, Any]] = {
 ON_HOST = ("kcache", "away")
 # Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend, policies.
 ENGINES = {
-    "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu", ("pyramidkv", "kcache", "thinned")),
+    "second": (
+        "2",
+        "interpreter",
+        "vllm_pyramid.worker.backend_cpu",
+        ("pyramidkv", "kcache", "thinned"),
+    ),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.worker.backend_triton"),
         ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts", "eagle"),
