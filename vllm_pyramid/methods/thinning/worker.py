@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 # No constant of a kernel follows from a number of columns beyond this.
 LONGEST_KIND = 4096
-# The score itself, and the same before it is masked; who stays, and their places, twice as int64.
-_NUMBERS_OF_A_TOKEN = 8
+# What choosing and moving keep of a token, in four bytes each: scores, who stays, where it was,
+# where it goes, some of them as int64.
+_NUMBERS_OF_A_TOKEN = 24
 
 
 @dataclass
