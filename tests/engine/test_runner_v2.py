@@ -175,7 +175,7 @@ def _beside(policy: str, model: dict[str, Path]) -> dict[str, Any]:
 def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
     runner, triton, _, policies = ENGINES[name]
     waves: list[list[Any]] = [[], [], []]
-    for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
+    for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True):
         waves[arrival // 2].append([prompt, greedy(tokens, **own)])
     return Child(
         folder / name,
@@ -223,13 +223,13 @@ def expected(
         engine = engines.get(model[name], **(SETTINGS | beside | policy))
         jobs = [
             Job(prompt, greedy_params(tokens, **own), arrival)
-            for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True)
+            for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True)
         ]
         found[name] = [(outcome.token_ids, outcome.report) for outcome in engine.run(jobs)]
     return found
 
 
-def _prompts() -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """The last one begins as the first one does, whose prompt has been evicted from by then."""
     prompts = random_prompts([length for length, *_ in REQUESTS])
     return [*prompts[:-1], [*prompts[0], *prompts[-1]][: REQUESTS[-1][0]]]

@@ -44,7 +44,7 @@ def test_a_gpu_has_larger_steps_and_prompts_to_warm_up(
     args = EngineArgs(model=str(model_path()))
     policy = load_policy("pyramidinfer", None, {"piece_tokens": piece_tokens})
     if tokens is None:
-        with pytest.raises(ValueError, match="piece_tokens 15, and .* prompts of 16 tokens"):
+        with pytest.raises(ValueError, match=r"piece_tokens 15, and .* prompts of 16 tokens"):
             policy.allocator.prepare_args(policy, args)
     else:
         policy.allocator.prepare_args(policy, args)
