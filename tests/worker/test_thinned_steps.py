@@ -58,7 +58,7 @@ class _Builder(PyramidBuilderMixin, _Stock):
 
 
 def test_each_layer_is_told_its_own_tokens(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with a second piece, one that decodes, and a first piece."""
+    """A step with a second piece and a first one."""
     worker.step({"a": 48, "b": 45})
     seen: list[Any] = []
 
@@ -67,12 +67,12 @@ def test_each_layer_is_told_its_own_tokens(worker: Worker, monkeypatch: pytest.M
         builder: Any = _Builder()
         builder.context = context
         common = SimpleNamespace(
-            num_reqs=3,
-            num_actual_tokens=71,
+            num_reqs=2,
+            num_actual_tokens=70,
             max_query_len=48,
             max_seq_len=70,
-            query_start_loc=torch.tensor([0, 22, 23, 71], dtype=torch.int32),
-            seq_lens=torch.zeros(3, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, 22, 70], dtype=torch.int32),
+            seq_lens=torch.zeros(2, dtype=torch.int32),
         )
         metadata = builder.build(0, common)
         seen.append(metadata)
@@ -87,11 +87,11 @@ def test_each_layer_is_told_its_own_tokens(worker: Worker, monkeypatch: pytest.M
 
     choose = Thinner.after_attention
     monkeypatch.setattr(Thinner, "after_attention", look)
-    worker.step({"a": 22, "b": 1, "c": 48})
-    assert [metadata.num_actual_tokens for metadata in seen] == [71, 71, 71, 55]
-    # Of a what its first piece left and 22 tokens; of b what it left and one; of c what comes.
+    worker.step({"a": 22, "c": 48})
+    assert [metadata.num_actual_tokens for metadata in seen] == [70, 70, 70, 54]
+    # Of a what its first piece left and 22 tokens; of c what comes.
     lens = [metadata.seq_lens.tolist() for metadata in seen]
-    assert lens == [[70, 46, 48], [70, 46, 48], [54, 30, 48], [38, 30, 32]]
+    assert lens == [[70, 48], [70, 48], [54, 48], [38, 32]]
 
 
 # Graphs -------------------------------------------------------------------------------------------

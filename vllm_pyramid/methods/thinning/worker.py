@@ -17,7 +17,6 @@ import torch
 
 from vllm_pyramid.compat.thin_forward import thin_between_layers
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.methods.thinning import DecayAllocator
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.ops.contract import RecentBatch
 from vllm_pyramid.plans import IntArray, Piece
@@ -26,7 +25,7 @@ from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
-    from vllm_pyramid.methods.thinning import RecentEnsembleScorer
+    from vllm_pyramid.methods.thinning import DecayAllocator, RecentEnsembleScorer
     from vllm_pyramid.policy.base import Policy
 
 
@@ -50,12 +49,17 @@ class Thinner(WorkerHooks):
 
     name = "thinning"
 
-    def __init__(self, policy: Policy, scorer: RecentEnsembleScorer, side: WorkerSide) -> None:
-        assert isinstance(policy.allocator, DecayAllocator)
+    def __init__(
+        self,
+        policy: Policy,
+        scorer: RecentEnsembleScorer,
+        allocator: DecayAllocator,
+        side: WorkerSide,
+    ) -> None:
         self.distance_weight = scorer.distance_weight
-        self._tokens = policy.allocator.piece_tokens
+        self._tokens = allocator.piece_tokens
         # Pieces of fewer tokens than that give up none.
-        self._least = policy.allocator.min_context + side.block_size
+        self._least = allocator.min_context + side.block_size
         self.ranks = side.ranks
         self._policy, self._side = policy, side
         self._step: StepThinning | None = None
