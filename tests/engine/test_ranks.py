@@ -15,7 +15,7 @@ from tests.e2e.children import Child, greedy
 from tests.engine import models
 from tests.engine.support import EnginePool, Job
 from tests.engine.support import greedy as greedy_params
-from tests.engine.test_runner_v2 import BESIDE, DEEPER, POLICIES, REQUESTS, SETTINGS, prompts
+from tests.engine.test_runner_v2 import BESIDE, DEEPER, POLICIES, REQUESTS, SETTINGS, SHAPE, prompts
 
 pytestmark = pytest.mark.engine
 
@@ -25,8 +25,10 @@ SERVED = ("pyramidkv", "thinned")
 
 def test_two_ranks(tmp_path: Path, engines: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One KV head each; rows leave between their layers at the same places."""
-    monkeypatch.setitem(models.SHAPES, "llama-deeper", DEEPER)
-    model = models.write_model("llama-deeper", tmp_path)
+    model = {}
+    for name, shape in zip(SERVED, (SHAPE, DEEPER), strict=True):
+        monkeypatch.setitem(models.SHAPES, name, shape)
+        model[name] = models.write_model(name, tmp_path / name)
     waves: list[list[object]] = [[], [], []]
     for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True):
         waves[arrival // 2].append([prompt, greedy(tokens, **own)])
@@ -36,7 +38,7 @@ def test_two_ranks(tmp_path: Path, engines: EnginePool, monkeypatch: pytest.Monk
         *(
             (
                 {
-                    "model": str(model),
+                    "model": str(model[name]),
                     **settings[name],
                     **TWO_RANKS,
                     "additional_config": POLICIES[name],
@@ -58,7 +60,7 @@ def test_two_ranks(tmp_path: Path, engines: EnginePool, monkeypatch: pytest.Monk
                 Job(prompt, greedy_params(tokens, **own), arrival)
                 for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True)
             ]
-            engine = engines.get(model, **(settings[name] | POLICIES[name]))
+            engine = engines.get(model[name], **(settings[name] | POLICIES[name]))
             expected[name] = [(one.token_ids, one.report) for one in engine.run(jobs)]
         results = child.results(500)
     finally:

@@ -88,7 +88,10 @@ class Thinner(WorkerHooks):
         return of_scores + 2 * 4 * pieces * entries + (4 * heads + 4 * 8) * tokens
 
     def compile_kernels(self, call: LayerCall) -> None:
-        """See the base: a piece of two tokens, in a table as wide as asked for."""
+        """See the base: a piece of two tokens, whose scores are as wide as asked for.
+
+        `compact` is compiled for evictions.
+        """
         assert call.batch.max_seq_len is not None
         device, width = call.query.device, min(call.batch.max_seq_len, LONGEST_KIND)
         one = torch.ones(1, dtype=torch.int32, device=device)
@@ -100,11 +103,7 @@ class Thinner(WorkerHooks):
         )
         mass = call.ops.recent_mass(recent, call.softmax, distance_weight=self.distance_weight)
         scores = mass.sum(dim=1, keepdim=True)
-        kept = call.ops.select(scores, one, one, window=0, max_keep=1)
-        positions = kept.expand(-1, call.key_cache.shape[1], -1)
-        call.ops.compact(
-            *(call.key_cache, call.value_cache, call.block_table, positions, one, one), max_keep=1
-        )
+        call.ops.select(scores, one, one, window=0, max_keep=1)
 
     def without_graphs(self, requests: Iterable[WorkerRequest], computed: IntArray) -> bool:
         """See the base: rows leave where graphs know of none."""
