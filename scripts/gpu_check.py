@@ -6,9 +6,11 @@
 Stages (each in a process of its own, with a time limit):
 - numerics: every Triton kernel, compiled, against the reference in float64 (pytest -m gpu);
 - kernels: their times against the copy bandwidth measured in the same run;
-- engine-*: greedy tokens of `full` equal those of vLLM without a policy, and `pyramidkv` evicts and
-  gives blocks back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's
-  model runners;
+- engine-*: answers of `full` agree with those of vLLM without a policy (what that means where
+  kernels may round otherwise: scripts/gpu_agreement.py), and `pyramidkv` evicts and gives blocks
+  back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's model runners;
+- thinning-*: `pyramidinfer` on both runners: where it keeps all its answers agree with those of
+  `full`, and in float32 its survivors and answers with the same method in Transformers;
 - start-*: engines that start as a user's do, without a fixed size of the cache (graphs are captured
   for their memory and taken down first), and with an error for each kernel that is compiled behind
   the warm-up: in one process, with an engine core of its own, on two GPUs;
@@ -95,6 +97,20 @@ def engine_stages() -> list[Stage]:
     ]
 
 
+def thinning_stages() -> list[Stage]:
+    """Against Transformers in float32, which FlashAttention does not have, and in bfloat16."""
+    return [
+        Stage(
+            f"thinning-{backend.lower()}-{dtype}-{runner}",
+            300,
+            ("gpu_thinning.py", "--backend", backend, "--dtype", dtype),
+            (("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0"),),
+        )
+        for runner in ("v2", "v1")
+        for backend, dtype in (("TRITON_ATTN", "float32"), ("FLASH_ATTN", "bfloat16"))
+    ]
+
+
 def start_stages() -> list[Stage]:
     """Plain starts; the policies of all kinds are served in turn."""
     core = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -136,6 +152,7 @@ STAGES = (
     Stage("numerics", 500, memory_gib=16),
     Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12),
     *engine_stages(),
+    *thinning_stages(),
     *start_stages(),
     *bench_stages(),
 )
@@ -302,6 +319,7 @@ FIGURES = {
     "numerics": (("tests", "check_attention"), "tests of attention"),
     "kernels": (("rows", 0, "share_of_copy_bandwidth"), "of the copy bandwidth, decoding"),
     "engine": (("blocks_in_decode", "pyramidkv"), "blocks, pyramidkv"),
+    "thinning": (("blocks_in_decode", "thins"), "blocks, thinned"),
     "start": (("blocks", "pyramidkv"), "blocks of the cache"),
     "sync": (("blocks", "pyramidkv"), "blocks of the cache"),
     "host": (("v_bytes_read_per_token", "kcache"), "bytes of V a token, kcache"),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.model_executor.models.llama import LlamaModel
 
 from tests.e2e.stand_ins import LateCopies
 from tests.pretended_device import data_of
@@ -24,10 +25,10 @@ from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.worker.context import LayerContext
 from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.runner import PyramidRunnerMixin
 from vllm_pyramid.worker.shifted import ShiftedTables
 
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
-REFUSED = {"pyramidinfer"}  # on CUDA
 STEP_TOKENS = 1 << 12
 
 
@@ -67,6 +68,9 @@ def kernels(device: Any) -> Ops:
     def of_topn(*_: Any, choosers: Any = None, **kwargs: Any) -> bool:
         return choosers is not None
 
+    def of_recent(batch: Any, *_: Any, **kwargs: Any) -> bool:
+        return batch.max_context is not None and batch.max_recent is not None
+
     def of_attention(out: Any, batch: Any, *_: Any, **kwargs: Any) -> bool:
         return batch.max_query_len is not None and batch.max_seq_len is not None
 
@@ -77,6 +81,7 @@ def kernels(device: Any) -> Ops:
     for name, known in (
         ("add_key_mass", of_mass),
         ("paged_attention", of_attention),
+        ("recent_mass", of_recent),
         ("topn_attention", of_topn),
         ("window_scores", of_window),
         ("window_scores_and_statistics", of_window),
@@ -84,6 +89,14 @@ def kernels(device: Any) -> Ops:
     ):
         setattr(found, name, asks(name, known))
     return found
+
+
+class InnerLlama(torch.nn.Module):
+    """Has an inner module whose loop over the layers is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = object.__new__(LlamaModel)
 
 
 class Worker:
@@ -95,6 +108,7 @@ class Worker:
 
     Attributes:
         outs: what attention by a method gave, of each step and layer. calls: those.
+        survived: of each step whose prompts are thinned the tokens that reach its last layer.
         reports: of the steps.
     """
 
@@ -109,7 +123,7 @@ class Worker:
     ) -> None:
         self.device, self.prompts = device, prompts
         self.ops = kernels(device) if copies else reference
-        self.layers = 4 if policy.attends else LAYERS
+        self.layers = 4 if policy.attends or policy.allocator.thins_prompts else LAYERS
         sizes = [
             BLOCK if policy.values.on_device(layer) else 2 * BLOCK for layer in range(self.layers)
         ]
@@ -151,6 +165,7 @@ class Worker:
             ),
             copies=self.copies,
             table=lambda layer: self.shifted.tables[layer],
+            model=InnerLlama,
         )
         self.retention.hooks = policy.worker_hooks(side)
         for hooks in self.retention.hooks:
@@ -176,6 +191,7 @@ class Worker:
         # At the same addresses in every step, as vLLM's.
         self.slots = torch.zeros(self.layers, STEP_TOKENS, dtype=torch.int64)
         self.outs: list[torch.Tensor] = []
+        self.survived: list[torch.Tensor] = []
         self.reports: list[dict[str, Any]] = []
         self.calls: list[Any] = []
         self.computed = dict.fromkeys(prompts, 0)
@@ -210,7 +226,9 @@ class Worker:
         for table, layer in zip(self.shifted.tables, own, strict=True):
             data_of(table)[:rows] = layer[:, : table.shape[1]]  # as vLLM fills them
         lens = torch.from_numpy(computed + tokens)
-        self.shifted.update(put(lens), step.skips, computed + tokens)
+        PyramidRunnerMixin.shift_tables(self, put(lens), step, computed + tokens)  # type: ignore[arg-type]
+        layout = step.layout
+        entered = put(torch.arange(int(tokens.sum())))
         starts = torch.zeros(rows + 1, dtype=torch.int32)
         starts[1:] = torch.from_numpy(tokens).cumsum(0)
         assert self.shifted.max_lens is not None
@@ -227,32 +245,38 @@ class Worker:
                     for places in [torch.arange(computed[row], computed[row] + tokens[row])]
                 ]
             )
-            count = int(tokens.sum())
+            starts_there, most_queries = put(starts), int(tokens.max())
+            count = len(entered)
+            if layout is not None:
+                assert count == layout.query_starts[layer, -1]
+                starts_there = layout.starts_on(layer, self.device.device)
+                most_queries = int(np.diff(layout.query_starts[layer]).max())
             key, value = torch.randn(2, count, KV_HEADS, SIZE, generator=self.random)
             query = torch.randn(count, HEADS, SIZE, generator=self.random)
             own_slots = self.slots[layer][: len(slots)].copy_(slots)
+            written = context.slots(put(own_slots))
             if elsewhere and self.copies is not None:
                 self.ops.write_rows(put(key), caches[0], put(own_slots))
                 given = value.clone()
                 context.write_values(self.ops, put(given), put(own_slots), cache=caches[1])
                 given.fill_(torch.nan)  # a graph uses its memory for something else
             else:
-                self.ops.reshape_and_cache(put(key), put(value), *caches, put(own_slots))
-            context.after_write(put(own_slots))
+                self.ops.reshape_and_cache(put(key), put(value), *caches, written)
+            context.after_write(written)
             call = make_call(
                 self.shifted.tables[layer][:rows],
                 layer=layer,
                 ops=self.ops,
                 query=put(query),
                 caches=caches,
-                starts=put(starts),
+                starts=starts_there,
                 lens=self.shifted.lens[layer, :rows],
                 skips=self.shifted.no_skips[:rows],
                 scale=SIZE**-0.5,
                 rotary=context.rotary,
                 offsets=self.shifted.skips[layer, :rows],
             )
-            maxima = int(tokens.max()), int(self.shifted.max_lens[layer])
+            maxima = most_queries, int(self.shifted.max_lens[layer])
             batch = replace(call.batch, max_query_len=maxima[0], max_seq_len=maxima[1])
             call = replace(call, batch=batch)
             if elsewhere:
@@ -261,6 +285,10 @@ class Worker:
                 self.calls.append(call)
                 self.outs.append(out)
             context.after_attention(call)
+            if layout is not None and layout.survivors is not None:
+                entered, layout.survivors = entered.index_select(0, layout.survivors), None
+        if layout is not None:
+            self.survived.append(data_of(entered))
         evicted, reports = self.retention.end_step()
         self.evictions += len(evicted)
         self.reports.append(reports)
@@ -275,12 +303,33 @@ def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
         monkeypatch.setattr(triton_tables, mine, device.launch(twin))
 
 
+# Half of the layers thin, and rows leave behind the third.
+THINS: dict[str, Any] = {
+    "decay_curve": "linear",
+    "decay_ratio": 0.0,
+    "interval": 1,
+    "piece_tokens": 48,
+    "min_context": 4,
+    "recent_ratio": 0.25,
+}
+
+
+def thins_generated() -> Policy:
+    """Thins prompts, and what is generated."""
+    generated = {"schedule": "thin_generated", "gen_window": 8, "gen_interval": 4}
+    shares = {"gen_compress_ratio": 0.4, "gen_decay_ratio": 0.0}
+    policy = load_policy("pyramidinfer", None, {**THINS, **generated, **shares})
+    return policy.model_copy(update={"name": "pyramidinfer-generated"})
+
+
 def policies() -> list[Policy]:
     """All presets that CUDA serves, and those with parts of their own."""
     found = []
     for name in policy_names():
         policy = load_policy(name)
-        if policy.evicts and name not in REFUSED:
+        if policy.allocator.thins_prompts:
+            found += [load_policy(name, None, THINS), thins_generated()]
+        elif policy.evicts:
             args: dict[str, Any] = {"interval": 4} if policy.schedule.every else {}
             if policy.scorer.history is not None:
                 args["scorer.queries"] = 4

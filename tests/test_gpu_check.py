@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -51,6 +52,10 @@ def test_dry_run_prints_the_whole_plan(script: ModuleType, tmp_path: Path) -> No
                 wanted = f"engine --backend {backend} --mode {mode} --runner {runner} "
                 (line,) = [line for line in lines if wanted in line]
                 assert f"VLLM_USE_V2_MODEL_RUNNER={variable} " in line
+        for backend, dtype in (("TRITON_ATTN", "float32"), ("FLASH_ATTN", "bfloat16")):
+            wanted = f"gpu_thinning.py --backend {backend} --dtype {dtype} "
+            found = [line for line in lines if wanted in line]
+            assert len([line for line in found if f"_RUNNER={variable} " in line]) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -186,6 +191,7 @@ def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_
 RESULTS = {
     "kernels": {"rows": [{"share_of_copy_bandwidth": 0.8123}]},
     "engine": {"blocks_in_decode": {"pyramidkv": 30, "full": 200}},
+    "thinning": {"blocks_in_decode": {"thins": 77}},
     "start": {"blocks": {"pyramidkv": 4321}},
     "sync": {"blocks": {"pyramidkv": 4321}},
     "host": {"v_bytes_read_per_token": {"kcache": 8192}},
@@ -241,11 +247,42 @@ def test_all_of_it_on_a_device_that_is_not_there(
     of = dict(zip(status, rows, strict=True))
     assert of["kernels"].endswith("0.812 of the copy bandwidth, decoding")
     assert of["start-in-process"].endswith("4321 blocks of the cache")
+    assert of["thinning-triton_attn-float32-v1"].endswith("77 blocks, thinned")
     assert of["host-values"].endswith("8192 bytes of V a token, kcache")
     assert of["engine-flash_attn-graphs-v2"].endswith("exit status 1")
     assert of["start-tp2"].endswith("needs 2 devices, here are 1")
     assert of["throughput-8k"].endswith("see the JSON")
     assert "start-own-core" in lines[-1] and lines[-1].startswith(str(file))
+
+
+LIKELY = {7: -1.0, 8: -1.04, 9: -3.0}
+
+
+@pytest.mark.parametrize(
+    ("other", "likely", "says"),
+    [
+        ([7, 9], [LIKELY, {9: -3.05}], None),  # the same tokens, a little less likely
+        ([7, 9], [LIKELY, {9: -3.2}], "token 1: 9 and 9 differ by 0.2 nats"),
+        ([8, 3], [{8: -1.0, 7: -1.02}, {3: 0.0}], None),  # they part where both are as likely
+        ([8, 3], [{8: -1.0, 7: -1.5}, {3: 0.0}], "token 0: 7 and 8 differ by 0.5 nats"),
+        ([9, 3], [{9: -1.0, 7: -1.0}, {3: 0.0}], "token 0: 7 and 9 differ by 2 nats"),
+        ([5, 3], [{5: -1.0, 7: -1.0}, {3: 0.0}], "neither is likely to the other"),
+    ],
+)
+def test_answers_agree_as_far_as_can_be_demanded(
+    monkeypatch: pytest.MonkeyPatch, other: list[int], likely: list[Any], says: str | None
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    agreement = importlib.import_module("gpu_agreement").agreement
+    mine = ([7, 9], [LIKELY, LIKELY])
+    if says is not None:
+        with pytest.raises(RuntimeError, match=says):
+            agreement([mine], [(other, likely)], 0.1)
+        return
+    found = agreement([mine, mine], [(other, likely), mine], 0.1)
+    assert found.parted == (other[0] == 8) and found.tokens == 4
+    assert found.compared == 4 - found.parted and found.furthest == pytest.approx(0.05, abs=0.011)
+    assert agreement([mine], [(other, likely)], 0.1, first=1).tokens == 1
 
 
 def test_starts_as_users_start(script: ModuleType) -> None:
@@ -258,4 +295,5 @@ def test_starts_as_users_start(script: ModuleType) -> None:
     assert stages["start-tp2"].arguments[-2:] == ("--tensor-parallel", "2")
     source = (ROOT / "scripts" / "gpu_engines.py").read_text()
     start = source[source.index("def run_start") : source.index("def main")]
+    assert 'default="none,full,pyramidkv,xkv,h2o,pyramidinfer"' in source
     assert "kv_cache_memory_bytes" not in start and "jit_monitor_mode" in start

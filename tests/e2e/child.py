@@ -167,23 +167,27 @@ def _inside(engine: Any) -> dict[str, Any]:
         "free_blocks": [own.get_num_free_blocks() for own in getattr(pool, "pools", [pool])],
         "evictions": getattr(coordinator, "num_evictions", None),
     }
-    if not hasattr(core.model_executor, "driver_worker"):
-        return scheduler  # the workers are processes of their own
-    runner = core.model_executor.driver_worker.worker.model_runner
+    scheduler["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
+    if not hasattr(core.model_executor, "driver_worker"):  # the workers are other processes
+        return {**scheduler, "ranks": core.model_executor.collective_rpc(_of_worker)}
+    return {**scheduler, **_of_worker(core.model_executor.driver_worker)}
+
+
+def _of_worker(wrapper: Any) -> dict[str, Any]:
+    """What its model runner is; taken along to workers in processes of their own."""
+    runner = wrapper.worker.model_runner
     if hasattr(runner, "block_tables"):
         tables = runner.block_tables.input_block_tables
     else:
         tables = [group.block_table.gpu for group in runner.input_batch.block_table.block_tables]
     return {
-        **scheduler,
-        "groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
         "one_tensor_of_tables": len({t.untyped_storage().data_ptr() for t in tables}) == 1,
         "runner": [f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__],
     }
 
 
-def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text())
+def install(request: dict[str, Any]) -> None:
+    """Put the stand-ins that were asked for into this process."""
     if request.get("triton"):
         pretend_triton_device()
     if request.get("triton") in ("attention", "flash"):
@@ -196,6 +200,13 @@ def main() -> None:
         stand_ins.install_start_up(request["graphs"])
     if request.get("kernels"):
         stand_ins.install_triton_kernels()
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    install(request)
+    import stand_ins
+
     results = []
     for engine in request["engines"]:
         stand_ins.COUNTS.clear()
@@ -206,3 +217,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a worker in a process of its own, which begins with this module
+    install(json.loads(Path(sys.argv[1]).read_text()))

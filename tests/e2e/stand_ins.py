@@ -124,6 +124,16 @@ def install_triton_kernels() -> None:
 # CUDA graphs -------------------------------------------------------------------------------------
 
 
+# The model runner, once its graphs are captured.
+RUNNERS: list[Any] = []
+
+
+def check_step() -> None:
+    """No graph stands for a step in which layers compute different tokens."""
+    for runner in RUNNERS:
+        assert runner.retention.step.layout is None, "a graph in a step without graphs"
+
+
 class Graph:
     """A replay calls the model again, with the inputs and metadata of the capture.
 
@@ -137,6 +147,7 @@ class Graph:
         from vllm.config import CUDAGraphMode
 
         COUNTS["full replays"] += 1
+        check_step()
         self.forward(CUDAGraphMode.NONE)
 
 
@@ -155,6 +166,7 @@ class Pieces:
 
     def __call__(self, **inputs: Any) -> Any:
         COUNTS["piecewise calls"] += 1
+        check_step()
         return self.model(**inputs)
 
 
@@ -226,6 +238,7 @@ def install_start_up(mode: str) -> None:
         runner.compile_kernels()
         warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
         runner.capture_model()
+        RUNNERS[:] = [runner]
         COUNTS["mode " + str(runner.cudagraph_manager.cudagraph_mode)] += 1
         for name in ("full replays", "piecewise calls", "flash attention"):
             COUNTS.pop(name, None)  # of the warm-up

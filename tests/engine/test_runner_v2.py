@@ -37,6 +37,8 @@ SHAPE = (
         "head_dim": 16,
     },
 )
+# Rows leave between the last two layers.
+DEEPER = ("Llama", {**SHAPE[1], "num_hidden_layers": 4})
 # A window of 32 tokens in one of two layers, and caps on the logits.
 HYBRID = (
     "Gemma2",
@@ -80,6 +82,19 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_budget": 36,
         "kv_policy_args": {"values": {"kind": "host", "top_n": 8, "device_layers": 1}},
     },
+    # Pieces of 48 tokens, of which the upper layers hold 48, 32 and 16.
+    "thinned": {
+        "kv_policy": "pyramidinfer",
+        "kv_min_tokens": 0,
+        "kv_policy_args": {
+            "decay_curve": "linear",
+            "decay_ratio": 0.0,
+            "interval": 1,
+            "piece_tokens": 48,
+            "min_context": 4,
+            "recent_ratio": 0.25,
+        },
+    },
 }
 # What engines have beside their policy. Drafts change nothing: they are compared with one that has
 # none.
@@ -88,26 +103,32 @@ EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
 BESIDE: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": DRAFTS},
     "fp8": {"kv_cache_dtype": "fp8"},
+    "thinned": {"max_num_batched_tokens": 64},  # a piece and who decodes beside it
 }
 ON_HOST = ("kcache", "away")
 # Name: vLLM's runner (1 or 2), what `triton` of `child.py` is, the attention backend, policies.
 ENGINES = {
-    "second": ("2", "interpreter", "vllm_pyramid.worker.backend_cpu", ("pyramidkv", "kcache")),
+    "second": (
+        "2",
+        "interpreter",
+        "vllm_pyramid.worker.backend_cpu",
+        ("pyramidkv", "kcache", "thinned"),
+    ),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.worker.backend_triton"),
         ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts", "eagle"),
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.worker.backend_triton"),
-        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away"),
+        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away", "thinned"),
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
-        ("xkv", "hybrid"),
+        ("xkv", "hybrid", "thinned"),
     ),
     "full-graphs": (
         *("2", "flash", "vllm_pyramid.worker.backend_flash"),
-        ("pyramidkv", "drafts", "kcache", "away"),
+        ("pyramidkv", "drafts", "kcache", "away", "thinned"),
     ),
     "decode-graphs": (
         *("2", "attention", "vllm_pyramid.worker.backend_triton"),
@@ -134,12 +155,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model of each policy."""
     with pytest.MonkeyPatch.context() as patch:
         found = {}
-        for name, shape in (("llama-tiny", SHAPE), ("gemma-tiny", HYBRID)):
+        shapes = {"llama-tiny": SHAPE, "llama-deeper": DEEPER, "gemma-tiny": HYBRID}
+        for name, shape in shapes.items():
             patch.setitem(models.SHAPES, name, shape)
             found[name] = models.write_model(name, tmp_path_factory.mktemp(name))
     found["eagle head"] = write_eagle(tmp_path_factory.mktemp("eagle"), found["llama-tiny"])
-    of_policies = dict.fromkeys(POLICIES, found["llama-tiny"]) | {"hybrid": found["gemma-tiny"]}
-    return found | of_policies
+    of_policies = dict.fromkeys(POLICIES, found["llama-tiny"])
+    others = {"hybrid": found["gemma-tiny"], "thinned": found["llama-deeper"]}
+    return found | of_policies | others
 
 
 def _beside(policy: str, model: dict[str, Path]) -> dict[str, Any]:
@@ -152,7 +175,7 @@ def _beside(policy: str, model: dict[str, Path]) -> dict[str, Any]:
 def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
     runner, triton, _, policies = ENGINES[name]
     waves: list[list[Any]] = [[], [], []]
-    for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True):
+    for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True):
         waves[arrival // 2].append([prompt, greedy(tokens, **own)])
     return Child(
         folder / name,
@@ -160,8 +183,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
             (
                 {
                     "model": str(model[policy]),
-                    **SETTINGS,
-                    **_beside(policy, model),
+                    **(SETTINGS | _beside(policy, model)),
                     "additional_config": POLICIES[policy],
                 },
                 waves,
@@ -198,16 +220,16 @@ def expected(
     found = {}
     for name, policy in POLICIES.items():
         beside = {} if name in ("drafts", "eagle") else BESIDE.get(name, {})
-        engine = engines.get(model[name], **SETTINGS, **beside, **policy)
+        engine = engines.get(model[name], **(SETTINGS | beside | policy))
         jobs = [
             Job(prompt, greedy_params(tokens, **own), arrival)
-            for prompt, (_, tokens, arrival, own) in zip(_prompts(), REQUESTS, strict=True)
+            for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True)
         ]
         found[name] = [(outcome.token_ids, outcome.report) for outcome in engine.run(jobs)]
     return found
 
 
-def _prompts() -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """The last one begins as the first one does, whose prompt has been evicted from by then."""
     prompts = random_prompts([length for length, *_ in REQUESTS])
     return [*prompts[:-1], [*prompts[0], *prompts[-1]][: REQUESTS[-1][0]]]
@@ -229,7 +251,8 @@ def test_runner(
     assert stock[runner] in result["runner"]
     assert f"vllm_pyramid.worker.runner_v{runner}.PyramidRunnerV{runner}" in result["runner"]
     assert backend in result["modules"]
-    assert result["groups"] == SHAPE[1]["num_hidden_layers"] + (policy == "eagle")
+    layers = (DEEPER if policy == "thinned" else SHAPE)[1]["num_hidden_layers"]
+    assert result["groups"] == layers + (policy == "eagle")
     # Where tables are shifted, vLLM's own are the layers of that one tensor: none exists beside it,
     # but for layers that do not evict.
     shifted = triton in ("attention", "flash")
@@ -238,7 +261,7 @@ def test_runner(
     # V on the host is not copied, so what an eviction overwrites is gone.
     # Inside prompts the first eviction is at 32 tokens, with a window of 8. Blocks of a sliding
     # window are found once they left it: by then two of the first request's had.
-    of_prefix = {"h2o": 0, "inside": 16, "hybrid": 32, "away": 0}
+    of_prefix = {"h2o": 0, "inside": 16, "hybrid": 32, "away": 0, "thinned": 0}
     assert cached == [0, 0, 0, of_prefix.get(policy, 64)]
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected[policy]
@@ -272,6 +295,10 @@ def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:
     """The policy did what it is there for."""
     evicted = [report["evicted_tokens"] > 0 for report in reports]
     assert evicted == ([False] * 4 if policy == "kcache" else [True, False, False, True])
+    if policy == "thinned":
+        # Pieces of 48 and 22 tokens; of 48, 48 and 4.
+        assert reports[0]["kept_tokens"] == [70, 70, 54, 38]
+        assert reports[3]["kept_tokens"] == [100, 100, 68, 36]
     if policy == "xkv":
         assert ["solved_tokens" in report for report in reports] == [True, False, False, True]
         assert any(len(set(report.get("solved_tokens", []))) > 1 for report in reports)

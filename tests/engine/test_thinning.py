@@ -356,9 +356,6 @@ def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path
     import json
 
     from tests.engine.test_refusals import _config
-    from vllm_pyramid.methods.thinning import DecayAllocator
-    from vllm_pyramid.methods.thinning.engine import check_thinning_config
-    from vllm_pyramid.policy import load_policy
 
     policy = {"kv_policy": "pyramidinfer"}
     config = json.loads((random_model / "config.json").read_text())
@@ -376,14 +373,6 @@ def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path
     ):
         with pytest.raises(ValueError, match=said):
             _config(random_model, policy, **arguments)
-    config = _config(random_model, policy, max_num_batched_tokens=1024)
-    served = load_policy("pyramidinfer")
-    assert isinstance(served.allocator, DecayAllocator)
-    with pytest.MonkeyPatch.context() as patch:
-        # vLLM itself refuses its second runner where there is no Triton, as here.
-        patch.setattr(type(config), "use_v2_model_runner", True)
-        with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-            check_thinning_config(config, served, served.allocator)
     with pytest.raises(ValueError, match=r"budget 30% is out of reach .* over 8 layers"):
         _config(random_model, {**policy, "kv_budget": "30%"}, max_num_batched_tokens=1024)
     with pytest.raises(ValueError, match="a percentage such as 50%, not 64 tokens"):

@@ -250,7 +250,7 @@ def test_a_group_is_marked_once_for_all_heads() -> None:
     before = mass.pages.clone()
     evictions = make_evictions([11, 6, 9], block_size=BLOCK)
     batch = evictions.batch(make_call(tables), policy, np.arange(3))
-    mass.mark_group(batch, torch.tensor([2, -1, 1], dtype=torch.int32))
+    mass.mark_group(batch, np.array([2, -1, 1], np.int32))
     right = before
     for block, row, value in (
         (7, 2, -MARK), (7, 3, MARK), (2, 0, MARK),

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pyramid.demo import model_path
+from vllm_pyramid.methods.thinning import engine
 from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
@@ -30,3 +32,20 @@ def test_a_piece_finds_room(piece_tokens: int, given: dict[str, Any], tokens: in
     policy = load_policy("pyramidinfer", None, {"piece_tokens": piece_tokens})
     policy.allocator.prepare_args(policy, args)
     assert args.max_num_batched_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("piece_tokens", "tokens"), [(2048, 8192), (8000, 8000 + 1024), (16, 8192), (15, None)]
+)
+def test_a_gpu_has_larger_steps_and_prompts_to_warm_up(
+    monkeypatch: pytest.MonkeyPatch, piece_tokens: int, tokens: int | None
+) -> None:
+    monkeypatch.setattr(engine, "current_platform", SimpleNamespace(device_type="cuda"))
+    args = EngineArgs(model=str(model_path()))
+    policy = load_policy("pyramidinfer", None, {"piece_tokens": piece_tokens})
+    if tokens is None:
+        with pytest.raises(ValueError, match=r"piece_tokens 15, and .* prompts of 16 tokens"):
+            policy.allocator.prepare_args(policy, args)
+    else:
+        policy.allocator.prepare_args(policy, args)
+        assert args.max_num_batched_tokens == tokens

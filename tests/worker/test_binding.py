@@ -434,7 +434,8 @@ def make_builder() -> Any:
     builder: Any = _Counting()
     shifted = ShiftedTables(slice(0, 2), 8, [(WIDTH, 16)] * 2, torch.device("cpu"))
     shifted.max_lens = np.array([5, 6], np.int32)
-    builder.context = SimpleNamespace(layer=1, shifted=shifted, step="now")
+    step = SimpleNamespace(layout=None)
+    builder.context = SimpleNamespace(layer=1, shifted=shifted, step=step)
     return builder
 
 
@@ -443,14 +444,16 @@ def test_metadata_that_nobody_reads_is_built_once() -> None:
     shifted = builder.context.shifted
     for _ in range(3):
         metadata = builder.build(0, _common(4, 4))
-    assert builder.built == 3 and metadata.kv_step == "now" and metadata.max_seq_len == 6
+    step = builder.context.step
+    assert builder.built == 3 and metadata.kv_step is step and metadata.max_seq_len == 6
     shifted.replays = True
     first = builder.build(0, _common(4, 4))
     assert builder.build(0, _common(4, 4)) is first and builder.built == 4
     assert builder.build(0, _common(8, 8)) is not first and builder.built == 5
     shifted.replays = False
-    builder.context.step = "later"  # a step whose attention is called reads its own
-    assert builder.build(0, _common(4, 4)).kv_step == "later" and builder.built == 6
+    later = builder.context.step = SimpleNamespace(layout=None)
+    # A step whose attention is called reads its own.
+    assert builder.build(0, _common(4, 4)).kv_step is later and builder.built == 6
 
 
 def test_only_replays_of_full_graphs_are_such_steps() -> None:

@@ -18,6 +18,9 @@ class Runner:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def before_profile(self) -> None:
+        self.calls.append("before the profile")
+
     def compile_kernels(self) -> None:
         self.calls.append("kernels of evictions")
 
@@ -57,8 +60,15 @@ def test_kernels_are_compiled_before_vllm_warms_up(
 
 def test_tables_are_taken_out_of_what_vllm_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_worker()
-    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 5000)
+    calls = worker.model_runner.calls
+
+    def determine(self: Any) -> int:
+        calls.append("vLLM")
+        return 5000
+
+    monkeypatch.setattr(Worker, "determine_available_memory", determine)
     assert worker.determine_available_memory() == (5000 - 1000 - 500) // 2
+    assert calls == ["before the profile", "vLLM"]
 
 
 def test_a_size_that_the_user_chose_is_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:

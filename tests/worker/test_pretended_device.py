@@ -27,6 +27,14 @@ STEPS = [
     {"a": 1, "b": 1, "c": 53},
     *({"a": 1, "b": 1, "c": 1} for _ in range(10)),
 ]
+# The same where prompts come in pieces, with steps in which prompts decode beside them.
+PIECES = [
+    {"a": 48, "b": 45},
+    {"a": 22, "b": 1, "c": 48},
+    {"a": 1, "b": 1, "c": 48},
+    {"a": 1, "b": 1, "c": 5},
+    *({"a": 1, "b": 1, "c": 1} for _ in range(72)),
+]
 # The one line that may wait, in steps in which prompts with open lengths end.
 SOLVED = "methods/solved/worker.py: numbers = "
 
@@ -75,10 +83,12 @@ def test_what_does_not_wait_is_not_noted() -> None:
 
 @pytest.mark.parametrize("policy", policies(), ids=lambda policy: policy.name)
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    thins = policy.allocator.thins_prompts
+    steps = PIECES if thins else STEPS
     with PretendedDevice() as device:
         launch_tables(monkeypatch, device)
-        worker = Worker(policy, device, PROMPTS)
-        for scheduled in STEPS:
+        worker = Worker(policy, device, PROMPTS, answer=len(steps))
+        for scheduled in steps:
             worker.step(scheduled)
     waits = [line for _, line in device.waits if not line.startswith(SOLVED)]
     assert waits == []
@@ -87,14 +97,19 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
     monkeypatch.undo()
     same = Host()
     launch_tables(monkeypatch, same)
-    on_host = Worker(policy, same, PROMPTS, copies=False)
-    for scheduled in STEPS:
+    on_host = Worker(policy, same, PROMPTS, answer=len(steps), copies=False)
+    for scheduled in steps:
         on_host.step(scheduled)
+    if policy.schedule.every and thins:  # groups have left the window, and blocks with them
+        assert worker.evictions > len(PROMPTS)
     assert on_host.evictions == worker.evictions and (worker.evictions > 0) == policy.evicts
     assert torch.equal(on_host.cache, worker.cache)
     assert len(on_host.outs) == len(worker.outs) > 0 or not policy.attends
     for out, right in zip(worker.outs, on_host.outs, strict=True):
         assert torch.equal(out, right)
+    assert [len(tokens) for tokens in worker.survived] == ([61, 55, 34, 7] if thins else [])
+    for tokens, right in zip(worker.survived, on_host.survived, strict=True):
+        assert torch.equal(tokens, right)
     if policy.attends:
         assert torch.equal(worker.host_values(), on_host.host_values())
         assert worker.reports == on_host.reports

@@ -19,7 +19,7 @@ from triton.runtime import jit
 
 from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies
 from vllm_pyramid.ops import triton_ops, triton_tables
-from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker import backend_cuda
 from vllm_pyramid.worker.backend_cuda import PyramidImplMixin
 from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
@@ -114,6 +114,8 @@ def serve(worker: Worker) -> None:
                 worker.retention.add(name, length, None)
             plan = worker.retention._requests[name].plan
             ends = plan.next_eviction(computed) if computed < length else computed + 1
+            if (piece := plan.piece_at(computed)) is not None:
+                ends = piece.end
             scheduled[name] = min(ends or length, max(length, computed + 1)) - computed
             scheduled[name] = min(scheduled[name], most)
         worker.step(scheduled)
@@ -122,7 +124,11 @@ def serve(worker: Worker) -> None:
         worker.step(dict.fromkeys(running[:count], 1))
 
 
-@pytest.mark.parametrize("policy", policies(), ids=lambda policy: policy.name)
+# Pieces of all widths beside the short ones.
+ALL = [*policies(), load_policy("pyramidinfer")]
+
+
+@pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.name)
 def test_no_key_comes_up_while_serving(
     monkeypatch: pytest.MonkeyPatch, keys: set[str], policy: Policy
 ) -> None:

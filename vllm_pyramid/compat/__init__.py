@@ -34,8 +34,10 @@ stats           StatLoggerManager.record
                 Why: our counters reach Prometheus and the log. Remove with side_channel.
 runner          class of worker.model_runner (V1 and V2), static_forward_context, attn_groups
                 Why: specs and step state. Remove when vLLM has a runner_cls.
-runner_v1       GPUModelRunner._update_states, ._build_attention_metadata
-                Why: which requests come and go, what a step holds. Remove with `runner`.
+runner_v1       GPUModelRunner._update_states, ._determine_batch_execution_and_padding,
+                ._build_attention_metadata
+                Why: which requests come and go, what a step holds, and whether graphs may stand
+                for it. Remove with `runner`.
 drafts          GPUModelRunner.drafter; SpecDecodeBaseProposer._draft_attn_layer_names,
                 ._slot_mapping_buffer, ._get_slot_mapping, ._get_positions, .draft_attn_groups,
                 .kv_cache_gid, .initialize_attn_backend, .validate_same_kv_cache_group,
@@ -45,7 +47,8 @@ drafts          GPUModelRunner.drafter; SpecDecodeBaseProposer._draft_attn_layer
 worker.runner*  V1: input_batch, the device tensors of
                 input_batch.block_table and its compute_slot_mapping (CPU), intermediate_tensors
                 (CPU, eager, pipeline stages: vLLM does not make them). V2: add_requests,
-                finish_requests, prepare_attn, prepare_dummy_attn, capture_model, req_states,
+                finish_requests, gather_batch_req_state, prepare_attn, prepare_dummy_attn,
+                capture_model, req_states, cudagraph_manager and its dispatch,
                 block_tables.input_block_tables and init_block_table_layout_tensors. Both:
                 AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers
                 Why: what a step holds, tables of our own, and slots of all layers at once. Remove

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where vLLM's first model runner lets another one have a word, under public names.
 
-Target: `GPUModelRunner._update_states`, `._build_attention_metadata`. Why: which requests come and
-go, and what a step holds, right before the metadata of the layers is built. Remove with `runner`.
+Target: `GPUModelRunner._update_states`, `._determine_batch_execution_and_padding`,
+`._build_attention_metadata`. Why: which requests come and go, whether a step may be a graph, and
+what it holds, right before the metadata of the layers is built. Remove with `runner`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from vllm_pyramid.compat.drafts import take_own_tables
 class RunnerV1Points:
     """Goes in front of the runner's class."""
 
+    _without_graphs = False
+
     def requests_change(self, scheduler_output: SchedulerOutput) -> None:
         """Requests have ended or come, as the scheduler says."""
+
+    def runs_without_graphs(self) -> bool:
+        """Whether no graph may stand for the step of the requests that are there now."""
+        return False
 
     def metadata_is_due(
         self, num_reqs: int, num_rows: int, scheduled: dict[str, int] | None
@@ -32,7 +39,18 @@ class RunnerV1Points:
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         self.requests_change(scheduler_output)
-        return super()._update_states(scheduler_output)  # type: ignore[misc]
+        corrections = super()._update_states(scheduler_output)  # type: ignore[misc]
+        self._without_graphs = self.runs_without_graphs()
+        return corrections
+
+    def _determine_batch_execution_and_padding(
+        self, *args: Any, force_eager: bool = False, **kwargs: Any
+    ) -> Any:
+        """vLLM calls it for steps without real requests, too."""
+        force_eager, self._without_graphs = force_eager or self._without_graphs, False
+        return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
+            *args, force_eager=force_eager, **kwargs
+        )
 
     def _build_attention_metadata(
         self,

@@ -17,7 +17,7 @@ A step is one call of the model, with tokens of several requests. The eviction b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from vllm_pyramid.plans import Plan, RetentionPlan
+    from vllm_pyramid.plans import IntArray, Plan, RetentionPlan
     from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
     from vllm_pyramid.step.batch import EvictionBatch
     from vllm_pyramid.step.call import LayerCall, ValueWrite
-    from vllm_pyramid.step.step import Step, StepEvictions
+    from vllm_pyramid.step.step import Step, StepEvictions, WorkerRequest
     from vllm_pyramid.step.trace import TraceWriter
 
 
@@ -161,6 +161,9 @@ class WorkerHooks:
         """Device memory that `allocate` takes, however large the cache is."""
         return 0
 
+    def before_profile(self) -> None:
+        """The model exists, and vLLM is about to measure the memory of its largest step."""
+
     def limit_cache(self, num_bytes: int) -> int:
         """Bytes that the device's cache may have, of those that are there."""
         return num_bytes
@@ -182,6 +185,15 @@ class WorkerHooks:
             key_cache: `[P, G, N, D]`, the layer's whole memory.
         """
         return None
+
+    def without_graphs(self, requests: Iterable[WorkerRequest], computed: IntArray) -> bool:
+        """Whether a step of these requests must run without CUDA graphs; asked before it begins.
+
+        Args:
+            requests: R records. computed: `[R]` tokens computed before the step; what they are
+                behind a prompt does not matter.
+        """
+        return False
 
     def begin_step(self, step: Step) -> None:
         """A step begins; its skips and evictions are known."""

@@ -187,7 +187,8 @@ class RecentBatch:
         seq_lens, skips: `[R]` int32, as in `AttentionBatch`.
         recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
             `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
-        max_context: max(contexts); the result is that wide.
+        max_context: max(contexts); the result is that wide. max_recent: max(recents), or None
+            where nobody knows it.
         key_scale, key_scales: as in `AttentionBatch`.
     """
 
@@ -201,6 +202,7 @@ class RecentBatch:
     contexts: torch.Tensor
     max_context: int | None = None
     key_scale: float = 1.0
+    max_recent: int | None = None
     key_scales: torch.Tensor | None = None
 
 

@@ -53,8 +53,8 @@ def recent_mass(
     pairs = num_requests * num_kv_heads
     if not given:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        # The host does not know the longest recent sequence, only that it is in the step.
-        tiles = triton.cdiv(query.shape[0] * group, config["ROWS"])
+        most = batch.max_recent or query.shape[0]  # it is in the step
+        tiles = triton.cdiv(most * group, config["ROWS"])
         recent_log_sum_exp_kernel[(pairs, tiles)](
             lse, *inputs, batch.recents, *scalars, *strides, **switches
         )

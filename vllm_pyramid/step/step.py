@@ -71,7 +71,10 @@ class StepLayout(Protocol):
     def skips(self) -> IntArray: ...
 
     def slots(self, layer: int, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """Of the step's slots, `[T_0]`, those that the layer writes: `[T_l]`."""
+        """Of the step's slots, `[>= T_0]`, those that the layer writes: `[T_l]`."""
+
+    def starts_on(self, layer: int, device: torch.device) -> torch.Tensor:
+        """`query_starts` of a layer, `[R + 1]`, on the device."""
 
 
 @dataclass

@@ -121,6 +121,12 @@ class PyramidBuilderMixin:
             # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
             # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
             common.max_seq_len = int(shifted.max_lens[place])
+        if (layout := context.step.layout) is not None:
+            starts = layout.query_starts[context.layer]
+            common.query_start_loc = layout.starts_on(context.layer, common.seq_lens.device)
+            common.query_start_loc_cpu = torch.from_numpy(starts)
+            common.num_actual_tokens = int(starts[-1])
+            common.max_query_len = int((starts[1:] - starts[:-1]).max())
         metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
         metadata.kv_step = context.step
         metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
@@ -155,6 +161,8 @@ class PyramidImplMixin:
     ) -> None:
         """See vLLM's; nothing has been given yet to the keys that are written."""
         context = self.context
+        if context is not None:
+            slot_mapping = context.slots(slot_mapping)
         if context is None or context.values is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         else:

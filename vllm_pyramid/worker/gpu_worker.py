@@ -31,6 +31,7 @@ class PyramidGpuWorker(Worker):
         Where the user says how large the cache is, tables and buffers come on top of it.
         """
         is_fixed = self.cache_config.kv_cache_memory_bytes is not None
+        self.model_runner.before_profile()
         available = super().determine_available_memory()
         if not is_fixed:
             tables = self.model_runner.bytes_of_tables()

@@ -78,6 +78,16 @@ class Retention:
             for hooks in self.hooks:
                 hooks.forget(request_id)
 
+    def without_graphs(self, request_ids: Sequence[str], computed: IntArray) -> bool:
+        """Whether the step that is about to begin must run without CUDA graphs.
+
+        Args: as of `begin_step`, in any order; behind prompts `computed` may be anything.
+        """
+        return any(
+            hooks.without_graphs((self._requests[name] for name in request_ids), computed)
+            for hooks in self.hooks
+        )
+
     def begin_step(
         self,
         request_ids: Sequence[str],

@@ -185,6 +185,11 @@ class PyramidRunnerMixin:
         slots = 8 * len(self._roles.specs) * config.max_num_batched_tokens
         return 4 * rows * (self.tables_a_group * entries + 2 * len(self._roles.evicting)) + slots
 
+    def before_profile(self) -> None:
+        """vLLM is about to measure what its largest step takes: let it be as large as ours."""
+        for hooks in self.hooks:
+            hooks.before_profile()
+
     def bytes_of_buffers(self) -> int:
         """Device memory that methods take beside the cache, however large it is."""
         return sum(hooks.bytes_beside_cache() for hooks in self.hooks)
@@ -392,8 +397,12 @@ class PyramidRunnerMixin:
 
         Args: see `ShiftedTables.update`.
         """
-        if self.shifted is not None:
+        if self.shifted is None:
+            return
+        if (layout := step.layout) is None:
             self.shifted.update(seq_lens, step.skips, host_lens)
+        else:
+            self.shifted.update(seq_lens, layout.skips, host_lens, layout.seq_lens)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with the evictions of the step attached to the output."""

@@ -72,6 +72,13 @@ class PyramidRunnerV1(RunnerV1Points, PyramidRunnerMixin):
                 params.extra_args if params is not None else None,
             )
 
+    def runs_without_graphs(self) -> bool:
+        """See the base."""
+        names = self.input_batch.req_ids
+        return self.retention.without_graphs(
+            names, self.input_batch.num_computed_tokens_cpu[: len(names)]
+        )
+
     def metadata_is_due(
         self, num_reqs: int, num_rows: int, scheduled: dict[str, int] | None
     ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,9 +42,38 @@ class NotingReplays:
                 shifted.replays = False
 
 
-class PyramidRunnerV2(PyramidRunnerMixin):
-    """Reads the step from the input batch and `req_states`, when block tables are gathered."""
+class LeavingOutGraphs:
+    """In place of `CudaGraphManager.dispatch`, which chooses the graph of a step, or none.
 
+    Args:
+        dispatch: vLLM's. runner: which knows whether the step may be a graph.
+    """
+
+    def __init__(self, dispatch: Callable[..., Any], runner: PyramidRunnerV2) -> None:
+        self.dispatch, self.runner = dispatch, runner
+
+    def __call__(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        found = self.dispatch(num_reqs, num_tokens, *args, **kwargs)
+        if not self.runner.without_graphs:
+            return found
+        return replace(
+            found,
+            cg_mode=CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            uniform_token_count=None,
+        )
+
+
+class PyramidRunnerV2(PyramidRunnerMixin):
+    """Reads the step from the input batch and `req_states`, when block tables are gathered.
+
+    Attributes:
+        without_graphs: whether the step that has been gathered must run without graphs.
+    """
+
+    without_graphs = False
+    cudagraph_manager: Any
     block_tables: Any
     req_states: Any
     model_state: Any
@@ -55,6 +85,17 @@ class PyramidRunnerV2(PyramidRunnerMixin):
         state = self.model_state
         if not isinstance(state.prepare_attn, NotingReplays):
             state.prepare_attn = NotingReplays(state.prepare_attn, self)
+        manager = self.cudagraph_manager  # a new one in every initialisation
+        manager.dispatch = LeavingOutGraphs(manager.dispatch, self)
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, which comes right before the step's graph is chosen."""
+        found = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
+        state, _ = found
+        self.without_graphs = state is not None and self.retention.without_graphs(
+            state.req_ids, state.num_computed_prefill_tokens_np
+        )
+        return found
 
     def table_shape(self, group: int) -> tuple[int, int]:
         """See the base. vLLM keeps two tables a group: of all requests, and of the step's."""

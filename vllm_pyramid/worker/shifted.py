@@ -88,6 +88,7 @@ class ShiftedTables:
         seq_lens: torch.Tensor,
         skips: npt.NDArray[np.int32],
         host_lens: npt.NDArray[np.int32] | None,
+        own_lens: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Shift the step's tables, which vLLM has just filled, and write the step's lengths.
 
@@ -99,6 +100,8 @@ class ShiftedTables:
                 nothing.
             host_lens: `[<= R]`, what `seq_lens` holds of the requests with skips; None in a step
                 without real requests, which has no skips.
+            own_lens: `[layers that evict, R]`, where sequences end in each layer, if these differ
+                in other things than skips; `host_lens` are then at least these.
         """
         from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
 
@@ -119,7 +122,13 @@ class ShiftedTables:
                 block_size,
                 num_columns=-(-longest // block_size),
             )
-        effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
+        if own_lens is None:
+            effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
+            return
+        assert own_lens.shape[1] == num_rows, "such a step has no padding"
+        own_lens = own_lens[self.layers] - skips
+        self.max_lens = own_lens.max(axis=1)
+        self.lens[:, :num_rows].copy_(upload(own_lens, seq_lens.device))
 
     def forget_step(self) -> None:
         """Before graphs are captured, on tables that vLLM has cleared and without a step."""

@@ -190,7 +190,7 @@ class DecayAllocator(Allocator):
         from vllm_pyramid.methods.thinning.worker import Thinner
 
         assert isinstance(policy.scorer, RecentEnsembleScorer)
-        return Thinner(policy, policy.scorer, side)
+        return Thinner(policy, policy.scorer, self, side)
 
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget

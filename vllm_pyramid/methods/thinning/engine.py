@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-# vLLM's defaults on the CPU: of LLM(...), and of --max-num-seqs for `vllm serve`.
-USUAL_BATCHED_TOKENS = 4096
-USUAL_SEQS = 256
+# vLLM's defaults, by the kind of device: of LLM(...), and of --max-num-seqs for `vllm serve`.
+USUAL_BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
+USUAL_SEQS = {"cpu": 256, "cuda": 1024}
+# Of a prompt that vLLM warms up with on CUDA, in one step.
+WARM_UP_TOKENS = 16
 
 
 def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocator) -> None:
@@ -35,11 +37,11 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
     Raises:
         ValueError: naming the flag to change.
     """
-    if current_platform.device_type != "cpu":
+    device = current_platform.device_type
+    if device != "cpu" and thinner.piece_tokens < WARM_UP_TOKENS:
         raise ValueError(
-            f"policy {policy.name!r} runs on the CPU only: vLLM's CUDA attention takes one "
-            "query_start_loc and one slot mapping for all layers of a step, and here they differ; "
-            "choose another policy, such as pyramidkv"
+            f"policy {policy.name!r} has piece_tokens {thinner.piece_tokens}, and vLLM warms a GPU "
+            f"up with prompts of {WARM_UP_TOKENS} tokens in one step: raise it to that"
         )
     if args.enable_lora:
         raise ValueError(
@@ -47,8 +49,8 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
             "place of a token in the step, and tokens leave it between layers; leave the flag out"
         )
     if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
-        room = thinner.piece_tokens + (args.max_num_seqs or USUAL_SEQS)
-        args.max_num_batched_tokens = max(room, USUAL_BATCHED_TOKENS)
+        room = thinner.piece_tokens + (args.max_num_seqs or USUAL_SEQS[device])
+        args.max_num_batched_tokens = max(room, USUAL_BATCHED_TOKENS[device])
         logger.info(
             "kv-policy %s: --max-num-batched-tokens %d, so that a piece of a prompt finds room "
             "beside requests that decode",
@@ -66,11 +68,6 @@ def check_thinning_config(config: VllmConfig, policy: Policy, thinner: DecayAllo
     model = config.model_config
     if model.architecture not in ARCHITECTURES:
         raise ValueError(refusal(policy.name, model.architecture))
-    if config.use_v2_model_runner:
-        raise ValueError(
-            f"policy {policy.name!r} works with vLLM's first model runner only: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     longest = min(thinner.piece_tokens, model.max_model_len)
     scheduler = config.scheduler_config
     for flag, tokens in (

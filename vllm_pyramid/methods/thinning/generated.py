@@ -73,13 +73,13 @@ class GeneratedMass(KeyMass):
             for group in groups.tolist()
         ]
         batch = evictions.batch(call, self.policy, past)
-        self.mark_group(batch, upload(np.array(winners, np.int32), call.query.device))
+        self.mark_group(batch, np.array(winners, np.int32))
 
-    def mark_group(self, batch: EvictionBatch, winners: torch.Tensor) -> None:
+    def mark_group(self, batch: EvictionBatch, winners: npt.NDArray[np.int32]) -> None:
         """A group of tokens leaves the window of each request.
 
         Args:
-            winners: `[S]` int32, how many of the leaving group stay; negative where none leaves.
+            winners: `[S]`, how many of the leaving group stay; negative where none leaves.
         """
         tokens, ends = self.schedule.every, batch.lens
         columns = torch.arange(tokens, device=ends.device)
@@ -90,12 +90,13 @@ class GeneratedMass(KeyMass):
             blocks = batch.tables[rows].gather(1, places // self.pages.shape[2]).long()
             return blocks[:, None], heads, (places % self.pages.shape[2])[:, None]
 
-        leaving = torch.nonzero(winners >= 0)[:, 0]
-        if leaving.numel():
-            group = slots(self.schedule.gen_window + tokens, leaving)
+        leaving = np.flatnonzero(winners >= 0)
+        if leaving.size:
+            stay = upload(winners[leaving], ends.device)
+            group = slots(self.schedule.gen_window + tokens, upload(leaving, ends.device))
             best_first = self.shared(self.pages[group]).argsort(stable=True, dim=2, descending=True)
-            mark = torch.where(columns < winners[leaving][:, None], MARK, -MARK)
+            mark = torch.where(columns < stay[:, None], MARK, -MARK)
             marks = torch.empty(best_first.shape, device=ends.device)
             marks.scatter_(2, best_first, mark[:, None].expand_as(best_first))
             self.pages[group] = marks
-        self.pages[slots(tokens, torch.arange(len(ends), device=ends.device))] = 0.0
+        self.pages[slots(tokens, torch.arange(len(ends), device=ends.device))] = self._nothing

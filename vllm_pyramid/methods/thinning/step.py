@@ -13,8 +13,11 @@ New tokens are written behind what is held of earlier pieces, so the layer's seq
 the piece, which at the prompt's end is where every other policy leaves its survivors. All of this
 follows from the plan; only which tokens survive is found in the step.
 
-Shape legend: L layers, R requests of the step, E those that are thinned in it, T_l tokens that
-layer l computes, of all requests.
+Where attention reads shifted tables (`worker/shifted.py`), the dead part is no part of the table,
+and positions of the layer count from behind it.
+
+Shape legend: L layers, R requests of the step, E those that are thinned in it, S of these, T_l
+tokens that layer l computes, of all requests.
 """
 
 from __future__ import annotations
@@ -29,6 +32,34 @@ import torch
 from vllm_pyramid.plans import IntArray, Piece
 from vllm_pyramid.step.step import WorkerRequest
 from vllm_pyramid.step.upload import upload
+
+
+@dataclass(frozen=True)
+class DevicePieces:
+    """S of a step's pieces where the attention is, in places of each layer's table.
+
+    Attributes:
+        rows: `[S]` int32, of the batch. recents, sinks: `[S]` int32, of `Piece`.
+        enters, held, before: `[L, S]` int32, of `Piece`. contexts: `[L, S]`, what enters and is not
+            recent. kept: `[L, S]`, all that stays: `before + held`.
+        query_ends: `[L, S]` int32, one behind the piece's last row of the layer.
+        skips, starts, lens, ends: `[L, S]` int32, where the table begins to be valid, where the new
+            tokens begin, where they end, and where the piece ends, to which what stays moves.
+    """
+
+    rows: torch.Tensor
+    recents: torch.Tensor
+    sinks: torch.Tensor
+    enters: torch.Tensor
+    held: torch.Tensor
+    before: torch.Tensor
+    contexts: torch.Tensor
+    kept: torch.Tensor
+    query_ends: torch.Tensor
+    skips: torch.Tensor
+    starts: torch.Tensor
+    lens: torch.Tensor
+    ends: torch.Tensor
 
 
 @dataclass
@@ -63,6 +94,10 @@ class StepThinning:
         self.before = np.stack([piece.before for piece in self.pieces], axis=1)
         self.enters = np.stack([piece.enters for piece in self.pieces], axis=1)
         self.held = np.stack([piece.held for piece in self.pieces], axis=1)
+        self._starts_there: torch.Tensor | None = None
+        self._slots_there: dict[bytes, torch.Tensor] = {}
+        self._pieces_there: dict[bytes, DevicePieces] = {}
+        self._indices_there: dict[bytes, torch.Tensor] = {}
 
     @cached_property
     def query_starts(self) -> IntArray:
@@ -94,9 +129,64 @@ class StepThinning:
         shift = self.query_starts[lower][:-1] - self.query_starts[layer][:-1]
         return np.arange(int(lens.sum())) + np.repeat(shift, lens)
 
+    def starts_on(self, layer: int, device: torch.device) -> torch.Tensor:
+        """`query_starts` of a layer on the device, `[R + 1]`; copied once, for all layers."""
+        if self._starts_there is None:
+            layers, count = self.query_starts.shape
+            # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would: a
+            # kernel is another one where it does not.
+            padded = np.zeros((layers, -(-count // 4) * 4), np.int32)
+            padded[:, :count] = self.query_starts
+            self._starts_there = upload(padded, device)
+        return self._starts_there[layer, : self.query_starts.shape[1]]
+
     def slots(self, layer: int, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """Of a step's slots, `[T_0]`, those of the layer's tokens: each piece's first ones."""
-        return slot_mapping[upload(self.rows_below(layer, 0), slot_mapping.device)]
+        """Of a step's slots, `[>= T_0]`, those of the layer's tokens: each piece's first ones."""
+        key = self.query_starts[layer].tobytes()  # layers with the same tokens share the index
+        if (index := self._slots_there.get(key)) is None:
+            index = upload(self.rows_below(layer, 0), slot_mapping.device)
+            self._slots_there[key] = index
+        return slot_mapping[index]
+
+    def index_on(self, chosen: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+        """Indices of pieces, `[S]`, on the device; copied once a step."""
+        key = chosen.tobytes()
+        if (there := self._indices_there.get(key)) is None:
+            there = self._indices_there[key] = upload(chosen, device)
+        return there
+
+    def pieces_on(
+        self, chosen: npt.NDArray[np.int64], device: torch.device, *, shifted: bool
+    ) -> DevicePieces:
+        """The pieces `chosen`, `[S]` indices, on the device.
+
+        Layers mostly thin the same pieces; each set of them is copied once, for all layers.
+
+        Args:
+            shifted: whether the layers' tables begin behind the dead part.
+        """
+        key = chosen.tobytes()
+        if (there := self._pieces_there.get(key)) is not None:
+            return there
+        rows, before, enters = self.rows[chosen], self.before[:, chosen], self.enters[:, chosen]
+        held, recents, starts = self.held[:, chosen], self.recents[chosen], self.starts[chosen]
+        first = starts - before
+        origin = first if shifted else np.zeros_like(first)
+        of_all = (rows, recents, self.sinks[chosen])
+        of_layers = (
+            *(enters, held, before, enters - recents, before + held),
+            self.query_starts[:, rows] + enters,
+            *(first - origin, starts - origin, starts + enters - origin),
+            self.ends[chosen] - origin,
+        )
+        # One copy. Kernels that see these are the same wherever a row begins.
+        packed = np.concatenate([np.stack(of_all), *of_layers]).astype(np.int32)
+        on_device = upload(packed, device)
+        sizes = [1] * len(of_all) + [len(before)] * len(of_layers)
+        parts = list(on_device.split(sizes))
+        there = DevicePieces(*(part[0] for part in parts[: len(of_all)]), *parts[len(of_all) :])
+        self._pieces_there[key] = there
+        return there
 
 
 class ThinnedPositions:

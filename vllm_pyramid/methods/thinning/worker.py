@@ -7,6 +7,7 @@ tokens up in the layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,21 @@ from vllm_pyramid.compat.thin_forward import thin_between_layers
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.ops.contract import RecentBatch
-from vllm_pyramid.plans import Piece
+from vllm_pyramid.plans import IntArray, Piece
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
-    from vllm_pyramid.methods.thinning import RecentEnsembleScorer
+    from vllm_pyramid.methods.thinning import DecayAllocator, RecentEnsembleScorer
     from vllm_pyramid.policy.base import Policy
+
+
+# No constant of a kernel follows from a number of columns beyond this.
+LONGEST_KIND = 4096
+# What choosing and moving keep of a token, in four bytes each: scores, who stays, where it was,
+# where it goes, some of them as int64.
+_NUMBERS_OF_A_TOKEN = 24
 
 
 @dataclass
@@ -41,15 +49,68 @@ class Thinner(WorkerHooks):
 
     name = "thinning"
 
-    def __init__(self, policy: Policy, scorer: RecentEnsembleScorer, side: WorkerSide) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        scorer: RecentEnsembleScorer,
+        allocator: DecayAllocator,
+        side: WorkerSide,
+    ) -> None:
         self.distance_weight = scorer.distance_weight
+        self._tokens = allocator.piece_tokens
+        # Pieces of fewer tokens than that give up none.
+        self._least = allocator.min_context + side.block_size
         self.ranks = side.ranks
         self._policy, self._side = policy, side
         self._step: StepThinning | None = None
 
+    def before_profile(self) -> None:
+        """A step that thins takes other memory than a compiled one: let vLLM measure both."""
+        thin_between_layers(
+            self._side.model(), self._side.step, self._policy.name, is_profiled=True
+        )
+
     def allocate(self, num_blocks: int) -> None:
         """The model exists by now: let rows leave between its layers."""
         thin_between_layers(self._side.model(), self._side.step, self._policy.name)
+
+    def bytes_beside_cache(self) -> int:
+        """Beside what a forward pass takes: scores, and what is chosen by them, of one layer."""
+        config, piece = self._side.config, self._tokens
+        tokens = config.scheduler_config.max_num_batched_tokens
+        rows = config.scheduler_config.max_num_seqs
+        # As many pieces as find room, each of them as wide as the longest.
+        pieces = min(rows, max(tokens // self._least, 1))
+        heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        kv_heads, size = self._side.specs[0].num_kv_heads, self._side.block_size
+        entries = -(-config.model_config.max_model_len // size)
+        of_scores = 4 * pieces * min(piece, tokens) * (kv_heads + _NUMBERS_OF_A_TOKEN)
+        return of_scores + 2 * 4 * pieces * entries + (4 * heads + 4 * 8) * tokens
+
+    def compile_kernels(self, call: LayerCall) -> None:
+        """See the base: a piece of two tokens, whose scores are as wide as asked for.
+
+        `compact` is compiled for evictions.
+        """
+        assert call.batch.max_seq_len is not None
+        device, width = call.query.device, min(call.batch.max_seq_len, LONGEST_KIND)
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        recent = RecentBatch(
+            *(call.query[:1], call.key_cache, call.block_table, one, 2 * one, 0 * one, one, one),
+            max_context=width,
+            max_recent=1,
+            key_scale=call.key_scale,
+        )
+        mass = call.ops.recent_mass(recent, call.softmax, distance_weight=self.distance_weight)
+        scores = mass.sum(dim=1, keepdim=True)
+        call.ops.select(scores, one, one, window=0, max_keep=1)
+
+    def without_graphs(self, requests: Iterable[WorkerRequest], computed: IntArray) -> bool:
+        """See the base: rows leave where graphs know of none."""
+        return any(
+            request.plan.pieces and done < request.promised.prompt_len
+            for request, done in zip(requests, computed.tolist(), strict=True)
+        )
 
     def begin_step(self, step: Step) -> None:
         """The pieces of the step; a plan that has any wants each of them whole in one step."""
@@ -78,23 +139,27 @@ class Thinner(WorkerHooks):
             return
         layer, device = call.layer, call.query.device
         enters, held = step.enters[layer], step.held[layer]
-        width = int(held.max())
-        kept = torch.arange(width, dtype=torch.int32, device=device).repeat(len(held), 1)
         dropping = np.flatnonzero(held < enters)
-        if dropping.size:
-            chosen = self._choose(call, step, dropping)
-            kept[upload(dropping, device), : chosen.shape[1]] = chosen
         moving = np.flatnonzero((step.starts + enters < step.ends) | (held < enters))
-        if moving.size:
-            _move(call, step, moving, kept)
         step.survivors = None
-        if dropping.size and layer + 1 < len(step.enters):
-            step.survivors = _survivors(step, layer, dropping, kept)
+        kept = None
+        if moving.size or self.trace is not None:
+            width = int(held.max())
+            kept = torch.arange(width, dtype=torch.int32, device=device).repeat(len(held), 1)
+            if dropping.size:
+                chosen = self._choose(call, step, dropping)
+                kept[step.index_on(dropping, device), : chosen.shape[1]] = chosen
+        if moving.size:
+            assert kept is not None
+            _move(call, step, moving, kept)
+            if dropping.size and layer + 1 < len(step.enters):
+                step.survivors = _survivors(step, layer, dropping, kept)
         for index, (request, piece) in enumerate(zip(step.requests, step.pieces, strict=True)):
             thinned = _of(request)
             before = thinned.given if layer or piece.start else 0
             thinned.given = before + piece.tokens - int(held[index])
             if self.trace is not None:
+                assert kept is not None
                 thinned.positions.record(layer, piece, kept[index, : held[index]])
 
     def end_step(self, step: Step) -> None:
@@ -114,20 +179,19 @@ class Thinner(WorkerHooks):
     ) -> torch.Tensor:
         """Rows that stay of each piece that gives some up, `[S, max(held)]` int32, ascending."""
         device, layer = call.query.device, call.layer
-        rows, enters = step.rows[dropping], step.enters[layer, dropping]
-        held, recents, starts = step.held[layer, dropping], step.recents[dropping], step.starts
-        contexts = enters - recents
-        tables = call.block_table.index_select(0, upload(rows, device))
+        enters = step.enters[layer, dropping]
+        pieces = step.pieces_on(dropping, device, shifted=call.shifted)
         recent = RecentBatch(
             call.query,
             call.key_cache,
-            tables,
-            upload(step.query_starts[layer, rows] + enters, device),
-            upload(starts[dropping] + enters, device),
-            upload(starts[dropping] - step.before[layer, dropping], device),
-            upload(recents, device),
-            upload(contexts, device),
-            max_context=int(contexts.max()),
+            call.block_table.index_select(0, pieces.rows),
+            pieces.query_ends[layer],
+            pieces.lens[layer],
+            pieces.skips[layer],
+            pieces.recents,
+            pieces.contexts[layer],
+            max_context=int((enters - step.recents[dropping]).max()),
+            max_recent=int(step.recents[dropping].max()),
             key_scale=call.key_scale,
             key_scales=call.key_scales,
         )
@@ -137,16 +201,18 @@ class Thinner(WorkerHooks):
             distance_weight=self.distance_weight,
             log_sum_exp=call.log_sum_exp,
         )
-        scores = torch.full((len(rows), 1, int(enters.max())), torch.inf, device=device)
+        scores = torch.full((len(enters), 1, int(enters.max())), torch.inf, device=device)
         # All ranks must let the same tokens go: what one of them keeps the others need too.
         total = self.ranks.of_the_first(self.ranks.add_up(mass.sum(dim=1)))
         column = torch.arange(total.shape[1], device=device)
-        always = (column >= upload(contexts, device)[:, None]) | (
-            column < upload(step.sinks[dropping], device)[:, None]
-        )
+        always = (column >= pieces.contexts[layer][:, None]) | (column < pieces.sinks[:, None])
         scores[:, 0, : total.shape[1]] = total.masked_fill(always, torch.inf)
         kept = call.ops.select(
-            scores, upload(enters, device), upload(held, device), window=0, max_keep=int(held.max())
+            scores,
+            pieces.enters[layer],
+            pieces.held[layer],
+            window=0,
+            max_keep=int(step.held[layer, dropping].max()),
         )
         return kept[:, 0]
 
@@ -161,30 +227,39 @@ def _move(
 ) -> None:
     """Move what stays, of this piece and of those before it, to the tail of the piece."""
     device, layer = kept.device, call.layer
-    starts = upload(step.starts[moving], device)[:, None]
-    before = upload(step.before[layer, moving], device)[:, None]
-    keeps = step.before[layer, moving] + step.held[layer, moving]
-    column = torch.arange(int(keeps.max()), dtype=torch.int32, device=device)[None]
+    pieces = step.pieces_on(moving, device, shifted=call.shifted)
+    starts, before = pieces.starts[layer][:, None], pieces.before[layer][:, None]
+    most = int((step.before[layer, moving] + step.held[layer, moving]).max())
+    column = torch.arange(most, dtype=torch.int32, device=device)[None]
     place = (column - before).clamp(0, kept.shape[1] - 1)
-    new = starts + kept[upload(moving, device)].gather(1, place.long())
+    new = starts + kept[step.index_on(moving, device)].gather(1, place.long())
     positions = torch.where(column < before, starts - before + column, new)
     call.ops.compact(
         *call.moved,
-        call.block_table.index_select(0, upload(step.rows[moving], device)),
+        call.block_table.index_select(0, pieces.rows),
         positions[:, None].expand(-1, call.key_cache.shape[1], -1),
-        upload(step.ends[moving], device),
-        upload(keeps, device),
-        max_keep=int(keeps.max()),
+        pieces.ends[layer],
+        pieces.kept[layer],
+        max_keep=most,
     )
 
 
 def _survivors(
     step: StepThinning, layer: int, dropping: npt.NDArray[np.int64], kept: torch.Tensor
 ) -> torch.Tensor:
-    """Rows of layer l that layer l + 1 computes, in their order: `[T_l+1]` int64."""
-    rows = upload(step.rows_below(layer + 1, layer), kept.device)
-    for index in dropping:
+    """Rows of layer l that layer l + 1 computes, in their order: `[T_l+1]` int64.
+
+    The host knows for each of them whether it is a piece's survivor, and which; the device, which
+    row that is.
+    """
+    device, own, above = kept.device, step.query_starts[layer], step.query_starts[layer + 1]
+    count = int(own[-1])
+    sources = step.rows_below(layer + 1, layer)
+    for index in dropping.tolist():
         row, held = step.rows[index], int(step.held[layer, index])
-        to = int(step.query_starts[layer + 1, row])
-        rows[to : to + held] = int(step.query_starts[layer, row]) + kept[index, :held].long()
-    return rows
+        to = int(above[row])
+        sources[to : to + held] = count + index * kept.shape[1] + np.arange(held)
+    starts = upload(np.ascontiguousarray(own[step.rows]), device)
+    rows = torch.arange(count, device=device)
+    chosen = (starts[:, None] + kept).flatten().long()
+    return torch.cat([rows, chosen]).index_select(0, upload(sources, device))
