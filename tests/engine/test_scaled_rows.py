@@ -24,7 +24,9 @@ from tests.engine.families import make_family
 from tests.engine.support import Engine, EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.engine.test_fp8 import Written, attention_layers
+from tests.engine.test_runner_v2 import BESIDE as OF_RUNNERS_BESIDE
 from tests.engine.test_runner_v2 import DRAFTS, EAGLE, HYBRID, SETTINGS, SHAPE
+from tests.engine.test_runner_v2 import POLICIES as OF_RUNNERS
 
 pytestmark = pytest.mark.engine
 
@@ -41,16 +43,21 @@ POLICIES: dict[str, dict[str, Any]] = {
         **SNAPKV,
         "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
     },
+    "thinned": {**OF_RUNNERS["thinned"], "kv_min_tokens": 24},
     "hybrid": SNAPKV,
     "readers": SNAPKV,
     "drafts": SNAPKV,
     "eagle": SNAPKV,
 }
-BESIDE = {"drafts": {"speculative_config": DRAFTS}}
+BESIDE = {"drafts": {"speculative_config": DRAFTS}, "thinned": OF_RUNNERS_BESIDE["thinned"]}
 # Name: vLLM's runner, the cache, policies.
 ENGINES = {
-    "second": ("2", "int8_per_token_head", ("pyramidkv", "xkv", "h2o", "eagle")),
-    "first": ("1", "fp8_per_token_head", ("value-aware", "inside", "hybrid", "readers", "drafts")),
+    "second": ("2", "int8_per_token_head", ("pyramidkv", "xkv", "h2o", "thinned", "eagle")),
+    "first": (
+        "1",
+        "fp8_per_token_head",
+        ("value-aware", "inside", "thinned", "hybrid", "readers", "drafts"),
+    ),
     # Graphs are captured on two caches, one after the other.
     "graphs": ("2", "int8_per_token_head", ("pyramidkv",)),
 }
@@ -190,10 +197,14 @@ def test_kept_positions_and_tokens(
     found = [(one["token_ids"], one["report"], one["cached"]) for one in result["outputs"]]
     assert found == expected
     assert [report["evicted_tokens"] > 0 for _, report, _ in expected] == [True, False, True]
-    assert expected[-1][2] > 0 or policy in ("h2o", "readers")  # it begins as the first one
+    assert expected[-1][2] > 0 or policy in (
+        "h2o",
+        "readers",
+        "thinned",
+    )  # it begins as the first one
     if name == "graphs":
         assert result["counts"]["full replays"] > 1 and result["counts"]["profiled captures"] == 2
-    if policy not in ("h2o", "inside", "hybrid", "readers"):  # which count otherwise
+    if policy not in ("h2o", "inside", "thinned", "hybrid", "readers"):  # which count otherwise
         block = 16 * 2 * 2 * (16 + 4)  # tokens, heads, K and V; numbers and a scale
         blocks = SETTINGS["kv_cache_memory_bytes"] // block
         assert result["kv_cache_tokens"] == blocks // result["groups"] * 16

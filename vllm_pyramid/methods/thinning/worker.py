@@ -100,6 +100,7 @@ class Thinner(WorkerHooks):
             max_context=width,
             max_recent=1,
             key_scale=call.key_scale,
+            key_scales=call.key_scales,
         )
         mass = call.ops.recent_mass(recent, call.softmax, distance_weight=self.distance_weight)
         scores = mass.sum(dim=1, keepdim=True)
