@@ -124,9 +124,7 @@ def arrays(cache: Any) -> tuple[Floats, Floats]:
 
 def seen(cache: Any, window: int) -> LayerView:
     """A layer as our scorers see it: pages in random order."""
-    return view_of(
-        cache.keys, cache.values, cache.queries[-window:], None, window=window, sinks=0
-    )
+    return view_of(cache.keys, cache.values, cache.queries[-window:], None, window=window, sinks=0)
 
 
 def scored_here(cache: Any, settings: dict[str, Any], window: int) -> dict[str, torch.Tensor]:
