@@ -12,7 +12,6 @@ docs/results/methods-smollm2.csv to measure only what is not there); a folder of
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
@@ -199,9 +198,6 @@ def _run_engine(name: str, table: Table, out: Path, folder: Path, deadline: floa
         )
     except subprocess.TimeoutExpired:
         return False
-    finally:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        console.print(f"{name}: {used.ru_utime + used.ru_stime:.0f} s of processor time so far")
     return True
 
 
