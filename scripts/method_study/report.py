@@ -109,7 +109,7 @@ class Rows:
             wide = self.wide(figure, length, budget)
             yield figure, [cell(spread(by_task(wide[m])), 3) for m in order]
             less = [cell(spread(by_task(wide[m] - wide[against])), 3) for m in order]
-            yield f"{figure} less that of `{against}`", less
+            yield f"{figure} less that of `{against}`, paired", less
         if "perplexity" in self.rows["task"].unique():
             nats = self.wide("nats", length, budget).loc[["perplexity"]]
             ratios = (np.exp(spread(by_task(nats[m] - nats["full"]))) for m in order)
