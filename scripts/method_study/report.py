@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ def by_task(series: pd.Series) -> list[Floats]:
     return [group.to_numpy() for _, group in series.groupby(level="task")]
 
 
-def cell(numbers: tuple[float, float, float], digits: int = 2) -> str:
+def cell(numbers: Iterable[float], digits: int = 2) -> str:
     """A mean with its interval, if it has one."""
     mean, low, high = (f"{number:.{digits}f}" for number in numbers)
     return f"{mean} ({low} to {high})" if low != "nan" else mean
@@ -78,37 +78,48 @@ class Rows:
         return sorted(self.rows["length"].unique())
 
     def tables(self, against: str, tasks_at: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Divergence by budget, alone and less one method's; perplexity; tasks at some budgets."""
+        """Divergence, agreement and perplexity, alone and less one method's; some budgets' tasks.
+
+        One budget has a table with a column for each of them, several a table each.
+        """
         for length in self.lengths():
-            wide = {b: self.wide("divergence", length, b) for b in self.budgets}
-            order = list(wide[self.budgets[0]].columns)
-            order.sort(key=lambda m: np.mean([spread(by_task(w[m]))[0] for w in wide.values()]))
-            head = ["method", *self.budgets]
+            order = self._order(length)
             about = f"prompts of {length:,} tokens"
-            some = [[m, *(cell(spread(by_task(w[m])), 3) for w in wide.values())] for m in order]
-            yield f"Divergence, {about}", markdown(head, some)
-            some = [
-                [m, *(cell(spread(by_task(w[m] - w[against])), 3) for w in wide.values())]
-                for m in order
-                if m not in (against, "full")
-            ]
-            yield f"Divergence less that of `{against}`, paired, {about}", markdown(head, some)
-            if "perplexity" in self.rows["task"].unique():
-                yield (
-                    f"Perplexity of what follows, times the whole cache's, {about}",
-                    markdown(head, list(self._perplexity(length, order))),
-                )
+            each = [dict(self._compared(length, b, order, against)) for b in self.budgets]
+            columns = {title: [found[title] for found in each] for title in each[0]}
+            if len(self.budgets) == 1:
+                head = ["method", *columns]
+                cells = zip(order, *(column for (column,) in columns.values()), strict=True)
+                yield f"At {self.budgets[0]}, {about}", markdown(head, list(map(list, cells)))
+            else:
+                for title, found in columns.items():
+                    cells = zip(order, *found, strict=True)
+                    yield (
+                        f"{title[0].upper()}{title[1:]}, {about}",
+                        markdown(["method", *self.budgets], list(map(list, cells))),
+                    )
             for budget in tasks_at:
                 yield f"Tasks at {budget}, {about}", self._tasks(length, budget, order)
 
-    def _perplexity(self, length: int, order: Sequence[str]) -> Iterator[list[str]]:
-        for method in order:
-            cells = []
-            for budget in self.budgets:
-                nats = self.wide("nats", length, budget).loc[["perplexity"]]
-                mean, low, high = np.exp(spread(by_task(nats[method] - nats["full"])))
-                cells.append(cell((mean, low, high), 3))
-            yield [method, *cells]
+    def _compared(
+        self, length: int, budget: str, order: Sequence[str], against: str
+    ) -> Iterator[tuple[str, list[str]]]:
+        """Columns of one budget, a cell a method; differences are paired."""
+        for figure in ("divergence", "agreement"):
+            wide = self.wide(figure, length, budget)
+            yield figure, [cell(spread(by_task(wide[m])), 3) for m in order]
+            less = [cell(spread(by_task(wide[m] - wide[against])), 3) for m in order]
+            yield f"{figure} less that of `{against}`, paired", less
+        if "perplexity" in self.rows["task"].unique():
+            nats = self.wide("nats", length, budget).loc[["perplexity"]]
+            ratios = (np.exp(spread(by_task(nats[m] - nats["full"]))) for m in order)
+            yield "perplexity, times the whole cache's", [cell(tuple(r), 3) for r in ratios]
+
+    def _order(self, length: int) -> list[str]:
+        """The methods, least divergence first."""
+        wide = [self.wide("divergence", length, budget) for budget in self.budgets]
+        means = {m: np.mean([spread(by_task(w[m]))[0] for w in wide]) for m in wide[0].columns}
+        return sorted(means, key=lambda method: means[method])
 
     def _tasks(self, length: int, budget: str, order: Sequence[str]) -> str:
         divergence = self.wide("divergence", length, budget)

@@ -9,7 +9,7 @@ choice. It is for finding out what is worth building; `vllm-pyramid eval` measur
 
 from __future__ import annotations
 
-import json
+import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,7 +25,8 @@ from vllm_pyramid.eval.task import GeneratedTask, Sample
 from vllm_pyramid.eval.tasks import load_task
 
 # What a row is about: one with all of these equal is not measured again.
-KEY = ("run", "task", "length", "index", "method", "definition", "budget")
+KEY = ("model", "seed", "task", "length", "index", "method", "definition", "budget")
+FIGURES = ("right", "nats", "agreement", "divergence")
 ROWS = 512  # that go through the model's matrices together: methods times tokens
 WHOLE = "100%"  # the budget of a method that evicts nothing
 
@@ -47,24 +48,26 @@ class Study:
     model: Llama
     tokens: Tokens
     name: str
-    known: set[tuple[object, ...]] = field(default_factory=set)
+    known: set[tuple[str, ...]] = field(default_factory=set)
 
     def read(self, path: Path) -> None:
-        """Leave out what a file of rows has. A last line that was cut off is removed from it."""
-        if not path.exists():
-            return
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
+        """Leave out what a file of rows has. A last line that was cut off is removed from it.
+
+        Raises:
+            ValueError: it has other columns.
+        """
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1] or f"{','.join((*KEY, *FIGURES))}\n".encode()
+        rows = csv.DictReader(whole.decode().splitlines())
+        if tuple(rows.fieldnames or ()) != (*KEY, *FIGURES):
+            raise ValueError(f"{path} has the columns {rows.fieldnames}, not {[*KEY, *FIGURES]}")
         if whole != data:
             path.write_bytes(whole)
-        for line in whole.splitlines():
-            row = json.loads(line)
-            self.known.add(tuple(row[key] for key in KEY))
+        self.known |= {tuple(row[key] for key in KEY) for row in rows}
 
-    def _key(self, place: Place, method: Method, budget: str) -> tuple[object, ...]:
-        run = f"{self.name}, seed {place.seed}"
-        about = (place.task, place.length, place.index)
-        return (run, *about, method.label, method.definition, budget)
+    def _key(self, place: Place, method: Method, budget: str) -> tuple[str, ...]:
+        about = map(str, (self.name, place.seed, place.task, place.length, place.index))
+        return (*about, method.label, method.definition, budget)
 
     def missing(
         self, place: Place, methods: Iterable[Method], budgets: Iterable[str]
@@ -76,7 +79,8 @@ class Study:
                     yield method, budget
 
     def measure(self, place: Place, wanted: Iterable[tuple[Method, str]], out: TextIO) -> None:
-        """Append a line of JSON for each method and budget."""
+        """Append a row for each method and budget."""
+        rows = csv.writer(out, lineterminator="\n")
         task = load_task(place.task)
         assert isinstance(task, GeneratedTask)
         sample = task.numbered(self.tokens, place.length, place.index, place.seed)
@@ -92,8 +96,8 @@ class Study:
             got = self.model.continued(caches, following, kept)
             for (method, budget), its in zip(some, got, strict=True):
                 key = self._key(place, method, budget)
-                row = dict(zip(KEY, key, strict=True)) | measured(full, its, following, skip)
-                print(json.dumps(row), file=out, flush=True)
+                rows.writerow([*key, *measured(full, its, following, skip)])
+                out.flush()
                 self.known.add(key)
 
     def _continuation(
@@ -111,19 +115,17 @@ class Study:
         return ids[prompt.tokens :], lead or 1  # the first comes from the prefill
 
 
-def measured(
-    full: torch.Tensor, logits: torch.Tensor, ids: list[int], skip: int
-) -> dict[str, float]:
-    """What a method's logits `[n, V]` are worth, beside those of the whole cache.
+def measured(full: torch.Tensor, logits: torch.Tensor, ids: list[int], skip: int) -> list[float]:
+    """What a method's logits `[n, V]` are worth, beside those of the whole cache: `FIGURES`.
 
     Row i says what follows `ids[i]`.
     """
     wanted = torch.tensor(ids[skip:])
     mine, theirs = (x[skip - 1 : -1].log_softmax(dim=-1) for x in (logits, full))
-    figures = {
-        "right": (mine.argmax(-1) == wanted).float().prod(),
-        "nats": -mine.gather(1, wanted[:, None]).mean(),
-        "agreement": (mine.argmax(-1) == theirs.argmax(-1)).float().mean(),
-        "divergence": (theirs.exp() * (theirs - mine)).sum(-1).mean(),
-    }
-    return {name: round(float(value), 5) for name, value in figures.items()}
+    figures = (
+        (mine.argmax(-1) == wanted).float().prod(),
+        -mine.gather(1, wanted[:, None]).mean(),
+        (mine.argmax(-1) == theirs.argmax(-1)).float().mean(),
+        (theirs.exp() * (theirs - mine)).sum(-1).mean(),
+    )
+    return [round(float(value), 5) for value in figures]

@@ -5,18 +5,18 @@
     .venv/bin/python scripts/method_study/tables.py run --out FOLDER [--minutes 60] [TABLE ...]
     .venv/bin/python scripts/method_study/tables.py show --out FOLDER [TABLE ...]
 
-FOLDER gets study.jsonl, a line for each prompt, method and budget; a folder of `vllm-pyramid eval`
-for each table of the engine; tables.md and study.csv, which `show` writes.
+FOLDER gets study.csv, a line for each prompt, method and budget (begin with a copy of
+docs/results/methods-smollm2.csv to measure only what is not there); a folder of
+`vllm-pyramid eval` for each table of the engine; tables.md, which `show` writes.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import typer
@@ -162,14 +162,17 @@ def _run_studies(
         return 0
     torch.set_grad_enabled(False)
     study = Study(Llama(folder), load_tokens(folder), folder.name)
-    study.read(out / "study.jsonl")
+    try:
+        study.read(out / "study.csv")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     todo = {
         place: missing
         for place in sorted(places)
         # A dictionary: tables share methods.
         if (missing := dict.fromkeys(m for w in places[place] for m in study.missing(place, *w)))
     }
-    with (out / "study.jsonl").open("a", encoding="utf-8") as file:
+    with (out / "study.csv").open("a", encoding="utf-8") as file:
         for done, (place, missing) in enumerate(todo.items()):
             if time.monotonic() > deadline:
                 return len(todo) - done
@@ -202,7 +205,7 @@ def _run_engine(name: str, table: Table, out: Path, folder: Path, deadline: floa
 def show(
     names: Names = None, out: Out = Path("quality-tables"), tables: Tables = HERE / "tables.yaml"
 ) -> None:
-    """Print the tables of what is there, and write them to tables.md and study.csv."""
+    """Print the tables of what is there, and write them to tables.md."""
     chosen = read_tables(tables, names or [])
     parts = []
     rows = _study_rows(out)
@@ -219,15 +222,9 @@ def show(
 
 
 def _study_rows(out: Path) -> pd.DataFrame:
-    """All rows of all studies; the seed as a column of its own."""
-    file = out / "study.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    rows = pd.DataFrame([json.loads(line) for line in lines])
-    if len(rows):
-        rows["seed"] = rows["run"].str.extract(r"seed (-?\d+)$", expand=False).astype(int)
-        kept: Any = rows.drop(columns=["run", "definition"])
-        kept.to_csv(out / "study.csv", index=False)
-    return rows
+    """All rows of all studies."""
+    file = out / "study.csv"
+    return pd.read_csv(file) if file.exists() else pd.DataFrame()
 
 
 def _study_parts(table: Table, rows: pd.DataFrame) -> list[str]:
