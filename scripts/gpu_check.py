@@ -54,8 +54,10 @@ MATRIX = (
     "check_moves.py",
     "check_pages.py",
     "check_recent.py",
+    "check_scaled_rows.py",
     "check_scores.py",
     "check_topn.py",
+    "check_vllm_rows.py",
 )
 PATIENCE = 90  # seconds in which a stage that is asked to end must have ended
 LOG_TAIL = 4000  # characters of a failed stage's output that go into the JSON
