@@ -156,7 +156,7 @@ class Pieces:
 
     _all_instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
-    def __init__(self, model: Any, config: Any) -> None:
+    def __init__(self, model: Any, config: Any, key_fn: Any = None) -> None:  # the last in 0.33
         self.model, self.graph_pool = model, None
         self._all_instances.add(self)
 
