@@ -22,6 +22,7 @@ from tests.plans import plans_of
 from tests.steps import make_call
 from vllm_pyramid.config import SERVED_KEY, KVSettings
 from vllm_pyramid.methods.accumulated.gather import KeyMass
+from vllm_pyramid.ops import triton_tables
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step import StepEvictions
 from vllm_pyramid.worker import runner as runner_module
@@ -482,6 +483,21 @@ def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
             for tensor in (shifted.tables, shifted.lens, shifted.skips):
                 part = tensor[layer].storage_offset() * tensor[layer].element_size()
                 assert part % 16 == 0
+
+
+def test_lengths_of_thinned_steps_keep_what_the_device_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host counts drafts that were rejected; of a piece of a prompt it knows the length."""
+    monkeypatch.setattr(triton_tables, "shift_block_tables_", lambda *args, **more: None)
+    shifted = ShiftedTables(slice(0, 2), 4, [(WIDTH, 16)] * 2, torch.device("cpu"))
+    skips = np.array([[16, 0], [32, 16]], np.int32)
+    host_lens = np.array([100, 48], np.int32)  # one decodes, the other's piece is thinned
+    own_lens = np.array([[100, 48], [100, 30]], np.int32)
+    on_device = torch.tensor([97, 48], dtype=torch.int32)  # three drafts were rejected
+    shifted.update(on_device, skips, host_lens, own_lens)
+    assert shifted.lens[:, :2].tolist() == [[97 - 16, 48], [97 - 32, 30 - 16]]
+    assert shifted.max_lens is not None and shifted.max_lens.tolist() == [84, 68]
 
 
 def test_layers_share_the_scratch_of_split_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def gather_scaled(
     rows = gather_tokens(cache, block_row, start, end).to(dtype)
     if scales is None:
         return rows
-    return rows * gather_tokens(scales[..., None], block_row, start, end).to(dtype)
+    return rows.mul_(gather_tokens(scales[..., None], block_row, start, end).to(dtype))
 
 
 def check_scales(scales: torch.Tensor | None, cache: torch.Tensor) -> None:

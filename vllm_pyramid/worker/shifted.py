@@ -100,8 +100,8 @@ class ShiftedTables:
                 nothing.
             host_lens: `[<= R]`, what `seq_lens` holds of the requests with skips; None in a step
                 without real requests, which has no skips.
-            own_lens: `[layers that evict, R]`, where sequences end in each layer, if these differ
-                in other things than skips; `host_lens` are then at least these.
+            own_lens: `[layers that evict, R]`, where sequences of `host_lens` end in each layer, if
+                these differ in other things than skips; `host_lens` are then at least these.
         """
         from vllm_pyramid.ops.triton_tables import effective_lens, shift_block_tables_
 
@@ -125,10 +125,12 @@ class ShiftedTables:
         if own_lens is None:
             effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
             return
-        assert own_lens.shape[1] == num_rows, "such a step has no padding"
+        assert host_lens is not None and len(host_lens) == num_rows, "such a step has no padding"
         own_lens = own_lens[self.layers] - skips
         self.max_lens = own_lens.max(axis=1)
-        self.lens[:, :num_rows].copy_(upload(own_lens, seq_lens.device))
+        # Of a request that decodes the device alone may know how many of its drafts were accepted.
+        differences = upload(own_lens - host_lens, seq_lens.device)
+        torch.add(seq_lens, differences, out=self.lens[:, :num_rows])
 
     def forget_step(self) -> None:
         """Before graphs are captured, on tables that vLLM has cleared and without a step."""

@@ -49,8 +49,11 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
             "place of a token in the step, and tokens leave it between layers; leave the flag out"
         )
     if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
-        room = thinner.piece_tokens + (args.max_num_seqs or USUAL_SEQS[device])
-        args.max_num_batched_tokens = max(room, USUAL_BATCHED_TOKENS[device])
+        room = thinner.piece_tokens + (
+            args.max_num_seqs or USUAL_SEQS.get(device, USUAL_SEQS["cuda"])
+        )
+        usual = USUAL_BATCHED_TOKENS.get(device, USUAL_BATCHED_TOKENS["cuda"])
+        args.max_num_batched_tokens = max(room, usual)
         logger.info(
             "kv-policy %s: --max-num-batched-tokens %d, so that a piece of a prompt finds room "
             "beside requests that decode",
