@@ -17,6 +17,7 @@ import torch
 from vllm.model_executor.models.llama import LlamaModel
 
 from tests.e2e.stand_ins import LateCopies
+from tests.plans import THINS
 from tests.pretended_device import data_of
 from tests.steps import make_call, make_side
 from vllm_pyramid.ops import reference, triton_tables
@@ -301,17 +302,6 @@ def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
         twin = getattr(triton_tables, f"{name}_reference{'_' if name.endswith('tables') else ''}")
         mine = f"{name}{'_' if name.endswith('tables') else ''}"
         monkeypatch.setattr(triton_tables, mine, device.launch(twin))
-
-
-# Half of the layers thin, and rows leave behind the third.
-THINS: dict[str, Any] = {
-    "decay_curve": "linear",
-    "decay_ratio": 0.0,
-    "interval": 1,
-    "piece_tokens": 48,
-    "min_context": 4,
-    "recent_ratio": 0.25,
-}
 
 
 def thins_generated() -> Policy:

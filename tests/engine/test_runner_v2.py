@@ -21,6 +21,7 @@ from tests.engine import models
 from tests.engine.drafts import write_eagle
 from tests.engine.support import EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
+from tests.plans import THINS
 
 pytestmark = pytest.mark.engine
 
@@ -86,14 +87,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "thinned": {
         "kv_policy": "pyramidinfer",
         "kv_min_tokens": 0,
-        "kv_policy_args": {
-            "decay_curve": "linear",
-            "decay_ratio": 0.0,
-            "interval": 1,
-            "piece_tokens": 48,
-            "min_context": 4,
-            "recent_ratio": 0.25,
-        },
+        "kv_policy_args": THINS,
     },
 }
 # What engines have beside their policy. Drafts change nothing: they are compared with one that has

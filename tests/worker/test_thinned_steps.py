@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from tests.plans import THINS
 from tests.shifted_worker import (
     HEADS,
     KV_HEADS,
     STEP_TOKENS,
-    THINS,
     Host,
     InnerLlama,
     Worker,
