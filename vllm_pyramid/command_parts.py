@@ -68,6 +68,8 @@ def split_cache_dtype(policy: str) -> tuple[str, str | None]:
 def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:
     """Find out now, not after a long run, whether the results can be written.
 
+    Leaves no empty file behind, which would look like the results of a run that was stopped.
+
     Raises:
         ValueError: the folder cannot be made, or a file not opened.
     """
@@ -75,7 +77,10 @@ def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:
             if path is not None:
+                is_new = not path.exists()
                 path.open("a").close()
+                if is_new:
+                    path.unlink()
     except OSError as error:
         raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
 

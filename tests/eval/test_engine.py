@@ -224,6 +224,9 @@ def test_given_tokens_and_the_whole_caches_own_answer() -> None:
     # Its own first tokens given, it goes on as before; so it does behind a longer prompt.
     requests.append(request("lead", "100%", forced=ids[:6], max_tokens=14))
     requests.append(request("longer", "100%", prompt_token_ids=prompt + ids[:6], max_tokens=14))
+    # The same prompt as a conversation of three turns, whose ends evict.
+    turns = [len(prompt) // 3, 2 * len(prompt) // 3]
+    requests.append(request("turns", "30%", turns=turns, **both))
     snapkv = {"label": "y", "kv_policy": "snapkv", "policy_name": "snapkv", "requests": requests}
     found = _answered(work.model_copy(update=snapkv))
     same, less, least = (found[budget] for budget in ("100%", "30%", "5%"))
@@ -232,6 +235,11 @@ def test_given_tokens_and_the_whole_caches_own_answer() -> None:
     assert least.divergence is not None and least.agreement is not None
     assert same.divergence < less.divergence < least.divergence
     assert least.agreement < 1.0 and least.divergence > 0.1
+    eviction = found["turns"].eviction
+    assert eviction.inner_evictions == 2 and eviction.kv_turns == [*turns, len(prompt)]
+    assert eviction.kept_tokens == less.eviction.kept_tokens
+    assert less.eviction.inner_evictions is less.eviction.kv_turns is None
+    assert less.divergence != found["turns"].divergence
     assert found["lead"].text and found["lead"].text == found["longer"].text
 
 

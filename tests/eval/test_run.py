@@ -226,6 +226,27 @@ def test_what_is_given_behind_a_prompt_is_no_answer(tokens: Tokens) -> None:
         assert job.request.answer_tokens == len(lead) + job.sample.max_tokens > len(lead) > 0
 
 
+def test_where_turns_ended_is_said_where_the_variant_says_so(tokens: Tokens) -> None:
+    policies = (Variant("full"), Variant("snapkv"), Variant("snapkv", turns=True))
+    tasks = (load_task("conversation"), load_task("conversation-reply"), load_task("second-turn"))
+    evaluation = Run(settings(tasks=tasks, policies=policies), tokens)
+    keys: dict[tuple[str, str], set[str]] = {}
+    for job in evaluation.jobs:
+        keys.setdefault((job.task.name, job.policy), set()).add(job.request.key)
+        ends = [tokens.count(job.sample.prompt[:end]) for end in job.sample.turns]
+        assert len(ends) == (2 if job.task.name.startswith("conversation") else 0)
+        assert job.request.turns == (ends if job.policy == "snapkv@turns" else [])
+    for task in tasks[:2]:
+        assert not keys[task.name, "snapkv"] & keys[task.name, "snapkv@turns"]
+    # One turn: nothing to say, so nothing else to measure.
+    assert keys["second-turn", "snapkv"] == keys["second-turn", "snapkv@turns"]
+    # What all are compared with is the whole cache's, whatever the variant.
+    references = evaluation._references.values()
+    assert references and not any(request.turns for request in references)
+    whole = Run(settings(tasks=tasks, policies=(Variant("full"),)), tokens)
+    assert {r.key for r in references} == {r.key for r in whole._references.values()}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -234,6 +255,13 @@ def test_what_is_given_behind_a_prompt_is_no_answer(tokens: Tokens) -> None:
         ({"budgets": ("5",)}, "budget 5 is too small"),
         ({"budgets": ("0%",)}, "0%"),
         ({"lengths": (40,)}, "40 tokens"),
+        (
+            {
+                "policies": (Variant("snapkv", turns=True),),
+                "tasks": (load_task("attention-recall"),),
+            },
+            "'snapkv@turns' evicts where earlier turns ended, so nobody computes",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_an_engine_starts(
@@ -241,6 +269,19 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         Run(settings(**changes), tokens)
+
+
+def test_a_run_that_stops_early_leaves_no_empty_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "rows.json"
+    kept.write_text("of an earlier run")
+    files = ["--csv", str(tmp_path / "rows.csv"), "--markdown", str(tmp_path / "rows.md")]
+    where = ["--out", str(tmp_path), "--json", str(kept), *files]
+    assert main(["eval", *where, "--model", "/nowhere"]) == 2
+    assert "cannot read the tokenizer" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [kept]
+    assert kept.read_text() == "of an earlier run"
 
 
 @pytest.mark.parametrize(

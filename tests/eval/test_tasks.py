@@ -196,11 +196,45 @@ def test_digits_count_at_their_place(text: str, share: float) -> None:
 
 def test_other_answers_have_no_digits() -> None:
     sample = Sample("", ("12345", "67890"), 9)
-    names = {"needle", "multi-key", "key-value", "two-questions", "second-turn"}
+    names = {"needle", "multi-key", "key-value", "two-questions"}
+    names |= {"second-turn", "third-turn", "conversation"}
     for name in GENERATED:
         found = result(" 12345.", nats=1.0, recall=[[0.5]])
         metrics = [figure.metric for figure in load_task(name).figures([sample], [found])]
         assert (DIGITS_METRIC in metrics) == (name in names), metrics
+
+
+def test_a_later_question_follows_right_answers_to_those_before(tokens: Tokens) -> None:
+    for name, given in (("second-turn", 1), ("third-turn", 2)):
+        for sample in load_task(name).samples(tokens, LENGTH, 3, seed=2):
+            facts = dict(re.findall(r"The secret code of (\S+) is (\d+)\.", sample.prompt))
+            assert len(facts) == 3
+            said = re.findall(r"The secret code of (\S+) is (\d+)\.", sample.lead)
+            assert len(said) == given and set(said) < set(facts.items())
+            asked = re.findall(r"What is the secret code of (\S+)\?", sample.prompt + sample.lead)
+            assert [name for name, _ in said] == asked[:-1]
+            assert sample.lead.endswith(f"The secret code of {asked[-1]} is")
+            assert sample.answers == (facts[asked[-1]],)
+
+
+def test_a_conversation_asks_for_what_its_first_turn_said(tokens: Tokens) -> None:
+    """Each turn brings a text; the last question is about the first, which nobody asked before."""
+    for sample in load_task("conversation").samples(tokens, LENGTH, 3, seed=2):
+        first, second = sample.turns
+        turns = sample.prompt[:first], sample.prompt[first:second], sample.prompt[second:]
+        assert all(turn.endswith("assistant: ") for turn in turns)
+        assert min(map(tokens.count, turns)) > LENGTH // 5
+        assert all(turn.count("What is the secret code of") == 1 for turn in turns)
+        assert turns[0].count(" is ") >= 2 and sample.answers[0] in turns[0]
+        assert not any(sample.answers[0] in turn for turn in (*turns[1:], sample.lead))
+    for sample in load_task("conversation-reply").samples(tokens, LENGTH, 3, seed=2):
+        first, second = sample.turns
+        words = sample.prompt[second:].split("says about this: ")[1].split("\n")[0]
+        assert words in sample.prompt[:first] and words not in sample.prompt[first:second]
+        assert sample.follows_full
+    for task in map(load_task, GENERATED):
+        if not task.name.startswith("conversation"):
+            assert not any(sample.turns for sample in task.samples(tokens, LENGTH, 1, seed=2))
 
 
 def test_the_needle_stands_at_its_depth(tokens: Tokens) -> None:

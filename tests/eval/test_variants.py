@@ -41,6 +41,18 @@ def test_labels_tell_variants_apart() -> None:
     assert nested.label == "snapkv(allocator.beta=9, allocator.kind=geometric, window=4)"
 
 
+def test_variants_that_say_where_turns_ended() -> None:
+    plain, turns, both = parse('snapkv,snapkv@turns,snapkv@fp8@turns:{"window":4}')
+    assert [v.turns for v in (plain, turns, both)] == [False, True, True]
+    labels = [v.label for v in (plain, turns, both)]
+    assert labels == ["snapkv", "snapkv@turns", "snapkv@fp8@turns(window=4)"]
+    assert both.cache_dtype == "fp8" and turns.cache_dtype is None
+    assert plain.definition() == turns.definition()
+    for name, reason in (("full", "keep"), ("h2o", "sums"), ("xkv", "solve")):
+        with pytest.raises(ValueError, match=f"{name}@turns.*takes no kv_turns: .*{reason}"):
+            parse(f"{name}@turns")
+
+
 def test_types_of_caches() -> None:
     """They belong to the variant: to its label, and to its engine's arguments."""
     plain, half, other, scaled = parse(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks over real documents, as chats: questions, summaries, quotations, a second question.
+"""Tasks over real documents, as chats: questions, summaries, quotations.
 
 The documents are those behind Python's `help()`. What is right is either in the text, or what the
 model itself answers with its whole cache (`Agreement`).
@@ -11,19 +11,18 @@ import random
 from itertools import zip_longest
 from statistics import fmean
 
-from vllm_pyramid.eval import phrases
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
-from vllm_pyramid.eval.task import AgreementTask, GeneratedTask, NumberTask, Sample
-from vllm_pyramid.eval.words import DIGITS, make_names, make_numbers
+from vllm_pyramid.eval.task import AgreementTask, GeneratedTask, Sample
 
-__all__ = ["Explain", "Quote", "SecondTurn", "Summary"]
+__all__ = ["EXPLAIN", "Explain", "Quote", "Summary", "about", "chat"]
 
 # A quotation begins with so many words of a sentence, which has twice as many at least.
 _GIVEN = 8
+EXPLAIN = "Explain in your own words what the text above says about this: {}"
 
 
-def _chat(tokens: Tokens, text: str, *more: str) -> str:
+def chat(tokens: Tokens, text: str, *more: str) -> str:
     """A chat up to the model's reply: a user's question, then replies and further questions."""
     roles = ("user", "assistant")
     messages = [
@@ -32,9 +31,14 @@ def _chat(tokens: Tokens, text: str, *more: str) -> str:
     return tokens.chat(messages)
 
 
+def about(sentence: str) -> str:
+    """How a question names a place in a text: by the words with which a sentence begins."""
+    return " ".join(sentence.split()[:12])
+
+
 def _filled(tokens: Tokens, rng: random.Random, question: str, length: int) -> list[str]:
     """Sentences of documents that fill a chat of `length` tokens with the question."""
-    room = length - tokens.count(_chat(tokens, f"\n\n{question}")) - 8
+    room = length - tokens.count(chat(tokens, f"\n\n{question}")) - 8
     if room < 64:
         raise ValueError(f"{length} tokens leave no room for a document: ask for {length + 64}")
     return tokens.passage(rng, room)
@@ -47,7 +51,7 @@ class _Chat(AgreementTask):
 
     def asked(self, tokens: Tokens, sentences: list[str], question: str) -> Sample:
         """The sentences, then the question."""
-        prompt = _chat(tokens, f"{' '.join(sentences)}\n\n{question}")
+        prompt = chat(tokens, f"{' '.join(sentences)}\n\n{question}")
         return Sample(prompt, (), self.answer_tokens, follows_full=True)
 
 
@@ -58,10 +62,8 @@ class Explain(_Chat):
     summary = "a question about a document, against the whole cache's own answer"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        question = "Explain in your own words what the text above says about this: {}"
-        sentences = _filled(tokens, rng, question + " word" * 24, length)
-        about = " ".join(rng.choice(sentences).split()[:12])
-        return self.asked(tokens, sentences, question.format(about))
+        sentences = _filled(tokens, rng, EXPLAIN + " word" * 24, length)
+        return self.asked(tokens, sentences, EXPLAIN.format(about(rng.choice(sentences))))
 
 
 class Summary(_Chat):
@@ -91,40 +93,10 @@ class Quote(GeneratedTask):
             raise ValueError(f"{length} tokens are too few for the task {self.name!r}")
         words = rng.choice(long).split()
         given = " ".join(words[:_GIVEN])
-        prompt = _chat(tokens, f"{' '.join(sentences)}\n\n{question.format(given)}") + given
+        prompt = chat(tokens, f"{' '.join(sentences)}\n\n{question.format(given)}") + given
         answer = " ".join(words[_GIVEN : 2 * _GIVEN])
         return Sample(prompt, (answer,), tokens.count(answer) + 4)
 
     def score(self, sample: Sample, result: Result) -> float:
         wanted, found = sample.answers[0].split(), result.text.split()
         return fmean(a == b for a, b in zip_longest(wanted, found[: len(wanted)]))
-
-
-class SecondTurn(NumberTask):
-    """Three facts in a text; a chat asks for one and then, after the eviction, for another.
-
-    The first question is the one that the eviction sees. Its right answer and the second question
-    are given (`Sample.lead`), as if the chat had gone on over the kept cache.
-    """
-
-    name = "second-turn"
-    needs_chat = True
-    summary = "a chat's second question, asked when the first one has evicted the cache"
-    keys = 3
-
-    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        code = phrases.FACTS["code"]
-        keys = make_names(rng, self.keys, held_out=True)
-        values = make_numbers(rng, self.keys, held_out=True)
-        first, second = rng.sample(range(self.keys), 2)
-        asked = [code.question(keys[place]) for place in (first, second)]
-        frame = tokens.count(_chat(tokens, "")) + 4
-        text = tokens.hide(
-            rng, list(map(code.state, keys, values)), f"\n\n{asked[0].ask}", length - frame
-        )
-        prompt = _chat(tokens, text)
-        whole = _chat(tokens, text, f"{asked[0].begin} {values[first]}.", asked[1].ask)
-        if not whole.startswith(prompt):
-            raise ValueError("this model's chat template changes what was said before")
-        lead = whole[len(prompt) :] + asked[1].begin
-        return Sample(prompt, (values[second],), DIGITS + 4, lead=lead)

@@ -37,6 +37,7 @@ class Request(BaseModel):
         reference: of which they are the tokens, to be compared with.
         is_reference: the answer becomes a reference for others.
         ignore_eos: generate all of `max_tokens`.
+        turns: where the conversation's earlier turns ended, in tokens; empty: not said.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -49,6 +50,7 @@ class Request(BaseModel):
     reference: Reference | None = None
     is_reference: bool = False
     ignore_eos: bool = False
+    turns: list[int] = []
 
     @property
     def answer_tokens(self) -> int:
@@ -180,6 +182,8 @@ def _params(request: Request, files: Path) -> Any:
     from vllm_pyramid.eval.forced import FINDINGS_KEY, REFERENCE_KEY, forced_params
 
     extra: dict[str, object] = {} if request.budget is None else {"kv_budget": request.budget}
+    if request.turns:
+        extra["kv_turns"] = request.turns
     if request.reference is not None:
         extra[REFERENCE_KEY] = request.reference.model_dump()
         extra[FINDINGS_KEY] = str(_findings(request, files))
@@ -212,6 +216,9 @@ def _result(work: Work, request: Request, output: Any, recall: list[list[float]]
         # The first token's comes from the prefill, before the eviction.
         chosen = [p[t].logprob for t, p in zip(request.forced, completion.logprobs, strict=True)]
         nats = -float(np.mean(chosen[1:])) if len(chosen) > 1 else 0.0
+    eviction = EvictionReport.checked(output.kv_transfer_params, work.policy_name)
+    if request.turns and eviction.kv_turns != [*request.turns, len(request.prompt_token_ids)]:
+        raise RuntimeError(f"the engine followed the turns {eviction.kv_turns}, not those given")
     if work.timed:
         times = output.metrics
         if times is None:
@@ -221,7 +228,7 @@ def _result(work: Work, request: Request, output: Any, recall: list[list[float]]
         speed = (len(completion.token_ids) - 1) / decoding
     return Result(
         text=completion.text,
-        eviction=EvictionReport.checked(output.kv_transfer_params, work.policy_name),
+        eviction=eviction,
         nats=nats,
         recall=recall,
         reference=reference,

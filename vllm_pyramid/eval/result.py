@@ -23,6 +23,8 @@ class EvictionReport(BaseModel):
         kept_tokens: how many of these were kept, one number a layer.
         evicted_tokens: how many were evicted, summed over the layers.
         blocks_before, blocks_after: blocks held over all layers around that eviction.
+        kv_turns: where the conversation's turns ended, this one's last; None if it was not said.
+        inner_evictions: how often the prompt was evicted before its end; None where it cannot be.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -34,6 +36,8 @@ class EvictionReport(BaseModel):
     evicted_tokens: int
     blocks_before: int
     blocks_after: int
+    kv_turns: list[int] | None = None
+    inner_evictions: int | None = None
 
     @classmethod
     def checked(cls, parameters: Mapping[str, Any] | None, policy: str) -> EvictionReport:

@@ -102,37 +102,38 @@ class Run:
         # The request for the whole cache's own answer, by the key of one that is compared with it.
         self._references: dict[str, Request] = {}
         for variant in settings.policies:
-            if needing and variant.thins_prompts:
+            if needing and (reason := variant.attends_in_part) is not None:
                 raise ValueError(
-                    f"policy {variant.label!r} thins prompts between layers, so no layer computes "
-                    f"the full attention that {', '.join(needing)} measures: name other tasks "
-                    "(--tasks), or leave the policy out"
-                )
-            if needing and variant.load().inside is not None:
-                raise ValueError(
-                    f"policy {variant.label!r} evicts inside the prompt, so nobody computes the "
-                    f"full attention that {', '.join(needing)} measures: name other tasks "
-                    "(--tasks), or leave the policy out"
+                    f"policy {variant.label!r} {reason}, so nobody computes the full attention "
+                    f"that {', '.join(needing)} measures: name other tasks (--tasks), or leave the "
+                    "policy out"
                 )
             for budget in budgets_of(variant.load(), settings.budgets):
                 if budget is not None:
                     variant.load(budget)  # raises where they do not suit each other
                 engine_args = settings.engine_args | variant.engine_args
                 where = [identity, engine_args, variant.definition(), budget]
-                for task, length, seed, sample, prompt, forced in made:
+                for task, length, seed, sample, prompt, forced, turns in made:
                     what = [prompt, forced, sample.max_tokens, task.needs_recall]
                     what += [True] if sample.follows_full else []
+                    said = turns if variant.turns else []
                     request = Request(
-                        key=key_of(where, what),
+                        key=key_of(where, what + ([{"turns": said}] if said else [])),
                         prompt_token_ids=prompt,
                         budget=budget,
                         max_tokens=sample.max_tokens,
                         forced=forced,
+                        turns=said,
                     )
                     if sample.follows_full:
                         of_full = key_of([identity, settings.engine_args, REFERENCE], what)
                         self._references[request.key] = request.model_copy(
-                            update={"key": of_full, "budget": None, "is_reference": True}
+                            update={
+                                "key": of_full,
+                                "budget": None,
+                                "turns": [],
+                                "is_reference": True,
+                            }
                         )
                     self.jobs.append(Job(task, variant, length, seed, sample, request))
 
@@ -210,8 +211,8 @@ class Run:
 
     def _encode(
         self, tokens: Tokens, task: Task, length: int, sample: Sample
-    ) -> tuple[list[int], list[int]]:
-        """The ids of the prompt, and of what is given behind it."""
+    ) -> tuple[list[int], list[int], list[int]]:
+        """The ids of the prompt, and of what is given behind it; where earlier turns end."""
         prompt, forced = tokens.encode(sample.prompt), []
         given = sample.answers[0] if sample.forced else sample.lead
         if given:
@@ -233,7 +234,10 @@ class Run:
                 f"the task {task.name!r} at length {length} needs {len(prompt) + answer} tokens "
                 f"with its answer, and the model takes {self._longest}: ask for {shorter}"
             )
-        return prompt, forced
+        turns = [tokens.encode(sample.prompt[:end]) for end in sample.turns]
+        if any(prompt[: len(turn)] != turn for turn in turns):
+            raise ValueError("this model's tokenizer does not split a chat where its turns end")
+        return prompt, forced, list(map(len, turns))
 
 
 def _without_middle(ids: list[int], length: int) -> list[int]:

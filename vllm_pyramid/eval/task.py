@@ -54,6 +54,7 @@ class Sample:
             follows it.
         follows_full: the continuation to measure is what the whole cache generates in
             `max_tokens`.
+        turns: characters that the prompts of the conversation's earlier turns had.
     """
 
     prompt: str
@@ -64,6 +65,7 @@ class Sample:
     may_be_cut: bool = False
     lead: str = ""
     follows_full: bool = False
+    turns: tuple[int, ...] = ()
 
     @property
     def forced(self) -> bool:

@@ -15,8 +15,14 @@ from itertools import pairwise
 from statistics import fmean
 
 from vllm_pyramid.eval import phrases
+from vllm_pyramid.eval.conversations import (
+    Conversation,
+    ConversationReply,
+    SecondTurn,
+    ThirdTurn,
+)
 from vllm_pyramid.eval.counting import CommonWords, FrequentWords
-from vllm_pyramid.eval.documents import Explain, Quote, SecondTurn, Summary
+from vllm_pyramid.eval.documents import Explain, Quote, Summary
 from vllm_pyramid.eval.haystack import Tokens
 from vllm_pyramid.eval.result import Result
 from vllm_pyramid.eval.task import Figure, GeneratedTask, NumberTask, Sample, Task
@@ -294,7 +300,7 @@ class AttentionRecall(GeneratedTask):
 _IN_ORDER_OF_TABLES: tuple[type[Task], ...] = (
     *(Needle, MultiKey, MultiValue, MultiQuery, TwoQuestions),
     *(CommonWords, FrequentWords, VariableTracing, KeyValue, FewShot, Perplexity, AttentionRecall),
-    *(Explain, Summary, Quote, SecondTurn),
+    *(Explain, Summary, Quote, SecondTurn, ThirdTurn, Conversation, ConversationReply),
 )
 GENERATED = {task.name: task for task in _IN_ORDER_OF_TABLES}
 

@@ -18,6 +18,8 @@ from vllm_pyramid.policy import Policy, load_policy
 
 __all__ = ["Variant", "budgets_of", "parse_variants"]
 
+# Behind an @: requests say where their conversation's earlier turns ended.
+TURNS = "turns"
 # A name, then the brace of its arguments, the comma of the next policy, or the end.
 _NAME = re.compile(r"\s*([^,{]*?)\s*(:?)\s*([,{]|$)")
 
@@ -30,11 +32,14 @@ class Variant:
         policy: a preset's name or the path of a `.yaml` file.
         args: replace values of it, as `--kv-policy-args` does.
         cache_dtype: of the KV cache, as `--kv-cache-dtype` names it; None for the model's.
+        turns: whether requests say where their conversation's earlier turns ended (`kv_turns`),
+            and are evicted there.
     """
 
     policy: str
     args: Mapping[str, Any] = field(default_factory=dict)
     cache_dtype: str | None = None
+    turns: bool = False
 
     @property
     def label(self) -> str:
@@ -42,7 +47,8 @@ class Variant:
 
         Equal arguments make equal labels, in whatever order or nesting they are given.
         """
-        name = self.policy if self.cache_dtype is None else f"{self.policy}@{self.cache_dtype}"
+        kinds = (self.cache_dtype, TURNS if self.turns else None)
+        name = "@".join([self.policy, *(kind for kind in kinds if kind is not None)])
         if not self.args:
             return name
         return f"{name}({', '.join(sorted(_written(self.args)))})"
@@ -65,9 +71,14 @@ class Variant:
         return self.load().model_dump_json(exclude={"budget"})
 
     @property
-    def thins_prompts(self) -> bool:
-        """Whether layers compute no full attention of a prompt, so that none can be measured."""
-        return self.load().allocator.thins_prompts
+    def attends_in_part(self) -> str | None:
+        """Why no full attention of a prompt is computed that could be measured; None if it is."""
+        policy = self.load()
+        if policy.allocator.thins_prompts:
+            return "thins prompts between layers"
+        if policy.inside is not None:
+            return "evicts inside the prompt"
+        return "evicts where earlier turns ended" if self.turns else None
 
 
 def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:
@@ -110,15 +121,24 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
         elif not name + colon:
             continue
         try:
-            policy, cache_dtype = split_cache_dtype(name + colon * (following != "{"))
-            variant = Variant(policy, args, cache_dtype)
-            variant.load()
+            name += colon * (following != "{")
+            without = name.removesuffix(f"@{TURNS}")
+            policy, cache_dtype = split_cache_dtype(without)
+            variant = Variant(policy, args, cache_dtype, turns=without != name)
+            _check_turns(variant)
         except ValueError as error:
             raise ValueError(f"{flag}: {error}") from None
         found.setdefault(variant.label, variant)
     if not found:
         raise ValueError(f"{flag} is empty: give at least one, separated by commas")
     return tuple(found.values())
+
+
+def _check_turns(variant: Variant) -> None:
+    """Raise ValueError where the policy cannot be, or cannot evict at the ends of turns."""
+    reason = variant.load().not_resumable
+    if variant.turns and reason is not None:
+        raise ValueError(f"{variant.label!r}: the policy takes no kv_turns: {reason}")
 
 
 def _arguments(text: str, place: int, what: str) -> tuple[dict[str, Any], int]:
