@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 from vllm_pyramid.policy import load_policy
 
 WINDOW, BLOCK = 8, 16

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_pyramid.bench.prepare import processor
 from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 
 OURS, STOCK = 16, 128  # tokens of a block
 

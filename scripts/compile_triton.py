@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
 from vllm_pyramid.ops import triton_ops
-from vllm_pyramid.ops.contract import AttentionBatch, RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.records import AttentionBatch, RecentBatch, Reduction, Softmax, WindowBatch
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).

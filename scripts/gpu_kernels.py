@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_pyramid.ops.contract import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.records import AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE, KV_HEADS, GROUP, HEAD_SIZE = 16, 8, 4, 128  # Llama 3 8B, bfloat16
 WINDOW, KEEP = 32, 1024
@@ -53,7 +53,7 @@ def median_times(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 @dataclass
 class Layers:
-    """Paged caches of several layers with one table; shapes as in ops/contract.py."""
+    """Paged caches of several layers with one table; shapes as in ops/records.py."""
 
     caches: list[tuple[torch.Tensor, torch.Tensor]]
     table: torch.Tensor

@@ -13,7 +13,8 @@ import torch
 from tests.plans import plans_of
 from vllm_pyramid.methods.hooks import OneRank, Ranks, WorkerHooks, WorkerSide
 from vllm_pyramid.ops import reference
-from vllm_pyramid.ops.contract import AttentionBatch, Ops, Softmax
+from vllm_pyramid.ops.contract import Ops
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 from vllm_pyramid.plans import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.step.call import LayerCall

@@ -40,7 +40,7 @@ def attend(
 ) -> None:
     """`flash_attn_varlen_func` in PyTorch; what it must not be given is checked."""
     from vllm_pyramid.ops import reference
-    from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+    from vllm_pyramid.ops.records import AttentionBatch, Softmax
 
     requests = len(cu_seqlens_q) - 1
     assert causal is True and block_table.stride(1) == 1 and seqused_k.is_contiguous()

@@ -25,7 +25,7 @@ from vllm_pyramid.eval.topics import topics
 from vllm_pyramid.methods.kinds import parse_component
 from vllm_pyramid.methods.scorer import Scorer
 from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.contract import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.smollm2 import MissingModelError, smollm2_folder
 from vllm_pyramid.step.view import LayerView

@@ -15,8 +15,9 @@ from vllm_pyramid.methods.hooks import Ranks
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.worker import LayerSolver
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import Ops, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.contract import Ops
 from vllm_pyramid.ops.recall import window_statistics
+from vllm_pyramid.ops.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.solve import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.plans import OpenPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy

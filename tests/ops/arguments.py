@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_pyramid.ops.contract import Reduction, Softmax
+from vllm_pyramid.ops.records import Reduction, Softmax
 
 
 def take(record: type, options: dict[str, Any]) -> dict[str, Any]:

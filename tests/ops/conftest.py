@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.contract import AttentionBatch, WindowBatch
 from vllm_pyramid.ops.cpu_library import EMULATED, ISAS
+from vllm_pyramid.ops.records import AttentionBatch, WindowBatch
 
 STALE_BLOCK = 10**6  # an id far outside every pool: reading the entry is an error or a crash
 

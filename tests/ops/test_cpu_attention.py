@@ -12,7 +12,7 @@ import torch
 
 from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import Softmax
+from vllm_pyramid.ops.records import Softmax
 
 pytestmark = pytest.mark.cpu
 

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 
 from tests.ops.arguments import head_sinks, take_reduction, take_softmax
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import (
-    GQA_REDUCTIONS,
-    POOLINGS,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
+from vllm_pyramid.ops.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax, WindowBatch
 
 pytestmark = pytest.mark.cpu
 

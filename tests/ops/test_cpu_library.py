@@ -110,7 +110,7 @@ def test_one_openmp_runtime_and_torch_governs_the_threads() -> None:
     code = """
 import os, torch
 from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.records import (AttentionBatch, Softmax)
 torch.set_num_threads(2)
 a = torch.randn(400, 400)
 for _ in range(3): a @ a

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import cpu, cpu_attention, cpu_checks, cpu_eviction, cpu_library, cpu_records
-from vllm_pyramid.ops.contract import RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.records import RecentBatch, Reduction, Softmax, WindowBatch
 
 pytestmark = pytest.mark.cpu
 

@@ -17,7 +17,7 @@ import torch
 from tests.ops.arguments import head_sinks
 from tests.ops.conftest import Batch
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import (
+from vllm_pyramid.ops.records import (
     FP8_DTYPES,
     AttentionBatch,
     RecentBatch,

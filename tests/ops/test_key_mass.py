@@ -14,7 +14,7 @@ import torch
 from tests.ops.arguments import take_softmax
 from tests.ops.conftest import STALE_BLOCK
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import Softmax
+from vllm_pyramid.ops.records import Softmax
 
 pytestmark = pytest.mark.cpu
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.ops.arguments import head_sinks, take_reduction, take_softmax
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import GQA_REDUCTIONS, POOLINGS, Softmax
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
+from vllm_pyramid.ops.records import GQA_REDUCTIONS, POOLINGS, Softmax
 
 pytestmark = pytest.mark.cpu
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.arguments import head_sinks, take_softmax
 from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import RecentBatch
+from vllm_pyramid.ops.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

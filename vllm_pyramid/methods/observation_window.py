@@ -76,7 +76,7 @@ class ObservationWindowScorer(Scorer):
         self, batch: EvictionBatch, *, statistics: bool = False
     ) -> tuple[torch.Tensor, WindowStatistics | None]:
         """See the base: `ops.window_scores`, one launch for all requests."""
-        from vllm_pyramid.ops.contract import Reduction, WindowBatch
+        from vllm_pyramid.ops.records import Reduction, WindowBatch
 
         call = batch.call
         prompts = WindowBatch(

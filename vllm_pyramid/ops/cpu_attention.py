@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.cpu_checks import (
     cache_code,
     check_caches,
@@ -26,6 +25,7 @@ from vllm_pyramid.ops.cpu_records import (
     PyrTopn,
     packer,
 )
+from vllm_pyramid.ops.records import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.reference_mass import check_mass
 from vllm_pyramid.ops.topn import check_value_rows
 

@@ -5,14 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import (
-    GQA_REDUCTIONS,
-    POOLINGS,
-    RecentBatch,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
 from vllm_pyramid.ops.cpu_checks import (
     cache_code,
     check_cache,
@@ -35,6 +27,14 @@ from vllm_pyramid.ops.cpu_records import (
     packer,
 )
 from vllm_pyramid.ops.recall import WindowStatistics
+from vllm_pyramid.ops.records import (
+    GQA_REDUCTIONS,
+    POOLINGS,
+    RecentBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
 
 _pack_scores = packer(PyrScores)
 _pack_recent_mass = packer(PyrRecentMass)

@@ -4,7 +4,7 @@
 Plain PyTorch for all back ends and devices: a few passes over `[R, G, columns]` and one sort, which
 a request needs once or never. Nothing is read back to the host.
 
-Shapes as in `contract.py`. `mass` is what `window_scores` returns with `pooling="none"`: column i
+Shapes as in `records.py`. `mass` is what `window_scores` returns with `pooling="none"`: column i
 is prompt token i, and the columns behind `prompt_lens[r] - window` are not read.
 """
 

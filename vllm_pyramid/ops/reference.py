@@ -2,7 +2,7 @@
 """Plain PyTorch versions of every kernel: the oracle of the contract in `contract.py`.
 
 Written to be read: each gathers what it needs and computes in float32, or in the `compute_dtype`
-asked for (float64), one request at a time. Shape legend and cache layout as in `contract.py`.
+asked for (float64), one request at a time. Shape legend and cache layout as in `records.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from vllm_pyramid.ops.contract import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.gather import gather_scaled, gather_tokens
 from vllm_pyramid.ops.recall import WindowStatistics, kept_mass, window_statistics
+from vllm_pyramid.ops.records import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.reference_attention import paged_attention
 from vllm_pyramid.ops.reference_mass import add_key_mass, check_lse, with_sinks
 from vllm_pyramid.ops.topn import topn_attention

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.gather import check_one_scale, gather_tokens
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 from vllm_pyramid.ops.reference_mass import check_lse
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import MASS_KINDS, AttentionBatch, Softmax
 from vllm_pyramid.ops.gather import gather_scaled
+from vllm_pyramid.ops.records import MASS_KINDS, AttentionBatch, Softmax
 
 # A weight is below the average if it is below this share of it: keys that are all alike have the
 # average, whichever way a softmax in float32 was rounded.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.gather import check_one_scale, gather_tokens
+from vllm_pyramid.ops.records import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.reference_attention import paged_attention
 
 __all__ = ["check_value_rows", "topn_attention"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of paged attention: decode split over the context, and causal prefill.
 
-Shape legend as in `contract.py`. Logits are kept in base 2 (`exp2` is one instruction), so the
+Shape legend as in `records.py`. Logits are kept in base 2 (`exp2` is one instruction), so the
 softmax scale and the soft cap arrive multiplied by log2(e).
 
 Rows outside the visible range `[first, last)` of a tile are loaded from the nearest visible row

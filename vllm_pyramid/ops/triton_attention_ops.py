@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.gather import check_one_scale
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 from vllm_pyramid.ops.triton_attention import combine_kernel, decode_kernel, prefill_kernel
 from vllm_pyramid.ops.triton_checks import (
     check_cache,

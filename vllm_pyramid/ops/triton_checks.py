@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.ops.contract import FP8_DTYPES
 from vllm_pyramid.ops.gather import check_scales
+from vllm_pyramid.ops.records import FP8_DTYPES
 from vllm_pyramid.ops.reference_mass import check_lse
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)

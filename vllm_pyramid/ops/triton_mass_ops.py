@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 from vllm_pyramid.ops.reference_mass import check_mass
 from vllm_pyramid.ops.triton_checks import (
     check_keys,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import RecentBatch, Softmax
+from vllm_pyramid.ops.records import RecentBatch, Softmax
 from vllm_pyramid.ops.triton_checks import check_keys, check_query, check_table, lse_or
 from vllm_pyramid.ops.triton_config import recent_config
 from vllm_pyramid.ops.triton_recent import recent_log_sum_exp_kernel, recent_mass_kernel

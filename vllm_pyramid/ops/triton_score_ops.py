@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
+from vllm_pyramid.ops.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.ops.reference_mass import check_lse
 from vllm_pyramid.ops.triton_checks import check_keys, check_query, check_table
 from vllm_pyramid.ops.triton_config import score_config

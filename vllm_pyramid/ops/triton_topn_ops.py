@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 import triton
 
-from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.gather import check_one_scale
+from vllm_pyramid.ops.records import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.ops.topn import check_value_rows
 from vllm_pyramid.ops.triton_attention_ops import paged_attention
 from vllm_pyramid.ops.triton_checks import check_cache, check_query

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.ops.contract import AttentionBatch, Ops, Softmax
+from vllm_pyramid.ops.contract import Ops
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.hooks import Ranks
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one layer's attention works on. Shape legend as in `ops/contract.py`.
+    """What one layer's attention works on. Shape legend as in `ops/records.py`.
 
     Attributes:
         ops: the kernels of the device.

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.ops.contract import FP8_DTYPES
+from vllm_pyramid.ops.records import FP8_DTYPES
 from vllm_pyramid.plans import Eviction, OpenPlan, Plan, RetentionPlan
 from vllm_pyramid.step.batch import EvictionBatch
 from vllm_pyramid.step.call import LayerCall

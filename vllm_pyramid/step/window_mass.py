@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_pyramid.ops.contract import Reduction, WindowBatch
 from vllm_pyramid.ops.recall import kept_mass
+from vllm_pyramid.ops.records import Reduction, WindowBatch
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:

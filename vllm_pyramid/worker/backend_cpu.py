@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_pyramid.compat.cache import scales_of
 from vllm_pyramid.ops import get_ops
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax
 from vllm_pyramid.ops.cpu_checks import MAX_HEAD_SIZE
+from vllm_pyramid.ops.records import AttentionBatch, Softmax
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.worker.backend_names import CPU_BLOCK_SIZE, FP8_CACHES
 from vllm_pyramid.worker.context import LayerContext, ReaderContext

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm_pyramid.compat.cache import scales_of
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.ops import get_ops
-from vllm_pyramid.ops.contract import FP8_DTYPES, AttentionBatch, Softmax
+from vllm_pyramid.ops.records import FP8_DTYPES, AttentionBatch, Softmax
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.worker.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.worker.context import LayerContext, ReaderContext

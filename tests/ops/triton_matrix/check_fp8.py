@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import reference, triton_ops
-from vllm_pyramid.ops.contract import FP8_DTYPES, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.records import FP8_DTYPES, Reduction, Softmax, WindowBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

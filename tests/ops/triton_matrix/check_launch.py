@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
 from vllm_pyramid.ops import triton_ops, triton_tables
-from vllm_pyramid.ops.contract import (
+from vllm_pyramid.ops.contract import Ops
+from vllm_pyramid.ops.records import (
     AttentionBatch,
     Choosers,
-    Ops,
     RecentBatch,
     Reduction,
     Softmax,

@@ -10,7 +10,7 @@ import torch
 
 from tests.ops.arguments import head_sinks, take_softmax
 from vllm_pyramid.ops import reference, triton_ops
-from vllm_pyramid.ops.contract import (
+from vllm_pyramid.ops.records import (
     GQA_REDUCTIONS,
     POOLINGS,
     AttentionBatch,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import reference, triton_ops
-from vllm_pyramid.ops.contract import Choosers, Softmax
+from vllm_pyramid.ops.records import Choosers, Softmax
 from vllm_pyramid.ops.triton_topn_ops import workspace_cells
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_pyramid.ops import cpu, reference, triton_ops
-from vllm_pyramid.ops.contract import AttentionBatch, RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.records import AttentionBatch, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.worker.backend_cuda import parts_of_scaled_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

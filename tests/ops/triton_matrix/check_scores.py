@@ -12,7 +12,7 @@ import torch
 
 from tests.ops.arguments import head_sinks
 from vllm_pyramid.ops import reference, triton_ops
-from vllm_pyramid.ops.contract import Reduction, Softmax, WindowBatch
+from vllm_pyramid.ops.records import Reduction, Softmax, WindowBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.arguments import take_softmax
 from vllm_pyramid.ops import reference, triton_ops
-from vllm_pyramid.ops.contract import AttentionBatch, Choosers, Softmax
+from vllm_pyramid.ops.records import AttentionBatch, Choosers, Softmax
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

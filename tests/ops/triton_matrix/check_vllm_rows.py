@@ -24,7 +24,7 @@ if INTERPRETED:  # before vLLM looks for a device
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata  # noqa: E402
 
 from vllm_pyramid.ops import reference, triton_ops  # noqa: E402
-from vllm_pyramid.ops.contract import AttentionBatch, Softmax  # noqa: E402
+from vllm_pyramid.ops.records import AttentionBatch, Softmax  # noqa: E402
 from vllm_pyramid.worker.backend_cuda import parts_of_scaled_rows  # noqa: E402
 from vllm_pyramid.worker.backend_names import SCALED_ROWS  # noqa: E402
 from vllm_pyramid.worker.backend_triton import PyramidTritonImpl  # noqa: E402

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vllm_pyramid.ops.contract import AttentionBatch
+from vllm_pyramid.ops.records import AttentionBatch
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 

@@ -13,7 +13,7 @@ Nothing is read back, and the host waits for nothing. The step waits for copies 
 before it reads what they have fetched, before it reads or moves V on the host, and at its end, so
 that no copy is under way when tables, slots and blocks get another meaning.
 
-Shape legend as in `ops/contract.py`; N are the tokens of a block of K alone.
+Shape legend as in `ops/records.py`; N are the tokens of a block of K alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.methods.hooks import CopyStream, WorkerSide
-from vllm_pyramid.ops.contract import Choosers, Ops
+from vllm_pyramid.ops.contract import Ops
+from vllm_pyramid.ops.records import Choosers
 from vllm_pyramid.step.call import LayerCall, ValueWrite
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload

@@ -18,7 +18,7 @@ import torch
 from vllm_pyramid.compat.thin_forward import thin_between_layers
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
-from vllm_pyramid.ops.contract import RecentBatch
+from vllm_pyramid.ops.records import RecentBatch
 from vllm_pyramid.plans import IntArray, Piece
 from vllm_pyramid.step.call import LayerCall
 from vllm_pyramid.step.step import Step, WorkerRequest
