@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 DRAWS = 2000
-RIGHT = ("needle", "multi-key", "few-shot", "second-turn")
+RIGHT = ("needle", "multi-key", "few-shot", "second-turn", "third-turn", "conversation")
 PROMPT = ["task", "length", "seed", "index"]
 Floats = npt.NDArray[np.float64]
 

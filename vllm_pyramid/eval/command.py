@@ -59,7 +59,8 @@ def add_command(commands: Any) -> None:
             "full,streaming-llm,snapkv,pyramidkv",
             "names or .yaml files, each with arguments if need be, as in "
             "'full,snapkv:{\"kernel_size\":11}', and with another type of KV cache, as in "
-            "'snapkv@fp8' (%(default)s)",
+            "'snapkv@fp8', or evicted where earlier turns ended too, as in 'snapkv@turns' "
+            "(%(default)s)",
         ),
         ("budgets", "3%,12%", "tokens or per cent, for the policies that evict (%(default)s)"),
         (
