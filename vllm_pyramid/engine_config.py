@@ -155,9 +155,6 @@ def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
         return "pipeline stages have block pools of their own, in which nothing is kept yet"
     if STATE in layer_kinds(model.hf_text_config, model.max_model_len):
         return "the states that layers of this model have at the end of a turn are not kept yet"
-    speculation = config.speculative_config
-    if speculation is not None and speculation.uses_draft_kv_cache():
-        return "what the draft model holds at the end of a turn is not kept yet"
     if served.min_last_chunk > served.policy.min_turn:
         return f"{served.num_drafts} drafts in a step are as many tokens as a short turn has"
     return None

@@ -502,7 +502,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_peak(self, name: str, request: Request) -> None:
         """A request that evicts inside its prompt never holds more than its plan says."""
         plan, late = self.plans[name], (self.depth - 1) * self.setup.max_num_batched_tokens
-        tokens = max(request.num_computed_tokens, plan.prompt_len)
+        tokens = max(request.num_computed_tokens, plan.prompt_len) + self.drafts_in_flight
         peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
         sums = self.coordinator.stages.sums
         assert (sums(np.array(self.coordinator.blocks_held(name))) <= sums(peak)).all()
@@ -907,8 +907,8 @@ VARIANTS |= {
         **TALKS,
         **SMALL,
     ),
-    "async-forecast-turns-beside": Setup(
-        beside=CAUSAL, admission="forecast", drafts=3, asynchronous=True, **TALKS, **SMALL
+    "async-turns-beside-drafts": Setup(
+        beside=CAUSAL, drafts=3, asynchronous=True, **TALKS, **SMALL
     ),
     "sync-turns-draft": Setup(beside=(DRAFT, DRAFT), drafts=2, **TALKS, **SMALL),
     "async-turns-draft": Setup(
