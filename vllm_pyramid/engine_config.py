@@ -20,7 +20,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_pyramid.config import SERVED_KEY, KVSettings, ServedSettings
-from vllm_pyramid.model_shape import STATE, has_companions, layer_kinds
+from vllm_pyramid.model_shape import STATE, layer_kinds
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.refusals import OF_ARGUMENTS, OF_CONFIGURATION, refuse
 from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND
@@ -153,11 +153,8 @@ def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
     model = config.model_config
     if config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline stages have block pools of their own, in which nothing is kept yet"
-    if has_companions(model.hf_text_config, model.max_model_len):
-        return "what layers that do not evict hold at the end of a turn is not kept yet"
-    speculation = config.speculative_config
-    if speculation is not None and speculation.uses_draft_kv_cache():
-        return "what the draft model holds at the end of a turn is not kept yet"
+    if STATE in layer_kinds(model.hf_text_config, model.max_model_len):
+        return "the states that layers of this model have at the end of a turn are not kept yet"
     if served.min_last_chunk > served.policy.min_turn:
         return f"{served.num_drafts} drafts in a step are as many tokens as a short turn has"
     return None

@@ -92,3 +92,32 @@ def run_waves(engine: Engine, waves: list[list[Job]], on_step: Any) -> list[Outc
         )
     engine.check_whole()
     return outcomes
+
+
+def ask(engine: Engine, tokens: list[int], turns: list[int], answer: int = 40) -> Outcome:
+    """One turn of a conversation."""
+    (outcome,) = engine.run([Job(tokens, greedy(answer, kv_turns=turns))])
+    return outcome
+
+
+def talk(
+    engine: Engine, said: Sequence[list[int]], answer: int = 40, on_step: Any = None
+) -> list[Outcome]:
+    """A conversation, turn by turn; what a response says goes into the next request."""
+    tokens: list[int] = []
+    turns: list[int] = []
+    outcomes = []
+    for words in said:
+        tokens = [*tokens, *words]
+        outcomes += engine.run([Job(tokens, greedy(answer, kv_turns=turns))], on_step)
+        tokens = [*tokens, *outcomes[-1].token_ids]
+        assert outcomes[-1].report["kv_turns"] == [*turns, len(outcomes[-1].job.prompt)]
+        turns = outcomes[-1].report["kv_turns"]
+    return outcomes
+
+
+def kept_at_end(folder: Path, outcome: Outcome) -> list[bytes]:
+    """Positions that each layer keeps from the prompt's end on."""
+    with np.load(folder / f"{outcome.request_id}.npz") as file:
+        names = sorted(name for name in file if name.startswith("kept_"))
+        return [file[name].tobytes() for name in names]

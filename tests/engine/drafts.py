@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.engine.models import write_model
+from tests.engine.support import Engine
 
 if TYPE_CHECKING:
     import torch
@@ -150,3 +151,17 @@ def _save(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def count_drafts(engine: Engine) -> dict[str, int]:
+    """Counts `drafted` and `accepted` tokens from now on."""
+    count = {"drafted": 0, "accepted": 0}
+    original = engine.scheduler.make_spec_decoding_stats
+
+    def make(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **kwargs: Any) -> Any:
+        count["drafted"] += num_draft_tokens
+        count["accepted"] += num_accepted_tokens
+        return original(stats, num_draft_tokens, num_accepted_tokens, **kwargs)
+
+    engine.scheduler.make_spec_decoding_stats = make
+    return count

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.conversations import Rows
+from tests.engine.conversations import Rows, ask, kept_at_end, talk
 from tests.engine.support import (
-    Engine,
     EnginePool,
     Job,
-    Outcome,
     greedy,
     is_compiled,
     random_prompts,
@@ -47,31 +45,6 @@ def _settings(policy: str = "snapkv", **changes: Any) -> dict[str, Any]:
     }
 
 
-def _ask(engine: Engine, tokens: list[int], turns: list[int], answer: int = ANSWER) -> Outcome:
-    (outcome,) = engine.run([Job(tokens, greedy(answer, kv_turns=turns))])
-    return outcome
-
-
-def _talk(engine: Engine, said: list[list[int]], answer: int = ANSWER) -> list[Outcome]:
-    """A conversation, turn by turn; what a response says goes into the next request."""
-    tokens: list[int] = []
-    turns: list[int] = []
-    outcomes = []
-    for words in said:
-        tokens = [*tokens, *words]
-        outcomes.append(_ask(engine, tokens, turns, answer))
-        tokens = [*tokens, *outcomes[-1].token_ids]
-        assert outcomes[-1].report["kv_turns"] == [*turns, len(outcomes[-1].job.prompt)]
-        turns = outcomes[-1].report["kv_turns"]
-    return outcomes
-
-
-def _kept(folder: Path, outcome: Outcome) -> list[bytes]:
-    """Positions that each layer keeps from the prompt's end on."""
-    with np.load(folder / f"{outcome.request_id}.npz") as file:
-        return [file[f"kept_{layer}"].tobytes() for layer in range(len(file["held"]))]
-
-
 @pytest.mark.parametrize(
     ("policy", "compiled"), [*((policy, False) for policy in POLICIES), ("snapkv", True)]
 )
@@ -90,9 +63,9 @@ def test_tokens_and_what_is_kept_are_those_without_it(
         engine = engines.get(tiny_model("mistral"), enforce_eager=not compiled, **settings)
         assert is_compiled(engine) == compiled
         engine.shuffle_blocks()
-        outcomes = _talk(engine, random_prompts(SAID, seed=3))
+        outcomes = talk(engine, random_prompts(SAID, seed=3), ANSWER)
         third = outcomes[2]
-        outcomes.append(_ask(engine, third.job.prompt, third.report["kv_turns"][:-1]))
+        outcomes.append(ask(engine, third.job.prompt, third.report["kv_turns"][:-1]))
         resumed = [outcome.report.pop("resumed_tokens") for outcome in outcomes]
         before = [0, *outcomes[:3], outcomes[1]]
         whole = [
@@ -100,7 +73,7 @@ def test_tokens_and_what_is_kept_are_those_without_it(
         ]
         assert resumed == (whole if caching else [0] * 5)
         assert [outcome.cached for outcome in outcomes] == resumed
-        kept = [_kept(folder, outcome) for outcome in outcomes]
+        kept = [kept_at_end(folder, outcome) for outcome in outcomes]
         found.append(([(outcome.token_ids, outcome.report) for outcome in outcomes], kept))
         inner = [outcome.report["inner_evictions"] for outcome in outcomes]
         assert inner == [0, 1, 2, 3, 2]
@@ -115,12 +88,12 @@ def test_what_is_evicted_at_a_turns_end_is_what_its_request_evicted(
     """The traces of a conversation that is computed again are those of its turns."""
     settings = _settings("pyramidkv", kv_trace=str(tmp_path), enable_prefix_caching=False)
     engine = engines.get(tiny_model("mistral"), **settings)
-    outcomes = _talk(engine, random_prompts(SAID, seed=4))
+    outcomes = talk(engine, random_prompts(SAID, seed=4))
     last = outcomes[-1].request_id
     for outcome in outcomes[:-1]:
         with np.load(tmp_path / f"{last}@{len(outcome.job.prompt)}.npz") as file:
             again = [file[f"kept_{layer}"].tobytes() for layer in range(engine.num_layers)]
-        assert again == _kept(tmp_path, outcome)
+        assert again == kept_at_end(tmp_path, outcome)
 
 
 def test_what_does_not_go_on_is_a_miss(
@@ -130,7 +103,7 @@ def test_what_does_not_go_on_is_a_miss(
     engine = engines.get(tiny_model("mistral"), **_settings(max_num_batched_tokens=512))
     engine.llm.reset_prefix_cache()
     look = Rows(engine)
-    _, second = _talk(engine, random_prompts([300, 120], seed=5))
+    _, second = talk(engine, random_prompts([300, 120], seed=5))
     said = [*second.job.prompt, *second.token_ids]
     turns = second.report["kv_turns"]
     (more,) = random_prompts([70], seed=6)
@@ -165,14 +138,14 @@ def test_states_are_dropped_when_blocks_are_needed(
     found = []
     for blocks in (2000, 4 * 1024 // BLOCK + 1):
         engine = engines.get(tiny_model("mistral"), **_settings(), num_gpu_blocks_override=blocks)
-        talk = _talk(engine, random_prompts([300, 60], seed=7))
+        outcomes = talk(engine, random_prompts([300, 60], seed=7))
         others = random_prompts([700, 650], seed=8)
         alone = engine.run([Job(tokens, greedy(4)) for tokens in others])
-        last = talk[-1]
+        last = outcomes[-1]
         tokens = [*last.job.prompt, *last.token_ids, *random_prompts([50], seed=9)[0]]
-        again = _ask(engine, tokens, last.report["kv_turns"])
-        found.append([outcome.token_ids for outcome in (*talk, *alone, again)])
-        resumed = [outcome.report["resumed_tokens"] for outcome in (talk[1], again)]
+        again = ask(engine, tokens, last.report["kv_turns"])
+        found.append([outcome.token_ids for outcome in (*outcomes, *alone, again)])
+        resumed = [outcome.report["resumed_tokens"] for outcome in (outcomes[1], again)]
         assert resumed == [336, 432 if blocks == 2000 else 0]
         engine.check_whole()
     assert found[0] == found[1]
@@ -221,4 +194,4 @@ def test_wrong_inputs(
     params.prompt_logprobs = 1
     with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
         engine.client.add_request("wrong", {"prompt_token_ids": prompt}, params)
-    assert _ask(engine, prompt, [100]).report["kv_turns"] == [100, 300]
+    assert ask(engine, prompt, [100]).report["kv_turns"] == [100, 300]

@@ -20,7 +20,6 @@ import pytest
 from tests.engine import drafts
 from tests.engine.families import make_family
 from tests.engine.support import (
-    Engine,
     EnginePool,
     Job,
     count_preemptions,
@@ -99,20 +98,6 @@ def _waves(short_of_blocks: bool) -> list[list[Job]]:
     ]
 
 
-def _count_drafts(engine: Engine) -> dict[str, int]:
-    """Counts `drafted` and `accepted` tokens from now on."""
-    count = {"drafted": 0, "accepted": 0}
-    original = engine.scheduler.make_spec_decoding_stats
-
-    def make(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **kwargs: Any) -> Any:
-        count["drafted"] += num_draft_tokens
-        count["accepted"] += num_accepted_tokens
-        return original(stats, num_draft_tokens, num_accepted_tokens, **kwargs)
-
-    engine.scheduler.make_spec_decoding_stats = make
-    return count
-
-
 def _check(
     engines: EnginePool,
     model: Path,
@@ -128,7 +113,7 @@ def _check(
         outcome for wave in _waves(is_short) for outcome in engines.get(model, **settings).run(wave)
     ]
     engine = engines.get(model, speculative_config=speculation, **settings)
-    count = _count_drafts(engine)
+    count = drafts.count_drafts(engine)
     with count_preemptions(engine) as preemptions:
         found = [outcome for wave in _waves(is_short) for outcome in engine.run(wave)]
         engine.scheduler.reset_prefix_cache()

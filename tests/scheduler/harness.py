@@ -326,6 +326,7 @@ class PlainWorker:
     num_evictions: int = 0
     num_adopted: int = 0  # tokens
     num_adopted_beside: int = 0  # tokens, of layers that do not evict
+    num_resumed_beside: int = 0  # of these with a state
     num_copied: int = 0  # blocks
     num_resumed: int = 0  # requests
     num_left: int = 0  # requests that left copies behind
@@ -527,22 +528,43 @@ class PlainWorker:
         """The same in layers that do not evict: what the next token looks at."""
         if not row.adopted:
             return
+        history: list[tuple[int, list[int]]] = []
+        if row.origin is not None:
+            origin, point = row.origin
+            history = [entry for entry in self.ended[origin].history if entry[0] <= point]
         for index, (layer, table) in enumerate(zip(self.setup.beside, tables, strict=True)):
             positions, *places = seen(layer, table, row.adopted, row.adopted)
             found = self.memory_PN[places[0], places[1]]
             if len(positions):
-                self.check_shared(FIRST_LAYER + index, positions, found, row)
+                self.check_shared(FIRST_LAYER + index, positions, found, row, history)
             row.beside[index, positions] = found
             self.num_adopted_beside += len(positions)
+            self.num_resumed_beside += len(positions) * bool(history)
 
-    def check_shared(self, layer: int, positions: np.ndarray, tags: np.ndarray, row: Row) -> None:
-        """That cells hold what the whole cache holds at these positions of a request."""
-        assert (tags >= 0).all() and (tags % (1 << SERIAL) == (layer << LAYER) + positions).all(), (
-            f"layer {layer}: what was found is of another place, or not of the whole cache"
+    def check_shared(
+        self,
+        layer: int,
+        positions: np.ndarray,
+        tags: np.ndarray,
+        row: Row,
+        history: Sequence[tuple[int, list[int]]] = (),
+    ) -> None:
+        """That cells hold what the whole cache holds at these positions of a request.
+
+        Args:
+            history: evictions behind which the request is: then what a cache holds that was evicted
+                there.
+        """
+        first = history[0][0] if history else 1 << LAYER
+        expected = (layer << LAYER) + positions + ((positions >= first) << INEXACT)
+        assert (tags >= 0).all() and (tags % (1 << SERIAL) == expected).all(), (
+            f"layer {layer}: what was found is of another place, or of another cache"
         )
         for serial in np.unique(tags >> SERIAL).tolist():
-            end = int(positions[tags >> SERIAL == serial].max()) + 1
-            assert self.writers[serial].content(end) == row.content(end), "other tokens' KV"
+            writer, last = self.writers[serial], int(positions[tags >> SERIAL == serial].max())
+            assert writer.content(last + 1) == row.content(last + 1), "other tokens' KV"
+            before = [entry for entry in writer.history if entry[0] <= last]
+            assert before == [entry for entry in history if entry[0] <= last], "other evictions"
 
     def _slots(self, row: Row, layer: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         table = np.array(row.tables[layer])

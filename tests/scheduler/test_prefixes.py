@@ -264,7 +264,7 @@ def _windows_found(pair: Pair, name: str) -> list[bool]:
     """Of each row of a request, whether its part in a window is there for others."""
     companions = pair.scheduler.coordinator.companions
     hashes = pair.scheduler.requests[name].block_hashes
-    return [key in pair.pool.rows for key in companions.sources(hashes)[0]]
+    return [key in pair.pool.rows for key in companions.sources(hashes, lambda end: b"")[0]]
 
 
 def test_who_is_preempted_leaves_no_window_that_was_not_computed() -> None:

@@ -29,6 +29,7 @@ from tests.scheduler.beside import FIRST_LAYER, Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import (
     ORDINARY_TOKEN,
+    SERIAL,
     PlainWorker,
     Setup,
     make_request,
@@ -107,10 +108,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         companions, rows = self.coordinator.companions, self.coordinator.block_pool.rows
         enter = companions.enter
 
-        def entered(request_id: str, hashes: Any) -> Any:
-            names = [name for names in companions.sources(hashes) for name in names]
+        def entered(request_id: str, hashes: Any, suffix: Any) -> Any:
+            names = [name for names in companions.sources(hashes, suffix) for name in names]
             self.seen["windows in use found"] += any(rows[name].refs for name in names)
-            return enter(request_id, hashes)
+            return enter(request_id, hashes, suffix)
 
         companions.enter = entered  # type: ignore[method-assign]
 
@@ -296,6 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["left behind"] += self.worker.num_left > 0
         self.seen["resumed"] += self.worker.num_resumed > 0
         self.seen["windows found"] += self.worker.num_adopted_beside > 0
+        self.seen["windows resumed"] += self.worker.num_resumed_beside > 0
         self.seen["rejected"] += self.worker.num_rejected > 0
         self.seen["accepted"] += self.worker.num_accepted > 0
         self.check_tables()
@@ -322,8 +324,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             _, places, tags, before = looked_at[id(row)] = known
             assert (self.worker.memory_PN[places] == tags).all(), "a row was written into"
             assert before is None or before in pool.rows
-            if row.hash[HASH_BYTES:]:
-                self.seen["rows beside"] += 1
+            if beside := row.hash[HASH_BYTES:]:
+                self.seen["rows beside evicted" if b"@" in beside else "rows beside"] += 1
         self.looked_at = looked_at
 
     def owners(self) -> dict[Any, tuple[int, Request]]:
@@ -346,8 +348,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         name, beside = row.hash[:HASH_BYTES], row.hash[HASH_BYTES:]
         index, request = owners[name]
         layers = list(enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True)))
+        number, _, behind = beside[1:].partition(b"@")
         if beside:
-            kind = self.coordinator.companions._kinds[int(beside[1:])]
+            kind = self.coordinator.companions._kinds[int(number)]
             count = prefixes.tokens // kind.block_size
             numbers = [max(group - self.setup.num_layers, 0) for group in kind.groups]
             layers = [(FIRST_LAYER + number, (count, kind.block_size)) for number in numbers]
@@ -361,7 +364,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             ids.append(np.repeat(own, size))
             offsets.append(np.tile(np.arange(size), count))
             tags = self.worker.memory_PN[ids[-1], offsets[-1]]
-            self.worker.check_shared(layer, positions, tags, expected)
+            history = self.worker.writers[int(tags[-1]) >> SERIAL].history if behind else ()
+            self.worker.check_shared(layer, positions, tags, expected, history)
         assert next(blocks, None) is None
         return (np.concatenate(ids), np.concatenate(offsets)), before
 
@@ -498,7 +502,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_peak(self, name: str, request: Request) -> None:
         """A request that evicts inside its prompt never holds more than its plan says."""
         plan, late = self.plans[name], (self.depth - 1) * self.setup.max_num_batched_tokens
-        tokens = max(request.num_computed_tokens, plan.prompt_len)
+        tokens = max(request.num_computed_tokens, plan.prompt_len) + self.drafts_in_flight
         peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
         sums = self.coordinator.stages.sums
         assert (sums(np.array(self.coordinator.blocks_held(name))) <= sums(peak)).all()
@@ -887,6 +891,31 @@ VARIANTS |= {
     ),
 }
 
+# Conversations beside windows, and beside a draft model.
+VARIANTS |= {
+    "sync-turns-beside": Setup(beside=CAUSAL, reserve_full_prompt=False, **TALKS),
+    "sync-turns-beside-larger": Setup(
+        policy="snapkv", block_size=8, beside=WINDOWS, **TALKS, **SMALL
+    ),
+    "async-turns-beside": Setup(beside=CAUSAL, asynchronous=True, **TALKS),
+    "async-v2-turns-beside-priorities": Setup(
+        beside=(CAUSAL[0],),
+        asynchronous=True,
+        runner_v2=True,
+        priorities=True,
+        reserve_full_prompt=False,
+        **TALKS,
+        **SMALL,
+    ),
+    "async-turns-beside-drafts": Setup(
+        beside=CAUSAL, drafts=3, asynchronous=True, **TALKS, **SMALL
+    ),
+    "sync-turns-draft": Setup(beside=(DRAFT, DRAFT), drafts=2, **TALKS, **SMALL),
+    "async-turns-draft": Setup(
+        beside=(DRAFT, *CAUSAL), drafts=2, asynchronous=True, reserve_full_prompt=False, **TALKS
+    ),
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str) -> None:
@@ -922,6 +951,7 @@ def test_machine(variant: str) -> None:
         happenings += ["slid"] if slides else []
         found = ["rows beside", "windows found", "windows in use found"]
         happenings += found if setup.prefix_caching else []
+        happenings += ["windows resumed", "rows beside evicted"] if setup.turns else []
     if setup.drafts:
         happenings += ["accepted", "rejected"]
     if "later" in variant:

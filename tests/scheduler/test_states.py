@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.scheduler.beside import Beside
 from tests.scheduler.harness import make_request
 from tests.scheduler.test_prefixes import Pair, prompt
 
@@ -140,3 +141,82 @@ def test_a_turn_behind_the_prompt_ends_with_an_error_and_the_engine_goes_on() ->
     pair.scheduler.add_request(request)
     assert "wrong" in pair.scheduler.grammar_compile_error_reqs
     _say(pair, "right", prompt(70), 4, [])
+
+
+# Beside layers that do not evict ------------------------------------------------------------------
+
+WINDOW, CHUNK, DRAFT = Beside("sliding", 10), Beside("chunked", 12), Beside("draft")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "beside", [(WINDOW,), (Beside("sliding", 3), CHUNK), (DRAFT, WINDOW, DRAFT)]
+)
+def test_hits_beside_other_layers_are_as_long_as_they_can_be(
+    asynchronous: bool, beside: tuple[Beside, ...]
+) -> None:
+    """Wherever a request ends, its state ends at the last edge of a block before."""
+    for answer in range(18, 34):
+        pair = _pair(800, asynchronous=asynchronous, beside=beside)
+        tokens, turns, adopted = prompt(70), [], 0
+        for index in range(3):
+            said = _say(pair, f"r{index}", tokens, answer, turns)
+            assert pair.worker.num_resumed == index
+            assert pair.worker.num_adopted == adopted
+            turns = [*turns, len(tokens)]
+            adopted += (len(said) - 1) // 4 * 4
+            tokens = [*said, *prompt(40, 500 + 100 * index)]
+        assert pair.worker.num_resumed_beside
+
+
+def test_what_stands_beside_an_eviction_is_named_by_what_it_depends_on() -> None:
+    """Of a row of a window: the evictions before its last token, and nothing before the first."""
+    pair = _pair(beside=(WINDOW,))
+    said = _say(pair, "first", prompt(72), 20, [])
+    tokens = [*said, *prompt(40, 500)]
+    pair.add("second", tokens, 4, kv_turns=[72])
+    known = pair.scheduler.coordinator._requests["second"]
+    assert known.conversation is not None
+    first, second = (b"@" + key for key in known.conversation.keys.values())
+    # The last token of row 17 is attended to before the first turn's end evicts.
+    ends = {4: b"", 72: b"", 73: first, 76: first, len(tokens): first, len(tokens) + 1: second}
+    assert {end: known.suffix(end) for end in ends} == ends
+    pair.add("alone", tokens, 4)
+    known = pair.scheduler.coordinator._requests["alone"]
+    assert known.suffix(len(tokens)) == b"" and known.suffix(len(tokens) + 1) is None
+    pair.run()
+
+
+def test_a_state_without_its_window_is_not_found() -> None:
+    """An eviction that another one follows has no window any more: the prompt alone is left."""
+    pair = _pair(beside=(WINDOW,))
+    said = _say(pair, "first", prompt(70), 21, [])
+    gone = pair.pool.idle
+    window = next(row for row in reversed(gone) if row.hash and b"/" in row.hash[32:33])
+    # Taken away as if its blocks had been needed.
+    del gone[window]
+    pair.pool._idle_blocks -= len(window.blocks)
+    pair.pool._forget(window)
+    pair.pool.free_blocks(window.blocks)
+    pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pair.run()
+    assert pair.worker.num_resumed == 1
+    shorter = pair.worker.num_adopted
+    assert 72 <= shorter < 88, "as far as windows are left"
+
+
+@pytest.mark.parametrize(("num_blocks", "resumed"), [(303, 0), (304, 1)])
+def test_what_is_copied_beside_is_not_given_away_for_the_copy(
+    num_blocks: int, resumed: int
+) -> None:
+    """Where the pool has no room beside the windows' rows either, the prompt is computed again.
+
+    The second turn needs 63 blocks at its peak in the layers that evict, and 18 in each of 8
+    windows, of which it copies 8 behind its first 88 tokens. The state has 33 blocks.
+    """
+    assert 63 + 8 * 18 + 33 + 8 * 8 == 304
+    beside = (Beside("sliding", 30),) * 8
+    pair = _pair(num_blocks, max_model_len=132, max_num_batched_tokens=8, beside=beside)
+    said = _say(pair, "first", prompt(70), 21, [])
+    _say(pair, "second", [*said, *prompt(35, 500)], 4, [70])
+    assert pair.worker.num_resumed == resumed

@@ -10,16 +10,18 @@ of them answers for all.
 
 With prefix caching, blocks become rows of their own (`rows.py`) when they are computed, one for
 each kind of layer and range of positions. They are their request's as long as it looks at them, and
-idle from then on. A prefix is found as far as all that its next token sees is there, and is copied
-into blocks of the request's own: what is in a window soon leaves it again, so there is little to
-gain from sharing it.
+idle from then on. A prefix, or a state (`states.py`), is found as far as all that its next token
+sees is there, and is copied into blocks of the request's own: what is in a window soon leaves it
+again, so there is little to gain from sharing it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -38,6 +40,8 @@ from vllm.v1.request import Request
 from vllm_pyramid.scheduler.rows import Row, RowPool
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
+# `SchedulerRequest.suffix`: what the KV of so many tokens depends on beside these.
+Suffix: TypeAlias = Callable[[int], bytes | None]
 
 _NO_BOUND = 1 << 40
 
@@ -86,9 +90,8 @@ class _Tables:
 
     Attributes:
         entries: of each kind, entries of a layer's table. nulls: how many of them are null.
-        hashes: the request's, which grow as it does. exact: the first tokens whose KV is that of
-            the full cache. noted: its tokens that are computed by the end of the step that is being
-            scheduled.
+        hashes: the request's, which grow as it does. suffix: the request's. noted: its tokens that
+            are computed by the end of the step that is being scheduled.
         rows: of each kind, those that others find already, from the first that is not null on.
     """
 
@@ -96,7 +99,7 @@ class _Tables:
     nulls: list[int]
     rows: list[list[Row]]
     hashes: Sequence[BlockHash] = field(default_factory=list)
-    exact: int = 0
+    suffix: Suffix | None = None
     noted: int = 0
 
 
@@ -247,25 +250,29 @@ class Companions:
 
     # Prefixes ---------------------------------------------------------------------------------
 
-    def note(self, request: Request, tokens: int, exact: int | None) -> None:
-        """The step being scheduled computes a request up to so many tokens.
-
-        Args:
-            exact: the first tokens whose KV is that of the full cache; None: all of them.
-        """
+    def note(self, request: Request, tokens: int, suffix: Suffix) -> None:
+        """The step being scheduled computes a request up to so many tokens."""
         if not self._row or (tables := self._tables.get(request.request_id)) is None:
             return
-        tables.hashes, tables.noted = request.block_hashes, tokens
-        tables.exact = tokens if exact is None else exact
+        tables.hashes, tables.noted, tables.suffix = request.block_hashes, tokens, suffix
         self._noted.add(request.request_id)
+
+    def show(self, request: Request, tokens: int, suffix: Suffix) -> None:
+        """So many tokens of a request have been computed; let others find them at once."""
+        self.note(request, tokens, suffix)
+        if request.request_id in self._noted:
+            self._publish_all(request.request_id)
 
     def step_ends(self) -> None:
         """What was noted will be computed before anything that is scheduled from now on."""
         for request_id in self._noted:
-            tables = self._tables[request_id]
-            for index in range(len(self._kinds)):
-                self._publish(request_id, tables, index)
+            self._publish_all(request_id)
         self._noted.clear()
+
+    def _publish_all(self, request_id: str) -> None:
+        tables = self._tables[request_id]
+        for index in range(len(self._kinds)):
+            self._publish(request_id, tables, index)
 
     def _publish(self, request_id: str, tables: _Tables, index: int) -> None:
         """Let others find what is computed of a kind."""
@@ -280,21 +287,22 @@ class Companions:
             rows[-1].scheduled = True
             row += 1
 
-    def covered(self, hashes: Sequence[BlockHash]) -> int:
+    def covered(self, hashes: Sequence[BlockHash], suffix: Suffix) -> int:
         """With how many of these rows a request can begin: all that its next token sees is there.
 
         Args:
-            hashes: of rows of the layers that evict, from position 0 on.
+            hashes: of rows of the layers that evict, from position 0 on. suffix: the request's.
         """
         count = len(hashes)
         for index, kind in enumerate(self._kinds):
             if kind.keeps_all:
-                count = self._pool.longest(hashes[:count], self._key(index, BlockHash(b"")))
-        while count and (missing := self._missing(hashes, count)) is not None:
+                lacks = partial(self._lacks, index, hashes, suffix)
+                count = bisect_left(range(count), True, key=lacks)
+        while count and (missing := self._missing(hashes, count, suffix)) is not None:
             count = missing  # whoever begins behind it, and not far behind, looks at it
         return count
 
-    def _missing(self, hashes: Sequence[BlockHash], count: int) -> int | None:
+    def _missing(self, hashes: Sequence[BlockHash], count: int, suffix: Suffix) -> int | None:
         """The last row in sight that a request beginning with `count` rows would miss."""
         missing = None
         for index, kind in enumerate(self._kinds):
@@ -302,33 +310,41 @@ class Companions:
             if kind.keeps_all:
                 continue
             for row in range(count - 1, max(first, missing or 0) - 1, -1):
-                if self._key(index, hashes[row]) not in self._pool.rows:
+                if self._lacks(index, hashes, suffix, row):
                     missing = row if missing is None else max(missing, row)
                     break
         return missing
 
-    def sources(self, hashes: Sequence[BlockHash]) -> list[list[BlockHash]]:
+    def sources(self, hashes: Sequence[BlockHash], suffix: Suffix) -> list[list[BlockHash]]:
         """Of each kind, the names of the rows that a request copies which begins with these."""
         found = []
         for index, kind in enumerate(self._kinds):
             first = self._first_row(kind, len(hashes) * self._row)
-            found.append([self._key(index, block_hash) for block_hash in hashes[first:]])
+            names = [
+                self._name(index, hashes[row], suffix((row + 1) * self._row))
+                for row in range(first, len(hashes))
+            ]
+            found.append([name for name in names if name is not None])
+            assert len(found[-1]) == len(names), "what nobody may find"
         return found
 
-    def source_blocks(self, hashes: Sequence[BlockHash]) -> int:
+    def source_blocks(self, hashes: Sequence[BlockHash], suffix: Suffix) -> int:
         """Blocks that a request copies which begins with these rows, and that count as free."""
-        return sum(self._pool.idle_blocks(keys) for keys in self.sources(hashes))
+        return sum(self._pool.idle_blocks(names) for names in self.sources(hashes, suffix))
 
-    def enter(self, request_id: str, hashes: Sequence[BlockHash]) -> list[KVCacheBlockCopy]:
+    def enter(
+        self, request_id: str, hashes: Sequence[BlockHash], suffix: Suffix
+    ) -> list[KVCacheBlockCopy]:
         """Begin a request's tables with blocks of its own; returns the copies that fill them.
 
         The pool must have as many free blocks beside those that are copied.
         """
         tables, copies = self._tables_of(request_id), []
-        rows = [[self._pool.rows[key].blocks for key in keys] for keys in self.sources(hashes)]
-        for keys in self.sources(hashes):
-            for key in reversed(keys):
-                self._pool.touch_row(key)
+        sources = self.sources(hashes, suffix)
+        rows = [[self._pool.rows[name].blocks for name in names] for names in sources]
+        for names in sources:
+            for name in reversed(names):
+                self._pool.touch_row(name)
         for index, (kind, of_kind) in enumerate(zip(self._kinds, rows, strict=True)):
             per_row = self._per_row(kind)
             entries, count = len(hashes) * per_row, len(of_kind) * per_row
@@ -346,14 +362,22 @@ class Companions:
 
     def _shown(self, tables: _Tables, index: int, row: int) -> BlockHash | None:
         """The name of one of a request's rows of a kind; None if others may not find it."""
-        if (row + 1) * self._row > min(tables.noted, tables.exact):
+        end, suffix = (row + 1) * self._row, tables.suffix
+        place = end // self._hash - 1
+        if end > tables.noted or suffix is None or place >= len(tables.hashes):
             return None
-        place = (row + 1) * self._row // self._hash - 1
-        return self._key(index, tables.hashes[place]) if place < len(tables.hashes) else None
+        return self._name(index, tables.hashes[place], suffix(end))
 
-    def _key(self, index: int, block_hash: BlockHash) -> BlockHash:
+    def _lacks(self, index: int, hashes: Sequence[BlockHash], suffix: Suffix, row: int) -> bool:
+        """Whether a row of a kind is not there."""
+        name = self._name(index, hashes[row], suffix((row + 1) * self._row))
+        return name is None or name not in self._pool.rows
+
+    def _name(self, index: int, block_hash: BlockHash, suffix: bytes | None) -> BlockHash | None:
         """The name of a kind's row beside that of the layers that evict."""
-        return BlockHash(block_hash + b"/" + str(index).encode())
+        if suffix is None:
+            return None
+        return BlockHash(block_hash + b"/" + str(index).encode() + suffix)
 
     def _per_row(self, kind: _Kind) -> int:
         """Blocks of a row in one layer of a kind."""

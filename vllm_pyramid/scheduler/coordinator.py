@@ -156,11 +156,14 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
             return self.block_pool.num_gpu_blocks + 1
         request = self._known(request_id)
         have, need = request.num_blocks, cdiv(num_tokens, self.block_size)
-        if request.found is not None:  # and so there is one stage, and all layers evict
+        if request.found is not None:  # and so there is one stage, and one size of its blocks
             heads = self._states.heads(request.found.skip)
-            blocks = int((need - heads).sum())
+            blocks = int((cdiv(num_tokens, self._prefixes.tokens) - heads).sum())
             most = self.most_blocks(request_id, num_tokens) if apply_admission_cap else [blocks]
-            return min(blocks, int(most[0]))
+            hit = request.found.tokens
+            return min(blocks, int(most[0])) + self.companions.missing_blocks(
+                request_id, num_tokens, capped=apply_admission_cap, hit=hit
+            )
         if request.hit:
             have = self._shared_rows(request) * self._entries_per_row
         if need <= have and not request.hit:
@@ -249,7 +252,7 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
         for block_hash in reversed(request.hit[shared:]):
             self.block_pool.touch_row(block_hash)
         if self.companions and request.hit:
-            self.block_copies += self.companions.enter(request_id, request.hit)
+            self.block_copies += self.companions.enter(request_id, request.hit, request.suffix)
         if sources:
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens

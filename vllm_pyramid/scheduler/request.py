@@ -80,3 +80,13 @@ class SchedulerRequest:
     confirmed: int = 0
     released: int = 0
     due: int | None = None
+
+    def suffix(self, end: int) -> bytes | None:
+        """What the KV of its first `end` tokens depends on beside these tokens.
+
+        Returns:
+            Nothing where it is the full cache's; None where no other request may find it.
+        """
+        if self.reusable is None or end <= self.reusable:
+            return b""
+        return None if self.conversation is None else self.conversation.suffix(end)

@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import Request
 
 from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.scheduler.companions import Companions
 from vllm_pyramid.scheduler.prefixes import Prefixes, copies_of
 from vllm_pyramid.scheduler.request import SchedulerRequest
 from vllm_pyramid.scheduler.rows import RowPool
@@ -26,6 +27,7 @@ class Resuming:
     """
 
     block_pool: RowPool
+    companions: Companions
     block_copies: list[KVCacheBlockCopy]
     held_blocks: npt.NDArray[np.int64]
     skipped_tokens: npt.NDArray[np.int64]
@@ -34,6 +36,7 @@ class Resuming:
     remove_skipped_blocks: Callable[[str, int], None]
     _prefixes: Prefixes
     _states: States
+    _entries_per_row: int
     _requests: dict[str, SchedulerRequest]
 
     def turns(self, request_id: str) -> tuple[int, ...] | None:
@@ -60,12 +63,25 @@ class Resuming:
             return 0
         assert known.plan is not None
         hashes = self._prefixes.hashes(request)
-        state = self._states.find(hashes, known.plan, known.conversation.keys, most, least)
+        state = self._states.find(
+            hashes,
+            known.plan,
+            known.conversation.keys,
+            most,
+            least,
+            lambda rows: self.companions.covered(rows, known.suffix),
+        )
         if state is None:
             return 0
         # What is copied must not be dissolved for the blocks that this request gets.
         needed = int(self.most_blocks(request.request_id, request.num_tokens).sum())
-        if needed > self.block_pool.get_num_free_blocks() - state.blocks:
+        copied = state.blocks
+        if self.companions:
+            needed += self.companions.missing_blocks(
+                request.request_id, request.num_tokens, hit=state.tokens
+            )
+            copied += self.companions.source_blocks(state.hashes, known.suffix)
+        if needed > self.block_pool.get_num_free_blocks() - copied:
             return 0
         known.hit, known.found = [], state
         return state.tokens
@@ -74,12 +90,16 @@ class Resuming:
         """Begin a request without blocks with a state, as if it had evicted by itself."""
         plan = request.plan
         assert isinstance(plan, RetentionPlan) and not request.num_blocks
+        if self.companions:
+            self._states.touch(state)  # it must not be dissolved for what they get
+            copies = self.companions.enter(request_id, state.hashes, request.suffix)
+            self.block_copies += copies
         sources, own = self._states.adopt(request_id, state)
         self.block_copies += copies_of(sources, own)
         self.origins[request_id] = state.origin, state.point
         self.held_blocks += np.array(list(map(len, own)), np.int64)
         self.skipped_tokens += state.skip
-        request.num_blocks = state.tokens // self._prefixes.tokens
+        request.num_blocks = len(state.hashes) * self._entries_per_row
         request.settled = plan
         request.confirmed = request.released = plan.evictions_by(state.tokens)
         request.due = plan.next_eviction(state.tokens)
@@ -106,6 +126,7 @@ class Resuming:
         number = max((one for one in known.conversation.keys if one <= by_then), default=0)
         if number and plan.evictions_by(computed) == by_then:
             known.leaves = request, number, processed
+            self.companions.show(request, processed, known.suffix)
 
     def _leave_state(self, request_id: str, known: SchedulerRequest) -> None:
         """Take what is left out of the tables."""

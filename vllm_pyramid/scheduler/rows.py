@@ -80,13 +80,9 @@ class RowPool(BlockPool):
 
     # Rows -------------------------------------------------------------------------------------
 
-    def longest(self, hashes: Sequence[BlockHash], kind: bytes = b"") -> int:
-        """How many of these hashes, each of which goes on from the one before, are there.
-
-        Args:
-            kind: what stands behind a hash in a row's name.
-        """
-        return bisect_left(hashes, True, key=lambda one: BlockHash(one + kind) not in self.rows)
+    def longest(self, names: Sequence[BlockHash]) -> int:
+        """How many of these, each of which goes on from the one before, are there."""
+        return bisect_left(names, True, key=lambda name: name not in self.rows)
 
     def publish(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> Row:
         """Make a row of a request's blocks, to which that request refers."""

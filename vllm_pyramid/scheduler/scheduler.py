@@ -207,7 +207,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
             served.least_of_share,
             served.policy.shareable_tokens(plan) if shares else 0,
             served.policy.reusable_tokens(plan) if shares else 0,
-            Conversation.of(served, plan, shares and not self.coordinator.companions),
+            Conversation.of(served, plan, shares),
         )
         super().add_request(request)
 

@@ -43,7 +43,7 @@ class PrefixSharing:
         if known is None:
             return
         if self.companions:
-            self.companions.note(request, num_computed_tokens, known.reusable)
+            self.companions.note(request, num_computed_tokens, known.suffix)
         if known.released:
             return
         tokens = num_computed_tokens
@@ -68,7 +68,7 @@ class PrefixSharing:
         known.hit = self._prefixes.find(request, most, shared_rows)
         least = shared_rows  # that may be found without a copy
         if self.companions:
-            del known.hit[self.companions.covered(known.hit) :]
+            del known.hit[self.companions.covered(known.hit, known.suffix) :]
             least = 0
         if len(known.hit) > least:
             # What is copied must not be dissolved for the blocks that this request gets.
@@ -82,7 +82,7 @@ class PrefixSharing:
                 needed += self.companions.missing_blocks(
                     request.request_id, request.num_tokens, hit=tokens
                 )
-                free -= self.companions.source_blocks(known.hit)
+                free -= self.companions.source_blocks(known.hit, known.suffix)
             if needed > free:
                 del known.hit[least:]
         return len(known.hit) * self._prefixes.tokens

@@ -39,11 +39,20 @@ class Conversation:
     Attributes:
         turns: tokens at which the prompts of earlier turns ended.
         keys: of each eviction that gives something, by its number: what the state behind it depends
-            on beside the tokens. None where nothing is kept.
+            on beside the tokens. None where nothing is kept. points: tokens computed at each.
     """
 
     turns: tuple[int, ...]
     keys: dict[int, bytes] = field(default_factory=dict)
+    points: tuple[int, ...] = ()
+
+    def suffix(self, end: int) -> bytes | None:
+        """What the KV of the first `end` tokens depends on beside these; None before an eviction.
+
+        An eviction at `end` comes behind the attention of the last of them, and changes nothing.
+        """
+        count = bisect_left(self.points, end)
+        return _suffix([*self.keys.values()][count - 1]) if count else None
 
     @classmethod
     def of(cls, served: ServedRequest, plan: Plan, keeps: bool) -> Conversation | None:
@@ -55,6 +64,7 @@ class Conversation:
         if served.turns is None:
             return None
         keys: dict[int, bytes] = {}
+        points: list[int] = []
         if keeps:
             assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
             policy = served.policy
@@ -62,9 +72,10 @@ class Conversation:
             text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens}"
             key = sha256(text.encode())
             for number in plan.giving:
-                key.update(f" {plan.computed_at(number)}".encode())
+                points.append(plan.computed_at(number))
+                key.update(f" {points[-1]}".encode())
                 keys[number] = key.digest()
-        return cls(served.turns, keys)
+        return cls(served.turns, keys, tuple(points))
 
 
 @dataclass(frozen=True)
@@ -74,13 +85,15 @@ class State:
     Attributes:
         number: of the eviction behind which it is, as the request counts. point: tokens computed
             there. skip: `[layers]` of that eviction.
-        rows: the base, and those behind it. tokens: up to the last one's end.
+        rows: the base, and those behind it. hashes: of all rows up to the last one, from position 0
+            on. tokens: up to the last one's end.
     """
 
     number: int
     point: int
     skip: npt.NDArray[np.int32]
     rows: Sequence[Row]
+    hashes: Sequence[BlockHash]
     tokens: int
 
     @property
@@ -114,6 +127,7 @@ class States:
         keys: dict[int, bytes],
         most: int,
         least: Callable[[int], int],
+        covered: Callable[[Sequence[BlockHash]], int],
     ) -> State | None:
         """The state that has most of a request's tokens; None if there is none.
 
@@ -121,6 +135,7 @@ class States:
             hashes: of the request's rows. keys: see `Conversation`.
             most: tokens that it may have. least: that are to be left before an eviction at so many
                 tokens.
+            covered: with how many of these rows layers beside those that evict can go on.
         """
         limit, rows = most, self._pool.rows
         for number in reversed(keys):
@@ -130,11 +145,18 @@ class States:
             if end <= first or _name(hashes[first], key) not in rows:
                 continue
             names = [_name(block_hash, key) for block_hash in hashes[first:end]]
-            count = bisect_left(names, True, key=lambda name: name not in rows)
-            found = [rows[name] for name in names[:count]]
+            count = covered(hashes[: first + self._pool.longest(names)])
+            if count <= first:
+                continue  # the base is not found in part
+            found = [rows[name] for name in names[: count - first]]
             skip = plan.skip_after(number)
-            return State(number, point, skip, found, (first + count) * self._tokens)
+            return State(number, point, skip, found, hashes[:count], count * self._tokens)
         return None
+
+    def touch(self, state: State) -> None:
+        """Let a state be the last to be dissolved, and its base last of all."""
+        for row in reversed(state.rows):
+            self._pool.touch_row(row.hash)
 
     def heads(self, skip: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """`[layers]` blocks that are given back from the head of each."""
@@ -151,9 +173,7 @@ class States:
         """
         base, *behind = state.rows
         heads, first = self.heads(state.skip), self._base(state.point)
-        for row in reversed(state.rows):
-            assert row.hash is not None
-            self._pool.touch_row(row.hash)
+        self.touch(state)
         of_base = iter(base.blocks)
         sources = [
             [*(next(of_base) for _ in range(first + 1 - head)), *(row.blocks[i] for row in behind)]
@@ -214,4 +234,8 @@ class States:
 
 def _name(block_hash: BlockHash, key: bytes) -> BlockHash:
     """The name of a state's row beside that of a prefix, which holds the full cache."""
-    return BlockHash(block_hash + b"@" + key)
+    return BlockHash(block_hash + _suffix(key))
+
+
+def _suffix(key: bytes) -> bytes:
+    return b"@" + key
