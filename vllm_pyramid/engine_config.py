@@ -57,12 +57,6 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
             args.enable_prefix_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", policy.name, reason)
     refuse(OF_ARGUMENTS, args, policy)
-    if args.pipeline_parallel_size > 1 and args.enable_prefix_caching is None:
-        args.enable_prefix_caching = False
-        logger.info(
-            "kv-policy %s: prefix caching is off: pipeline stages have block pools of their own",
-            policy.name,
-        )
     for part in policy.parts:
         part.prepare_args(policy, args)
     _check_backend(args.attention_backend or args.attention_config.backend)

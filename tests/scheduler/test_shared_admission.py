@@ -33,18 +33,18 @@ class SharingJob(Job):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shared = self.scheduler.coordinator.blocks_shared
+        shared = self.scheduler.coordinator.rows_shared
 
         def counting(name: str) -> Any:
             found = shared(name)
             self.once += bool(found)
             return found
 
-        self.scheduler.coordinator.blocks_shared = counting  # type: ignore[method-assign]
+        self.scheduler.coordinator.rows_shared = counting  # type: ignore[method-assign]
 
     def count_each(self) -> None:
         """The rule without what is shared."""
-        self.scheduler.coordinator.blocks_shared = lambda _: {}  # type: ignore[method-assign]
+        self.scheduler.coordinator.rows_shared = lambda _: {}  # type: ignore[method-assign]
 
     def add_prompt(
         self,
@@ -185,13 +185,13 @@ def test_who_evicts_inside_a_prompt_is_counted_with_all_it_may_hold() -> None:
     assert admission is not None
     shared, alike = admission._shared, []
 
-    def watched(names: list[str], whole: Any) -> Any:
+    def watched(names: list[str], whole: Any, stage: int) -> Any:
         alike.append(dict(zip(names, whole.tolist(), strict=True)))
-        found = shared(names, whole)
+        found = shared(names, whole, stage)
         if whole.any():
             everybody = {frozenset(names): 12, frozenset([names[0], "gone"]): 3}
-            job.scheduler.coordinator.blocks_shared = lambda _: everybody  # type: ignore[method-assign]
-            blocks, has = shared(names, whole)
+            job.scheduler.coordinator.rows_shared = lambda _: everybody  # type: ignore[method-assign]
+            blocks, has = shared(names, whole, stage)
             assert len(blocks) == (whole.sum() > 1)
             assert all(row.tolist() == whole.tolist() for row in has)
         return found

@@ -317,7 +317,8 @@ class Companions:
 
     def source_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """Blocks that a request copies which begins with these rows, and that count as free."""
-        return sum(self._pool.idle_blocks(keys) for keys in self.sources(hashes))
+        idle = (row for keys in self.sources(hashes) for row in self._pool.idle_rows(keys))
+        return sum(len(row.blocks) for row in idle)
 
     def enter(self, request_id: str, hashes: Sequence[BlockHash]) -> list[KVCacheBlockCopy]:
         """Begin a request's tables with blocks of its own; returns the copies that fill them.

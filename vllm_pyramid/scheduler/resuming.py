@@ -26,7 +26,7 @@ class Resuming:
     """
 
     block_pool: RowPool
-    block_copies: list[KVCacheBlockCopy]
+    block_copies: list[list[KVCacheBlockCopy]]
     held_blocks: npt.NDArray[np.int64]
     skipped_tokens: npt.NDArray[np.int64]
     origins: dict[str, tuple[str, int]]
@@ -75,7 +75,7 @@ class Resuming:
         plan = request.plan
         assert isinstance(plan, RetentionPlan) and not request.num_blocks
         sources, own = self._states.adopt(request_id, state)
-        self.block_copies += copies_of(sources, own)
+        self.block_copies[0] += copies_of(sources, own)  # there is one stage
         self.origins[request_id] = state.origin, state.point
         self.held_blocks += np.array(list(map(len, own)), np.int64)
         self.skipped_tokens += state.skip
