@@ -119,6 +119,8 @@ PROPERTY = {
     "pyramid": replace(EVICTED, policy_args=(("window", 6),), budget="30%", asynchronous=True),
     "whole": replace(WHOLE, asynchronous=True),
     "beside": replace(EVICTED, beside=(Beside("sliding", 10), Beside("chunked", 12))),
+    "stages": replace(EVICTED, stages=(1, 2)),
+    "whole-stages": replace(WHOLE, stages=(2, 1)),
     "later": replace(
         EVICTED,
         policy="streaming-llm",
