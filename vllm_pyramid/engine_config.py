@@ -146,7 +146,7 @@ def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
     """See `ServedSettings.no_turns`."""
     model = config.model_config
     if config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline stages have block pools of their own, in which nothing is kept yet"
+        return "pipeline stages have block pools of their own, in which no state is kept yet"
     if has_companions(model.hf_text_config, model.max_model_len):
         return "what layers that do not evict hold at the end of a turn is not kept yet"
     speculation = config.speculative_config

@@ -67,8 +67,8 @@ class SharingJob(Job):
 
 
 def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
-    """40 prompts of 64 tokens in a pool for 96 blocks a layer."""
-    job = SharingJob(setup, 96 * setup.num_layers)
+    """40 prompts of 64 tokens in a pool for 96 blocks a layer, of the stage that has most."""
+    job = SharingJob(setup, 96 * max(setup.stages or (setup.num_layers,)))
     if each:
         job.count_each()
     for index in range(40):
@@ -77,10 +77,12 @@ def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
     return job
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_more_requests_of_one_prefix_run_at_once(asynchronous: bool) -> None:
+@pytest.mark.parametrize(("asynchronous", "stages"), [(False, ()), (True, ()), (False, (1, 2))])
+def test_more_requests_of_one_prefix_run_at_once(
+    asynchronous: bool, stages: tuple[int, ...]
+) -> None:
     """12 of 20 blocks a layer are shared: 10 requests fit side by side, 4 if each counts all."""
-    setup = replace(WHOLE, asynchronous=asynchronous)
+    setup = replace(WHOLE, asynchronous=asynchronous, stages=stages)
     each = _run(setup, 48, each=True, tokens=16)
     once = _run(setup, 48, each=False, tokens=16)
     print(each.most_running, once.most_running, each.steps, once.steps)
