@@ -57,12 +57,6 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
             args.enable_prefix_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", policy.name, reason)
     refuse(OF_ARGUMENTS, args, policy)
-    if args.pipeline_parallel_size > 1 and args.enable_prefix_caching is None:
-        args.enable_prefix_caching = False
-        logger.info(
-            "kv-policy %s: prefix caching is off: pipeline stages have block pools of their own",
-            policy.name,
-        )
     for part in policy.parts:
         part.prepare_args(policy, args)
     _check_backend(args.attention_backend or args.attention_config.backend)
@@ -152,7 +146,7 @@ def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
     """See `ServedSettings.no_turns`."""
     model = config.model_config
     if config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline stages have block pools of their own, in which nothing is kept yet"
+        return "pipeline stages have block pools of their own, in which no state is kept yet"
     if STATE in layer_kinds(model.hf_text_config, model.max_model_len):
         return "the states that layers of this model have at the end of a turn are not kept yet"
     if served.min_last_chunk > served.policy.min_turn:

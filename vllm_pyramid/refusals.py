@@ -128,11 +128,6 @@ OF_ARGUMENTS = (
         lambda args, policy: args.pipeline_parallel_size > 1 and not policy.copies_blocks,
     ),
     Refusal(
-        "--pipeline-parallel-size and --enable-prefix-caching",
-        "shared blocks are of all layers, and stages have pools of their own; leave the latter out",
-        lambda args, _: args.pipeline_parallel_size > 1 and args.enable_prefix_caching,
-    ),
-    Refusal(
         "--pipeline-parallel-size and --speculative-config",
         "drafts are known to the last stage alone; leave one of them out",
         lambda args, _: args.pipeline_parallel_size > 1 and args.speculative_config is not None,

@@ -5,8 +5,9 @@
 
 Nothing of vllm_pyramid is imported here: vLLM finds it by itself, as in a stock program. `REQUEST`
 holds `engines`, which are started one after the other, and `triton`. An engine has `llm` (arguments
-of `vllm.LLM`) and `waves` (lists of `[token ids, sampling parameters]`; a wave begins two steps
-after the one before it, so that later prompts meet requests that decode). `triton` is null,
+of `vllm.LLM`) and `waves` (lists of `[token ids, sampling parameters]`, with a `cache_salt` behind
+them if the request has one; a wave begins two steps after the one before it, so that later prompts
+meet requests that decode, and an empty one waits until all have ended). `triton` is null,
 "interpreter" (Triton's interpreter takes the place of a device, as vLLM's second model runner needs
 it), "attention" (the same, and the attention is that of CUDA devices: vLLM's Triton kernels on
 tables that are shifted for each layer), or "flash" (the same with FlashAttention, whose functions
@@ -127,12 +128,13 @@ def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
     outputs: dict[str, Any] = {}
     names: list[str] = []
     while waves or engine.has_unfinished_requests():
-        if waves:
-            for prompt, params in waves.pop(0):
+        if waves and (waves[0] or not engine.has_unfinished_requests()):
+            for tokens, params, *salt in waves.pop(0):
                 names.append(f"request-{len(names)}")
-                engine.add_request(
-                    names[-1], {"prompt_token_ids": prompt}, SamplingParams(**params)
-                )
+                prompt = {"prompt_token_ids": tokens}
+                if salt:
+                    prompt["cache_salt"] = salt[0]
+                engine.add_request(names[-1], prompt, SamplingParams(**params))
         for _ in range(2):
             if engine.has_unfinished_requests():  # a step without any would wait for ever
                 outputs |= {output.request_id: output for output in engine.step()}

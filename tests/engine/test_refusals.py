@@ -86,10 +86,6 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
     ("arguments", "flag"),
     [
         (
-            {"pipeline_parallel_size": 2, "enable_prefix_caching": True},
-            "--pipeline-parallel-size and --enable-prefix-caching",
-        ),
-        (
             {
                 "pipeline_parallel_size": 2,
                 "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
@@ -144,10 +140,13 @@ def test_hybrid_models_in_pipeline_stages(tmp_path: Path) -> None:
         _config(windows, pipeline_parallel_size=2)
 
 
-def test_pipeline_stages_share_no_prefixes(random_model: Path) -> None:
-    assert _config(random_model).cache_config.enable_prefix_caching is True
-    config = _config(random_model, pipeline_parallel_size=2)
-    assert config.cache_config.enable_prefix_caching is False
+@pytest.mark.parametrize(("policy", "is_on"), [("pyramidkv", True), ("h2o", False)])
+def test_pipeline_stages_share_prefixes_as_one_stage_does(
+    random_model: Path, policy: str, is_on: bool
+) -> None:
+    for stages in (1, 2):
+        config = _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=stages)
+        assert config.cache_config.enable_prefix_caching is is_on
 
 
 def test_chunks_of_a_policy_without_scores_may_be_small(random_model: Path) -> None:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.scheduler.rows import RowPool
 
 
 def check_pool(coordinator: LockstepCoordinator) -> None:
@@ -78,7 +81,15 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     assert prefixes.holders.rows == Counter(map(frozenset, holders.values()))
     assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.rows)
     assert all(pool.twins.values()), "an empty list of twins"
-    of_rows = [(0, block.block_id) for row in (*rows.values(), *aside) for block in row.blocks]
+    of_rows = [
+        (_stage_of(block, pools), block.block_id)
+        for row in (*rows.values(), *aside)
+        for block in row.blocks
+    ]
+    for row in (*rows.values(), *aside):
+        counts = Counter(_stage_of(block, pools) for block in row.blocks)
+        assert not row.counts or row.counts == tuple(counts[s] for s in range(len(pools)))
+        assert row.counts or len(pools) == 1
 
     free = [
         (stage, block.block_id)
@@ -89,10 +100,17 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     assert len(everything) == len(set(everything)), "a block belongs to two places"
     # The null block is nobody's.
     assert len(everything) == len(pools) * (pool.num_gpu_blocks - 1), "a block is lost"
-    idle = sum(len(row.blocks) for row in pool.idle)
     of_stages = Counter(stage for stage, _ in free)
-    assert pool.get_num_free_blocks() == min(of_stages[s] for s in range(len(pools))) + idle
+    of_stages.update(_stage_of(block, pools) for row in pool.idle for block in row.blocks)
+    assert pool.free_by_stage().tolist() == [of_stages[s] for s in range(len(pools))]
+    assert pool.get_num_free_blocks() == min(of_stages[s] for s in range(len(pools)))
     assert (coordinator.usable_blocks == pool.num_gpu_blocks - 1).all()
     assert all(pools[stage].blocks[index].ref_cnt == 0 for stage, index in free)
     for stage, index in (*private, *of_rows):
         assert pools[stage].blocks[index].ref_cnt == 1
+
+
+def _stage_of(block: KVCacheBlock, pools: Sequence[RowPool]) -> int:
+    """The stage to whose pool a block belongs."""
+    (stage,) = (s for s, pool in enumerate(pools) if pool.blocks[block.block_id] is block)
+    return stage

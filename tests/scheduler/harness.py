@@ -35,7 +35,13 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.beside import FIRST_LAYER, Beside, compute, seen
-from vllm_pyramid.compat.side_channel import StepReport, attach_report, read_copies, read_origins
+from vllm_pyramid.compat.side_channel import (
+    StepReport,
+    attach_report,
+    read_block_copies,
+    read_copies,
+    read_origins,
+)
 from vllm_pyramid.demo import model_path
 from vllm_pyramid.plans import OpenPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
@@ -351,9 +357,10 @@ class PlainWorker:
         """Run a step; checks that every position that attention would read holds its token."""
         totals = self._update(output)
         self.retention.copies = read_copies(output)
-        if output.kv_cache_block_copies:
-            for source, own in output.kv_cache_block_copies:
-                self.memory_PN[own] = self.memory_PN[source]
+        for stage in range(max(len(self.setup.stages), 1)):
+            first = stage * (self.num_blocks + 1)
+            for source, own in read_block_copies(output, stage):
+                self.memory_PN[first + own] = self.memory_PN[first + source]
                 self.num_copied += 1
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -594,8 +601,10 @@ class PlainWorker:
         self.num_left += 1
         places, end = iter(blocks), plan.prompt_len // plan.block_size
         for layer, skip in enumerate(plan.skip.tolist()):
+            start = self.setup.stage_of[layer] * (self.num_blocks + 1)
             for index in range(skip // plan.block_size, end):
-                self.memory_PN[next(places)] = self.memory_PN[row.tables[layer][index]]
+                source = row.tables[layer][index]
+                self.memory_PN[start + next(places)] = self.memory_PN[start + source]
 
     def _evict(self, row: Row, end: int, befores: np.ndarray, helds: np.ndarray) -> None:
         row.skip = end - helds

@@ -125,8 +125,9 @@ def test_who_is_preempted_in_the_step_that_was_to_compute_it_leaves_nothing() ->
     pair.run()
 
 
-def test_the_deepest_goes_first_and_the_oldest_prompt_before_it() -> None:
-    pair = Pair(num_blocks=3 * 36, max_num_batched_tokens=96)
+@pytest.mark.parametrize("stages", [(), (1, 1, 1)])
+def test_the_deepest_goes_first_and_the_oldest_prompt_before_it(stages: tuple[int, ...]) -> None:
+    pair = Pair(num_blocks=(1 if stages else 3) * 36, max_num_batched_tokens=96, stages=stages)
     for index in range(3):
         pair.add(f"r{index}", prompt(40, 100 * index))
         pair.run()
@@ -163,18 +164,21 @@ def test_evictions_of_one_step_copy_to_different_blocks() -> None:
     pair.run()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_distinct_prompts_are_scheduled_as_without_it(asynchronous: bool) -> None:
+@pytest.mark.parametrize(("asynchronous", "stages"), [(False, ()), (True, ()), (False, (1, 2))])
+def test_distinct_prompts_are_scheduled_as_without_it(
+    asynchronous: bool, stages: tuple[int, ...]
+) -> None:
     """Step by step the same, in a pool so small that requests wait."""
     schedules = []
     for caching in (True, False):
         pair = Pair(
-            num_blocks=3 * 26,
+            num_blocks=(2 if stages else 3) * 26,
             policy="pyramidkv",
             budget="40%",
             prefix_caching=caching,
             asynchronous=asynchronous,
             admission="forecast",
+            stages=stages,
         )
         lengths = [(30 + 5 * index % 37, 5 + 7 * index % 30) for index in range(12)]
         for index, (length, answer) in enumerate(lengths):
@@ -255,6 +259,43 @@ def test_one_that_needs_the_whole_pool_starts_with_what_is_there(asynchronous: b
         pair.step()
     assert not pair.scheduler.requests, "it waits for ever"
     check_pool(pair.scheduler.coordinator)
+
+
+# In pipeline stages -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_blocks", "found"), [(33, 24), (34, 32)])
+@pytest.mark.parametrize("stages", [(1, 2), (2, 1)])
+def test_no_stage_gives_away_what_is_copied_there(
+    stages: tuple[int, int], num_blocks: int, found: int
+) -> None:
+    """Where one of them has no room beside what is copied, only what is shared is found.
+
+    In the stage of two layers somebody has 10 blocks. The second prompt needs 8 of its own, beside
+    the 16 that it shares or copies.
+    """
+    pair = Pair(num_blocks, stages=stages, max_num_batched_tokens=96)
+    pair.add("first", prompt(40))
+    pair.run()
+    pair.add("somebody", prompt(17, 500), 4, kv_policy="full")
+    pair.step()
+    pair.add("second", prompt(40))
+    assert pair.step() == {"somebody": 1, "second": 40 - found}
+    assert pair.worker.num_copied == 3 * (found - 24) // 4
+    pair.run()
+
+
+@pytest.mark.parametrize("stages", [(), (1, 2)])
+def test_stages_find_what_one_stage_finds(stages: tuple[int, ...]) -> None:
+    """Sent again, with other words behind it, with a salt, and shorter."""
+    pair = Pair(num_blocks=120 if stages else 180, stages=stages, max_num_batched_tokens=96)
+    found = []
+    prompts = [prompt(40), prompt(40), [*prompt(30), *prompt(20, 700)], prompt(20), prompt(60)]
+    for index, tokens in enumerate(prompts):
+        pair.add(f"r{index}", tokens)
+        found.append(len(tokens) - pair.step()[f"r{index}"])
+        pair.run()
+    assert found == [0, 32, 28, 12, 40]
 
 
 # Beside layers that do not evict ------------------------------------------------------------------

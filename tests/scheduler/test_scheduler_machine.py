@@ -128,14 +128,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return answer
 
         admission.admits = watched  # type: ignore[method-assign]
-        shared = self.coordinator.blocks_shared
+        shared = self.coordinator.rows_shared
 
         def counted(request_id: str) -> dict[frozenset[str], int]:
             found = shared(request_id)
             self.seen["counted once"] += bool(found)
             return found
 
-        self.coordinator.blocks_shared = counted  # type: ignore[method-assign]
+        self.coordinator.rows_shared = counted  # type: ignore[method-assign]
 
     # Rules ------------------------------------------------------------------------------------
 
@@ -359,9 +359,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected = WorkerRow(0, prompt, salt, [], [], np.zeros(0), np.zeros(0))
         positions = index * prefixes.tokens + np.arange(prefixes.tokens)
         blocks, ids, offsets = iter(row.blocks), [], []
+        pool_size = self.worker.num_blocks + 1
         for layer, (count, size) in layers:
             own = [next(blocks).block_id for _ in range(count)]
-            ids.append(np.repeat(own, size))
+            stage = 0 if beside else self.setup.stage_of[layer]
+            ids.append(np.repeat(own, size) + stage * pool_size)
             offsets.append(np.tile(np.arange(size), count))
             tags = self.worker.memory_PN[ids[-1], offsets[-1]]
             history = self.worker.writers[int(tags[-1]) >> SERIAL].history if behind else ()
@@ -862,6 +864,45 @@ VARIANTS |= {
     ),
     "stages-forecast-inside": Setup(
         policy_args=(*INSIDE, ("window", 6)), admission="forecast", stages=(2, 1), **LONG, **SMALL
+    ),
+}
+
+# Rows of all stages' blocks.
+VARIANTS |= {
+    "stages-shared": Setup(stages=(2, 1), prefix_caching=True, reserve_full_prompt=False, **SMALL),
+    "stages-v2-shared": Setup(
+        policy="snapkv",
+        stages=(1, 1, 1),
+        prefix_caching=True,
+        runner_v2=True,
+        max_num_batched_tokens=24,
+    ),
+    "stages-shared-priorities": Setup(
+        policy_args=(("window", 6), ("fill_blocks", False)),
+        stages=(1, 2),
+        prefix_caching=True,
+        priorities=True,
+        reserve_full_prompt=False,
+    ),
+    "stages-shared-mixed": Setup(budget="100%", stages=(2, 1), prefix_caching=True, **SMALL),
+    "stages-async-shared-later": Setup(
+        policy="streaming-llm",
+        policy_args=(("sinks", 2), ("schedule", "interval"), ("schedule.interval", 5)),
+        stages=(2, 1),
+        prefix_caching=True,
+        asynchronous=True,
+        **SMALL,
+    ),
+    "stages-shared-forecast": Setup(
+        stages=(1, 2), admission="forecast", prefix_caching=True, **SMALL
+    ),
+    "stages-shared-inside": Setup(
+        policy_args=(*OWN_SCORER, ("window", 6)),
+        stages=(1, 2),
+        prefix_caching=True,
+        reserve_full_prompt=False,
+        **LONG,
+        **SMALL,
     ),
 }
 

@@ -33,18 +33,18 @@ class SharingJob(Job):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shared = self.scheduler.coordinator.blocks_shared
+        shared = self.scheduler.coordinator.rows_shared
 
         def counting(name: str) -> Any:
             found = shared(name)
             self.once += bool(found)
             return found
 
-        self.scheduler.coordinator.blocks_shared = counting  # type: ignore[method-assign]
+        self.scheduler.coordinator.rows_shared = counting  # type: ignore[method-assign]
 
     def count_each(self) -> None:
         """The rule without what is shared."""
-        self.scheduler.coordinator.blocks_shared = lambda _: {}  # type: ignore[method-assign]
+        self.scheduler.coordinator.rows_shared = lambda _: {}  # type: ignore[method-assign]
 
     def add_prompt(
         self,
@@ -67,8 +67,8 @@ class SharingJob(Job):
 
 
 def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
-    """40 prompts of 64 tokens in a pool for 96 blocks a layer."""
-    job = SharingJob(setup, 96 * setup.num_layers)
+    """40 prompts of 64 tokens in a pool for 96 blocks a layer, of the stage that has most."""
+    job = SharingJob(setup, 96 * max(setup.stages or (setup.num_layers,)))
     if each:
         job.count_each()
     for index in range(40):
@@ -77,10 +77,12 @@ def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
     return job
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_more_requests_of_one_prefix_run_at_once(asynchronous: bool) -> None:
+@pytest.mark.parametrize(("asynchronous", "stages"), [(False, ()), (True, ()), (False, (1, 2))])
+def test_more_requests_of_one_prefix_run_at_once(
+    asynchronous: bool, stages: tuple[int, ...]
+) -> None:
     """12 of 20 blocks a layer are shared: 10 requests fit side by side, 4 if each counts all."""
-    setup = replace(WHOLE, asynchronous=asynchronous)
+    setup = replace(WHOLE, asynchronous=asynchronous, stages=stages)
     each = _run(setup, 48, each=True, tokens=16)
     once = _run(setup, 48, each=False, tokens=16)
     print(each.most_running, once.most_running, each.steps, once.steps)
@@ -119,6 +121,8 @@ PROPERTY = {
     "pyramid": replace(EVICTED, policy_args=(("window", 6),), budget="30%", asynchronous=True),
     "whole": replace(WHOLE, asynchronous=True),
     "beside": replace(EVICTED, beside=(Beside("sliding", 10), Beside("chunked", 12))),
+    "stages": replace(EVICTED, stages=(1, 2)),
+    "whole-stages": replace(WHOLE, stages=(2, 1)),
     "later": replace(
         EVICTED,
         policy="streaming-llm",
@@ -185,13 +189,13 @@ def test_who_evicts_inside_a_prompt_is_counted_with_all_it_may_hold() -> None:
     assert admission is not None
     shared, alike = admission._shared, []
 
-    def watched(names: list[str], whole: Any) -> Any:
+    def watched(names: list[str], whole: Any, stage: int) -> Any:
         alike.append(dict(zip(names, whole.tolist(), strict=True)))
-        found = shared(names, whole)
+        found = shared(names, whole, stage)
         if whole.any():
             everybody = {frozenset(names): 12, frozenset([names[0], "gone"]): 3}
-            job.scheduler.coordinator.blocks_shared = lambda _: everybody  # type: ignore[method-assign]
-            blocks, has = shared(names, whole)
+            job.scheduler.coordinator.rows_shared = lambda _: everybody  # type: ignore[method-assign]
+            blocks, has = shared(names, whole, stage)
             assert len(blocks) == (whole.sum() > 1)
             assert all(row.tolist() == whole.tolist() for row in has)
         return found

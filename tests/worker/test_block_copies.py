@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
+from vllm_pyramid.compat.side_channel import attach_block_copies
 from vllm_pyramid.worker import runner as runners
 from vllm_pyramid.worker.runner import PyramidRunnerMixin
 
@@ -24,6 +26,7 @@ def test_what_was_copied_is_not_zeroed(monkeypatch: pytest.MonkeyPatch, at_once:
     runner._roles = SimpleNamespace(evicting={"layer": SimpleNamespace(page_size_bytes=64)})
     runner.kv_caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
     runner.kv_cache_config = SimpleNamespace(num_blocks=6)
+    runner.stages = SimpleNamespace(stage=0)
     output: Any = SimpleNamespace(
         kv_cache_block_copies=[KVCacheBlockCopy(1, 3), KVCacheBlockCopy(2, 4)],
         new_block_ids_to_zero=[3, 5, 4],
@@ -32,3 +35,20 @@ def test_what_was_copied_is_not_zeroed(monkeypatch: pytest.MonkeyPatch, at_once:
     assert output.kv_cache_block_copies is None
     assert output.new_block_ids_to_zero == [5]
     assert runner.kv_caches[0][:, 0].tolist() == [0, 1, 2, 1, 2, 5]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_copies_its_own_blocks(stage: int) -> None:
+    """A block id is that of a pool, and each pipeline stage has one."""
+    copies = [[KVCacheBlockCopy(1, 3)], [KVCacheBlockCopy(2, 3), KVCacheBlockCopy(5, 4)]]
+    output: Any = SimpleNamespace(kv_cache_block_copies=None, new_block_ids_to_zero=None)
+    attach_block_copies(output, copies)
+    assert output.kv_cache_block_copies is None, "it would go to all stages"
+    runner: Any = object.__new__(PyramidRunnerMixin)
+    runner._roles = SimpleNamespace(evicting={"layer": SimpleNamespace(page_size_bytes=64)})
+    runner.kv_caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
+    runner.kv_cache_config = SimpleNamespace(num_blocks=6)
+    runner.stages = SimpleNamespace(stage=stage)
+    runner._copy_blocks(pickle.loads(pickle.dumps(output)))  # as on the way to a worker
+    expected = ([0, 1, 2, 1, 4, 5], [0, 1, 2, 2, 5, 5])
+    assert runner.kv_caches[0][:, 0].tolist() == expected[stage]

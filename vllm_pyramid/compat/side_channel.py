@@ -10,8 +10,10 @@ policy refuses). Remove when vLLM has a field for plugins.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -20,6 +22,7 @@ from vllm_pyramid.plans import Eviction
 
 _REPORT = "vllm_pyramid_report"
 _COPIES = "vllm_pyramid_copies"
+_BLOCK_COPIES = "vllm_pyramid_block_copies"
 _ORIGINS = "vllm_pyramid_origins"
 _STATS = "vllm_pyramid"
 
@@ -59,6 +62,27 @@ def read_copies(output: SchedulerOutput) -> dict[str, list[int]]:
     """What `attach_copies` sent."""
     copies: dict[str, list[int]] = getattr(output, _COPIES, {})
     return copies
+
+
+def attach_block_copies(
+    output: SchedulerOutput, of_stages: Sequence[list[KVCacheBlockCopy]]
+) -> None:
+    """Tell the workers which blocks to copy before the step, a list for each pipeline stage.
+
+    vLLM's own field goes to the workers of all stages, whose blocks are not the same: with several
+    stages it stays empty.
+    """
+    if len(of_stages) == 1:
+        assert not output.kv_cache_block_copies
+        output.kv_cache_block_copies = of_stages[0] or None
+    elif any(of_stages):
+        setattr(output, _BLOCK_COPIES, of_stages)
+
+
+def read_block_copies(output: SchedulerOutput, stage: int) -> Sequence[KVCacheBlockCopy]:
+    """What `attach_block_copies` sent to the workers of a stage."""
+    of_stages: Sequence[list[KVCacheBlockCopy]] | None = getattr(output, _BLOCK_COPIES, None)
+    return (output.kv_cache_block_copies or ()) if of_stages is None else of_stages[stage]
 
 
 def attach_origins(output: SchedulerOutput, origins: dict[str, tuple[str, int]]) -> None:

@@ -100,12 +100,13 @@ class OpenPlan:
         """See `RetentionPlan.untouched`; nothing can be promised before the lengths are solved."""
         return 0
 
-    def most_blocks_behind(self) -> int:
-        """See `RetentionPlan.blocks_behind`: as many as it may come to."""
+    def most_blocks_behind(self, stages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """See `RetentionPlan.most_blocks_behind`: as many as it may come to, of the only stage."""
+        assert len(stages) == 1, "lengths are solved from the scores of all layers"
         # Each layer's share is rounded up, and may be one block more where blocks are filled.
         kept = -(-self.budget_tokens * self.num_layers // self.block_size)
         whole = self.num_layers * (self.prompt_len // self.block_size)
-        return min(kept + 2 * self.num_layers, whole)
+        return np.array([min(kept + 2 * self.num_layers, whole)], np.int64)
 
     @property
     def held(self) -> IntArray:

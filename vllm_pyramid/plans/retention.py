@@ -342,9 +342,17 @@ class RetentionPlan:
         """Whole blocks of the tokens so far that this eviction writes to, `[num_layers]`."""
         return _read_only(self.prompt_len // self.block_size - self.skip // self.block_size)
 
-    def most_blocks_behind(self) -> int:
-        """`blocks_behind` of the first eviction, all layers together."""
-        return int(self.first.blocks_behind.sum())
+    def most_blocks_behind(self, stages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """`blocks_behind` of the first eviction, `[stages]`.
+
+        Args:
+            stages: layers of each pipeline stage.
+        """
+        starts = np.cumsum([0, *stages[:-1]])
+        behind: npt.NDArray[np.int64] = np.add.reduceat(
+            self.first.blocks_behind.astype(np.int64), starts
+        )
+        return behind
 
     @cached_property
     def held(self) -> IntArray:

@@ -295,7 +295,7 @@ class Admission:
         total = held.sum(axis=1, where=last > before)
         if total.max() <= pool:
             return True
-        blocks, has = self._shared(names, peak == UNBOUNDED)
+        blocks, has = self._shared(names, peak == UNBOUNDED, stage)
         if not len(blocks):
             return False
         # Now each of these blocks once, as long as anybody is counted without his share of them.
@@ -314,9 +314,9 @@ class Admission:
         return bool(np.minimum(total, once).max() <= pool)
 
     def _shared(
-        self, names: list[str], alike: npt.NDArray[np.bool_]
+        self, names: list[str], alike: npt.NDArray[np.bool_], stage: int
     ) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-        """Blocks that several of these requests have, the candidate with those of its hit.
+        """Blocks of a stage that several of these requests have, the candidate with its hit.
 
         Args:
             alike: `[requests]`, of which this can be said: those that evict at no other moment than
@@ -327,10 +327,11 @@ class Admission:
         """
         places = {name: index for index, name in enumerate(names) if alike[index]}
         sets: list[tuple[int, list[int]]] = []
-        for holders, blocks in self._coordinator.blocks_shared(names[-1]).items():
+        of_row = int(self._coordinator.row_blocks[stage])
+        for holders, rows in self._coordinator.rows_shared(names[-1]).items():
             indices = [places[name] for name in holders if name in places]
             if len(indices) > 1:
-                sets.append((blocks, indices))
+                sets.append((rows * of_row, indices))
         has = np.zeros((len(sets), len(names)), np.bool_)
         for row, (_, indices) in zip(has, sets, strict=True):
             row[indices] = True

@@ -330,7 +330,10 @@ class Companions:
 
     def source_blocks(self, hashes: Sequence[BlockHash], suffix: Suffix) -> int:
         """Blocks that a request copies which begins with these rows, and that count as free."""
-        return sum(self._pool.idle_blocks(names) for names in self.sources(hashes, suffix))
+        idle = (
+            row for names in self.sources(hashes, suffix) for row in self._pool.idle_rows(names)
+        )
+        return sum(len(row.blocks) for row in idle)
 
     def enter(
         self, request_id: str, hashes: Sequence[BlockHash], suffix: Suffix

@@ -31,7 +31,7 @@ from vllm_pyramid.compat.coordinator import block_pool
 from vllm_pyramid.plans import IntArray, RetentionPlan
 from vllm_pyramid.scheduler.companions import Companions
 from vllm_pyramid.scheduler.manager import LayerKVCacheManager
-from vllm_pyramid.scheduler.prefixes import Prefixes, copies_of
+from vllm_pyramid.scheduler.prefixes import Prefixes
 from vllm_pyramid.scheduler.request import SchedulerRequest
 from vllm_pyramid.scheduler.request_plans import RequestPlans
 from vllm_pyramid.scheduler.resuming import Resuming
@@ -39,6 +39,8 @@ from vllm_pyramid.scheduler.rows import RowPool
 from vllm_pyramid.scheduler.sharing import PrefixSharing
 from vllm_pyramid.scheduler.stages import StagePools, Stages
 from vllm_pyramid.scheduler.states import States
+
+_NO_BOUND = np.array(np.iinfo(np.int64).max)
 
 
 class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordinatorNoPrefixCache):
@@ -112,14 +114,14 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
             hash_block_size = self.largest_block
         self._hash_tokens = hash_block_size
         self._prefixes = Prefixes(
-            self.block_pool, self.layer_managers, self.block_sizes, hash_block_size
+            self.block_pool, self.layer_managers, self.block_sizes, hash_block_size, self.stages
         )
         self._entries_per_row = self._prefixes.tokens // self.block_size
         self._states = States(self.block_pool, self.layer_managers, self._prefixes.tokens)
         self.origins = {}
         self._requests = {}
         self._rows_before = {}
-        self.block_copies = []
+        self.block_copies = [[] for _ in starts]
         # The request whose next allocation fails, as if blocks were missing.
         self.refused: str | None = None
         self.held_blocks = np.zeros(self.num_layers, np.int64)
@@ -182,15 +184,15 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
             for of_stage in self._layers_of_ratio
         ]
         capped = apply_admission_cap and request.plan is not None
-        most = self.most_blocks(request_id, num_tokens).tolist() if capped else by_stage
-        if len(by_stage) > 1:  # and so nothing is shared, and all layers evict
-            return self.block_pool.as_one(np.minimum(by_stage, most))
-        (blocks,), (cap,) = by_stage, most
-        if request.hit and min(blocks, cap) <= self.block_pool.get_num_free_blocks():
+        pool = self.block_pool
+        most = self.most_blocks(request_id, num_tokens) if capped else _NO_BOUND
+        needed = np.minimum(by_stage, most)
+        if request.hit and pool.as_one(needed) <= pool.get_num_free_blocks():
             # Shared blocks that nobody uses count as free, and will not any more.
-            blocks += self.block_pool.idle_blocks(request.hit[: self._shared_rows(request)])
-        # The most that it holds has what it shares among it.
-        return (min(blocks, cap) if capped else blocks) + beside
+            idle = len(pool.idle_rows(request.hit[: self._shared_rows(request)]))
+            # The most that it holds has what it shares among it.
+            needed = np.minimum(by_stage + self.row_blocks * idle, most)
+        return pool.as_one(needed) + beside
 
     def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> npt.NDArray[np.int64]:
         """Blocks that a request holds at most until so many of its tokens are computed: `[stages]`.
@@ -252,13 +254,13 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
         for block_hash in reversed(request.hit[shared:]):
             self.block_pool.touch_row(block_hash)
         if self.companions and request.hit:
-            self.block_copies += self.companions.enter(request_id, request.hit, request.suffix)
+            copies = self.companions.enter(request_id, request.hit, request.suffix)
+            self.block_copies[0] += copies  # there is one stage
         if sources:
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens
             )
-            own = [new_blocks[group] for group in self._groups]
-            self.block_copies += copies_of(sources, own)
+            self._fill([new_blocks[group] for group in self._groups], sources)
         request.hit = []
 
     def allocate_new_blocks(
@@ -390,6 +392,10 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
             request.reusable,
             request.conversation,
         )
+
+    def reset_prefix_cache(self) -> bool:
+        """Of all stages at once: vLLM would ask the pool of each, which has no rows."""
+        return self.block_pool.reset_prefix_cache()
 
     def new_step_starts(self) -> None:
         """The managers keep nothing per step."""

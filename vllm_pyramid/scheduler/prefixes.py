@@ -29,6 +29,7 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.scheduler.holders import Holders
 from vllm_pyramid.scheduler.rows import Row, RowPool
+from vllm_pyramid.scheduler.stages import Stages
 
 
 class Prefixes:
@@ -37,10 +38,12 @@ class Prefixes:
     Args:
         managers: of the layers. block_sizes: `[layers]`, tokens of a block in each.
         hash_block_size: tokens of one of a request's `block_hashes`.
+        stages: of the pipeline, each with a pool of its own.
 
     Attributes:
         tokens: of a row: the largest block.
-        blocks: `[layers]` int64, blocks of a row in each layer. row_blocks: of all layers.
+        blocks: `[layers]` int64, blocks of a row in each layer. row_blocks: `[stages]` of a row in
+            all layers of each.
         holders: who has which rows.
     """
 
@@ -50,11 +53,13 @@ class Prefixes:
         managers: Sequence[SingleTypeKVCacheManager],
         block_sizes: npt.NDArray[np.int64],
         hash_block_size: int,
+        stages: Stages,
     ) -> None:
         self._pool, self._managers = pool, managers
         self.tokens = int(block_sizes.max())
         self.blocks = self.tokens // block_sizes
-        self.row_blocks = int(self.blocks.sum())
+        self.row_blocks = stages.sums(self.blocks)
+        assert pool.row_counts in ((), tuple(self.row_blocks.tolist())), "pages of several sizes"
         self._counts: list[int] = self.blocks.tolist()
         assert self.tokens % hash_block_size == 0, (self.tokens, hash_block_size)
         self._hashes_per_row = self.tokens // hash_block_size
@@ -127,7 +132,7 @@ class Prefixes:
             `[layers]` blocks of the heads, which are the request's no longer.
         """
         heads: list[int] = (skip // self.tokens).tolist()
-        end, null = first + len(hashes), self._pool.null_block
+        end = first + len(hashes)
         tables = [manager.req_to_blocks[request_id] for manager in self._managers]
         starts = np.cumsum([0, *(end - head for head in heads)]).tolist()
         unused = list(copies[starts[-1] :])
@@ -138,8 +143,8 @@ class Prefixes:
             ]
             if not self._pool.offer(hashes[index - first], blocks):
                 unused += blocks
-        for table, head in zip(tables, heads, strict=True):
-            table[first:head] = [null] * max(head - first, 0)
+        for manager, table, head in zip(self._managers, tables, heads, strict=True):
+            table[first:head] = [manager.block_pool.null_block] * max(head - first, 0)
         self._pool.free_blocks(unused)
         return np.maximum(np.array(heads, np.int64) - first, 0)
 
@@ -149,10 +154,10 @@ class Prefixes:
         Returns:
             How many of them nobody uses any more.
         """
-        null = self._pool.null_block
         for manager, count in zip(self._managers, self._counts, strict=True):
             length = len(rows) * count
-            manager.req_to_blocks[request_id][:length] = [null] * length
+            null = [manager.block_pool.null_block] * length
+            manager.req_to_blocks[request_id][:length] = null
         self.holders.remove(request_id, rows)
         return self._pool.release(rows)
 

@@ -28,7 +28,7 @@ class Resuming:
 
     block_pool: RowPool
     companions: Companions
-    block_copies: list[KVCacheBlockCopy]
+    block_copies: list[list[KVCacheBlockCopy]]
     held_blocks: npt.NDArray[np.int64]
     skipped_tokens: npt.NDArray[np.int64]
     origins: dict[str, tuple[str, int]]
@@ -93,9 +93,9 @@ class Resuming:
         if self.companions:
             self._states.touch(state)  # it must not be dissolved for what they get
             copies = self.companions.enter(request_id, state.hashes, request.suffix)
-            self.block_copies += copies
+            self.block_copies[0] += copies  # there is one stage
         sources, own = self._states.adopt(request_id, state)
-        self.block_copies += copies_of(sources, own)
+        self.block_copies[0] += copies_of(sources, own)
         self.origins[request_id] = state.origin, state.point
         self.held_blocks += np.array(list(map(len, own)), np.int64)
         self.skipped_tokens += state.skip

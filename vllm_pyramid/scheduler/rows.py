@@ -18,6 +18,9 @@ vLLM. So a row is never there without the row before it, and a lookup is a bisec
 Two requests that compute one prefix at the same time have two rows of one hash. The first is found
 by others. The second, its twin, takes its place if the first is dissolved, and otherwise ends with
 its request.
+
+With pipeline stages a row has blocks of several pools (`stages.py`), and lives and dies in all of
+them at once.
 """
 
 from __future__ import annotations
@@ -39,20 +42,26 @@ class Row:
         hash: vLLM's, of the tokens up to its end and of all else that their KV depends on (LoRA
             adapter, images, prompt embeddings, `cache_salt`); of what is not the full cache's KV,
             more behind it. None of blocks that are set aside.
-        blocks: layer by layer. refs: requests that have them in their tables.
+        blocks: layer by layer. counts: how many of them each pipeline stage has; empty where there
+            is one stage. refs: requests that have them in their tables.
         scheduled: whether the step that computes them has been scheduled; until then they can be
             read in that step, behind what writes them, but not before it.
         origin: of the base of a state (`states.py`), the request that evicted.
         holders: of layers that evict, the requests that `refs` counts (`holders.py` keeps it).
     """
 
-    __slots__ = ("blocks", "hash", "holders", "origin", "refs", "scheduled")
+    __slots__ = ("blocks", "counts", "hash", "holders", "origin", "refs", "scheduled")
 
     def __init__(
-        self, block_hash: BlockHash | None, blocks: Sequence[KVCacheBlock], refs: int = 1
+        self,
+        block_hash: BlockHash | None,
+        blocks: Sequence[KVCacheBlock],
+        counts: tuple[int, ...] = (),
+        refs: int = 1,
     ) -> None:
         self.hash = block_hash
         self.blocks = blocks
+        self.counts = counts
         self.refs = refs
         self.scheduled = False
         self.origin: str | None = None
@@ -68,7 +77,10 @@ class RowPool(BlockPool):
         rows: those that a lookup finds, by hash.
         idle: those of them that nobody refers to, the next to be dissolved first.
         twins: rows in use whose hash is another row's, by hash.
+        row_counts: see `Row.counts`, of all rows with a hash.
     """
+
+    row_counts: tuple[int, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,7 +98,7 @@ class RowPool(BlockPool):
 
     def publish(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> Row:
         """Make a row of a request's blocks, to which that request refers."""
-        row = Row(block_hash, blocks)
+        row = Row(block_hash, blocks, self.row_counts)
         if self.rows.setdefault(block_hash, row) is not row:
             self.twins.setdefault(block_hash, []).append(row)
         return row
@@ -96,10 +108,9 @@ class RowPool(BlockPool):
         assert row.refs == 1, "others use what was never computed"
         self._forget(row)
 
-    def idle_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """How many blocks of the rows of these hashes count as free."""
-        rows = map(self.rows.__getitem__, hashes)
-        return sum(len(row.blocks) for row in rows if not row.refs)
+    def idle_rows(self, hashes: Sequence[BlockHash]) -> list[Row]:
+        """Those of the rows of these hashes whose blocks count as free."""
+        return [row for row in map(self.rows.__getitem__, hashes) if not row.refs]
 
     def adopt(self, hashes: Sequence[BlockHash]) -> tuple[list[Row], int]:
         """Refer to the rows of these hashes; returns them, and how many of them were idle."""
@@ -107,8 +118,7 @@ class RowPool(BlockPool):
         revived = 0
         for row in rows:
             if not row.refs:
-                del self.idle[row]
-                self._idle_blocks -= len(row.blocks)
+                self._wake(row)
                 revived += 1
             row.refs += 1
         return rows, revived
@@ -136,7 +146,7 @@ class RowPool(BlockPool):
         if block_hash in self.rows:
             self.touch_row(block_hash)
             return False
-        row = self.rows[block_hash] = Row(block_hash, blocks, refs=0)
+        row = self.rows[block_hash] = Row(block_hash, blocks, self.row_counts, refs=0)
         row.scheduled = True
         self._rest(row)
         return True
@@ -149,18 +159,20 @@ class RowPool(BlockPool):
             del self.idle[row]
             self.idle[row] = None
 
-    def set_aside(self, num_blocks: int, but: int) -> Row | None:
+    def set_aside(self, counts: npt.NDArray[np.int64], but: npt.NDArray[np.int64]) -> Row | None:
         """Blocks that still count as free, and go like an idle row's.
 
         Args:
-            but: free blocks that must stay what they are: the latest that became idle.
+            counts: `[stages]`, how many. but: `[stages]` free blocks that must stay what they are:
+                the latest that became idle.
 
         Returns:
-            None if there are too few.
+            None if there are too few in a stage.
         """
-        if num_blocks > self.get_num_free_blocks() - but:
+        if (counts > self.free_by_stage() - but).any():
             return None
-        row = Row(None, self.get_new_blocks(num_blocks), refs=0)
+        of_stages = tuple(counts.tolist()) if self.row_counts else ()
+        row = Row(None, self.get_blocks_of_stages(counts), of_stages, refs=0)
         self._rest(row)
         return row
 
@@ -168,18 +180,22 @@ class RowPool(BlockPool):
         """The blocks that were set aside, for the caller to own; None if they have gone."""
         if row not in self.idle:
             return None
-        del self.idle[row]
-        self._idle_blocks -= len(row.blocks)
+        self._wake(row)
         return row.blocks
 
     def _rest(self, row: Row) -> None:
         self.idle[row] = None
         self._idle_blocks += len(row.blocks)
 
-    def _dissolve_oldest(self) -> None:
-        row = next(iter(self.idle))
+    def _wake(self, row: Row) -> None:
         del self.idle[row]
         self._idle_blocks -= len(row.blocks)
+
+    def _dissolve_oldest(self) -> None:
+        self._dissolve(next(iter(self.idle)))
+
+    def _dissolve(self, row: Row) -> None:
+        self._wake(row)
         if row.hash is not None:
             self._forget(row)
         self.free_blocks(row.blocks)
@@ -211,13 +227,17 @@ class RowPool(BlockPool):
         """`[stages]`: free blocks of each."""
         return np.array([self.get_num_free_blocks()], np.int64)
 
-    def as_one(self, needed: npt.NDArray[np.int64]) -> int:
+    def as_one(self, needed: npt.NDArray[np.int64] | Sequence[int]) -> int:
         """Blocks that are needed, `[stages]`, as one number to compare with all free blocks."""
         return int(needed[0])
 
     def get_blocks_of_layers(self, counts: npt.NDArray[np.int64]) -> list[KVCacheBlock]:
         """New blocks layer by layer, `counts` is `[layers]`."""
         return self.get_new_blocks(int(counts.sum()))
+
+    def get_blocks_of_stages(self, counts: npt.NDArray[np.int64]) -> list[KVCacheBlock]:
+        """The same, `counts` is `[stages]`."""
+        return self.get_new_blocks(int(counts[0]))
 
     # vLLM's contract --------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pyramid.compat.coordinator import lockstep_coordinator
 from vllm_pyramid.compat.scheduler import SchedulerPoints
 from vllm_pyramid.compat.side_channel import (
+    attach_block_copies,
     attach_copies,
     attach_origins,
     attach_policy_stats,
@@ -261,9 +262,7 @@ class PyramidSchedulerMixin(SchedulerPoints):
         self.coordinator.step_ends()  # rows that were published between two steps are computed
         output = super().schedule(*args, **kwargs)
         self.coordinator.step_ends()
-        if copies := self.coordinator.take_block_copies():
-            assert not output.kv_cache_block_copies
-            output.kv_cache_block_copies = copies
+        attach_block_copies(output, self.coordinator.take_block_copies())
         attach_origins(output, self.coordinator.take_origins())
         # Last, when everybody has got the blocks that this step needs.
         scheduled = output.num_scheduled_tokens

@@ -7,27 +7,30 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlockCopy
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.request import Request
 
 from vllm_pyramid.plans import Plan, RetentionPlan
 from vllm_pyramid.scheduler.companions import Companions
-from vllm_pyramid.scheduler.prefixes import Prefixes
+from vllm_pyramid.scheduler.prefixes import Prefixes, copies_of
 from vllm_pyramid.scheduler.request import LeftBehind, SchedulerRequest
 from vllm_pyramid.scheduler.rows import RowPool
+from vllm_pyramid.scheduler.stages import Stages
 
 
 class PrefixSharing:
     """Prefix caching, as a part of `LockstepCoordinator`.
 
     Attributes:
-        block_copies: that the worker is to make before the step that is being scheduled.
+        block_copies: of each pipeline stage, that its worker is to make before the step that is
+            being scheduled.
     """
 
     block_pool: RowPool
     companions: Companions
     num_layers: int
-    block_copies: list[KVCacheBlockCopy]
+    stages: Stages
+    block_copies: list[list[KVCacheBlockCopy]]
     _prefixes: Prefixes
     _requests: dict[str, SchedulerRequest]
     most_blocks: Callable[[str, int], npt.NDArray[np.int64]]
@@ -72,18 +75,20 @@ class PrefixSharing:
             least = 0
         if len(known.hit) > least:
             # What is copied must not be dissolved for the blocks that this request gets.
-            needed = self._prefixes.row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
+            row_blocks = self._prefixes.row_blocks
+            needed = row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
             peak = self.most_blocks(request.request_id, request.num_tokens)
-            needed = min(needed, int(peak.sum()))
-            needed -= self._prefixes.row_blocks * min(shared_rows, len(known.hit))
-            free = self.block_pool.get_num_free_blocks() - self.block_pool.idle_blocks(known.hit)
+            needed = np.minimum(needed, peak)
+            needed -= row_blocks * min(shared_rows, len(known.hit))
+            free = self.block_pool.free_by_stage()
+            free -= row_blocks * len(self.block_pool.idle_rows(known.hit))
             if self.companions:
                 tokens = len(known.hit) * self._prefixes.tokens
                 needed += self.companions.missing_blocks(
                     request.request_id, request.num_tokens, hit=tokens
                 )
                 free -= self.companions.source_blocks(known.hit, known.suffix)
-            if needed > free:
+            if (needed > free).any():
                 del known.hit[least:]
         return len(known.hit) * self._prefixes.tokens
 
@@ -93,14 +98,17 @@ class PrefixSharing:
             return len(request.hit)
         return min(len(request.hit), request.shareable // self._prefixes.tokens)
 
-    def blocks_shared(self, request_id: str) -> dict[frozenset[str], int]:
-        """Blocks that several requests have, by who has them, if this one began with its hit."""
+    @property
+    def row_blocks(self) -> npt.NDArray[np.int64]:
+        """`[stages]`: blocks of a row."""
+        return self._prefixes.row_blocks
+
+    def rows_shared(self, request_id: str) -> dict[frozenset[str], int]:
+        """Rows that several requests have, by who has them, if this one began with its hit."""
         known = self._requests[request_id]
         hit = known.hit[: self._shared_rows(known)]
-        rows = self._prefixes.holders.shared(
-            request_id, (self.block_pool.rows[name] for name in hit)
-        )
-        return {names: count * self._prefixes.row_blocks for names, count in rows.items()}
+        rows = (self.block_pool.rows[name] for name in hit)
+        return self._prefixes.holders.shared(request_id, rows)
 
     def left_tokens(self, request_id: str) -> int:
         """Tokens of a request that others find, or will find when it has evicted."""
@@ -125,17 +133,19 @@ class PrefixSharing:
             requests: that come to their first eviction in it.
 
         Returns:
-            By request, ids of blocks for the worker to copy to (`StepEvictions.copies`), as many as
-            can be needed. None of a request that leaves nothing behind, or has all of it there, or
-            for which the pool has too few.
+            By request, ids of blocks for the workers to copy to (`StepEvictions.copies`), as many
+            as can be needed, each of the pool of its layer's stage. None of a request that leaves
+            nothing behind, or has all of it there, or for which a pool has too few.
         """
         missing = [found for request in requests if (found := self._not_there(request))]
         aside: dict[str, list[int]] = {}
+        # Nothing becomes idle between these calls, so the latest are those of this step.
+        others = np.zeros(len(self.stages), np.int64)
         for request_id, plan, first, hashes in missing:
-            # Nothing becomes idle between these calls, so the latest are those of this step.
-            others = sum(map(len, aside.values()))
-            row = self.block_pool.set_aside(plan.most_blocks_behind(), others)
+            counts = plan.most_blocks_behind(self.stages.sizes)
+            row = self.block_pool.set_aside(counts, others)
             if row is not None:
+                others += counts
                 self._requests[request_id].left = LeftBehind(first, hashes, row)
                 aside[request_id] = [block.block_id for block in row.blocks]
         return aside
@@ -153,10 +163,18 @@ class PrefixSharing:
             self.block_pool.touch_row(block_hash)
         return None
 
-    def take_block_copies(self) -> list[KVCacheBlockCopy]:
-        """Copies that the worker is to make before the step that has just been scheduled."""
-        copies, self.block_copies = self.block_copies, []
+    def take_block_copies(self) -> list[list[KVCacheBlockCopy]]:
+        """`block_copies` of the step that has just been scheduled."""
+        copies, self.block_copies = self.block_copies, [[] for _ in self.stages.ends]
         return copies
+
+    def _fill(
+        self, own: Sequence[Sequence[KVCacheBlock]], sources: Sequence[Sequence[KVCacheBlock]]
+    ) -> None:
+        """Let the workers fill blocks with others, both `[layers][blocks]`."""
+        ends = zip(self.block_copies, self.stages.starts, self.stages.ends, strict=True)
+        for copies, start, end in ends:
+            copies += copies_of(sources[start:end], own[start:end])
 
     def _leave_rows(self, request_id: str, request: SchedulerRequest) -> npt.NDArray[np.int64]:
         """The request does without its rows; `[layers]` blocks that nobody uses any more."""

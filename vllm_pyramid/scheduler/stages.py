@@ -9,11 +9,14 @@ vLLM counts one pool for all layers of the model. Its question is always "is wha
 more than what is free?", two numbers. With stages the answer must be yes where one of them lacks
 blocks, so the numbers are those of the scarcest: free is the least of all stages, and needed is as
 much more than that as the stage lacks that lacks most (`StagePools.as_one`).
+
+What requests share are rows of all layers (`rows.py`), and so of all stages: a row that nobody uses
+counts as free in each of them, and where one of them needs its blocks, all get theirs back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -21,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_pyramid.scheduler.rows import RowPool
+from vllm_pyramid.scheduler.rows import Row, RowPool
 
 Numbers = npt.NDArray[np.int64]
 
@@ -73,10 +76,30 @@ class Stages:
         return sums
 
 
+class StagePool(RowPool):
+    """The blocks of one stage.
+
+    Args:
+        whole: of which it is a part. stage: its number.
+    """
+
+    def __init__(self, whole: StagePools, stage: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._whole, self._stage = whole, stage
+
+    def count_idle(self, num_blocks: int) -> None:
+        """So many of its blocks are an idle row's now, or of one that is none any more."""
+        self._idle_blocks += num_blocks
+
+    def _dissolve_oldest(self) -> None:
+        self._whole.dissolve_for(self._stage)
+
+
 class StagePools(RowPool):
     """A block pool for each of several stages, and in front of them what vLLM asks.
 
-    It has no blocks of its own. No prefixes are shared beside stages, so it has no rows either.
+    It has no blocks of its own, but the rows: their blocks are those of all stages. All blocks
+    have as many tokens, since V is on the device.
 
     Attributes:
         stages: which layers each has. pools: of the stages.
@@ -86,7 +109,10 @@ class StagePools(RowPool):
         super().__init__(1, *args, **kwargs)
         self.num_gpu_blocks = num_gpu_blocks  # of each
         self.stages = stages
-        self.pools = [RowPool(num_gpu_blocks, *args, **kwargs) for _ in stages.ends]
+        self.row_counts = stages.sizes
+        self.pools = [
+            StagePool(self, stage, num_gpu_blocks, *args, **kwargs) for stage in range(len(stages))
+        ]
 
     def of_layer(self, layer: int) -> RowPool:
         """See the base."""
@@ -96,15 +122,19 @@ class StagePools(RowPool):
         """See the base."""
         return np.array([pool.get_num_free_blocks() for pool in self.pools], np.int64)
 
-    def as_one(self, needed: Numbers) -> int:
+    def as_one(self, needed: Numbers | Sequence[int]) -> int:
         """See the base."""
         free = self.free_by_stage()
         return int(free.min() + (needed - free).max())
 
     def get_blocks_of_layers(self, counts: Numbers) -> list[KVCacheBlock]:
         """See the base."""
+        return self.get_blocks_of_stages(self.stages.sums(counts))
+
+    def get_blocks_of_stages(self, counts: Numbers) -> list[KVCacheBlock]:
+        """See the base."""
         found: list[KVCacheBlock] = []
-        for pool, count in zip(self.pools, self.stages.sums(counts).tolist(), strict=True):
+        for pool, count in zip(self.pools, counts.tolist(), strict=True):
             found += pool.get_new_blocks(count)
         return found
 
@@ -131,4 +161,28 @@ class StagePools(RowPool):
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM's: False while requests hold blocks."""
-        return all(pool.reset_prefix_cache() for pool in self.pools)
+        if not all(pool.reset_prefix_cache() for pool in self.pools):
+            return False
+        while self.idle:
+            self._dissolve_oldest()
+        return True
+
+    # Rows -------------------------------------------------------------------------------------
+
+    def dissolve_for(self, stage: int) -> None:
+        """Dissolve the least recently used row that has blocks of a stage.
+
+        Blocks that are set aside may be of the other stages alone. All other rows have some of
+        each, so of one prompt the deepest still goes first.
+        """
+        self._dissolve(next(row for row in self.idle if row.counts[stage]))
+
+    def _rest(self, row: Row) -> None:
+        self.idle[row] = None
+        for pool, count in zip(self.pools, row.counts, strict=True):
+            pool.count_idle(count)
+
+    def _wake(self, row: Row) -> None:
+        del self.idle[row]
+        for pool, count in zip(self.pools, row.counts, strict=True):
+            pool.count_idle(-count)

@@ -25,7 +25,7 @@ from vllm_pyramid.compat.runner import (
     rotary_of_layer,
     send_report,
 )
-from vllm_pyramid.compat.side_channel import read_copies, read_origins
+from vllm_pyramid.compat.side_channel import read_block_copies, read_copies, read_origins
 from vllm_pyramid.config import ServedSettings
 from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.rotary import Rotary
@@ -368,13 +368,13 @@ class PyramidRunnerMixin:
 
         vLLM's runners would make them all at once, and hold all that is copied a second time.
         """
-        copies = scheduler_output.kv_cache_block_copies
+        copies = read_block_copies(scheduler_output, self.stages.stage)
         if not copies:
             return
         page = next(iter(self._roles.evicting.values())).page_size_bytes
         count = max(COPIED_BYTES // page, 1)
         for start in range(0, len(copies), count):
-            piece = copies[start : start + count]
+            piece = list(copies[start : start + count])
             copy_kv_cache_blocks_inplace(self.kv_caches, self.kv_cache_config.num_blocks, piece)
         scheduler_output.kv_cache_block_copies = None
         if new := scheduler_output.new_block_ids_to_zero:  # with caches of several types
