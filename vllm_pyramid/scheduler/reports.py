@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler tells: of the pool in the log, of a request with its answer, of all in numbers.
+
+It reads, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request
+
+from vllm_pyramid.compat.scheduler import SchedulerPoints
+from vllm_pyramid.compat.side_channel import attach_policy_stats
+from vllm_pyramid.methods.hooks import SchedulerHooks
+from vllm_pyramid.policy import Policy
+from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Reports(SchedulerPoints):
+    """Reports, as a part of `PyramidSchedulerMixin`."""
+
+    coordinator: LockstepCoordinator
+    kv_policy: Policy
+    hooks: list[SchedulerHooks]
+    _sent_stats: dict[str, Any] | None = None
+
+    @cached_property
+    def _layers(self) -> dict[str, Any]:
+        """Which of the model's layers evict: where not all do."""
+        of_model = list(range(self.coordinator.num_layers))
+        if self.coordinator.layers == of_model and self.coordinator.companions.are_drafts:
+            return {}
+        return {"layers": self.coordinator.layers}
+
+    def log_capacity(self, block_size: int) -> None:
+        """Say how many prompts of the model's length the pool holds.
+
+        Args:
+            block_size: tokens of a block of the layers that evict.
+        """
+        length = self.max_model_len
+        coordinator = self.coordinator
+        beside = 0
+        if coordinator.companions:
+            beside = int(coordinator.companions.blocks_of(length, 1))
+            logger.info(
+                "kv-policy %s: layers %s evict; %s with a cache (%d) hold what vLLM holds for "
+                "them, %d blocks of a prompt of %d tokens",
+                self.kv_policy.name,
+                ", ".join(map(str, coordinator.layers)),
+                "a draft model's" if coordinator.companions.are_drafts else "the others",
+                len(coordinator.companions),
+                beside,
+                length,
+            )
+        plan = self.kv_policy.plan(length, coordinator.num_layers, coordinator.largest_block)
+        if not plan.exact:
+            logger.info(
+                "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
+                "%d of %d tokens a layer",
+                self.kv_policy.name,
+                plan.budget_tokens,
+                length,
+            )
+            return
+        plan = plan.estimate()  # another shape rounds to blocks a little differently
+        total = self.kv_cache_config.num_blocks - 1
+        full, kept = coordinator.full_blocks(length), coordinator.blocks_of(plan)
+        stages, whole = coordinator.stages, np.full_like(kept, full // coordinator.num_layers)
+        logger.info(
+            "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
+            "%d blocks%s holds %.1f such prompts whole and %.1f %s",
+            self.kv_policy.name,
+            length,
+            kept.sum(),
+            full,
+            coordinator.num_layers,
+            total,
+            f" of each of {len(stages)} pipeline stages" if len(stages) > 1 else "",
+            total / (stages.sums(whole).max() + beside),
+            total / (stages.sums(kept).max() + beside),
+            "evicted" if plan.evicts else "with this policy",
+        )
+        if plan.inner:
+            peak = self.kv_policy.most_blocks(
+                length, coordinator.num_layers, block_size, stages.sizes
+            )
+            logger.info(
+                "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
+                "up to %d tokens never holds more than %d blocks%s",
+                self.kv_policy.name,
+                self.kv_policy.chunk.tokens,
+                plan.exact_tokens,
+                length,
+                stages.sums(peak).max(),
+                " of a stage" if len(stages) > 1 else "",
+            )
+
+    def report_of(self, request: Request) -> dict[str, Any]:
+        """What the request kept."""
+        plan = self.coordinator.plan_of(request.request_id)
+        blocks_before = self.coordinator.full_blocks(plan.prompt_len)
+        whole = -(-plan.prompt_len // self.coordinator.block_sizes)
+        report: dict[str, Any] = {
+            "kv_policy": self.coordinator.policy_name(request.request_id),
+            "kv_budget": plan.budget_tokens,
+            "prompt_tokens": plan.prompt_len,
+            **self._layers,
+            "kept_tokens": [plan.prompt_len] * self.coordinator.num_layers,
+            "evicted_tokens": 0,
+            "blocks_before": blocks_before,
+            "blocks_after": int(whole.sum()),
+        }
+        turns = self.coordinator.turns(request.request_id)
+        if self.kv_policy.inside is not None or turns is not None:
+            report["inner_evictions"] = len(plan.inner)
+        if turns is not None:
+            report["kv_turns"] = [*turns, plan.prompt_len]
+            report["resumed_tokens"] = self.coordinator.resumed_tokens(request.request_id)
+        settled = self.coordinator.confirmed_plan(request.request_id)
+        if settled is not None:
+            number = self.coordinator.confirmed_number(request.request_id)
+            if request.num_computed_tokens >= plan.prompt_len:
+                number = max(number, settled.end_number)  # which may have had nothing to give
+            if settled.every or number != settled.end_number:
+                # Everything below is of the latest eviction, when so many tokens were computed.
+                settled = settled.after(number)
+                report["kv_budget"] = settled.budget_tokens
+                report["computed_tokens"] = settled.prompt_len
+                report["blocks_before"] = self.coordinator.full_blocks(settled.prompt_len)
+            report["kept_tokens"] = settled.held.tolist()
+            report["evicted_tokens"] = int(settled.skip.sum())
+            report["blocks_after"] = int(self.coordinator.blocks_of(settled).sum())
+            if plan.is_open:
+                report["kv_budget"] = settled.budget_tokens
+                report["solved_tokens"] = settled.keep.tolist()
+        if (least := self.coordinator.min_tokens(request.request_id)) is not None:
+            report["kv_min_tokens"] = least
+        for hooks in self.hooks:
+            report |= hooks.finished(request.request_id)
+        return report
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's statistics with the per-layer counters beside them, when these have changed.
+
+        Each message reaches one of possibly several front ends, so it says what the counters were
+        in the message before.
+        """
+        stats = super().make_stats(*args, **kwargs)
+        if stats is None:
+            return None
+        now, before = self.policy_stats(), self._sent_stats
+        changes = ("evictions", "blocks_held")  # tokens move with every step: too often
+        if before is None or any(now[name] != before[name] for name in changes):
+            attach_policy_stats(stats, {"now": now, "before": before})
+            self._sent_stats = now
+        return stats
+
+    def policy_stats(self) -> dict[str, Any]:
+        """Counters since the start and what is held now, per layer (`metrics.py` has the names)."""
+        computed = sum(request.num_computed_tokens for request in self.running)
+        coordinator, beside = self.coordinator, self.coordinator.companions
+        totals: dict[str, Any] = {}
+        for hooks in self.hooks:
+            totals |= hooks.totals()
+        return {
+            **totals,
+            **self._layers,
+            "evictions": coordinator.num_evictions,
+            "tokens_evicted": coordinator.tokens_evicted.tolist(),
+            "blocks_freed": coordinator.blocks_freed.tolist(),
+            "blocks_held": coordinator.held_blocks.tolist(),
+            "tokens_held": (computed - coordinator.skipped_tokens).tolist(),
+            **({"companion_blocks_held": beside.held_blocks} if beside else {}),
+        }
