@@ -27,6 +27,7 @@ from typing import Any
 def pretend_triton_device() -> None:
     """Let Triton believe that one device is there; its interpreter then runs on the host."""
     assert os.environ["TRITON_INTERPRET"] == "1"
+    from interpreter import quicken  # of this folder, which a script's Python finds
     from triton.backends import Backend, backends
 
     nvidia = backends["nvidia"]
@@ -53,6 +54,7 @@ def pretend_triton_device() -> None:
 
     InterpreterBuilder.create_masked_load = load
     InterpreterBuilder.create_masked_store = store
+    quicken(check_overflow=False)
     backends.clear()
     backends["nvidia"] = Backend(nvidia.compiler, ActiveDriver)
     backends["cpu"] = backends["nvidia"]  # a CPU build of vLLM wants one of this name, too
@@ -206,12 +208,17 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     install(request)
     import stand_ins
+    import vllm.v1.engine.llm_engine  # noqa: F401  most of what an engine imports
+    from garbage import spare_collections
 
+    spare_collections()
     results = []
     for engine in request["engines"]:
         stand_ins.COUNTS.clear()
         result = run(engine["llm"], engine["waves"])
         results.append({**result, "counts": dict(stand_ins.COUNTS)})
+        if len(results) == 1:  # it has imported the rest
+            spare_collections()
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.garbage import spare_collections
 from tests.scheduler.checks import check_pool
 
 _COUNTER = itertools.count()
-_freeze = gc.freeze
 
 
 @dataclass
@@ -202,18 +201,6 @@ def is_cpu_build() -> bool:
     from vllm.platforms import builtin_platform_plugins
 
     return builtin_platform_plugins["cpu"]() is not None
-
-
-def spare_collections() -> None:
-    """Collections of garbage look at what engines left, and no more at what was imported.
-
-    vLLM collects eight times in an engine's life, and freezes and unfreezes the heap. A million
-    objects of imports made that half of the time of a short test. What an engine has made is never
-    frozen here, so that it goes with its engine.
-    """
-    gc.collect()
-    _freeze()
-    gc.freeze = gc.unfreeze = lambda: None
 
 
 def register_kernels_once() -> None:
