@@ -23,6 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+# The variable that names the request to the process that forks workers.
+REQUEST = "PYRAMID_TEST_REQUEST"
+
 
 def pretend_triton_device() -> None:
     """Let Triton believe that one device is there; its interpreter then runs on the host."""
@@ -205,12 +208,16 @@ def install(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    os.environ[REQUEST] = sys.argv[1]
     request = json.loads(Path(sys.argv[1]).read_text())
     install(request)
     import stand_ins
     import vllm.v1.engine.llm_engine  # noqa: F401  most of what an engine imports
+    import workers
     from garbage import spare_collections
 
+    workers.fork_workers()
+    workers.sleep_while_waiting()
     spare_collections()
     results = []
     for engine in request["engines"]:
@@ -224,5 +231,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # a worker in a process of its own, which begins with this module
-    install(json.loads(Path(sys.argv[1]).read_text()))
