@@ -30,7 +30,6 @@ REQUEST = "PYRAMID_TEST_REQUEST"
 def pretend_triton_device() -> None:
     """Let Triton believe that one device is there; its interpreter then runs on the host."""
     assert os.environ["TRITON_INTERPRET"] == "1"
-    from interpreter import quicken  # of this folder, which a script's Python finds
     from triton.backends import Backend, backends
 
     nvidia = backends["nvidia"]
@@ -57,7 +56,6 @@ def pretend_triton_device() -> None:
 
     InterpreterBuilder.create_masked_load = load
     InterpreterBuilder.create_masked_store = store
-    quicken(check_overflow=False)
     backends.clear()
     backends["nvidia"] = Backend(nvidia.compiler, ActiveDriver)
     backends["cpu"] = backends["nvidia"]  # a CPU build of vLLM wants one of this name, too
@@ -194,10 +192,13 @@ def _of_worker(wrapper: Any) -> dict[str, Any]:
 def install(request: dict[str, Any]) -> None:
     """Put the stand-ins that were asked for into this process."""
     if request.get("triton"):
+        from interpreter import quicken  # of this folder, which a script's Python finds
+
         pretend_triton_device()
+        quicken(check_overflow=False)
     if request.get("triton") in ("attention", "flash"):
         use_attention_of_cuda("TRITON_ATTN" if request["triton"] == "attention" else "FLASH_ATTN")
-    import stand_ins  # of this folder, which a script's Python finds
+    import stand_ins
 
     if request.get("triton") == "flash":
         stand_ins.install_flash_attention()
