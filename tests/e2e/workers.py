@@ -11,7 +11,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,18 @@ SERVER = "fork_server"
 
 
 def sleep_while_waiting() -> None:
-    """Whoever waits for a message of another process sleeps at once."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    """Whoever polls for a message of another process sleeps between two looks.
 
-    init = SpinCondition.__init__
+    vLLM has it yield its core, and wait for a notice only after a second without a message. To wait
+    for the notice at once is no way out: now and then one is missed, for a minute.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
 
-    def initialize(self: Any, is_reader: bool, context: Any, notify_address: str) -> None:
-        init(self, is_reader, context, notify_address, busy_loop_s=0)
-
-    SpinCondition.__init__ = initialize
+    shm_broadcast.sched_yield = partial(time.sleep, 0.0003)
 
 
 class InEnvironment:
-    """A function of a worker, with these environment variables as in a process started with them."""
+    """A function of a worker, with these environment variables, as if it had been started so."""
 
     def __init__(self, function: Callable[..., Any], environment: dict[str, str]) -> None:
         self._function, self._environment = function, environment

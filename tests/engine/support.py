@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -227,6 +228,12 @@ def register_kernels_once() -> None:
     platform.register_triton_kernel_overrides = classmethod(register)
 
 
+@cache
+def spare_imports() -> None:
+    """Before the first engine of this process: it collects ten times while it starts."""
+    spare_collections()
+
+
 class EnginePool:
     """At most one in-process engine; asking for the same settings again finds it running.
 
@@ -272,6 +279,7 @@ def start_engine(model: str, **settings: Any) -> Engine:
     from vllm_pyramid import LLM
 
     register_kernels_once()
+    spare_imports()
     defaults: dict[str, Any] = {
         "max_model_len": 2048,
         "max_num_seqs": 64,
