@@ -195,7 +195,7 @@ def install(request: dict[str, Any]) -> None:
         from interpreter import quicken  # of this folder, which a script's Python finds
 
         pretend_triton_device()
-        quicken(check_overflow=False)
+        quicken()
     if request.get("triton") in ("attention", "flash"):
         use_attention_of_cuda("TRITON_ATTN" if request["triton"] == "attention" else "FLASH_ATTN")
     import stand_ins

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter, three times as fast, for processes in which every kernel is interpreted.
 
-It computes what it did. An interpreted kernel of the tests has a few dozen elements, so what it
-costs is what the interpreter does around NumPy: it puts its own functions into Triton's language at
-each launch and at each call of a function within a kernel, which takes milliseconds, and derives
-the same shapes and types for each operation anew.
+It computes what it did (`tests/ops/test_interpreter.py`). An interpreted kernel of the tests has a
+few dozen elements, so what it costs is what the interpreter does around NumPy: it puts its own
+functions into Triton's language at each launch and at each call of a function within a kernel,
+which takes milliseconds, and derives the same shapes and types for each operation anew.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def quicken(*, check_overflow: bool = True) -> None:
-    """Keep what the interpreter finds out again and again. For good, and for the whole process.
-
-    Args:
-        check_overflow: fail where 32-bit integers overflow, as the interpreter does by itself. It
-            computes each sum, difference and product twice for that: half of the time of the
-            kernels of an engine. Their own tests check it.
-    """
+def quicken() -> None:
+    """Keep what the interpreter finds out again and again. For good, and for the whole process."""
     _patch_language_once()
     _keep_types()
     _keep_shapes()
-    if not check_overflow:
-        from triton.runtime.interpreter import interpreter_builder
+    _look_for_no_overflow()
 
-        interpreter_builder.options = dataclasses.replace(
-            interpreter_builder.options, sanitize_overflow=False
-        )
+
+def _look_for_no_overflow() -> None:
+    """Sums, differences and products of 32-bit integers are computed once.
+
+    The interpreter computes each again in 64 bits, and drops what it finds: only with `debug` would
+    it be an error.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = interpreter_builder.options
+    assert not options.debug
+    interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
 def _patch_language_once() -> None:
