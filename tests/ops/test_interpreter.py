@@ -36,6 +36,7 @@ def kernel(numbers, floats, out, n, scale, ROWS: tl.constexpr, COLUMNS: tl.const
     left, right = halves(number, real)
     total = tl.sum(left, axis=1)[:, None] + tl.max(right, axis=0)[None, :]
     short = (real * scale).to(tl.float16) + 1
+    total += (short + short) / (short * short + 3)  # in float32
     dot = tl.dot(real, tl.trans(left.to(tl.float32)), input_precision="ieee")
     best = tl.argmax(left, axis=1)
     for step in range(0, 3):
