@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # vLLM imports a package of CUDA kernels that compiles C++ in the background of every process in
 # which it has not succeeded yet: without CUDA in each, for half a minute of a core.
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What tests start has `site/sitecustomize.py`; no process of pytest itself does."""
+    gc.enable()  # one that a test started
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        paths = [str(Path(__file__).parent / "site"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,6 +24,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+# The variable that names the request to the process that forks workers.
+REQUEST = "PYRAMID_TEST_REQUEST"
+
 
 def pretend_triton_device() -> None:
     """Let Triton believe that one device is there; its interpreter then runs on the host."""
@@ -191,10 +194,13 @@ def _of_worker(wrapper: Any) -> dict[str, Any]:
 def install(request: dict[str, Any]) -> None:
     """Put the stand-ins that were asked for into this process."""
     if request.get("triton"):
+        from interpreter import quicken  # of this folder, which a script's Python finds
+
         pretend_triton_device()
+        quicken()
     if request.get("triton") in ("attention", "flash"):
         use_attention_of_cuda("TRITON_ATTN" if request["triton"] == "attention" else "FLASH_ATTN")
-    import stand_ins  # of this folder, which a script's Python finds
+    import stand_ins
 
     if request.get("triton") == "flash":
         stand_ins.install_flash_attention()
@@ -205,19 +211,26 @@ def install(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    os.environ[REQUEST] = sys.argv[1]
     request = json.loads(Path(sys.argv[1]).read_text())
     install(request)
     import stand_ins
+    import vllm.v1.engine.llm_engine  # noqa: F401  most of what an engine imports
+    import workers
+    from garbage import spare_collections
 
+    workers.fork_workers()
+    workers.sleep_while_waiting()
+    spare_collections()
     results = []
     for engine in request["engines"]:
         stand_ins.COUNTS.clear()
         result = run(engine["llm"], engine["waves"])
         results.append({**result, "counts": dict(stand_ins.COUNTS)})
+        if len(results) == 1:  # it has imported the rest
+            spare_collections()
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # a worker in a process of its own, which begins with this module
-    install(json.loads(Path(sys.argv[1]).read_text()))

@@ -50,8 +50,10 @@ class RayHead:
         end = time.monotonic() + seconds
         address = self._folder / "ray_current_cluster"
         while time.monotonic() < end and self._process.poll() is None:
-            if "Ray runtime started" in self._log.read_text():
-                self.environment["RAY_ADDRESS"] = address.read_text().strip()
+            # It says so a moment before it writes its address.
+            written = address.read_text().strip() if address.exists() else ""
+            if written and "Ray runtime started" in self._log.read_text():
+                self.environment["RAY_ADDRESS"] = written
                 return
             time.sleep(0.2)
         raise AssertionError(f"Ray did not start:\n{self._log.read_text()[-4000:]}")

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.garbage import spare_collections
 from tests.scheduler.checks import check_pool
 
 _COUNTER = itertools.count()
-_freeze = gc.freeze
 
 
 @dataclass
@@ -204,18 +204,6 @@ def is_cpu_build() -> bool:
     return builtin_platform_plugins["cpu"]() is not None
 
 
-def spare_collections() -> None:
-    """Collections of garbage look at what engines left, and no more at what was imported.
-
-    vLLM collects eight times in an engine's life, and freezes and unfreezes the heap. A million
-    objects of imports made that half of the time of a short test. What an engine has made is never
-    frozen here, so that it goes with its engine.
-    """
-    gc.collect()
-    _freeze()
-    gc.freeze = gc.unfreeze = lambda: None
-
-
 def register_kernels_once() -> None:
     """From now on no engine of this process puts C++ in the place of Triton's kernels again.
 
@@ -238,6 +226,12 @@ def register_kernels_once() -> None:
 
     register.is_once = True  # type: ignore[attr-defined]
     platform.register_triton_kernel_overrides = classmethod(register)
+
+
+@cache
+def spare_imports() -> None:
+    """Before the first engine of this process: it collects ten times while it starts."""
+    spare_collections()
 
 
 class EnginePool:
@@ -285,6 +279,7 @@ def start_engine(model: str, **settings: Any) -> Engine:
     from vllm_pyramid import LLM
 
     register_kernels_once()
+    spare_imports()
     defaults: dict[str, Any] = {
         "max_model_len": 2048,
         "max_num_seqs": 64,

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.e2e.interpreter import quicken
 from vllm_pyramid.ops.records import AttentionBatch
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+if DEVICE == "cpu":
+    quicken()
 
 
 @dataclass
