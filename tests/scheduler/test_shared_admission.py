@@ -139,6 +139,7 @@ PROPERTY = {
     ),
     "inside": INSIDE,
     "inside-async": replace(INSIDE, asynchronous=True),
+    "inside-beside": replace(INSIDE, beside=(Beside("sliding", 10), Beside("sliding", 21))),
 }
 
 
@@ -224,7 +225,13 @@ def test_those_who_evict_again_share_until_they_evict(variant: str) -> None:
 
 def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
     """The prompt before it comes in chunks: as soon as enough of it is there, both fit."""
-    setup = replace(WHOLE, max_num_batched_tokens=8, max_num_seqs=8, max_model_len=192)
+    setup = replace(
+        WHOLE,
+        max_num_batched_tokens=24,
+        long_prefill_token_threshold=8,
+        max_num_seqs=8,
+        max_model_len=192,
+    )
     job = SharingJob(setup, 52 * 3)
     job.add_prompt(0, 128, 132, 60)
     job.step()
@@ -243,7 +250,8 @@ def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
         job.step()
     print(looks)
     assert job.steps < PATIENCE, "only when it has waited for long"
-    assert [found > 0 for _, found in looks] == [True] * (len(looks) - 1) + [False]
-    assert len(looks) <= 4, "looked at in steps in which what it shares could not be enough"
+    assert [found > 0 for _, found in looks] == [True, False]
+    # Each row that it shares beyond the two of the first look is one less.
+    assert looks[1][0] - looks[0][0] == -(-looks[0][1] // (3 * 2)), "looked at too soon, or late"
     job.finish()
     assert job.preemptions == 0

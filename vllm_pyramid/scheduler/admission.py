@@ -279,7 +279,8 @@ class Admission:
             beside = companions.blocks_of(end + ahead, late)
             at_end = at_end + beside
             in_chunks = np.minimum(chunk, self._step_tokens) * (1 + self._lag)
-            whole = whole + companions.blocks_of(np.minimum(target + late, end) + ahead, in_chunks)
+            windows = companions.blocks_of(np.minimum(target + late, end) + ahead, in_chunks)
+            whole, later = whole + windows, later + windows
         if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
             return 0  # whatever comes when
 
