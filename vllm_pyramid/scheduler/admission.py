@@ -140,7 +140,7 @@ class Admission:
         self._max_model_len = max_model_len
         self._step_tokens, self._longest_chunk = step_tokens, longest_chunk
         self._lag, self._ahead = lag, ahead
-        # A row a request, in the columns of `_fits`: five, and four a pipeline stage.
+        # A row a request, in the columns of `_lacking`: five, and four a pipeline stage.
         self._table = np.zeros((16, 5 + 4 * len(coordinator.stages)), np.int64)
         self._rows: dict[str, int] = {}
         self._unused = list(range(len(self._table)))
