@@ -149,14 +149,14 @@ def test_a_refused_request_is_looked_at_again_when_blocks_come_back() -> None:
     admission = job.scheduler._admission
     assert admission is not None
     looks = 0
-    fits = admission._fits
+    lacking = admission._lacking
 
-    def counting(*args: Any) -> bool:
+    def counting(*args: Any) -> int:
         nonlocal looks
         looks += 1
-        return fits(*args)
+        return lacking(*args)
 
-    admission._fits = counting  # type: ignore[method-assign]
+    admission._lacking = counting  # type: ignore[method-assign]
     job.finish()
     # Each request is evicted and ends, and starts after a look that says yes.
     assert job.refusals > looks

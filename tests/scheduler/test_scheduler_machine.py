@@ -489,6 +489,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert processed >= plan.exact_tokens
             if plan.inner:
                 self.check_peak(name, request)
+            if self.scheduler._admission is not None:
+                self.check_forecast(name, request, self.scheduler._admission)
 
     @property
     def drafts_in_flight(self) -> int:
@@ -508,6 +510,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
         sums = self.coordinator.stages.sums
         assert (sums(np.array(self.coordinator.blocks_held(name))) <= sums(peak)).all()
+
+    def check_forecast(self, name: str, request: Request, admission: Admission) -> None:
+        """Until its tokens are processed it holds no more than admission counts, by its phase."""
+        row, released = admission._table[admission._rows[name]], self.released(name)
+        plan, target = self.plans[name], row[3]
+        if not (plan.inner or plan.every) or request.num_computed_tokens > target:
+            return
+        held = self.coordinator.stages.sums(np.array(self.coordinator.blocks_held(name)))
+        assert (held <= row[8::4] if released else held <= row[7::4]).all(), (held, row)
+        self.seen["behind an eviction"] += released > 0 and request.num_computed_tokens < target
+
+    def released(self, name: str) -> int:
+        """The latest eviction whose head a request has given back."""
+        return self.coordinator._requests[name].released
 
     def check_promise(self, plan: OpenPlan, settled: RetentionPlan) -> None:
         """The solved lengths conserve the budget, and the blocks are those of the lengths."""
@@ -867,6 +883,32 @@ VARIANTS |= {
     ),
 }
 
+# A draft model's layers, alone and beside others.
+DRAFT = Beside("draft")
+VARIANTS |= {
+    "sync-shared-draft": Setup(
+        beside=(DRAFT, DRAFT), budget="100%", prefix_caching=True, drafts=2, **SMALL
+    ),
+    "async-shared-draft": Setup(
+        beside=(DRAFT, *CAUSAL), prefix_caching=True, asynchronous=True, drafts=2, **SMALL
+    ),
+    "sync-draft": Setup(beside=(DRAFT,), drafts=2, reserve_full_prompt=False, **SMALL),
+}
+
+# Requests that share their prefix to the end, in a pool in which they wait.
+VARIANTS |= {
+    "sync-shared-forecast-mixed": Setup(
+        budget="100%",
+        admission="forecast",
+        prefix_caching=True,
+        max_num_batched_tokens=24,
+        max_num_seqs=12,
+    ),
+    "async-shared-forecast-beside": Setup(
+        admission="forecast", prefix_caching=True, beside=CAUSAL, asynchronous=True, **SMALL
+    ),
+}
+
 # Rows of all stages' blocks.
 VARIANTS |= {
     "stages-shared": Setup(stages=(2, 1), prefix_caching=True, reserve_full_prompt=False, **SMALL),
@@ -906,29 +948,15 @@ VARIANTS |= {
     ),
 }
 
-# A draft model's layers, alone and beside others.
-DRAFT = Beside("draft")
+# Requests that share their prefix until they evict inside their prompts.
 VARIANTS |= {
-    "sync-shared-draft": Setup(
-        beside=(DRAFT, DRAFT), budget="100%", prefix_caching=True, drafts=2, **SMALL
-    ),
-    "async-shared-draft": Setup(
-        beside=(DRAFT, *CAUSAL), prefix_caching=True, asynchronous=True, drafts=2, **SMALL
-    ),
-    "sync-draft": Setup(beside=(DRAFT,), drafts=2, reserve_full_prompt=False, **SMALL),
-}
-
-# Requests that share their prefix to the end, in a pool in which they wait.
-VARIANTS |= {
-    "sync-shared-forecast-mixed": Setup(
-        budget="100%",
+    "async-shared-forecast-inside": Setup(
+        policy_args=(("chunk.tokens", 40), ("chunk.keep", 16), ("window", 6)),
         admission="forecast",
         prefix_caching=True,
-        max_num_batched_tokens=24,
-        max_num_seqs=12,
-    ),
-    "async-shared-forecast-beside": Setup(
-        admission="forecast", prefix_caching=True, beside=CAUSAL, asynchronous=True, **SMALL
+        asynchronous=True,
+        **LONG,
+        **SMALL,
     ),
 }
 
@@ -979,6 +1007,7 @@ def test_machine(variant: str) -> None:
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["evicted again"]
     happenings += ["counted once"] if forecast and "shared" in variant else []
+    happenings += ["behind an eviction"] if forecast and "inside" in variant else []
     # Conversations are short beside their pool: these are preempted by a pause of the engine.
     happenings += [] if forecast or setup.turns else ["preempted"]
     if "solved" in variant:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.scheduler.beside import Beside
 from tests.scheduler.harness import Setup
 from tests.scheduler.jobs import SMALL, Job, exact_request
+from vllm_pyramid.scheduler.admission import PATIENCE, UNBOUNDED
 
 pytestmark = pytest.mark.cpu
 
@@ -20,6 +21,14 @@ pytestmark = pytest.mark.cpu
 WHOLE = replace(SMALL, budget="100%", prefix_caching=True)
 # Only prompts that are processed share anything.
 EVICTED = replace(SMALL, prefix_caching=True)
+
+# These evict inside their prompts, for the first time at 40 tokens, of which 24 go.
+INSIDE = replace(
+    EVICTED,
+    policy="keydiff",
+    budget=14,
+    policy_args=(("chunk.tokens", 40), ("chunk.keep", 16), ("window", 4), ("sinks", 1)),
+)
 
 
 class SharingJob(Job):
@@ -128,6 +137,9 @@ PROPERTY = {
         policy="streaming-llm",
         policy_args=(("sinks", 2), ("schedule", "interval"), ("schedule.interval", 5)),
     ),
+    "inside": INSIDE,
+    "inside-async": replace(INSIDE, asynchronous=True),
+    "inside-beside": replace(INSIDE, beside=(Beside("sliding", 10), Beside("sliding", 21))),
 }
 
 
@@ -176,34 +188,70 @@ def test_nobody_is_preempted_too_soon(variant: str) -> None:
     assert once > 50 and refusals > 100, "nothing was shared, or the pool was never scarce"
 
 
-def test_who_evicts_inside_a_prompt_is_counted_with_all_it_may_hold() -> None:
-    """Behind its first eviction it shares nothing, and may still come to its peak."""
+def test_behind_its_first_eviction_a_request_is_counted_with_all_it_may_hold() -> None:
+    """Who evicts inside a prompt shares until then, and comes to its peak again."""
+    job = SharingJob(INSIDE, 60 * INSIDE.num_layers)
+    admission, coordinator = job.scheduler._admission, job.scheduler.coordinator
+    assert admission is not None
+    plans = {}
+    for index, length in enumerate((30, 46, 64)):
+        job.add_prompt(index, 16, length, 4)
+        plans[length] = coordinator.plan_of(f"r{index}")
+        admission._enter(job.requests[-1], plans[length])
+    assert [plans[length].untouched for length in (46, 64)] == [24, 24]
+    whole, later = admission._table[[admission._rows[f"r{i}"] for i in range(3)], 7:9].T
+    assert whole.tolist() == [UNBOUNDED, 3 * 10, 3 * 10]
+    assert later.tolist() == [0, 3 * (12 - 6), 3 * (16 - 6)]
+
+
+@pytest.mark.parametrize("variant", ["later", "inside"])
+def test_those_who_evict_again_share_until_they_evict(variant: str) -> None:
+    """As `test_prompts_that_evict_share_while_they_are_processed`."""
+    setup = {"later": PROPERTY["later"], "inside": INSIDE}[variant]
+    first = {}
+    for each in (True, False):
+        job = SharingJob(replace(setup, max_num_batched_tokens=1024), 60 * setup.num_layers)
+        if each:
+            job.count_each()
+        for index in range(12):
+            job.add_prompt(index, 24, 46, 4)
+        job.step()
+        first[each] = len(job.scheduler.running)
+        job.finish()
+        assert job.too_soon == 0
+    print(first)
+    assert first[False] >= 1.3 * first[True]
+
+
+def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
+    """The prompt before it comes in chunks: as soon as enough of it is there, both fit."""
     setup = replace(
-        EVICTED,
-        policy="keydiff",
-        budget=14,
-        policy_args=(("chunk.tokens", 24), ("chunk.keep", 18), ("window", 4), ("sinks", 1)),
+        WHOLE,
+        max_num_batched_tokens=24,
+        long_prefill_token_threshold=8,
+        max_num_seqs=8,
+        max_model_len=192,
     )
-    job = SharingJob(setup, 20 * setup.num_layers)
+    job = SharingJob(setup, 52 * 3)
+    job.add_prompt(0, 128, 132, 60)
+    job.step()
+    job.add_prompt(1, 128, 132, 4)
     admission = job.scheduler._admission
     assert admission is not None
-    shared, alike = admission._shared, []
+    looks, lacking = [], admission._lacking
 
-    def watched(names: list[str], whole: Any, stage: int) -> Any:
-        alike.append(dict(zip(names, whole.tolist(), strict=True)))
-        found = shared(names, whole, stage)
-        if whole.any():
-            everybody = {frozenset(names): 12, frozenset([names[0], "gone"]): 3}
-            job.scheduler.coordinator.rows_shared = lambda _: everybody  # type: ignore[method-assign]
-            blocks, has = shared(names, whole, stage)
-            assert len(blocks) == (whole.sum() > 1)
-            assert all(row.tolist() == whole.tolist() for row in has)
+    def watched(*args: Any) -> int:
+        found = lacking(*args)
+        looks.append((job.steps, found))
         return found
 
-    admission._shared = watched  # type: ignore[method-assign]
-    for index in range(9):
-        job.add_prompt(index, 16, 64, 4, {"kv_policy": "full"} if index % 3 else None)
+    admission._lacking = watched  # type: ignore[method-assign]
+    while len(job.scheduler.running) < 2:
+        job.step()
+    print(looks)
+    assert job.steps < PATIENCE, "only when it has waited for long"
+    assert [found > 0 for _, found in looks] == [True, False]
+    # Each row that it shares beyond the two of the first look is one less.
+    assert looks[1][0] - looks[0][0] == -(-looks[0][1] // (3 * 2)), "looked at too soon, or late"
     job.finish()
-    everybody = {name: whole for one in alike for name, whole in one.items()}
-    assert everybody and all(whole == (int(n[1:]) % 3 > 0) for n, whole in everybody.items())
-    assert {True, False} <= set(everybody.values())
+    assert job.preemptions == 0

@@ -91,9 +91,11 @@ class OpenPlan:
         block_sizes: npt.NDArray[Any],
         late: int = 0,
         stages: Sequence[int] = (),
+        *,
+        evicted: bool = False,
     ) -> IntArray:
         """See `RetentionPlan.most_blocks`; what it will give back is not known yet."""
-        return self.estimate().most_blocks(tokens, block_sizes, late, stages)
+        return self.estimate().most_blocks(tokens, block_sizes, late, stages, evicted=evicted)
 
     @property
     def untouched(self) -> int:

@@ -245,6 +245,8 @@ class RetentionPlan:
         block_sizes: npt.NDArray[Any],
         late: int = 0,
         stages: Sequence[int] = (),
+        *,
+        evicted: bool = False,
     ) -> IntArray:
         """Blocks of each layer when all together hold most, until `tokens` are computed.
 
@@ -253,6 +255,7 @@ class RetentionPlan:
             late: tokens that may be computed before blocks are back from an eviction.
             stages: layers of each pipeline stage, where stages have pools of their own: then it
                 is when the layers of a stage together hold most, for each stage by itself.
+            evicted: look only at what comes behind the first eviction; 0 if nothing does.
 
         Returns:
             `[num_layers]`; their sum is the request's peak. Where it evicts after the prompt's end,
@@ -262,6 +265,8 @@ class RetentionPlan:
         ends, skips = self._inner_ends
         ends = np.minimum(ends + late, tokens)
         moments = -(-ends[:, None] // block_sizes) - skips // block_sizes
+        if evicted:
+            moments[0] = 0
         if tokens > self.prompt_len and not self.every:
             end = -(-tokens // block_sizes) - self.skip // block_sizes
             moments = np.concatenate([moments, end[None]])

@@ -21,7 +21,8 @@ a token for each token processed, if its place is ever needed for older ones. To
 long answers would waste the pool: those that start together also end together, and until then
 half of it would lie idle.
 
-Blocks that several requests have in their tables are counted once where that decides.
+Blocks that several requests have in their tables are counted once where that decides. They have
+them until their first eviction.
 
 Looking at the memory of all future moments instead of at the sum of all ends, and taking the
 lengths of answers from those that have ended, is the idea of the Past-Future scheduler (Gong et
@@ -139,12 +140,13 @@ class Admission:
         self._max_model_len = max_model_len
         self._step_tokens, self._longest_chunk = step_tokens, longest_chunk
         self._lag, self._ahead = lag, ahead
-        # A row a request, in the columns of `_fits`: five, and three a pipeline stage.
-        self._table = np.zeros((16, 5 + 3 * len(coordinator.stages)), np.int64)
+        # A row a request, in the columns of `_lacking`: five, and four a pipeline stage.
+        self._table = np.zeros((16, 5 + 4 * len(coordinator.stages)), np.int64)
         self._rows: dict[str, int] = {}
         self._unused = list(range(len(self._table)))
         self._refused: tuple[str, int] | None = None
         self._waits = 0  # steps since the look that refused it
+        self._enough = 0  # tokens that it would have to find in the cache to fit by what it shares
 
     def admits(
         self, request: Request, plan: Plan, computed: int, running: Sequence[Request]
@@ -157,7 +159,7 @@ class Admission:
         """
         name = request.request_id
         now = name, self._coordinator.num_releases
-        if running and self._refused == now and self._waits < PATIENCE:
+        if running and self._refused == now and self._waits < PATIENCE and computed < self._enough:
             self._waits += 1
             return False
         self._enter(request, plan)
@@ -168,17 +170,19 @@ class Admission:
         in_flight = [*(other.num_in_flight_tokens for other in running), 0]
         rows.append(self._rows[name])
         names = [*(other.request_id for other in running), name]
-        stages = range(len(self._coordinator.stages))
-        if all(self._fits(names, rows, processed, in_flight, stage) for stage in stages):
-            return True
-        self._refused, self._waits = now, 0
-        return False
+        for stage in range(len(self._coordinator.stages)):
+            if lacking := self._lacking(names, rows, processed, in_flight, stage):
+                more = -(-lacking // int(self._coordinator.row_blocks[stage]))
+                self._enough = computed + more * self._coordinator.largest_block
+                self._refused, self._waits = now, 0
+                return False
+        return True
 
     def evicted(self, request_id: str, settled: RetentionPlan, number: int) -> None:
         """The worker has evicted: from now on it is known exactly what the request gives back."""
         if number >= settled.end_number:
             of_stages = self._given_back(settled, number)
-            self._table[self._rows[request_id], 5::3] = of_stages
+            self._table[self._rows[request_id], 5::4] = of_stages
 
     def ended(self, request: Request) -> None:
         """A request has ended, whether it ever ran or not."""
@@ -209,14 +213,18 @@ class Admission:
         # One that evicts inside its prompt, or evicted while it generated, never holds all of it;
         # heads come back some steps late, and so many tokens are computed in each.
         whole: Numbers | int = UNBOUNDED
+        later: Numbers | int = 0
         if plan.inner or plan.every:
             late = self._lag * max(plan.every, min(most_in_step, self._step_tokens))
-            whole = self._coordinator.most_blocks(request.request_id, request.num_tokens, late)
+            most_blocks = partial(self._coordinator.most_blocks, request.request_id)
+            whole = most_blocks(request.num_tokens, late)
+            later = most_blocks(request.num_tokens, late, evicted=True)
         prompt_len = request.num_prompt_tokens
         self._table[row, :5] = (prompt_len, least, most, request.num_tokens, chunk)
-        self._table[row, 5::3] = self._given_back(plan, plan.end_number)
-        self._table[row, 6::3] = self._bound(plan, prompt_len + most - 1)
-        self._table[row, 7::3] = whole
+        self._table[row, 5::4] = self._given_back(plan, plan.end_number)
+        self._table[row, 6::4] = self._bound(plan, prompt_len + most - 1)
+        self._table[row, 7::4] = whole
+        self._table[row, 8::4] = later
 
     def _given_back(self, plan: RetentionPlan, number: int) -> Numbers:
         coordinator = self._coordinator
@@ -235,25 +243,26 @@ class Admission:
         coordinator = self._coordinator
         return coordinator.stages.sums(-(-most // coordinator.block_sizes) + 1)
 
-    def _fits(
+    def _lacking(
         self,
         names: list[str],
         rows: list[int],
         computed_tokens: list[int],
         in_flight: list[int],
         stage: int,
-    ) -> bool:
-        """Whether a stage's pool holds these requests, the candidate last, as far ahead as we look.
+    ) -> int:
+        """Blocks that a stage's pool lacks for these requests, the candidate last, if any.
 
-        Step 0 is the one that is being scheduled. All arrays are `[requests]`, `held` is
-        `[moments, requests]`. Of what is not known, the worse is taken: a prompt that takes several
-        steps is held whole until the latest step in which it may be done, and grows from the first.
+        We look as far ahead as the module says. Step 0 is the one that is being scheduled. All
+        arrays are `[requests]`, `held` is `[moments, requests]`. Of what is not known, the worse is
+        taken: a prompt that takes several steps is held whole until the latest step in which it may
+        be done, and grows from the first.
         """
         pool = self._coordinator.usable_blocks[stage]
         blocks_of = partial(self._coordinator.whole_blocks, stage=stage)
-        columns = [*range(5), *range(5 + 3 * stage, 8 + 3 * stage)]
+        columns = [*range(5), *range(5 + 4 * stage, 9 + 4 * stage)]
         of_rows = self._table[rows][:, columns].T
-        prompt, least, most, target, chunk, given_back, bound, peak = of_rows
+        prompt, least, most, target, chunk, given_back, bound, peak, later = of_rows
         computed = np.array(computed_tokens)
         in_prompt = computed < target
         done = np.where(in_prompt, target, computed + 1)  # tokens with a place after step 0
@@ -270,9 +279,10 @@ class Admission:
             beside = companions.blocks_of(end + ahead, late)
             at_end = at_end + beside
             in_chunks = np.minimum(chunk, self._step_tokens) * (1 + self._lag)
-            whole = whole + companions.blocks_of(np.minimum(target + late, end) + ahead, in_chunks)
+            windows = companions.blocks_of(np.minimum(target + late, end) + ahead, in_chunks)
+            whole, later = whole + windows, later + windows
         if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
-            return True  # whatever comes when
+            return 0  # whatever comes when
 
         left = np.where(in_prompt, target - computed, 0)
         step_tokens = max(self._step_tokens - int((~in_prompt).sum()), 1)
@@ -294,12 +304,13 @@ class Admission:
         held[:, prompts] = np.where(whole_until > before, np.maximum(part, whole), part)
         total = held.sum(axis=1, where=last > before)
         if total.max() <= pool:
-            return True
-        blocks, has = self._shared(names, peak == UNBOUNDED, stage)
+            return 0
+        blocks, has = self._shared(names, stage)
         if not len(blocks):
-            return False
+            return int(total.max() - pool)
         # Now each of these blocks once, as long as anybody is counted without his share of them.
-        # Who gives nothing back has them to his end, others until they evict.
+        # Who gives nothing back has them to his end, others until they evict. Behind that they
+        # share nothing, and may come to hold as much again where they evict inside the prompt.
         share = blocks @ has
         to_end = given_back == 0
         until = np.full_like(last, -1)
@@ -307,27 +318,21 @@ class Admission:
         until = np.where(to_end, last, until)
         held[:, prompts] = part
         held -= np.where(to_end, share, 0)
-        part, rest = held[:, prompts], whole - share[prompts]
+        part, rest = held[:, prompts], np.maximum(whole - share[prompts], later[prompts])
         held[:, prompts] = np.where(whole_until > before, np.maximum(part, rest), part)
         once = held.sum(axis=1, where=last > before)
         once += (np.where(has, until, -1).max(axis=1) > before) @ blocks
-        return bool(np.minimum(total, once).max() <= pool)
+        return max(int(np.minimum(total, once).max() - pool), 0)
 
-    def _shared(
-        self, names: list[str], alike: npt.NDArray[np.bool_], stage: int
-    ) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+    def _shared(self, names: list[str], stage: int) -> tuple[Numbers, npt.NDArray[np.bool_]]:
         """Blocks of a stage that several of these requests have, the candidate with its hit.
-
-        Args:
-            alike: `[requests]`, of which this can be said: those that evict at no other moment than
-                the prompt's end have their prefix as long as they are whole, or to their end.
 
         Returns:
             `[sets]` blocks that the same requests have, and `[sets, requests]` who has them.
         """
-        places = {name: index for index, name in enumerate(names) if alike[index]}
-        sets: list[tuple[int, list[int]]] = []
+        places = {name: index for index, name in enumerate(names)}
         of_row = int(self._coordinator.row_blocks[stage])
+        sets: list[tuple[int, list[int]]] = []
         for holders, rows in self._coordinator.rows_shared(names[-1]).items():
             indices = [places[name] for name in holders if name in places]
             if len(indices) > 1:

@@ -194,16 +194,19 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
             needed = np.minimum(by_stage + self.row_blocks * idle, most)
         return pool.as_one(needed) + beside
 
-    def most_blocks(self, request_id: str, num_tokens: int, late: int = 0) -> npt.NDArray[np.int64]:
+    def most_blocks(
+        self, request_id: str, num_tokens: int, late: int = 0, *, evicted: bool = False
+    ) -> npt.NDArray[np.int64]:
         """Blocks that a request holds at most until so many of its tokens are computed: `[stages]`.
 
         Args:
-            late: see `RetentionPlan.most_blocks`.
+            late, evicted: see `RetentionPlan.most_blocks`.
         """
         plan = self.plan_of(request_id)
         if not (plan.inner or plan.every) or num_tokens < plan.prompt_len:
             return self.stages.sums(-(-num_tokens // self.block_sizes))
-        of_layers = plan.most_blocks(num_tokens, self.block_sizes, late, self.stages.sizes)
+        sizes = self.stages.sizes
+        of_layers = plan.most_blocks(num_tokens, self.block_sizes, late, sizes, evicted=evicted)
         return self.stages.sums(of_layers)
 
     def waits_for_blocks(self, request: Request, num_tokens: int) -> bool:
