@@ -204,22 +204,25 @@ def test_what_stands_beside_an_eviction_is_named_by_what_it_depends_on() -> None
     pair.run()
 
 
-def test_a_state_without_its_window_is_not_found() -> None:
-    """An eviction that another one follows has no window any more: the prompt alone is left."""
+@pytest.mark.parametrize(("gone", "resumed", "adopted"), [(1, 1, 84), (5, 0, 64)])
+def test_a_state_is_found_as_far_as_its_windows_are_there(
+    gone: int, resumed: int, adopted: int
+) -> None:
+    """Without the last row of a window, up to it; without those behind its base not at all."""
     pair = _pair(beside=(WINDOW,))
     said = _say(pair, "first", prompt(70), 21, [])
-    gone = pair.pool.idle
-    window = next(row for row in reversed(gone) if row.hash and b"/" in row.hash[32:33])
-    # Taken away as if its blocks had been needed.
-    del gone[window]
-    pair.pool._idle_blocks -= len(window.blocks)
-    pair.pool._forget(window)
-    pair.pool.free_blocks(window.blocks)
     pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pool, hashes = pair.pool, pair.scheduler.requests["second"].block_hashes[22 - gone : 22]
+    windows = [row for row in pool.idle if row.hash and row.hash[32:35] == b"/0@"]
+    windows = [row for row in windows if row.hash and row.hash[:32] in hashes]
+    assert len(windows) == gone
+    for row in windows:  # as if their blocks had been needed
+        del pool.idle[row]
+        pool._idle_blocks -= len(row.blocks)
+        pool._forget(row)
+        pool.free_blocks(row.blocks)
     pair.run()
-    assert pair.worker.num_resumed == 1
-    shorter = pair.worker.num_adopted
-    assert 72 <= shorter < 88, "as far as windows are left"
+    assert (pair.worker.num_resumed, pair.worker.num_adopted) == (resumed, adopted)
 
 
 @pytest.mark.parametrize(("num_blocks", "resumed"), [(303, 0), (304, 1)])
