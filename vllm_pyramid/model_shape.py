@@ -90,11 +90,6 @@ def has_companions(text_config: Any, longest: int) -> bool:
     return any(kind not in (FULL, NO_CACHE) for kind in layer_kinds(text_config, longest))
 
 
-def has_states(text_config: Any, longest: int) -> bool:
-    """Whether some layers keep a state, alone or beside attention."""
-    return not {STATE, BOTH}.isdisjoint(layer_kinds(text_config, longest))
-
-
 @dataclass(frozen=True)
 class Companion:
     """Layers of one kind that do not evict.
