@@ -20,7 +20,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_pyramid.config import SERVED_KEY, KVSettings, ServedSettings
-from vllm_pyramid.model_shape import STATE, layer_kinds
+from vllm_pyramid.model_shape import has_states
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.refusals import OF_ARGUMENTS, OF_CONFIGURATION, refuse
 from vllm_pyramid.worker.backend_names import BACKENDS, CPU_BACKEND
@@ -83,7 +83,7 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
     Raises:
         ValueError: naming the flag to change.
     """
-    if STATE not in layer_kinds(model_config.hf_text_config, model_config.max_model_len):
+    if not has_states(model_config.hf_text_config, model_config.max_model_len):
         return
     if args.enable_prefix_caching:
         raise ValueError(
@@ -152,8 +152,8 @@ def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
     """See `ServedSettings.no_turns`."""
     model = config.model_config
     if config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline stages have block pools of their own, in which nothing is kept yet"
-    if STATE in layer_kinds(model.hf_text_config, model.max_model_len):
+        return "pipeline stages have block pools of their own, in which no state is kept yet"
+    if has_states(model.hf_text_config, model.max_model_len):
         return "the states that layers of this model have at the end of a turn are not kept yet"
     if served.min_last_chunk > served.policy.min_turn:
         return f"{served.num_drafts} drafts in a step are as many tokens as a short turn has"

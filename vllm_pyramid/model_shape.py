@@ -81,6 +81,11 @@ def _sees(config: Any, kind: str, layer: int) -> int:
     return int(sees) + (kind == SLIDING and getattr(config, "model_type", "") in _ONE_MORE)
 
 
+def has_states(text_config: Any, longest: int | None = None) -> bool:
+    """Whether layers of a model keep a state, alone or beside attention; see `layer_kinds`."""
+    return not {STATE, BOTH}.isdisjoint(layer_kinds(text_config, longest))
+
+
 def has_companions(text_config: Any, longest: int) -> bool:
     """Whether some layers keep anything else than the KV of all tokens.
 

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_pyramid.model_shape import BOTH, SLIDING, STATE, has_companions, layer_kinds
+from vllm_pyramid.model_shape import SLIDING, has_companions, has_states, layer_kinds
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.worker.backend_names import FP8_CACHES, SCALED_ROWS
 
@@ -92,7 +92,7 @@ def _has_flash_attention(config: VllmConfig) -> bool:
 
 def _has_states(config: VllmConfig) -> bool:
     model = config.model_config
-    return not {STATE, BOTH}.isdisjoint(layer_kinds(model.hf_text_config, model.max_model_len))
+    return has_states(model.hf_text_config, model.max_model_len)
 
 
 def _has_scaled_rows(config: VllmConfig) -> bool:
