@@ -23,6 +23,7 @@ from vllm_pyramid.model_shape import (
     CacheShape,
     Companion,
     has_companions,
+    has_states,
     layer_kinds,
     shape_of_model,
     state_block_size,
@@ -67,6 +68,7 @@ def test_companions(name: str) -> None:
     assert has_companions(config, 512) == bool(family.companions)
     states = bool(family.companions) and family.companions not in KINDS
     assert has_companions(config, WINDOW) == states, "a window that no sequence is longer than"
+    assert has_states(config, 512) == states
 
 
 def test_configurations_of_other_shapes() -> None:
@@ -195,6 +197,7 @@ def test_kinds_as_vllm_reads_them() -> None:
     assert kinds("MistralConfig") == [SLIDING] * 4
     assert kinds("FalconH1Config") == [BOTH] * 4
     assert has_companions(transformers.FalconH1Config(), 512)
+    assert has_states(transformers.FalconH1Config(), 512)
     assert kinds("NemotronHConfig") == [STATE, NO_CACHE, FULL, NO_CACHE]
 
 

@@ -87,15 +87,18 @@ def test_a_state_ends_anywhere_in_a_block(engines: EnginePool, tmp_path: Path) -
     """Its window begins at the block's edge, before what the request saw at its own end."""
     model = make_family("gemma3", tmp_path / "gemma3")
     found = []
-    for caching in (True, False):
-        engine = engines.get(model, **SETTINGS, enable_prefix_caching=caching)
+    for caching, asynchronous in ((False, False), (True, False), (True, True)):
+        own = {"enable_prefix_caching": caching, "async_scheduling": asynchronous}
+        engine = engines.get(model, **SETTINGS, **own)
+        said = []
         for answer in range(ANSWER, ANSWER + BLOCK):
             _, second = talk(engine, random_prompts([200, 40], seed=answer), answer)
             whole = (200 + answer - 1) // BLOCK * BLOCK
             assert second.report["resumed_tokens"] == (whole if caching else 0)
-            found.append(second.token_ids)
+            said.append(second.token_ids)
+        found.append(said)
         engine.check_whole()
-    assert found[:BLOCK] == found[BLOCK:]
+    assert found[0] == found[1] == found[2]
 
 
 def test_what_does_not_go_on_is_a_miss(engines: EnginePool, tmp_path: Path) -> None:

@@ -6,18 +6,35 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
 from tests.scheduler.beside import Beside
+from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import make_request
 from tests.scheduler.test_prefixes import Pair, prompt
 
 pytestmark = pytest.mark.cpu
 
 
-def _pair(num_blocks: int = 400, **changes: Any) -> Pair:
+def _pair(num_blocks: int = 400, *, late: bool = False, **changes: Any) -> Pair:
     values = {"max_model_len": 384, "max_num_batched_tokens": 96, "budget": 24}
-    return Pair(num_blocks, **{**values, **changes})
+    return (Late if late else Pair)(num_blocks, **{**values, **changes})
+
+
+class Late(Pair):
+    """A pair in which each step is scheduled before the output of the one before is processed."""
+
+    late: list[Any]
+
+    def step(self) -> dict[str, int]:
+        self.late = getattr(self, "late", [])
+        output = self.scheduler.schedule()
+        self.late.append((output, self.worker.execute(output)))
+        if len(self.late) > 1:
+            self.scheduler.update_from_output(*self.late.pop(0))
+        check_pool(self.scheduler.coordinator)
+        return dict(output.num_scheduled_tokens)
 
 
 def _say(pair: Pair, name: str, tokens: list[int], answer: int, turns: list[int]) -> list[int]:
@@ -156,8 +173,8 @@ def test_hits_beside_other_layers_are_as_long_as_they_can_be(
     asynchronous: bool, beside: tuple[Beside, ...]
 ) -> None:
     """Wherever a request ends, its state ends at the last edge of a block before."""
-    for answer in range(18, 34):
-        pair = _pair(800, asynchronous=asynchronous, beside=beside)
+    for answer in range(18, 26):
+        pair = _pair(800, late=asynchronous, asynchronous=asynchronous, beside=beside)
         tokens, turns, adopted = prompt(70), [], 0
         for index in range(3):
             said = _say(pair, f"r{index}", tokens, answer, turns)
@@ -187,22 +204,25 @@ def test_what_stands_beside_an_eviction_is_named_by_what_it_depends_on() -> None
     pair.run()
 
 
-def test_a_state_without_its_window_is_not_found() -> None:
-    """An eviction that another one follows has no window any more: the prompt alone is left."""
+@pytest.mark.parametrize(("gone", "resumed", "adopted"), [(1, 1, 84), (5, 0, 64)])
+def test_a_state_is_found_as_far_as_its_windows_are_there(
+    gone: int, resumed: int, adopted: int
+) -> None:
+    """Without the last row of a window, up to it; without those behind its base not at all."""
     pair = _pair(beside=(WINDOW,))
     said = _say(pair, "first", prompt(70), 21, [])
-    gone = pair.pool.idle
-    window = next(row for row in reversed(gone) if row.hash and b"/" in row.hash[32:33])
-    # Taken away as if its blocks had been needed.
-    del gone[window]
-    pair.pool._idle_blocks -= len(window.blocks)
-    pair.pool._forget(window)
-    pair.pool.free_blocks(window.blocks)
     pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pool, hashes = pair.pool, pair.scheduler.requests["second"].block_hashes[22 - gone : 22]
+    windows = [row for row in pool.idle if row.hash and row.hash[32:35] == b"/0@"]
+    windows = [row for row in windows if row.hash and row.hash[:32] in hashes]
+    assert len(windows) == gone
+    for row in windows:  # as if their blocks had been needed
+        del pool.idle[row]
+        pool._idle_blocks -= len(row.blocks)
+        pool._forget(row)
+        pool.free_blocks(row.blocks)
     pair.run()
-    assert pair.worker.num_resumed == 1
-    shorter = pair.worker.num_adopted
-    assert 72 <= shorter < 88, "as far as windows are left"
+    assert (pair.worker.num_resumed, pair.worker.num_adopted) == (resumed, adopted)
 
 
 @pytest.mark.parametrize(("num_blocks", "resumed"), [(303, 0), (304, 1)])
@@ -220,3 +240,38 @@ def test_what_is_copied_beside_is_not_given_away_for_the_copy(
     said = _say(pair, "first", prompt(70), 21, [])
     _say(pair, "second", [*said, *prompt(35, 500)], 4, [70])
     assert pair.worker.num_resumed == resumed
+
+
+def test_a_state_is_not_dissolved_for_what_is_copied_from_windows() -> None:
+    """Where it is older than all else that is idle, and nothing else is free."""
+    pair = _pair(beside=(WINDOW,) * 3)
+    said = _say(pair, "first", prompt(70), 21, [])
+    of_state = _states(pair)
+    for row in list(pair.pool.idle):
+        assert row.hash is not None
+        if b"@" not in row.hash[32:33]:
+            pair.pool.touch_row(row.hash)
+    free = pair.pool.free_block_queue.num_free_blocks
+    assert pair.pool.offer(BlockHash(bytes(32)), pair.pool.get_new_blocks(free))
+    assert _states(pair) == of_state
+    _say(pair, "second", [*said, *prompt(40, 500)], 4, [70])
+    assert pair.worker.num_resumed == 1
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_what_a_state_asks_for_is_what_it_takes(block_size: int) -> None:
+    """Beside windows with blocks as long as those of the layers that evict, or half as long."""
+    beside = (WINDOW, Beside("sliding", 21), DRAFT)
+    pair = _pair(900, beside=beside, block_size=block_size)
+    said = _say(pair, "first", prompt(70), 21, [])
+    tokens = [*said, *prompt(40, 500)]
+    pair.add("second", tokens, 4, kv_turns=[70])
+    coordinator, request = pair.scheduler.coordinator, pair.scheduler.requests["second"]
+    found = coordinator.resumable_tokens(request, len(tokens), lambda point: 8)
+    assert found == len(said) // 8 * 8
+    asked = coordinator.get_num_blocks_to_allocate("second", len(tokens))
+    free = pair.pool.get_num_free_blocks()
+    coordinator.allocate_new_computed_blocks("second", (), found, 0)
+    coordinator.allocate_new_blocks("second", len(tokens), len(tokens))
+    assert free - pair.pool.get_num_free_blocks() == asked
+    check_pool(coordinator)
