@@ -109,6 +109,23 @@ def test_who_evicts_nothing_in_its_turn_leaves_the_same_state() -> None:
     assert pair.worker.num_adopted == 72 + 94 // 4 * 4
 
 
+def test_a_hit_leaves_the_queries_of_a_prompts_end_at_which_nothing_goes() -> None:
+    """Rounded to blocks, some of these prompts keep at their end all that they hold."""
+    quiet = 0
+    for n in range(52, 70):
+        pair = _pair(policy="pyramidkv")
+        pair.add("first", prompt(50), 21, kv_turns=[], kv_budget="30%")
+        request = pair.scheduler.requests["first"]
+        pair.run()
+        said = list(request.all_token_ids)
+        pair.add("second", said[:n], 4, kv_turns=[50], kv_budget="30%")
+        plan = pair.scheduler.coordinator.plan_of("second")
+        quiet += plan.end_number not in plan.giving
+        pair.run()
+        assert pair.worker.num_adopted <= n - pair.scheduler.kv_policy.min_last_chunk, n
+    assert quiet > 1
+
+
 def test_what_is_copied_is_not_given_away_for_the_copy() -> None:
     """Where the pool has no room beside it, the whole prompt is computed again."""
     resumed = []

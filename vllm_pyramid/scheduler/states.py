@@ -140,12 +140,15 @@ class States:
         limit, rows = most, self._pool.rows
         for number in reversed(keys):
             point, key = plan.computed_at(number), keys[number]
-            first, end = self._base(point), min(limit // self._tokens, len(hashes))
+            first, last = self._base(point), min(limit // self._tokens, len(hashes))
             limit = min(most, point - least(point))  # of the state before this eviction
-            if end <= first or _name(hashes[first], key) not in rows:
+            if last <= first or _name(hashes[first], key) not in rows:
                 continue
-            names = [_name(block_hash, key) for block_hash in hashes[first:end]]
+            names = [_name(block_hash, key) for block_hash in hashes[first:last]]
             count = covered(hashes[: first + self._pool.longest(names)])
+            end = plan.prompt_len
+            if 0 < end - count * self._tokens < least(end):  # it evicts there, if nothing goes
+                count = covered(hashes[: max(end - least(end), 0) // self._tokens])
             if count <= first:
                 continue  # the base is not found in part
             found = [rows[name] for name in names[: count - first]]
