@@ -55,7 +55,7 @@ LIMITS = settings(
     suppress_health_check=list(HealthCheck),
 )
 # Variants in whose lives something that must happen is rare.
-RARE = ("sync-turns", "stages-inside")
+RARE = ("sync-turns", "stages-inside", "async-forecast-turns", "async-turns-beside-drafts")
 OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     None,
     {"kv_policy": "full"},
