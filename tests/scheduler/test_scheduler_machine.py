@@ -54,8 +54,13 @@ LIMITS = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-# Variants in whose lives something that must happen is rare.
-RARE = ("sync-turns", "stages-inside", "async-forecast-turns", "async-turns-beside-drafts")
+# Variants in whose lives something that must happen is rare: how many lives they have.
+RARE = {
+    "sync-turns": 40,
+    "stages-inside": 40,
+    "async-forecast-turns": 40,
+    "async-turns-beside-drafts": 80,
+}
 OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     None,
     {"kv_policy": "full"},
@@ -996,7 +1001,7 @@ def test_machine(variant: str) -> None:
 
     Machine.setup = setup
     numbered = seed(list(VARIANTS).index(variant))(Machine)  # every variant lives other lives
-    examples = 40 if variant in RARE else LIMITS.max_examples
+    examples = RARE.get(variant, LIMITS.max_examples)
     run_state_machine_as_test(numbered, settings=settings(LIMITS, max_examples=examples))
     happenings = ["evicted", "mixed steps"]
     if setup.prefix_caching:
