@@ -49,10 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _turn(item: pytest.Item) -> int:
-    """Files with engines, files that take long without one, all others."""
-    if item.get_closest_marker("engine"):
+    """Files that take longest, files with engines, all others."""
+    if item.get_closest_marker("long"):
         return 0
-    return 1 if item.get_closest_marker("long") else 2
+    return 1 if item.get_closest_marker("engine") else 2
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

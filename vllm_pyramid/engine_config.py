@@ -150,7 +150,10 @@ def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
     if has_states(model.hf_text_config, model.max_model_len):
         return "the states that layers of this model have at the end of a turn are not kept yet"
     if served.min_last_chunk > served.policy.min_turn:
-        return f"{served.num_drafts} drafts in a step are as many tokens as a short turn has"
+        return (
+            f"for the drafts of a step, or its trace, the last chunk of a prompt has "
+            f"{served.min_last_chunk} tokens, more than a short turn"
+        )
     return None
 
 

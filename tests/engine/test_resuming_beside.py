@@ -164,17 +164,17 @@ def test_who_is_preempted_or_aborted_says_the_same(engines: EnginePool, tmp_path
     settings = {**SETTINGS, "max_model_len": 640, "max_num_batched_tokens": 64}
     settings["kv_admission"] = "prompt"
     found = []
-    for blocks, caching in ((4000, False), (4000, True), (120, True)):
+    for blocks, caching in ((4000, False), (4000, True), (150, True)):
         own = {"num_gpu_blocks_override": blocks, "enable_prefix_caching": caching}
         engine = engines.get(model, **settings, **own)
         look = Rows(engine) if caching else None
         with count_preemptions(engine) as preemptions:
             outcomes = _crowd(engine, look)
-        assert (preemptions["all"] > 0) == (blocks == 120)
+        assert (preemptions["all"] > 0) == (blocks == 150)
         assert len(outcomes) == 11
         resumed = [outcome.report["resumed_tokens"] > 0 for outcome in outcomes]
         expected = [False] * 4 + [True] * 7 if blocks == 4000 and caching else [False] * 11
-        assert resumed == expected or blocks == 120
+        assert resumed == expected if blocks == 4000 else any(resumed)
         found.append([outcome.token_ids for outcome in outcomes])
         engine.check_whole()
     assert found[0] == found[1] == found[2]

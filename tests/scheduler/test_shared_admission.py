@@ -94,7 +94,6 @@ def test_more_requests_of_one_prefix_run_at_once(
     setup = replace(WHOLE, asynchronous=asynchronous, stages=stages)
     each = _run(setup, 48, each=True, tokens=16)
     once = _run(setup, 48, each=False, tokens=16)
-    print(each.most_running, once.most_running, each.steps, once.steps)
     assert each.most_running <= 5 and once.most_running >= 9
     assert once.preemptions == each.preemptions == 0
     assert once.steps < 0.6 * each.steps
@@ -115,7 +114,6 @@ def test_prompts_that_evict_share_while_they_are_processed() -> None:
         first[each] = len(job.scheduler.running)
         job.finish()
         assert job.preemptions == 0
-    print(first)
     assert first[True] <= 3 and first[False] >= 5
 
 
@@ -184,7 +182,6 @@ def test_nobody_is_preempted_too_soon(variant: str) -> None:
         assert job.started == [request.request_id for request in job.requests]
 
     lives()
-    print(once, refusals)
     assert once > 50 and refusals > 100, "nothing was shared, or the pool was never scarce"
 
 
@@ -219,7 +216,6 @@ def test_those_who_evict_again_share_until_they_evict(variant: str) -> None:
         first[each] = len(job.scheduler.running)
         job.finish()
         assert job.too_soon == 0
-    print(first)
     assert first[False] >= 1.3 * first[True]
 
 
@@ -248,7 +244,6 @@ def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
     admission._lacking = watched  # type: ignore[method-assign]
     while len(job.scheduler.running) < 2:
         job.step()
-    print(looks)
     assert job.steps < PATIENCE, "only when it has waited for long"
     assert [found > 0 for _, found in looks] == [True, False]
     # Each row that it shares beyond the two of the first look is one less.

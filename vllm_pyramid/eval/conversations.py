@@ -108,13 +108,14 @@ class _Talk(GeneratedTask):
         *said, _ = messages([*facts, []])
         fixed = tokens.count(chat(tokens, *said, f"\n\n{ending}")) + _ANSWER_TOKENS
         room = length - fixed
-        if room < 96:
-            raise ValueError(
-                f"{length} tokens leave no room for three texts: ask for at least {fixed + 96}"
-            )
         while True:
-            sentences = tokens.passage(rng, room)
+            sentences = tokens.passage(rng, max(room, 0))
             cut = len(sentences) // 3
+            if room < 96 or not cut:
+                raise ValueError(
+                    f"{length} tokens leave no room for three texts: ask for at least "
+                    f"{max(fixed + 96, length + 32)}"
+                )
             thirds = [sentences[:cut], sentences[cut : 2 * cut], sentences[2 * cut :]]
             original = list(thirds[0])
             for third, statements in zip(thirds, facts, strict=False):

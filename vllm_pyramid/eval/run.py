@@ -143,9 +143,11 @@ class Run:
         First, under `REFERENCE`, those whose answers others are compared with.
         """
         wanted: dict[str, dict[str, Request]] = {}
+        seen: set[str] = set()  # variants share what does not differ between them
         for job in self.jobs:
-            if store.get(job.request.key) is not None:
+            if job.request.key in seen or store.get(job.request.key) is not None:
                 continue
+            seen.add(job.request.key)
             needed = self._references.get(job.request.key)
             if needed is not None and store.get(needed.key) is None:
                 wanted = {REFERENCE: {}, **wanted}

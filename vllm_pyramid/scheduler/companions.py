@@ -325,7 +325,7 @@ class Companions:
                 for row in range(first, len(hashes))
             ]
             found.append([name for name in names if name is not None])
-            assert len(found[-1]) == len(names), "what nobody may find"
+            assert len(found[-1]) == len(names), "a row that no other request may find"
         return found
 
     def source_blocks(self, hashes: Sequence[BlockHash], suffix: Suffix) -> int:

@@ -94,6 +94,8 @@ class LockstepCoordinator(RequestPlans, PrefixSharing, Resuming, KVCacheCoordina
             if group not in self._groups
         ]
         self.companions = Companions(others, self.block_pool)
+        if not others:  # blocks of layers are then given out as those of groups
+            assert self._groups == list(range(len(own))), "groups are not in the order of layers"
         beside = self.companions.block_sizes(kwargs["max_model_len"])
         self.block_size = min([int(self.block_sizes.min()), *beside])
         if any(size % self.block_size for size in (*self.block_sizes.tolist(), *beside)):

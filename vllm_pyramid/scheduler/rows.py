@@ -13,7 +13,8 @@ table for all layers.
 
 A row is in use while requests refer to it. Then it is idle: its blocks count as free and go to
 whoever needs blocks, least recently used rows first, and of one prompt the deepest first, as in
-vLLM. So a row is never there without the row before it, and a lookup is a bisection.
+vLLM. So of layers that evict a row is never there without the row before it, and a lookup is a
+bisection.
 
 Two requests that compute one prefix at the same time have two rows of one hash. The first is found
 by others. The second, its twin, takes its place if the first is dissolved, and otherwise ends with

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -39,20 +40,21 @@ class Conversation:
     Attributes:
         turns: tokens at which the prompts of earlier turns ended.
         keys: of each eviction that gives something, by its number: what the state behind it depends
-            on beside the tokens. None where nothing is kept. points: tokens computed at each.
+            on beside the tokens. None where nothing is kept.
+        points: of the same, in their order, the tokens computed there, and that again.
     """
 
     turns: tuple[int, ...]
     keys: dict[int, bytes] = field(default_factory=dict)
-    points: tuple[int, ...] = ()
+    points: tuple[tuple[int, bytes], ...] = ()
 
     def suffix(self, end: int) -> bytes | None:
         """What the KV of the first `end` tokens depends on beside these; None before an eviction.
 
         An eviction at `end` comes behind the attention of the last of them, and changes nothing.
         """
-        count = bisect_left(self.points, end)
-        return _suffix([*self.keys.values()][count - 1]) if count else None
+        count = bisect_left(self.points, end, key=itemgetter(0))
+        return _suffix(self.points[count - 1][1]) if count else None
 
     @classmethod
     def of(cls, served: ServedRequest, plan: Plan, keeps: bool) -> Conversation | None:
@@ -64,7 +66,7 @@ class Conversation:
         if served.turns is None:
             return None
         keys: dict[int, bytes] = {}
-        points: list[int] = []
+        points: list[tuple[int, bytes]] = []
         if keeps:
             assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
             policy = served.policy
@@ -72,9 +74,10 @@ class Conversation:
             text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens}"
             key = sha256(text.encode())
             for number in plan.giving:
-                points.append(plan.computed_at(number))
-                key.update(f" {points[-1]}".encode())
+                point = plan.computed_at(number)
+                key.update(f" {point}".encode())
                 keys[number] = key.digest()
+                points.append((point, keys[number]))
         return cls(served.turns, keys, tuple(points))
 
 
