@@ -121,3 +121,30 @@ def kept_at_end(folder: Path, outcome: Outcome) -> list[bytes]:
     with np.load(folder / f"{outcome.request_id}.npz") as file:
         names = sorted(name for name in file if name.startswith("kept_"))
         return [file[name].tobytes() for name in names]
+
+
+def four_turns(
+    engine: Engine, folder: Path, said: Sequence[int], *, hits: bool, on_step: Any = None
+) -> tuple[list[tuple[list[int], dict[str, Any]]], list[list[bytes]]]:
+    """Four turns, and the third once more; hits are all that was computed, in whole blocks of 16.
+
+    Args:
+        folder: of the engine's traces. said: tokens of what a user says in each turn; the ends of
+            all but the last one evict. hits: whether prefix caching is on.
+
+    Returns:
+        Of each request its answer and the rest of its report, and the positions that it kept.
+    """
+    answer = 40
+    outcomes = talk(engine, random_prompts(list(said), seed=3), answer, on_step)
+    third = outcomes[2]
+    outcomes.append(ask(engine, third.job.prompt, third.report["kv_turns"][:-1], answer))
+    resumed = [outcome.report.pop("resumed_tokens") for outcome in outcomes]
+    before = [outcome.job.prompt for outcome in (*outcomes[:3], outcomes[1])]
+    whole = [0, *((len(prompt) + answer - 1) // 16 * 16 for prompt in before)]
+    assert resumed == (whole if hits else [0] * 5)
+    assert [outcome.cached for outcome in outcomes] == resumed
+    assert [outcome.report["inner_evictions"] for outcome in outcomes] == [0, 1, 2, 3, 2]
+    said_again = [(outcome.token_ids, outcome.report) for outcome in outcomes]
+    assert said_again[2] == said_again[4]
+    return said_again, [kept_at_end(folder, outcome) for outcome in outcomes]

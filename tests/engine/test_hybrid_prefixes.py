@@ -10,41 +10,25 @@ import pytest
 
 from tests.engine.conversations import Rows, cached_tokens, conversation, run_waves, traces
 from tests.engine.families import make_family
+from tests.engine.hybrids import FAMILIES, SETTINGS, make_hybrid
 from tests.engine.support import (
     EnginePool,
     Job,
     greedy,
     is_compiled,
-    is_cpu_build,
     random_prompts,
 )
 
 pytestmark = pytest.mark.engine
 
 BLOCK, WINDOW = 16, 8
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_num_batched_tokens": 200,
-    "max_num_seqs": 8,
-    "max_model_len": 1024,
-    "kv_policy": "snapkv",
-    "kv_budget": 64,
-    "kv_policy_args": {"window": WINDOW},
-}
-# A window of 64 tokens; chunks of 64 tokens, with experts; sinks, with experts; layers that read
-# another's cache.
-FAMILIES = ("gemma3", "llama4", "gpt-oss", "gemma3n")
 
 
-@pytest.mark.parametrize(
-    ("family", "compiled"), [*((family, False) for family in FAMILIES), ("gemma3", True)]
-)
+@pytest.mark.parametrize(("family", "compiled"), FAMILIES)
 def test_tokens_and_what_is_kept_are_those_without_it(
     engines: EnginePool, tmp_path: Path, family: str, compiled: bool
 ) -> None:
-    if family in ("llama4", "gpt-oss") and not is_cpu_build():
-        pytest.skip("this build of vLLM has no CPU kernels for experts")
-    model = make_family(family, tmp_path / family)
+    model = make_hybrid(family, tmp_path)
     results = {}
     for caching in (True, False):
         folder = tmp_path / str(caching)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine import drafts
-from tests.engine.conversations import Rows, ask, kept_at_end, talk
+from tests.engine.conversations import Rows, four_turns, talk
 from tests.engine.families import make_family
+from tests.engine.hybrids import FAMILIES, SETTINGS, make_hybrid
 from tests.engine.support import (
     Engine,
     EnginePool,
@@ -27,36 +28,16 @@ from tests.engine.support import (
 pytestmark = pytest.mark.engine
 
 BLOCK, ANSWER = 16, 40
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_num_batched_tokens": 200,
-    "max_num_seqs": 8,
-    "max_model_len": 1024,
-    "kv_policy": "snapkv",
-    "kv_budget": 64,
-    "kv_policy_args": {"window": 8},
-}
 # Tokens of what a user says in each turn; one is too short for an eviction of its own.
 SAID = [300, 150, 20, 90]
-# A window of 64 tokens; chunks of 128 tokens, with experts; sinks, with experts; layers that read
-# another's cache.
-FAMILIES = ("gemma3", "llama4", "gpt-oss", "gemma3n")
 
 
-def _skip_without_experts(family: str) -> None:
-    if family in ("llama4", "gpt-oss") and not is_cpu_build():
-        pytest.skip("this build of vLLM has no CPU kernels for experts")
-
-
-@pytest.mark.parametrize(
-    ("family", "compiled"), [*((family, False) for family in FAMILIES), ("gemma3", True)]
-)
+@pytest.mark.parametrize(("family", "compiled"), FAMILIES)
 def test_tokens_and_what_is_kept_are_those_without_it(
     engines: EnginePool, tmp_path: Path, family: str, compiled: bool
 ) -> None:
-    """Four turns, and the third once more; hits are all that was computed, in whole blocks."""
-    _skip_without_experts(family)
-    model = make_family(family, tmp_path / family)
+    """Hits change neither tokens nor reports nor what is kept."""
+    model = make_hybrid(family, tmp_path)
     found = []
     for caching in (True, False):
         folder = tmp_path / str(caching)
@@ -65,22 +46,9 @@ def test_tokens_and_what_is_kept_are_those_without_it(
         assert is_compiled(engine) == compiled
         engine.shuffle_blocks()
         look = Rows(engine) if caching else None
-        outcomes = talk(engine, random_prompts(SAID, seed=3), ANSWER, look)
-        third = outcomes[2]
-        outcomes.append(ask(engine, third.job.prompt, third.report["kv_turns"][:-1], ANSWER))
-        resumed = [outcome.report.pop("resumed_tokens") for outcome in outcomes]
-        before = [0, *outcomes[:3], outcomes[1]]
-        whole = [
-            (len(turn.job.prompt) + ANSWER - 1) // BLOCK * BLOCK if turn else 0 for turn in before
-        ]
-        assert resumed == (whole if caching else [0] * 5)
-        assert [outcome.cached for outcome in outcomes] == resumed
-        kept = [kept_at_end(folder, outcome) for outcome in outcomes]
-        found.append(([(outcome.token_ids, outcome.report) for outcome in outcomes], kept))
-        assert [outcome.report["inner_evictions"] for outcome in outcomes] == [0, 1, 2, 3, 2]
+        found.append(four_turns(engine, folder, SAID, hits=caching, on_step=look))
         engine.check_whole()
     assert found[0] == found[1]
-    assert found[0][0][2] == found[0][0][4]
 
 
 def test_a_state_ends_anywhere_in_a_block(engines: EnginePool, tmp_path: Path) -> None:
