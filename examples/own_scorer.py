@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 CLASS = '''
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 
 class NormScorer(Scorer):

@@ -51,9 +51,9 @@ def make_scheduler(args: argparse.Namespace, admission: str) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
     from vllm_pyramid.scheduler.scheduler import PyramidScheduler
-    from vllm_pyramid.scheduler.spec import LayerKVCacheSpec
+    from vllm_pyramid.tools.demo import model_path
 
     longest = args.prompt_len + max(args.output_len, args.max_tokens or 0)
     config = EngineArgs(
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, admission: str) -> dict[str, Any]:
     from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_pyramid.compat.side_channel import StepReport, attach_report
-    from vllm_pyramid.plans import Eviction
+    from vllm_pyramid.plan import Eviction
 
     scheduler = make_scheduler(args, admission)
     lengths = send(args, scheduler)

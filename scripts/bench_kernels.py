@@ -36,8 +36,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_pyramid.ops import cpu, cpu_library, reference
-from vllm_pyramid.ops.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.cpu import library as cpu_library
+from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}

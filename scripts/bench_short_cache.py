@@ -41,7 +41,7 @@ def main() -> None:
     from vllm import SamplingParams
 
     from vllm_pyramid import LLM
-    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.tools.demo import model_path
 
     llm = LLM(
         args.model or str(model_path()),

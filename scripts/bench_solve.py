@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
-from vllm_pyramid.ops.records import AttentionBatch, Softmax
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.policy import load_policy
 
 WINDOW, BLOCK = 8, 16

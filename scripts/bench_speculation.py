@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
-    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.tools.demo import model_path
 
     model = args.model or str(model_path())
     tokenizer = AutoTokenizer.from_pretrained(model)

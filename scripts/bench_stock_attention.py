@@ -21,9 +21,9 @@ from rich.table import Table
 from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_pyramid.bench.prepare import processor
-from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.records import AttentionBatch, Softmax
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.tools.bench.prepare import processor
 
 OURS, STOCK = 16, 128  # tokens of a block
 

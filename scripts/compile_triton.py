@@ -3,8 +3,8 @@
 
     python scripts/compile_triton.py [--arch 80 90 100] [--all] [--json FILE]
 
-The public functions of `vllm_pyramid.ops.triton_ops` run on CPU tensors under a driver that
-compiles for the architecture asked for, reads the machine code's resource usage, and launches
+The public functions of `vllm_pyramid.kernels.triton.functions` run on CPU tensors under a driver
+that compiles for the architecture asked for, reads the machine code's resource usage, and launches
 nothing. So exactly the tiles, specialisations and options that a GPU would get are compiled.
 Ends with an error if a kernel spills registers or needs more shared memory than a block may have.
 """
@@ -27,8 +27,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
-from vllm_pyramid.ops import triton_ops
-from vllm_pyramid.ops.records import AttentionBatch, RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import (
+    AttentionBatch,
+    RecentBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
+from vllm_pyramid.kernels.triton import functions as triton_ops
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).

@@ -59,7 +59,7 @@ MATRIX = (
     "check_topn.py",
     "check_vllm_rows.py",
 )
-PATIENCE = 90  # seconds in which a stage that is asked to end must have ended
+RECHECK_STEPS = 90  # seconds in which a stage that is asked to end must have ended
 LOG_TAIL = 4000  # characters of a failed stage's output that go into the JSON
 
 
@@ -225,13 +225,13 @@ def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
 def command(stage: Stage, output: Path) -> list[str]:
     """What runs; it writes `output` (a JSON object; for `numerics` pytest's XML)."""
     if stage.arguments[:1] == ("bench",):
-        cli = [sys.executable, "-m", "vllm_pyramid.cli", *stage.arguments, "--no-pictures"]
+        cli = [sys.executable, "-m", "vllm_pyramid.tools.cli", *stage.arguments, "--no-pictures"]
         return [*cli, "--out", str(output.with_suffix(".bench")), "--json", str(output)]
     if stage.arguments:
         script, *arguments = stage.arguments
         path = str(ROOT / "scripts" / script)
         return [sys.executable, path, *arguments, "--out", str(output)]
-    modules = [f"tests/ops/triton_matrix/{name}" for name in MATRIX]
+    modules = [f"tests/kernels/triton_matrix/{name}" for name in MATRIX]
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     return [*pytest, f"--junitxml={output}", *modules]
 
@@ -259,7 +259,7 @@ def end(process: subprocess.Popen[Any]) -> None:
     A bench's engines and servers are in sessions of their own: it ends them if it is asked to end,
     and could not if it were killed.
     """
-    for sign, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
+    for sign, patience in ((signal.SIGTERM, RECHECK_STEPS), (signal.SIGKILL, None)):
         if sign == signal.SIGTERM and process.poll() is not None:
             continue
         with contextlib.suppress(ProcessLookupError):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_pyramid.ops.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE, KV_HEADS, GROUP, HEAD_SIZE = 16, 8, 4, 128  # Llama 3 8B, bfloat16
 WINDOW, KEEP = 32, 1024
@@ -53,7 +53,7 @@ def median_times(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 @dataclass
 class Layers:
-    """Paged caches of several layers with one table; shapes as in ops/records.py."""
+    """Paged caches of several layers with one table; shapes as in kernels/records.py."""
 
     caches: list[tuple[torch.Tensor, torch.Tensor]]
     table: torch.Tensor
@@ -94,7 +94,7 @@ def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 def bench_decode(requests: int, context: int, copy: Callable[[], object], copied: int) -> Any:
     """Decode as a captured graph over several layers; also with the mass per key."""
-    from vllm_pyramid.ops import triton_ops
+    from vllm_pyramid.kernels.triton import functions as triton_ops
 
     row_bytes = KV_HEADS * HEAD_SIZE * 2
     read = requests * context * 2 * row_bytes
@@ -166,7 +166,7 @@ def bench_decode(requests: int, context: int, copy: Callable[[], object], copied
 
 def bench_eviction(requests: int, context: int, copy: Callable[[], object], copied: int) -> Any:
     """Score, select and compact at the end of prompts; launches included."""
-    from vllm_pyramid.ops import triton_ops
+    from vllm_pyramid.kernels.triton import functions as triton_ops
 
     layers = Layers.build(requests, context, 1)
     key_cache, value_cache = layers.caches[0]

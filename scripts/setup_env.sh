@@ -156,7 +156,7 @@ if ! done_before dependencies "$dependencies"; then
 fi
 
 # Python's version is in the name: environments with other versions have libraries of their own.
-LIBRARY="vllm_pyramid/ops/_kernels$("$PY" -c \
+LIBRARY="vllm_pyramid/kernels/cpu/_kernels$("$PY" -c \
     'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
 readonly LIBRARY
 

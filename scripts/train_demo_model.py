@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the built-in model and writes it to vllm_pyramid/demo/model/.
+"""Trains the built-in model and writes it to vllm_pyramid/tools/demo/model/.
 
     scripts/train_demo_model.py --docs /usr/share/doc/python3.11/html --run build/demo-model
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plans import IntArray, Plan, RetentionPlan
+from vllm_pyramid.plan import IntArray, Plan, RetentionPlan
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.request_config import RequestKeys, resolve
+from vllm_pyramid.policy.request import RequestKeys, resolve
 
 # `pyramidinfer` that thins small models: in pieces of 48 tokens each layer holds a step less.
 THINS: dict[str, Any] = {
@@ -31,12 +31,12 @@ def plan_for(
 
 
 def plans_of(
-    prompt_lens: npt.NDArray[np.int32], helds: npt.NDArray[np.int32], budget: int
+    prompt_lens: npt.NDArray[np.int32], kept_lens: npt.NDArray[np.int32], budget: int
 ) -> list[Plan]:
-    """Plans that keep `helds`, `[L, E]`, of the prompts, without any rounding."""
+    """Plans that keep `kept_lens`, `[L, E]`, of the prompts, without any rounding."""
     return [
         RetentionPlan.of(n, 1, budget, column, False)
-        for n, column in zip(prompt_lens.tolist(), helds.T, strict=True)
+        for n, column in zip(prompt_lens.tolist(), kept_lens.T, strict=True)
     ]
 
 

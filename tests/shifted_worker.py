@@ -20,14 +20,15 @@ from tests.e2e.stand_ins import LateCopies
 from tests.plans import THINS
 from tests.pretended_device import data_of
 from tests.steps import make_call, make_side
-from vllm_pyramid.ops import reference, triton_tables
-from vllm_pyramid.ops.contract import Ops
+from vllm_pyramid.attention.layer_context import LayerContext
+from vllm_pyramid.attention.shifted_tables import ShiftedTables
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.step.rotary import Rotary
-from vllm_pyramid.worker.context import LayerContext
-from vllm_pyramid.worker.retention import Retention
-from vllm_pyramid.worker.runner import PyramidRunnerMixin
-from vllm_pyramid.worker.shifted import ShiftedTables
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
+from vllm_pyramid.worker.runtime import PyramidRunnerMixin
 
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
 STEP_TOKENS = 1 << 12
@@ -132,13 +133,13 @@ class Worker:
         shapes = [(-(-self.longest // size), size) for size in sizes]
         width = self.longest // BLOCK
         blocks = self.layers * len(prompts) * width + 1
-        self.retention = Retention(policy, self.layers, max(sizes), len(prompts) + 1)
+        self.tracker = EvictionTracker(policy, self.layers, max(sizes), len(prompts) + 1)
         self.copies = LateCopies() if policy.attends and copies else None
         side = make_side(
             self.layers,
             heads=KV_HEADS,
             block_size=max(sizes),
-            retention=self.retention,
+            tracker=self.tracker,
             device=device.device,
             specs=[
                 SimpleNamespace(
@@ -168,16 +169,14 @@ class Worker:
             table=lambda layer: self.shifted.tables[layer],
             model=InnerLlama,
         )
-        self.retention.hooks = policy.worker_hooks(side)
-        for hooks in self.retention.hooks:
+        self.tracker.hooks = policy.worker_hooks(side)
+        for hooks in self.tracker.hooks:
             hooks.allocate(blocks)
         self.shifted = ShiftedTables(slice(0, self.layers), len(prompts), shapes, device.device)
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         self.contexts = [
-            LayerContext(
-                self.retention, layer, self.retention.hooks, None, rotary, None, self.shifted
-            )
+            LayerContext(self.tracker, layer, self.tracker.hooks, None, rotary, None, self.shifted)
             for layer in range(self.layers)
         ]
         shape = (self.layers, blocks, KV_HEADS, BLOCK, 2 * SIZE)
@@ -187,7 +186,7 @@ class Worker:
         for layer, context in enumerate(self.contexts):
             if not policy.values.on_device(layer):
                 cache = self.kv_cache(layer)
-                found = (hooks.value_cache(layer, cache) for hooks in self.retention.hooks)
+                found = (hooks.value_cache(layer, cache) for hooks in self.tracker.hooks)
                 context.values = next(found)
         # At the same addresses in every step, as vLLM's.
         self.slots = torch.zeros(self.layers, STEP_TOKENS, dtype=torch.int64)
@@ -201,7 +200,7 @@ class Worker:
     def kv_cache(self, layer: int) -> torch.Tensor:
         """`[P, G, N, 2 * D]` of K and V, or `[P, G, 2 * N, D]` of K alone."""
         cache = self.cache[layer]
-        if not self.retention.policy.values.on_device(layer):
+        if not self.tracker.policy.values.on_device(layer):
             cache = cache.view(*cache.shape[:2], 2 * BLOCK, SIZE)
         whole: torch.Tensor = self.device.put(cache)
         return whole
@@ -219,8 +218,8 @@ class Worker:
         ]
         for name in names:
             if not self.computed[name]:
-                self.retention.add(name, self.prompts[name], None)
-        step = self.retention.begin_step(names, *columns)
+                self.tracker.add(name, self.prompts[name], None)
+        step = self.tracker.begin_step(names, *columns)
         _, computed, tokens = columns
         rows = len(names)
         own = self.tables[:, [list(self.prompts).index(name) for name in names]]
@@ -290,7 +289,7 @@ class Worker:
                 entered, layout.survivors = entered.index_select(0, layout.survivors), None
         if layout is not None:
             self.survived.append(data_of(entered))
-        evicted, reports = self.retention.end_step()
+        evicted, reports = self.tracker.end_step()
         self.evictions += len(evicted)
         self.reports.append(reports)
         for name in names:

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 
 from tests.plans import plans_of
-from vllm_pyramid.methods.hooks import OneRank, Ranks, WorkerHooks, WorkerSide
-from vllm_pyramid.ops import reference
-from vllm_pyramid.ops.contract import Ops
-from vllm_pyramid.ops.records import AttentionBatch, Softmax
-from vllm_pyramid.plans import Plan
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+from vllm_pyramid.step.ranks import OneRank, Ranks
 from vllm_pyramid.step.step import Step, StepEvictions
-from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 
 def make_side(
@@ -27,7 +28,7 @@ def make_side(
     *,
     heads: int = 2,
     block_size: int = 16,
-    retention: Retention | None = None,
+    tracker: EvictionTracker | None = None,
     ranks: Ranks | None = None,
     **fields: Any,
 ) -> WorkerSide:
@@ -44,24 +45,24 @@ def make_side(
         "block_size": block_size,
         "ranks": ranks or OneRank(),
         "model": torch.nn.Module,
-        "step": lambda: retention.step if retention else Step.nothing(num_layers, 0),
+        "step": lambda: tracker.step if tracker else Step.nothing(num_layers, 0),
     }
     return WorkerSide(**{**of_side, **fields})
 
 
-def make_retention(
+def make_tracker(
     policy: Policy, num_layers: int, block_size: int, max_num_reqs: int, *, heads: int = 2
-) -> Retention:
+) -> EvictionTracker:
     """A worker's requests, with the hooks of the policy's methods, as the runner makes them."""
-    retention = Retention(policy, num_layers, block_size, max_num_reqs)
-    side = make_side(num_layers, heads=heads, block_size=block_size, retention=retention)
-    retention.hooks = policy.worker_hooks(side)
-    return retention
+    tracker = EvictionTracker(policy, num_layers, block_size, max_num_reqs)
+    side = make_side(num_layers, heads=heads, block_size=block_size, tracker=tracker)
+    tracker.hooks = policy.worker_hooks(side)
+    return tracker
 
 
-def the_hooks(retention: Retention, kind: type[WorkerHooks]) -> Any:
+def the_hooks(tracker: EvictionTracker, kind: type[WorkerHooks]) -> Any:
     """The one of the retention's hooks that is of this class."""
-    (found,) = [hooks for hooks in retention.hooks if isinstance(hooks, kind)]
+    (found,) = [hooks for hooks in tracker.hooks if isinstance(hooks, kind)]
     return found
 
 
@@ -77,7 +78,7 @@ def make_call(
     skips: torch.Tensor | None = None,
     scale: float = 1.0,
     **fields: Any,
-) -> LayerCall:
+) -> AttentionInputs:
     """An attention call of one layer; what is not given is not looked at by the test.
 
     Args:
@@ -94,12 +95,12 @@ def make_call(
         nothing if lens is None else lens,
         nothing if skips is None else skips,
     )
-    return LayerCall(ops, layer, batch, Softmax(scale), **fields)
+    return AttentionInputs(ops, layer, batch, Softmax(scale), **fields)
 
 
 def make_evictions(
     lens: Sequence[int],
-    helds: Sequence[Sequence[int]] | None = None,
+    kept_lens: Sequence[Sequence[int]] | None = None,
     *,
     plans: list[Plan] | None = None,
     block_size: int = 16,
@@ -108,11 +109,11 @@ def make_evictions(
 
     Args:
         lens: tokens of each. helds: a layer, what it keeps of each; by default one layer keeps
-            everything. plans: instead of `helds`.
+            everything. plans: instead of `kept_lens`.
     """
     prompt_lens = np.array(lens, np.int32)
     if plans is None:
-        plans = plans_of(prompt_lens, np.array(helds or [lens], np.int32), budget=64)
+        plans = plans_of(prompt_lens, np.array(kept_lens or [lens], np.int32), budget=64)
     return StepEvictions(
         request_ids=[f"r{index}" for index in range(len(lens))],
         rows=np.arange(len(lens)),

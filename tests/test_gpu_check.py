@@ -76,7 +76,7 @@ def test_without_a_device_it_says_so(tmp_path: Path) -> None:
 
 
 def test_every_module_of_the_matrix_is_in_the_numerics(script: ModuleType) -> None:
-    found = {path.name for path in (ROOT / "tests/ops/triton_matrix").glob("check_*.py")}
+    found = {path.name for path in (ROOT / "tests/kernels/triton_matrix").glob("check_*.py")}
     assert found == {*script.MATRIX, "check_launch.py"}  # which needs no device
 
 
@@ -143,7 +143,7 @@ time.sleep(60)
 time.sleep(60)
 """
     monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", code])
-    monkeypatch.setattr(script, "PATIENCE", 2)
+    monkeypatch.setattr(script, "RECHECK_STEPS", 2)
     entry = script.run_stage(script.Stage("name", 3, ("anything",)), tmp_path)
     assert entry["status"] == "failed" and note.exists()
     assert (entry["seconds"] > 4.5) == (not listens)
@@ -156,9 +156,11 @@ def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
         return script.summarise_tests(path)
 
     names = [name.removesuffix(".py") for name in script.MATRIX]
-    good = [f'<testcase classname="tests.ops.triton_matrix.{name}" name="t"/>' for name in names]
+    good = [
+        f'<testcase classname="tests.kernels.triton_matrix.{name}" name="t"/>' for name in names
+    ]
     assert summarise(*good, good[0])["tests"] == dict.fromkeys(names, 1) | {names[0]: 2}
-    bad = '<testcase classname="tests.ops.triton_matrix.check_mass" name="t"><{}/></testcase>'
+    bad = '<testcase classname="tests.kernels.triton_matrix.check_mass" name="t"><{}/></testcase>'
     for wrong in ("failure", "error", "skipped"):
         with pytest.raises(RuntimeError, match=r"failed|skipped"):
             summarise(*good, bad.format(wrong))
@@ -168,15 +170,15 @@ def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
 
 def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_path: Path) -> None:
     """Parsed, planned and checked as the bench does it, up to the engines."""
-    from vllm_pyramid.bench.options import parse
-    from vllm_pyramid.bench.prepare import prepare
-    from vllm_pyramid.cli import _build_parser
+    from vllm_pyramid.tools.bench.options import parse
+    from vllm_pyramid.tools.bench.prepare import prepare
+    from vllm_pyramid.tools.cli import _build_parser
 
     stages = script.bench_stages()
     assert len(stages) == 6
     for stage in stages:
         line = script.command(stage, tmp_path / "result.out")
-        assert line[1:3] == ["-m", "vllm_pyramid.cli"]
+        assert line[1:3] == ["-m", "vllm_pyramid.tools.cli"]
         args = _build_parser().parse_args(line[3:])
         options = parse(args.measure, vars(args))
         assert options.json_file == tmp_path / "result.out"

@@ -53,7 +53,7 @@ def test_every_source_file_names_the_licence() -> None:
 def test_importing_the_package_is_light() -> None:
     """Plugins are loaded in every vLLM process: the import must not pull in an engine."""
     code = (
-        "import sys, vllm_pyramid, vllm_pyramid.demo\n"
+        "import sys, vllm_pyramid, vllm_pyramid.tools.demo\n"
         "heavy = {'vllm', 'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)"
     )
@@ -84,7 +84,7 @@ def test_kept_figures_have_the_command_that_makes_them(path: Path) -> None:
     for row in kept["rows"]:
         for flag in ("prompt_len", "output_len", "num_prompts", "repetitions"):
             if (flag, row["measure"]) == ("prompt_len", "prefix"):
-                continue  # of a turn there; tests/bench/test_command.py works it out
+                continue  # of a turn there; tests/tools/bench/test_command.py works it out
             if (option := f"--{flag.replace('_', '-')}") in given:
                 assert int(given[option]) == row[flag], flag
         if "--pool-prompts" in given:

@@ -137,7 +137,7 @@ def test_scheduler_and_worker_know_no_method() -> None:
 
 def test_plans_and_parts_are_told_apart_by_questions_not_by_class() -> None:
     """`isinstance` of a part or of an open plan stands in the modules that own it, and nowhere."""
-    owned = ("Scorer", "Allocator", "Selector", "Schedule", "Values", "OpenPlan")
+    owned = ("Scorer", "Allocator", "Selector", "Schedule", "Values", "DeferredPlan")
     for module, tree in trees().items():
         parts = module.split(".")
         if parts[1:2] == ["methods"] or module.startswith(f"{PACKAGE}.step"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import vllm
 
-from vllm_pyramid.config import CONFIG_KEYS, KVSettings
+from vllm_pyramid.frontend.settings import CONFIG_KEYS, KVSettings
 from vllm_pyramid.plugin import register
 
 

@@ -14,5 +14,6 @@ def register() -> None:
 
     check_vllm()
     from vllm_pyramid.compat import engine_args
+    from vllm_pyramid.frontend.entry import PolicyFrontEnd
 
-    engine_args.install()
+    engine_args.install(PolicyFrontEnd())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C ABI between the shared library and vllm_pyramid/ops/cpu_records.py.
+// The C ABI between the shared library and vllm_pyramid/kernels/cpu/structs.py.
 //
 // Every function takes one packed record of 8-byte fields, so that a call costs one pointer
 // instead of thirty converted arguments. Each record has a class of the same name and fields over

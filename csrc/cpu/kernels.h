@@ -16,7 +16,7 @@ constexpr int kDtypes = 5;  // of PyrDtype
 // Keys of one step of the attention kernels. Steps are counted from the first visible position of
 // a request, so its result does not depend on where in the table its survivors lie.
 constexpr int64_t kTileKeys = 64;
-// The largest D, which sizes arrays on the stack. ops/cpu_checks.py refuses larger ones.
+// The largest D, which sizes arrays on the stack. kernels/cpu/checks.py refuses larger ones.
 constexpr int kMaxHeadSize = 512;
 // Rows (query tokens x query heads of one KV head) up to which a request is split over its context.
 constexpr int64_t kSplitRows = 32;

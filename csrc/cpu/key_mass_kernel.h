@@ -7,7 +7,7 @@
 
 namespace {
 
-// A weight is below the average if it is below this share of it, as ops/reference_mass.py has it.
+// A weight is below the average if it is below this share of it, as kernels/reference_mass.py has it.
 constexpr float kBelow = 1 - 1e-5f;
 constexpr int kMassRows = 32;  // rows (query * heads + head) that share a pass over the keys
 constexpr int kMassKeys = kDirectMost;  // of a row of scores; packed tiles use KB of them

@@ -48,7 +48,7 @@ void pool(const PyrScores& p, const float* mass, int64_t n, float* out) {
   std::fill(out + n, out + p.out_len, -INFINITY);
 }
 
-// Mass, entropy and Gini coefficient of a mass over n tokens (ops/recall.py defines them); sorts it.
+// Mass, entropy and Gini coefficient of a mass over n tokens (kernels/recall.py defines them); sorts it.
 void statistics(const PyrScores& p, int64_t pair, float* mass, int64_t n) {
   double total = 0, entropy = 0, ranked = 0;
   for (int64_t i = 0; i < n; ++i) total += mass[i];

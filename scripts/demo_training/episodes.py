@@ -17,8 +17,8 @@ import numpy as np
 from demo_training.corpus import sentences
 from tokenizers import Tokenizer
 
-from vllm_pyramid.eval import phrases
-from vllm_pyramid.eval.words import make_names, make_numbers
+from vllm_pyramid.tools.eval import phrases
+from vllm_pyramid.tools.eval.words import make_names, make_numbers
 
 SILENT, READING, ANSWER = 0, 1, 2  # how a piece counts in the loss
 

@@ -40,9 +40,9 @@ TASKS = ("needle", "multi-key")
 
 def make_prompts(model: str, lengths: list[int], samples: int, seed: int) -> list[Prompt]:
     """Real English text: as it is, with one hidden fact, and with eight; each of every length."""
-    from vllm_pyramid.eval.haystack import load_tokens
-    from vllm_pyramid.eval.task import seed_of
-    from vllm_pyramid.eval.tasks import load_task
+    from vllm_pyramid.tools.eval.haystack import load_tokens
+    from vllm_pyramid.tools.eval.task import seed_of
+    from vllm_pyramid.tools.eval.tasks import load_task
 
     tokens = load_tokens(model)
     prompts = []
@@ -75,7 +75,7 @@ def policy_args(policy: str, window: int, kernel_size: int, sinks: int, beta: fl
 
 def plan_layers(cases: Cases) -> dict[str, list[int]]:
     """`Cases.layer_counts`: what pyramidkv's allocator gives each layer."""
-    from vllm_pyramid.model_shape import shape_of_model
+    from vllm_pyramid.frontend.model_shape import shape_of_model
     from vllm_pyramid.policy import Budget, load_policy
 
     layers = shape_of_model(cases.model, cases.dtype)[0].num_layers
@@ -95,7 +95,7 @@ def run_policy(cases: Cases, policy: str) -> Arrays:
     from vllm import SamplingParams
 
     from vllm_pyramid import LLM
-    from vllm_pyramid.model_shape import shape_of_model
+    from vllm_pyramid.frontend.model_shape import shape_of_model
 
     def params(extra: dict[str, Any]) -> SamplingParams:
         return SamplingParams(
@@ -211,7 +211,7 @@ def main() -> None:
     """Write the cases, then the result of every policy."""
     args = parse_args()
     if args.model is None:
-        from vllm_pyramid.demo import model_path
+        from vllm_pyramid.tools.demo import model_path
 
         args.model = str(model_path())
     cases = Cases(

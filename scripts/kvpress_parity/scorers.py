@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from vllm_pyramid.methods.kinds import parse_component
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.kinds import parse_component
+from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.rotary import Rotary
-from vllm_pyramid.step.view import LayerView
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 SHARES = (0.7, 0.5, 0.1)
 BLOCK = 16
@@ -201,7 +201,7 @@ def compare(case: Case, layer_data: Layer) -> Iterator[str]:
         torch.stack([keys, values]), (0, 0, 0, blocks * BLOCK - tokens)
     )
     pages = padded.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
-    view = LayerView(
+    view = ScorerInputs(
         num_tokens=tokens,
         window=looked_at,
         sinks=case.sinks,
@@ -245,8 +245,8 @@ def main() -> int:
     import_presses(args.folder)
     layers = {f"shape {shape}": made_up(shape, seed) for seed, shape in enumerate(SHAPES)}
     if args.model:
-        from vllm_pyramid.eval.haystack import load_tokens
-        from vllm_pyramid.eval.topics import topics
+        from vllm_pyramid.tools.eval.haystack import load_tokens
+        from vllm_pyramid.tools.eval.topics import topics
 
         text = "\n\n".join(topics().values())
         ids = load_tokens(args.model).encode(text[:8000])[:1500]

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 import yaml
 from llama import LayerCache, Llama
 
-from vllm_pyramid.ops.recall import WindowStatistics, window_statistics
+from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.step.view import LayerView
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 BLOCK = 16
 Kept = list[list[torch.Tensor]]  # [layer][KV head] ascending places
@@ -48,14 +48,14 @@ class Prompt:
         """T."""
         return len(self.ids)
 
-    def view(self, layer: int, policy: Policy) -> LayerView:
+    def view(self, layer: int, policy: Policy) -> ScorerInputs:
         """What a scorer of the project sees."""
         cache, blocks = self.caches[layer], -(-self.tokens // BLOCK)
         padded = F.pad(
             torch.stack([cache.keys, cache.values]), (0, 0, 0, blocks * BLOCK - self.tokens)
         )
         pages = padded.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
-        return LayerView(
+        return ScorerInputs(
             num_tokens=self.tokens,
             window=policy.window,
             sinks=policy.sinks,
@@ -199,7 +199,7 @@ class Method:
                 evidence, plan.mean, plan.capacity, sinks, plan.least_mean
             )
             lengths = policy.allocator.allocate(measured.double().numpy(), plan.mean, plan.capacity)
-            plan = plan.settled((plan.floor + lengths).tolist())
+            plan = plan.resolved((plan.floor + lengths).tolist())
         held = tokens - plan.skip
         for layer in scores:
             layer[:, :sinks] = layer[:, tokens - window :] = torch.inf

@@ -127,7 +127,7 @@ def run(
 def _model_folder(model: str) -> Path:
     if model != "smollm2":
         return Path(model)
-    from vllm_pyramid.smollm2 import smollm2_folder
+    from vllm_pyramid.tools.smollm2 import smollm2_folder
 
     return smollm2_folder()
 
@@ -141,7 +141,7 @@ def _run_studies(
     from methods import Method, load_methods
     from study import Place, Study
 
-    from vllm_pyramid.eval.haystack import load_tokens
+    from vllm_pyramid.tools.eval.haystack import load_tokens
 
     known = load_methods(methods)
     places: dict[Place, list[tuple[list[Method], list[str]]]] = {}
@@ -188,7 +188,16 @@ def _run_engine(name: str, table: Table, out: Path, folder: Path, deadline: floa
     assert table.engine is not None
     flags = [part for key, value in table.engine.items() for part in (f"--{key}", str(value))]
     files = ["--out", out / name, "--markdown", out / f"{name}.md", "--csv", out / f"{name}.csv"]
-    command = [sys.executable, "-m", "vllm_pyramid.cli", "eval", "--model", folder, *flags, *files]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_pyramid.tools.cli",
+        "eval",
+        "--model",
+        folder,
+        *flags,
+        *files,
+    ]
     left = deadline - time.monotonic()
     try:
         subprocess.run(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from vllm_pyramid.compat.requests import check_images
+from vllm_pyramid.compat.input_processor import check_images
 
 pytestmark = pytest.mark.cpu
 

@@ -71,7 +71,7 @@ sys.modules["vllm"] = None
     "code",
     [
         "from vllm_pyramid import LLM",
-        "import vllm_pyramid.cli as cli; sys.exit(cli.main(['bench', 'throughput']))",
+        "import vllm_pyramid.tools.cli as cli; sys.exit(cli.main(['bench', 'throughput']))",
     ],
 )
 def test_no_vllm_at_the_boundaries(code: str, tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def use_attention_of_cuda(name: str) -> None:
     """Make our CPU platform choose a backend of CUDA devices."""
     import torch
 
-    from vllm_pyramid import refusals
-    from vllm_pyramid.platform.cpu import PyramidCpuPlatform
-    from vllm_pyramid.worker.backend_names import BACKENDS
+    from vllm_pyramid.compat.backend_names import BACKENDS
+    from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
+    from vllm_pyramid.frontend import refusals
 
     def backend(cls: type, *args: Any, **kwargs: Any) -> str:
         return BACKENDS[name]
@@ -76,7 +76,7 @@ def use_attention_of_cuda(name: str) -> None:
     PyramidCpuPlatform.get_attn_backend_cls = classmethod(backend)  # type: ignore[assignment]
     from vllm.v1.attention.backends import triton_attn
 
-    from vllm_pyramid.ops import reference
+    from vllm_pyramid.kernels import reference
 
     write = triton_attn.triton_reshape_and_cache_flash
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter, three times as fast, for processes in which every kernel is interpreted.
 
-It computes what it did (`tests/ops/test_interpreter.py`). An interpreted kernel of the tests has a
-few dozen elements, so what it costs is what the interpreter does around NumPy: it puts its own
-functions into Triton's language at each launch and at each call of a function within a kernel,
+It computes what it did (`tests/kernels/test_interpreter.py`). An interpreted kernel of the tests
+has a few dozen elements, so what it costs is what the interpreter does around NumPy: it puts its
+own functions into Triton's language at each launch and at each call of a function within a kernel,
 which takes milliseconds, and derives the same shapes and types for each operation anew.
 """
 

@@ -39,8 +39,8 @@ def attend(
     **others: Any,
 ) -> None:
     """`flash_attn_varlen_func` in PyTorch; what it must not be given is checked."""
-    from vllm_pyramid.ops import reference
-    from vllm_pyramid.ops.records import AttentionBatch, Softmax
+    from vllm_pyramid.kernels import reference
+    from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 
     requests = len(cu_seqlens_q) - 1
     assert causal is True and block_table.stride(1) == 1 and seqused_k.is_contiguous()
@@ -62,7 +62,7 @@ def attend(
 
 def write(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, *scales: Any) -> None:
     """`reshape_and_cache_flash` in PyTorch."""
-    from vllm_pyramid.ops import reference
+    from vllm_pyramid.kernels import reference
 
     assert dtype == "auto"
     reference.reshape_and_cache(key, value, k.transpose(1, 2), v.transpose(1, 2), slots)
@@ -114,8 +114,9 @@ def install_triton_kernels() -> None:
 
     So the device has a memory of its own, as far as methods can tell, and a stream for copies.
     """
-    from vllm_pyramid.ops import triton_ops
-    from vllm_pyramid.worker import backend_cuda, runner
+    from vllm_pyramid.attention import backend_cuda
+    from vllm_pyramid.kernels.triton import functions as triton_ops
+    from vllm_pyramid.worker import runtime as runner
 
     backend_cuda.get_ops = lambda device_type: triton_ops
     runner.copies_of = lambda device: LateCopies()
@@ -202,9 +203,9 @@ def install_start_up(mode: str) -> None:
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-    from vllm_pyramid.config import ServedSettings
-    from vllm_pyramid.engine_config import _check_graphs
-    from vllm_pyramid.platform.cpu import PyramidCpuPlatform
+    from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
+    from vllm_pyramid.frontend.engine_config import _check_graphs
+    from vllm_pyramid.policy.served_settings import ServedSettings
     from vllm_pyramid.worker.cpu_worker import PyramidCpuWorker
 
     # Not all of vLLM's kernels for sampling can be interpreted.

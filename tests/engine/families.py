@@ -43,7 +43,7 @@ class Family:
     model: str
     options: dict[str, Any]
     full_layers: tuple[int, ...]
-    companions: str = ""
+    stock_groups: str = ""
     config: str = ""
     notes: str = ""
     scaled_embeddings: bool = False

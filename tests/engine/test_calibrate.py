@@ -29,7 +29,7 @@ def test_calibrated_shares_are_the_mean_of_the_solved_ones(
     file, output = tmp_path / "prompts.jsonl", tmp_path / "budgets.yaml"
     file.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in prompts))
     engine_args = {**ENGINE, "enforce_eager": True, "skip_tokenizer_init": True}
-    command = [sys.executable, "-m", "vllm_pyramid.cli", "calibrate", "--model", str(model)]
+    command = [sys.executable, "-m", "vllm_pyramid.tools.cli", "calibrate", "--model", str(model)]
     command += ["--prompts", str(file), "--kv-budget", str(BUDGET), "-o", str(output)]
     command += ["--engine-args", json.dumps(engine_args)]
     engines.close()

@@ -145,17 +145,17 @@ def test_family(
         for extra in ({}, whole)
     ]
     engine.shuffle_blocks()
-    most_held: dict[str, int] = {"companions": 0}
+    most_held: dict[str, int] = {"other_layers": 0}
 
     def look(engine: Engine) -> None:
         check_pool(engine.coordinator)
-        most_held["companions"] = max(
-            most_held["companions"], engine.coordinator.companions.held_blocks
+        most_held["other_layers"] = max(
+            most_held["other_layers"], engine.coordinator.other_layers.held_blocks
         )
 
     outcomes = engine.run(jobs, look)
     engine.check_whole()
-    assert bool(most_held["companions"]) == bool(family.companions)
+    assert bool(most_held["other_layers"]) == bool(family.other_layers)
     for evicted, kept_whole in zip(outcomes[::2], outcomes[1::2], strict=True):
         # Every layer, and every reader of its cache, attends before it evicts.
         for token, logprob in evicted.logprobs[0].items():

@@ -33,7 +33,7 @@ from tests.engine.test_memory import PROMPT_LEN, running_in_steady_state
 from tests.engine.test_prefix_caching import Rows
 from tests.engine.test_right_tokens import check
 from tests.engine.test_scorers import CASES, RecordingModel, check_best
-from vllm_pyramid.compat.cache import scales_of
+from vllm_pyramid.compat.cache_specs import scales_of
 
 pytestmark = pytest.mark.engine
 

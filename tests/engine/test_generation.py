@@ -29,7 +29,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.ops import cpu
+from vllm_pyramid.kernels.cpu import functions as cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

@@ -69,7 +69,7 @@ def _in_grammar(grammar: str | None, max_tokens: int = 48, **extra: Any) -> Any:
 
 
 def _demo(engines: EnginePool, **settings: Any) -> Engine:
-    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.tools.demo import model_path
 
     # A random prompt's answer may be spaces for ever, where the grammar lets it.
     ours = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
@@ -106,7 +106,7 @@ def test_grammars(engines: EnginePool, tmp_path: Path) -> None:
 
     Three grammars and none in one batch, over prompts in chunks; one is too short to be evicted.
     """
-    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.tools.demo import model_path
 
     engine = _demo(engines, kv_trace=str(tmp_path))
     prompts = random_prompts([200, 130, 40], vocab_size=400)
@@ -166,7 +166,7 @@ def test_beam_search_never_reads_an_evicted_cache(engines: EnginePool) -> None:
     """
     from vllm.sampling_params import BeamSearchParams
 
-    from vllm_pyramid.demo import model_path
+    from vllm_pyramid.tools.demo import model_path
 
     engine = _demo(engines, max_model_len=256, num_gpu_blocks_override=SMALL, **PREEMPTING)
     (prompt,) = random_prompts([120], vocab_size=400)

@@ -297,8 +297,8 @@ def test_a_host_pool_that_cannot_work_is_refused(
 
 
 def _built_in(engines: EnginePool, policy: str, **settings: Any) -> Engine:
-    from vllm_pyramid.demo import model_path
-    from vllm_pyramid.eval.forced import QUALIFIED_NAME
+    from vllm_pyramid.tools.demo import model_path
+    from vllm_pyramid.tools.eval.forced import QUALIFIED_NAME
 
     return engines.get(
         model_path(),
@@ -311,10 +311,10 @@ def _built_in(engines: EnginePool, policy: str, **settings: Any) -> Engine:
 
 def _conversations(count: int) -> list[tuple[list[int], list[int], int]]:
     """Prompt with a first question, its answer with a second question and answer, scored tokens."""
-    from vllm_pyramid.demo import model_path
-    from vllm_pyramid.eval.haystack import load_tokens
-    from vllm_pyramid.eval.phrases import FACTS
-    from vllm_pyramid.eval.words import make_names, make_numbers
+    from vllm_pyramid.tools.demo import model_path
+    from vllm_pyramid.tools.eval.haystack import load_tokens
+    from vllm_pyramid.tools.eval.phrases import FACTS
+    from vllm_pyramid.tools.eval.words import make_names, make_numbers
 
     tokens, code = load_tokens(model_path()), FACTS["code"]
     made = []
@@ -336,7 +336,7 @@ def test_a_later_turn_reaches_what_the_first_did_not_need(engines: EnginePool) -
 
     The second turn is decoded token by token on it, so no prefill sees the text again.
     """
-    from vllm_pyramid.eval.forced import forced_params
+    from vllm_pyramid.tools.eval.forced import forced_params
 
     conversations = _conversations(8)
     found = {}
@@ -360,11 +360,11 @@ def test_a_later_turn_reaches_what_the_first_did_not_need(engines: EnginePool) -
 
 def test_v_of_few_keys_costs_no_perplexity(engines: EnginePool) -> None:
     """Of 1,024 tokens the preset's 128 keys; the paper's weights lose a tenth (docs/quality.md)."""
-    from vllm_pyramid.demo import model_path
-    from vllm_pyramid.eval.forced import forced_params
-    from vllm_pyramid.eval.haystack import load_tokens
-    from vllm_pyramid.eval.tasks import load_task
     from vllm_pyramid.policy import load_policy
+    from vllm_pyramid.tools.demo import model_path
+    from vllm_pyramid.tools.eval.forced import forced_params
+    from vllm_pyramid.tools.eval.haystack import load_tokens
+    from vllm_pyramid.tools.eval.tasks import load_task
 
     values = load_policy("kcache").values
     assert isinstance(values, HostValues)

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.engine
 MODULE = """
 import torch
 
-from vllm_pyramid.methods.allocator import CurveAllocator
-from vllm_pyramid.methods.scorer import Scorer
-from vllm_pyramid.methods.selectors import Selector
+from vllm_pyramid.policy.allocator import CurveAllocator
+from vllm_pyramid.policy.scorer import Scorer
+from vllm_pyramid.policy.selectors import Selector
 
 
 class EverySeventh(Scorer):

@@ -3,9 +3,9 @@
 
 vLLM's second model runner needs Triton and a device; Triton's interpreter stands in for both, so
 these engines run in processes of their own. With it the attention of CUDA devices runs too, under
-either runner, on the tables that `worker/shifted.py` shifts for each layer: vLLM's Triton kernels,
-and FlashAttention, whose two functions have stand-ins in PyTorch. With stand-ins for CUDA graphs
-workers start as they do on a GPU, and evictions run our Triton kernels between the replays.
+either runner, on the tables that `attention/shifted_tables.py` shifts for each layer: vLLM's Triton
+kernels, and FlashAttention, whose two functions have stand-ins in PyTorch. With stand-ins for CUDA
+graphs workers start as they do on a GPU, and evictions run our Triton kernels between the replays.
 """
 
 from __future__ import annotations
@@ -105,27 +105,27 @@ ENGINES = {
     "second": (
         "2",
         "interpreter",
-        "vllm_pyramid.worker.backend_cpu",
+        "vllm_pyramid.attention.backend_cpu",
         ("pyramidkv", "kcache", "thinned"),
     ),
     "second-attention": (
-        *("2", "attention", "vllm_pyramid.worker.backend_triton"),
+        *("2", "attention", "vllm_pyramid.attention.backend_triton"),
         ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts", "eagle"),
     ),
     "first-attention": (
-        *("1", "attention", "vllm_pyramid.worker.backend_triton"),
+        *("1", "attention", "vllm_pyramid.attention.backend_triton"),
         ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away", "thinned"),
     ),
     "second-flash": (
-        *("2", "flash", "vllm_pyramid.worker.backend_flash"),
+        *("2", "flash", "vllm_pyramid.attention.backend_flash"),
         ("xkv", "hybrid", "thinned"),
     ),
     "full-graphs": (
-        *("2", "flash", "vllm_pyramid.worker.backend_flash"),
+        *("2", "flash", "vllm_pyramid.attention.backend_flash"),
         ("pyramidkv", "drafts", "kcache", "away", "thinned"),
     ),
     "decode-graphs": (
-        *("2", "attention", "vllm_pyramid.worker.backend_triton"),
+        *("2", "attention", "vllm_pyramid.attention.backend_triton"),
         ("pyramidkv", "h2o"),
     ),
 }

@@ -191,7 +191,7 @@ def test_kept_positions_and_tokens(
     expected = run_oracle(engine, DTYPES[dtype])
     engines.close()
     result = children[name].results()[policies.index(policy)]
-    assert "vllm_pyramid.worker.backend_triton" in result["modules"]
+    assert "vllm_pyramid.attention.backend_triton" in result["modules"]
     ours, right = kept_in(traces / f"{name}-{policy}"), kept_in(folder)
     assert ours == right and len(right) >= 2
     found = [(one["token_ids"], one["report"], one["cached"]) for one in result["outputs"]]

@@ -19,7 +19,7 @@ from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import Engine, EnginePool, greedy, random_prompts
 from tests.methods.views import cos_sin, view_of
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
-from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.rotary import Rotary
 

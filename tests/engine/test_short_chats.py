@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy
-from vllm_pyramid.eval.topics import topics
-from vllm_pyramid.smollm2 import MissingModelError, smollm2_folder
+from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.request_config import ALLOCATOR_KEY
+from vllm_pyramid.policy.request import ALLOCATOR_KEY
 
 pytestmark = pytest.mark.engine
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.methods.allocator import Allocator, CurveAllocator, round_to_sum
 from vllm_pyramid.methods.curves import SharesAllocator, share_out
-from vllm_pyramid.methods.kinds import built_in_kinds, parse_component
+from vllm_pyramid.policy.allocator import Allocator, CurveAllocator, round_to_sum
+from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 
 pytestmark = pytest.mark.cpu
 

@@ -25,14 +25,14 @@ def make_worker(monkeypatch: pytest.MonkeyPatch, *, copies: bool = True) -> Work
 
 
 def fetched_of(worker: Worker) -> FetchedValues:
-    (hooks,) = worker.retention.hooks
+    (hooks,) = worker.tracker.hooks
     fetched: FetchedValues = hooks._fetched  # type: ignore[attr-defined]
     return fetched
 
 
 def test_memory_is_counted_and_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_worker(monkeypatch)
-    (hooks,) = worker.retention.hooks
+    (hooks,) = worker.tracker.hooks
     fetched = fetched_of(worker)
     buffers = [*fetched._new, *fetched._buffers, fetched._workspace]
     assert hooks.bytes_beside_cache() == sum(buffer.nbytes for buffer in buffers) > 2**27
@@ -41,7 +41,7 @@ def test_memory_is_counted_and_allocated_once(monkeypatch: pytest.MonkeyPatch) -
         buffer.data_ptr() for buffer in [*fetched._new, *fetched._buffers, fetched._workspace]
     ]
     on_cpu = make_worker(monkeypatch, copies=False)
-    assert on_cpu.retention.hooks[0].bytes_beside_cache() == 0
+    assert on_cpu.tracker.hooks[0].bytes_beside_cache() == 0
 
 
 def test_more_prompts_than_the_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_steps_without_requests_give_zeros(monkeypatch: pytest.MonkeyPatch) -> N
     worker = make_worker(monkeypatch)
     worker.step({"a": 40})
     call = worker.calls[-1]
-    worker.retention.idle_step(1)
+    worker.tracker.idle_step(1)
     out = torch.full_like(call.query, torch.nan)
     assert worker.contexts[1].attend(call, out) and not out.any()
-    assert worker.retention.hooks[0].report() is None
+    assert worker.tracker.hooks[0].report() is None

@@ -12,7 +12,7 @@ import torch
 
 from tests.steps import make_side
 from vllm_pyramid.compat import cpu_resources
-from vllm_pyramid.config import KVSettings
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.host_values import worker
 from vllm_pyramid.methods.host_values.traffic import StepTraffic
 from vllm_pyramid.methods.host_values.worker import HostValueCache

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.config import KVSettings
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory
 from vllm_pyramid.methods.host_values.traffic import StepTraffic, SwapTraffic
-from vllm_pyramid.methods.values import DeviceValues
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.request_config import RequestKeys, resolve
+from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.values import DeviceValues
 
 pytestmark = pytest.mark.cpu
 
@@ -118,10 +118,10 @@ def test_a_request_chooses_its_own_top_n() -> None:
 
 
 def test_no_argument_of_cuda_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs do, or do not: `tests/test_engine_config.py`."""
+    """Graphs do, or do not: `tests/frontend/test_engine_config.py`."""
     import vllm.platforms
 
-    from vllm_pyramid import engine_config
+    from vllm_pyramid.frontend import engine_config
 
     for module in (engine_config, vllm.platforms):
         monkeypatch.setattr(module, "current_platform", SimpleNamespace(device_type="cuda"))
@@ -146,7 +146,7 @@ def test_no_argument_of_cuda_stands_against_it(monkeypatch: pytest.MonkeyPatch) 
 def test_keys_alone_in_pages_of_one_size() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from vllm_pyramid.worker.roles import roles_of
+    from vllm_pyramid.kv_cache.layer_roles import roles_of
 
     stock = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     names = [f"model.layers.{layer}.attn" for layer in range(3)]
@@ -164,7 +164,7 @@ def test_keys_alone_in_pages_of_one_size() -> None:
 def test_bytes_moved_are_counted_in_prometheus() -> None:
     from prometheus_client import REGISTRY
 
-    from vllm_pyramid import metrics
+    from vllm_pyramid.frontend import metrics
 
     layers: dict[str, Any] = {
         name: [0, 0] for name in ("tokens_evicted", "blocks_freed", "tokens_held", "blocks_held")
@@ -179,7 +179,7 @@ def test_bytes_moved_are_counted_in_prometheus() -> None:
 
 
 def test_eval_takes_a_policy_without_a_token_budget() -> None:
-    from vllm_pyramid.eval.run import budgets_of
+    from vllm_pyramid.tools.eval.run import budgets_of
 
     assert budgets_of(load_policy("kcache"), ("12%", "512")) == [None]
     swapped = load_policy("snapkv", None, HOST)

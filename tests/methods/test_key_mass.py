@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.steps import make_call, make_evictions, make_retention, make_side, the_hooks
+from tests.steps import make_call, make_evictions, make_tracker, make_side, the_hooks
+from vllm_pyramid.attention.evict import evict_layer
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.methods.schedules import IntervalSchedule
 from vllm_pyramid.methods.thinning.generated import MARK, GeneratedMass
-from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import Ops
-from vllm_pyramid.plans import IntArray, RetentionPlan
+from vllm_pyramid.plan import IntArray, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.worker.evict import evict_layer
+from vllm_pyramid.policy.schedules import IntervalSchedule
 
 pytestmark = pytest.mark.cpu
 
@@ -49,7 +50,7 @@ class Walk:
 
     def __init__(self, policy: Policy, ops: Ops) -> None:
         self.policy, self.ops = policy, ops
-        self.retention = make_retention(policy, LAYERS, BLOCK, len(PROMPTS) + 1, heads=HEADS)
+        self.tracker = make_tracker(policy, LAYERS, BLOCK, len(PROMPTS) + 1, heads=HEADS)
         self.random = random.Random(5)
         order = self.random.sample(range(1, BLOCKS), BLOCKS - 1)
         self.tables = torch.zeros(LAYERS, len(PROMPTS), WIDTH, dtype=torch.int32)
@@ -60,7 +61,7 @@ class Walk:
         self.cache = torch.full((BLOCKS, HEADS, 2 * BLOCK, 8), -1.0)
         self.mass: KeyMass | None = None
         if isinstance(policy.scorer, AccumulatingScorer):
-            self.mass = the_hooks(self.retention, KeyMass)
+            self.mass = the_hooks(self.tracker, KeyMass)
             self.mass.allocate(BLOCKS)
             self.mass.pages.fill_(77.0)  # of owners before
         self.held: dict[tuple[int, str, int], list[tuple[int, float]]] = {
@@ -80,9 +81,9 @@ class Walk:
             for source in (PROMPTS, self.computed, scheduled)
         ]
         for name in names:
-            if name not in self.retention._requests:
-                self.retention.add(name, PROMPTS[name], None)
-        step = self.retention.begin_step(names, *columns)
+            if name not in self.tracker._requests:
+                self.tracker.add(name, PROMPTS[name], None)
+        step = self.tracker.begin_step(names, *columns)
         for layer in range(LAYERS):
             rows = [list(PROMPTS).index(name) for name in names]
             table = self.tables[layer, rows]
@@ -100,7 +101,7 @@ class Walk:
                     query=torch.zeros(1, HEADS, 8),
                     caches=(self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:]),
                 )
-                evict_layer(self.policy, call, step.evictions, self.retention.hooks)
+                evict_layer(self.policy, call, step.evictions, self.tracker.hooks)
                 for index, name in enumerate(step.evictions.request_ids):
                     plan = step.evictions.plans[index]
                     assert isinstance(plan, RetentionPlan)
@@ -108,7 +109,7 @@ class Walk:
                     self.evictions += 1
         for name in names:
             self.computed[name] += scheduled[name]
-        self.retention.end_step()
+        self.tracker.end_step()
 
     def attend(self, layer: int, name: str, table: torch.Tensor, count: int) -> None:
         """New tokens are written, and everything that is held is given something."""

@@ -20,15 +20,15 @@ import pytest
 import torch
 
 from tests.methods.views import BLOCK, view_of
-from vllm_pyramid.eval.haystack import load_tokens
-from vllm_pyramid.eval.topics import topics
-from vllm_pyramid.methods.kinds import parse_component
-from vllm_pyramid.methods.scorer import Scorer
-from vllm_pyramid.ops import cpu
-from vllm_pyramid.ops.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.smollm2 import MissingModelError, smollm2_folder
-from vllm_pyramid.step.view import LayerView
+from vllm_pyramid.policy.kinds import parse_component
+from vllm_pyramid.policy.scorer import Scorer
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
+from vllm_pyramid.tools.eval.haystack import load_tokens
+from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
@@ -122,7 +122,7 @@ def arrays(cache: Any) -> tuple[Floats, Floats]:
     return cache.queries.numpy(), cache.keys.numpy()
 
 
-def seen(cache: Any, window: int) -> LayerView:
+def seen(cache: Any, window: int) -> ScorerInputs:
     """A layer as our scorers see it: pages in random order."""
     return view_of(cache.keys, cache.values, cache.queries[-window:], None, window=window, sinks=0)
 

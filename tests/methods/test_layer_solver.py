@@ -11,21 +11,22 @@ import pytest
 import torch
 
 from tests.steps import make_call, make_side
-from vllm_pyramid.methods.hooks import Ranks
+from vllm_pyramid.attention.layer_context import LayerContext
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.recall import window_statistics
+from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.solve import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.worker import LayerSolver
-from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.ops.contract import Ops
-from vllm_pyramid.ops.recall import window_statistics
-from vllm_pyramid.ops.records import Reduction, Softmax, WindowBatch
-from vllm_pyramid.ops.solve import best_lengths, least_lengths, minimum_budgets
-from vllm_pyramid.plans import OpenPlan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.request_config import ALLOCATOR_KEY
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.policy.request import ALLOCATOR_KEY
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.step import StepEvictions
-from vllm_pyramid.worker.context import LayerContext
-from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 pytestmark = pytest.mark.cpu
 
@@ -47,7 +48,7 @@ class Step:
     def __init__(self, policy: Policy, prompt_lens: list[int], *, overrides: Any = None) -> None:
         self.policy, self.prompt_lens = policy, prompt_lens
         names = [f"r{index}" for index in range(len(prompt_lens))]
-        self.retention = Retention(policy, LAYERS, BLOCK, len(names))
+        self.retention = EvictionTracker(policy, LAYERS, BLOCK, len(names))
         for name, n in zip(names, prompt_lens, strict=True):
             self.retention.add(name, n, (overrides or {}).get(name))
         lens = np.array(prompt_lens, np.int32)
@@ -80,7 +81,7 @@ class Step:
                 cache[at[0], :, at[1]] = tokens
         return torch.cat(queries), key, value
 
-    def call(self, layer: int, ops: Ops = reference) -> LayerCall:
+    def call(self, layer: int, ops: Ops = reference) -> AttentionInputs:
         query, key, value = self.layers[layer]
         return make_call(
             self.tables, layer=layer, ops=ops, query=query, caches=(key, value), scale=SCALE
@@ -120,7 +121,7 @@ class Step:
         return reference.window_scores(prompt, Softmax(SCALE), reduction)[0]
 
 
-def expected_keep(step: Step, row: int, plan: OpenPlan) -> list[int]:
+def expected_keep(step: Step, row: int, plan: DeferredPlan) -> list[int]:
     """The method's formula, from the scores of one prompt alone."""
     policy, sinks = step.policy, step.policy.sinks
     tables = [step.scores(row, layer) for layer in range(LAYERS)]
@@ -173,7 +174,7 @@ if cpu.available():
 def test_lengths_and_caches(name: str, ops: Ops) -> None:
     """Against the formulas, and every survivor's row at its place."""
     step = Step(POLICIES[name], [90, 41, 63])
-    opened = [plan for plan in step.evictions.plans if isinstance(plan, OpenPlan)]
+    opened = [plan for plan in step.evictions.plans if isinstance(plan, DeferredPlan)]
     assert len(opened) == 3
     step.run(ops)
     assert len({tuple(step.keep(row)) for row in range(3)}) > 1
@@ -181,7 +182,7 @@ def test_lengths_and_caches(name: str, ops: Ops) -> None:
         assert step.keep(row) == expected_keep(step, row, plan), (row, plan)
         given = 0
         for layer in range(LAYERS):
-            held = int(step.evictions.helds[layer, row])
+            held = int(step.evictions.kept_lens[layer, row])
             given += plan.prompt_len - held
             kept = reference.select(
                 step.scores(row, layer)[None],
@@ -231,7 +232,7 @@ def test_solved_and_averaged_prompts_in_one_step() -> None:
     assert step.keep(2) == [23, 8, 41], "the prompt has no more"
     for row, n in enumerate(step.prompt_lens):
         for layer in range(LAYERS):
-            held = int(step.evictions.helds[layer, row])
+            held = int(step.evictions.kept_lens[layer, row])
             kept = reference.select(
                 step.scores(row, layer)[None], torch.tensor([n]), torch.tensor([held]), window=8
             )[0].long()
@@ -260,9 +261,9 @@ def test_no_layer_is_touched_before_the_last_one() -> None:
     step.run(reference, range(LAYERS - 1), solver)
     for (_, key, value), before in zip(step.layers, step.before, strict=True):
         assert torch.equal(key, before[0]) and torch.equal(value, before[1])
-    assert all(isinstance(plan, OpenPlan) for plan in step.evictions.plans)
+    assert all(isinstance(plan, DeferredPlan) for plan in step.evictions.plans)
     step.run(reference, [LAYERS - 1], solver)
-    assert not any(isinstance(plan, OpenPlan) for plan in step.evictions.plans)
+    assert not any(isinstance(plan, DeferredPlan) for plan in step.evictions.plans)
     assert not solver._layers, "the scores are kept no longer than needed"
 
 
@@ -292,11 +293,11 @@ class TwoRanks:
         self.others: list[torch.Tensor] = []
         self.lengths: torch.Tensor | None = None
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         self.sent.append(values.clone())
         return values if not self.others else self.others.pop(0) + values
 
-    def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.lengths is None else self.lengths
 
 

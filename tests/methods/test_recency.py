@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.plans import recent_positions
-from vllm_pyramid.methods.selectors import TopKSelector
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.step.view import LayerView
+from vllm_pyramid.policy.selectors import TopKSelector
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 pytestmark = pytest.mark.cpu
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cpu
 def test_what_recency_keeps(name: str, keep: int, positions: list[int]) -> None:
     """By its scores and the rule of the selector, and the oracle of other tests says the same."""
     policy = load_policy(name)
-    view = LayerView(
+    view = ScorerInputs(
         num_tokens=10,
         window=policy.window,
         sinks=policy.sinks,

@@ -15,9 +15,9 @@ from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved import scheduler as sampling
 from vllm_pyramid.methods.solved.scheduler import SampledShares
-from vllm_pyramid.plans import OpenPlan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, RetentionPlan
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.request_config import ALLOCATOR_KEY
+from vllm_pyramid.policy.request import ALLOCATOR_KEY
 
 pytestmark = pytest.mark.cpu
 
@@ -32,8 +32,8 @@ def shares(**args: Any) -> SampledShares:
 
 def solve(sampled: SampledShares, request_id: str, keep: list[int]) -> None:
     plan = load_policy("xkv", 12).plan(40, LAYERS, 4)
-    assert isinstance(plan, OpenPlan)
-    sampled.add(request_id, plan, plan.settle(keep))
+    assert isinstance(plan, DeferredPlan)
+    sampled.add(request_id, plan, plan.resolve(keep))
 
 
 def test_the_first_requests_of_each_application_are_solved() -> None:

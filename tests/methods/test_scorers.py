@@ -16,11 +16,11 @@ import torch
 from tests.methods.views import MadeUp
 from vllm_pyramid.methods import noise
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
-from vllm_pyramid.methods.hooks import OneRank
-from vllm_pyramid.methods.kinds import built_in_kinds, parse_component
 from vllm_pyramid.methods.noise import uniform
-from vllm_pyramid.methods.scorer import Scorer
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
+from vllm_pyramid.policy.scorer import Scorer
+from vllm_pyramid.step.ranks import OneRank
 
 pytestmark = pytest.mark.cpu
 
@@ -269,7 +269,7 @@ class TwoRanks(OneRank):
 
     size = 2
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         return 2 * values
 
 

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.steps import make_call, make_retention, the_hooks
+from tests.steps import make_call, make_tracker, the_hooks
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.methods.thinning.step import StepThinning
 from vllm_pyramid.methods.thinning.worker import Thinner
-from vllm_pyramid.ops import cpu, reference
-from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 pytestmark = pytest.mark.cpu
 
@@ -61,14 +62,17 @@ class Placed:
         self.layers[request_id] = [positions.tolist() for positions in layers]
 
 
-def _make(policy: Policy, requests: int) -> tuple[Retention, Thinner]:
-    retention = make_retention(policy, LAYERS, BLOCK, requests, heads=GROUPS)
-    thinner: Thinner = the_hooks(retention, Thinner)
-    return retention, thinner
+def _make(policy: Policy, requests: int) -> tuple[EvictionTracker, Thinner]:
+    tracker = make_tracker(policy, LAYERS, BLOCK, requests, heads=GROUPS)
+    thinner: Thinner = the_hooks(tracker, Thinner)
+    return tracker, thinner
 
 
 def _run_step(
-    retention: Retention, thinner: Thinner, cache: Cache, rows: list[tuple[str, int, int, int]]
+    tracker: EvictionTracker,
+    thinner: Thinner,
+    cache: Cache,
+    rows: list[tuple[str, int, int, int]],
 ) -> dict[str, list[list[int]]]:
     """A step as the layers of a model take it; returns what each layer holds of each request.
 
@@ -76,7 +80,7 @@ def _run_step(
     the cache.
     """
     columns = [np.array([row[i] for row in rows], np.int32) for i in (1, 2, 3)]
-    step = retention.begin_step([row[0] for row in rows], *columns)
+    step = tracker.begin_step([row[0] for row in rows], *columns)
     thinning = step.layout
     assert isinstance(thinning, StepThinning) and step.wants_log_sum_exp
     tokens = torch.cat([torch.arange(c, c + s) for _, _, c, s in rows])
@@ -117,7 +121,7 @@ def _run_step(
             )
         )
         for name, prompt_len, computed, scheduled in rows:
-            plan = retention.policy.plan(prompt_len, LAYERS, BLOCK)
+            plan = tracker.policy.plan(prompt_len, LAYERS, BLOCK)
             assert isinstance(plan, RetentionPlan)
             end = computed + scheduled
             keep = int(plan.held[layer])
@@ -143,12 +147,12 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
     torch.manual_seed(seed)
     policy = load_policy("pyramidinfer", None, {**ARGS, "fill_blocks": fill_blocks})
     names = [str(i) for i in range(len(lengths))]
-    retention, thinner = _make(policy, len(lengths))
+    tracker, thinner = _make(policy, len(lengths))
     placed = Placed()
     thinner.trace = placed  # type: ignore[assignment]
     cache = Cache(len(lengths), max(lengths) + 8)
     for name, n in zip(names, lengths, strict=True):
-        retention.add(name, n, None)
+        tracker.add(name, n, None)
     plans = [policy.plan(n, LAYERS, BLOCK) for n in lengths]
     computed = [0] * len(lengths)
     while any(c < n for c, n in zip(computed, lengths, strict=True)):
@@ -165,9 +169,9 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
             for r in rows  # type: ignore[union-attr]
         ):
             columns = [np.array([row[i] for row in rows], np.int32) for i in (1, 2, 3)]
-            assert retention.begin_step([r[0] for r in rows], *columns).layout is None
+            assert tracker.begin_step([r[0] for r in rows], *columns).layout is None
             break
-        held = _run_step(retention, thinner, cache, rows)
+        held = _run_step(tracker, thinner, cache, rows)
         for name, n, before, scheduled in rows:
             i = int(name)
             plan = plans[i]
@@ -175,7 +179,7 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
             piece = plan.piece_at(before)
             if piece is not None:
                 below: set[int] = set(range(before + scheduled))
-                traced = retention._requests[name].state[Thinner.name].positions.layers()
+                traced = tracker._requests[name].state[Thinner.name].positions.layers()
                 for layer, tokens in enumerate(held[name]):
                     assert tokens == sorted(tokens) and set(tokens) <= below
                     assert set(range(piece.end - piece.recent, piece.end)) <= set(tokens)
@@ -183,7 +187,7 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
                     assert traced[layer].tolist() == tokens
                     below = set(tokens)
             computed[i] += scheduled
-        report, _ = retention.end_step()
+        report, _ = tracker.end_step()
         for name, n, before, scheduled in rows:
             plan = plans[int(name)]
             assert isinstance(plan, RetentionPlan)
@@ -197,24 +201,24 @@ def test_a_recomputed_prompt_counts_once() -> None:
     policy = load_policy("pyramidinfer", None, ARGS)
     plan = policy.plan(100, LAYERS, BLOCK)
     assert isinstance(plan, RetentionPlan)
-    retention, thinner = _make(policy, 1)
-    retention.add("0", 100, None)
+    tracker, thinner = _make(policy, 1)
+    tracker.add("0", 100, None)
     cache = Cache(1, 100)
-    _run_step(retention, thinner, cache, [("0", 100, 0, 48)])
-    assert retention.end_step() == ({}, {})
+    _run_step(tracker, thinner, cache, [("0", 100, 0, 48)])
+    assert tracker.end_step() == ({}, {})
     for computed, scheduled in ((0, 48), (48, 48), (96, 4)):
-        _run_step(retention, thinner, cache, [("0", 100, computed, scheduled)])
-        report, _ = retention.end_step()
+        _run_step(tracker, thinner, cache, [("0", 100, computed, scheduled)])
+        report, _ = tracker.end_step()
     assert report["0"].tokens == int(plan.skip.sum()) > 0
 
 
 def test_a_step_inside_a_piece_is_an_error() -> None:
     policy = load_policy("pyramidinfer", None, ARGS)
-    retention, _ = _make(policy, 1)
-    retention.add("0", 100, None)
+    tracker, _ = _make(policy, 1)
+    tracker.add("0", 100, None)
     one = [np.array([value], np.int32) for value in (100, 0, 40)]
     with pytest.raises(AssertionError, match="whole piece"):
-        retention.begin_step(["0"], *one)
+        tracker.begin_step(["0"], *one)
     one[1][0] = 40
     with pytest.raises(AssertionError, match="inside a piece"):
-        retention.begin_step(["0"], *one)
+        tracker.begin_step(["0"], *one)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_pyramid.demo import model_path
 from vllm_pyramid.methods.thinning import engine
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.tools.demo import model_path
 
 pytestmark = pytest.mark.cpu
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.methods.hooks import OneRank
 from vllm_pyramid.methods.thinning import DecayAllocator
 from vllm_pyramid.methods.thinning.generated import GeneratedMass
 from vllm_pyramid.methods.thinning.worker import Thinner
-from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.step.ranks import OneRank
 
 pytestmark = pytest.mark.cpu
 

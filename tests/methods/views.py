@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_pyramid.step.rotary import Rotary
-from vllm_pyramid.step.view import LayerView
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 BLOCK = 8
 
@@ -55,7 +55,7 @@ class MadeUp:
 
     def view(
         self, window: int = 8, sinks: int = 2, *, queries: int | None = None, start: int = 0
-    ) -> LayerView:
+    ) -> ScorerInputs:
         """The last eviction of a request: `queries` of its queries, `start` dead tokens."""
         return view_of(
             self.keys,
@@ -82,7 +82,7 @@ def view_of(
     start: int = 0,
     seed: int = 0,
     logit_sinks: torch.Tensor | None = None,
-) -> LayerView:
+) -> ScorerInputs:
     """A request at its prompt's end, its rows in pages in random order.
 
     Args:
@@ -96,7 +96,7 @@ def view_of(
     places = torch.arange(start, start + tokens)
     for cache, rows in zip(caches, (keys, values), strict=True):
         cache[row[places // BLOCK].long(), :, places % BLOCK] = rows.transpose(0, 1)
-    return LayerView(
+    return ScorerInputs(
         num_tokens=tokens,
         window=window,
         sinks=sinks,

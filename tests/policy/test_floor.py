@@ -9,10 +9,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_pyramid.config import KVSettings
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy, policy_names
-from vllm_pyramid.request_config import RequestKeys, check_request, resolve
+from vllm_pyramid.policy.request import RequestKeys, check_request, resolve
 
 pytestmark = pytest.mark.cpu
 
@@ -82,10 +82,10 @@ def test_a_total_that_is_solved_keeps_it() -> None:
         total = int(lengths.sum())
         assert total == least * LAYERS if retention == 0.01 and least else total > 0
         if total >= plan.least_mean * LAYERS:
-            assert plan.settle(fixed + lengths.numpy()).keep.sum() >= FLOOR * LAYERS
+            assert plan.resolve(fixed + lengths.numpy()).keep.sum() >= FLOOR * LAYERS
         else:
             with pytest.raises(ValueError, match=f"6 layers keep at least {FLOOR} each"):
-                plan.settle(fixed + lengths.numpy())
+                plan.resolve(fixed + lengths.numpy())
 
 
 def test_it_is_on_by_default_where_a_policy_is_served() -> None:

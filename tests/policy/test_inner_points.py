@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.plans import RetentionPlan
+from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.request_config import RequestKeys, resolve
-from vllm_pyramid.request_fit import Pool, check_fit
+from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.request import RequestKeys, resolve
 
 pytestmark = pytest.mark.cpu
 
@@ -76,7 +76,7 @@ def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) ->
 
 
 def _plan_of_inside(policy: Policy, point: int, keep: int, block_size: int) -> RetentionPlan:
-    from vllm_pyramid.plans import Budget
+    from vllm_pyramid.plan import Budget
 
     assert policy.inside is not None
     plan = policy.inside.plan(point, LAYERS, block_size, Budget(tokens=keep))

@@ -12,7 +12,7 @@ import pytest
 from vllm_pyramid.methods.curves import UniformAllocator
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.policy import AUTO, RECOMMENDED, load_policy, load_presets, policy_names
-from vllm_pyramid.request_config import RequestKeys, resolve
+from vllm_pyramid.policy.request import RequestKeys, resolve
 from vllm_pyramid.step.probe import probe
 
 pytestmark = pytest.mark.cpu

@@ -10,8 +10,8 @@ import numpy as np
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
-from vllm_pyramid.scheduler.rows import RowPool
+from vllm_pyramid.kv_cache.bundles import BundlePool
+from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 
 
 def check_pool(coordinator: LockstepCoordinator) -> None:
@@ -48,8 +48,8 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             held[layer] += len(ids)
             private.extend(ids)
     held += len(in_use) * prefixes.blocks
-    companions = coordinator.companions
-    of_companions = [row for t in companions._tables.values() for rows in t.rows for row in rows]
+    stock_groups = coordinator.stock_groups
+    of_companions = [row for t in stock_groups._tables.values() for rows in t.rows for row in rows]
     refs.update(map(id, of_companions))
     in_use.update({id(row): row for row in of_companions})
     beside = [
@@ -60,7 +60,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         for block in table
         if not block.is_null
     ]
-    assert len(beside) == companions.held_blocks
+    assert len(beside) == stock_groups.held_blocks
     found = {(0, block.block_id) for row in of_companions for block in row.blocks}
     assert found <= set(beside), "a row of a companion is in no table"
     private += set(beside) - found
@@ -110,7 +110,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         assert pools[stage].blocks[index].ref_cnt == 1
 
 
-def _stage_of(block: KVCacheBlock, pools: Sequence[RowPool]) -> int:
+def _stage_of(block: KVCacheBlock, pools: Sequence[BundlePool]) -> int:
     """The stage to whose pool a block belongs."""
     (stage,) = (s for s, pool in enumerate(pools) if pool.blocks[block.block_id] is block)
     return stage

@@ -2,10 +2,10 @@
 """The real schedulers on a small configuration, and a worker that moves numbers instead of keys.
 
 `PlainWorker` learns about blocks from `SchedulerOutput` alone, as a real worker does, and decides
-what a request has given up with the real `Retention`. Its cache is an array of tags: every cell
-says which request, layer and token it belongs to. A block that the scheduler gives away too early
-is overwritten by its new owner, and the next read of the old owner finds the wrong tag. Where a
-request begins with blocks of others, these must hold what it would have written itself: the same
+what a request has given up with the real `EvictionTracker`. Its cache is an array of tags: every
+cell says which request, layer and token it belongs to. A block that the scheduler gives away too
+early is overwritten by its new owner, and the next read of the old owner finds the wrong tag. Where
+a request begins with blocks of others, these must hold what it would have written itself: the same
 tokens before them, computed from the whole cache.
 
 Shape legend: L layers, P physical blocks, N tokens of a block.
@@ -42,12 +42,12 @@ from vllm_pyramid.compat.side_channel import (
     read_copies,
     read_origins,
 )
-from vllm_pyramid.demo import model_path
-from vllm_pyramid.plans import OpenPlan, RetentionPlan
+from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.plan import DeferredPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
-from vllm_pyramid.scheduler.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
-from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 STOP_TOKEN = 7
 ORDINARY_TOKEN = 8
@@ -267,7 +267,7 @@ def make_request(
     )
 
 
-def solved_lengths(source: random.Random, plan: OpenPlan) -> np.ndarray:
+def solved_lengths(source: random.Random, plan: DeferredPlan) -> np.ndarray:
     """Any lengths that a solver might find: within the plan's promise, often at its ends."""
     keep = np.full(plan.num_layers, plan.budget_tokens)
     for _ in range(4 * plan.num_layers):
@@ -342,7 +342,7 @@ class PlainWorker:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.retention = Retention(
+        self.tracker = EvictionTracker(
             self.policy, setup.num_layers, setup.largest_block, setup.max_num_seqs + 1
         )
         sizes = [layer.block_size for layer in setup.beside if layer.kind != "state"]
@@ -356,7 +356,7 @@ class PlainWorker:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step; checks that every position that attention would read holds its token."""
         totals = self._update(output)
-        self.retention.copies = read_copies(output)
+        self.tracker.copies = read_copies(output)
         for stage in range(max(len(self.setup.stages), 1)):
             first = stage * (self.num_blocks + 1)
             for source, own in read_block_copies(output, stage):
@@ -372,7 +372,7 @@ class PlainWorker:
         believed = np.array([row.believed for row in rows], np.int32)
         prompt_lens = np.array([row.prompt_len for row in rows], np.int32)
         # A worker that does not wait for its device knows no better than the scheduler.
-        step = self.retention.begin_step(request_ids, prompt_lens, believed, scheduled)
+        step = self.tracker.begin_step(request_ids, prompt_lens, believed, scheduled)
         for index, row in enumerate(rows):
             if row.adopted and row.origin is not None:
                 row.skip = step.skips[:, index]
@@ -399,18 +399,21 @@ class PlainWorker:
         if step.evictions is not None:
             for index in step.evictions.unsolved.tolist():
                 plan = step.evictions.plans[index]
-                assert isinstance(plan, OpenPlan)
-                step.evictions.settle(index, solved_lengths(self.random, plan))
+                assert isinstance(plan, DeferredPlan)
+                step.evictions.resolve(index, solved_lengths(self.random, plan))
                 self.num_solved += 1
             for index, request_id in enumerate(step.evictions.request_ids):
                 if blocks := step.evictions.copies[index]:
                     plan = step.evictions.plans[index]
                     assert isinstance(plan, RetentionPlan)
                     self._leave_behind(self.rows[request_id], plan, blocks)
-                end, helds = step.evictions.prompt_lens[index], step.evictions.helds[:, index]
-                befores = step.evictions.befores[:, index]
-                self._evict(self.rows[request_id], int(end), befores, helds)
-                step.evictions.tokens_done[index] = (end - befores - helds).sum()
+                end, kept_lens = (
+                    step.evictions.prompt_lens[index],
+                    step.evictions.kept_lens[:, index],
+                )
+                previous_skips = step.evictions.previous_skips[:, index]
+                self._evict(self.rows[request_id], int(end), previous_skips, kept_lens)
+                step.evictions.tokens_done[index] = (end - previous_skips - kept_lens).sum()
                 self.num_evictions += bool(step.evictions.tokens_done[index])
         drafts = output.scheduled_spec_decode_tokens
         return attach_report(
@@ -424,7 +427,7 @@ class PlainWorker:
                     for index, (request_id, row) in enumerate(zip(request_ids, rows, strict=True))
                 ],
             ),
-            StepReport(*self.retention.end_step()),
+            StepReport(*self.tracker.end_step()),
         )
 
     def _sample(self, request_id: str, row: Row, drafts: int) -> list[int]:
@@ -446,7 +449,7 @@ class PlainWorker:
         for request_id in output.finished_req_ids:
             if (row := self.rows.pop(request_id, None)) is not None:
                 self.ended[request_id] = row
-            self.retention.remove(request_id)
+            self.tracker.remove(request_id)
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             tokens = new.prefill_token_ids or new.prompt_token_ids
@@ -455,7 +458,7 @@ class PlainWorker:
             totals[new.req_id] = len(tokens)
             prompt = new.prompt_token_ids
             self._begin(new.req_id, prompt, new.block_ids, new.num_computed_tokens)
-            self.retention.add(new.req_id, len(new.prompt_token_ids), params.extra_args)
+            self.tracker.add(new.req_id, len(new.prompt_token_ids), params.extra_args)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[index]
@@ -606,11 +609,13 @@ class PlainWorker:
                 source = row.tables[layer][index]
                 self.memory_PN[start + next(places)] = self.memory_PN[start + source]
 
-    def _evict(self, row: Row, end: int, befores: np.ndarray, helds: np.ndarray) -> None:
-        row.skip = end - helds
-        if (row.skip > befores).any():
+    def _evict(self, row: Row, end: int, previous_skips: np.ndarray, kept_lens: np.ndarray) -> None:
+        row.skip = end - kept_lens
+        if (row.skip > previous_skips).any():
             row.history.append((end, row.skip.tolist()))
-        for layer, (before, held) in enumerate(zip(befores.tolist(), helds.tolist(), strict=True)):
+        for layer, (before, held) in enumerate(
+            zip(previous_skips.tolist(), kept_lens.tolist(), strict=True)
+        ):
             kept = np.array(sorted(self.random.sample(range(before, end), held)), np.int64)
             moved = self.memory_PN[self._slots(row, layer, kept)]
             tail = np.arange(end - held, end)

@@ -17,8 +17,8 @@ from tests.scheduler.harness import Setup, make_request
 from tests.scheduler.jobs import SMALL, Job, exact_request
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.scheduler.admission import (
+    AVERAGING_WINDOW,
     FIRST_GUESS,
-    MEMORY,
     UNBOUNDED,
     Admission,
     AnswerLengths,
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.cpu
 def test_the_mean_follows_the_answers_that_ended() -> None:
     lengths = AnswerLengths()
     assert lengths.mean == FIRST_GUESS
-    for _ in range(6 * MEMORY):
+    for _ in range(6 * AVERAGING_WINDOW):
         lengths.add(40, cut_off=False)
     assert lengths.mean == pytest.approx(40, abs=1)
-    for _ in range(6 * MEMORY):
+    for _ in range(6 * AVERAGING_WINDOW):
         lengths.add(300, cut_off=False)
     assert lengths.mean == pytest.approx(300, abs=3)
 
@@ -45,10 +45,12 @@ def test_the_mean_follows_the_answers_that_ended() -> None:
 def test_answers_that_were_cut_off_count_as_longer_than_they_got() -> None:
     """Half end after 10 tokens, half are cut off there: with even odds at every token, 20."""
     lengths = AnswerLengths()
-    for index in range(20 * MEMORY):
+    for index in range(20 * AVERAGING_WINDOW):
         lengths.add(10, cut_off=index % 2 == 0)
     assert lengths.mean == pytest.approx(20, rel=0.05)
-    for _ in range(2000 * MEMORY):  # none ends by itself: the weight of those that did runs out
+    for _ in range(
+        2000 * AVERAGING_WINDOW
+    ):  # none ends by itself: the weight of those that did runs out
         lengths.add(10, cut_off=True)
     assert lengths.mean > 10**9
 

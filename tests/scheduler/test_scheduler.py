@@ -21,7 +21,7 @@ from vllm_pyramid.compat.side_channel import (
     read_report,
     take_policy_stats,
 )
-from vllm_pyramid.plans import Eviction, OpenPlan
+from vllm_pyramid.plan import DeferredPlan, Eviction
 
 pytestmark = pytest.mark.cpu
 
@@ -259,8 +259,8 @@ def test_the_response_says_what_was_solved(setup: Setup, max_tokens: int) -> Non
     pair.schedule()
     keep = _keep_of(pair)
     open_plan = pair.scheduler.kv_policy.plan(40, 3, 4)
-    assert isinstance(open_plan, OpenPlan)
-    plan = open_plan.settle(keep)
+    assert isinstance(open_plan, DeferredPlan)
+    plan = open_plan.resolve(keep)
     report = None
     while pair.scheduler.requests:
         for outputs in pair.process().values():
@@ -291,10 +291,10 @@ def test_the_worker_goes_by_its_lengths_before_the_scheduler_knows_them() -> Non
     assert pair.coordinator.confirmed_plan("r") is None
     assert pair.coordinator.blocks_held("r") == [11, 11, 11]
     pair.process()
-    settled = pair.coordinator.confirmed_plan("r")
-    assert settled is not None and tuple(settled.keep.tolist()) == keep
+    resolved = pair.coordinator.confirmed_plan("r")
+    assert resolved is not None and tuple(resolved.keep.tolist()) == keep
     pair.schedule()
-    assert pair.coordinator.blocks_held("r") == (settled.blocks + 1).tolist()
+    assert pair.coordinator.blocks_held("r") == (resolved.blocks + 1).tolist()
 
 
 def test_a_preempted_prompt_is_solved_again() -> None:
@@ -309,14 +309,14 @@ def test_a_preempted_prompt_is_solved_again() -> None:
     pair.process()
     pair.process()
     assert pair.coordinator.confirmed_plan("r") is None
-    plan = pair.worker.retention._requests["r"].plan
-    assert isinstance(plan, OpenPlan), "the old lengths are forgotten"
+    plan = pair.worker.tracker._requests["r"].plan
+    assert isinstance(plan, DeferredPlan), "the old lengths are forgotten"
     pair.process()
     pair.schedule()
     second = _keep_of(pair)
     pair.process()
-    settled = pair.coordinator.confirmed_plan("r")
-    assert settled is not None and tuple(settled.keep.tolist()) == second != first
+    resolved = pair.coordinator.confirmed_plan("r")
+    assert resolved is not None and tuple(resolved.keep.tolist()) == second != first
     assert pair.worker.num_solved == 2 and pair.coordinator.num_evictions == 1
 
 
@@ -374,6 +374,6 @@ def test_requests_of_a_solving_policy_that_keep_everything() -> None:
     pair.step()
     assert pair.coordinator.blocks_held("full") == [11, 11, 11]
     assert reports == ["own"]
-    settled = pair.coordinator.confirmed_plan("own")
-    assert settled is not None and settled.keep.sum() == 60
-    assert pair.coordinator.num_evictions == settled.evicts
+    resolved = pair.coordinator.confirmed_plan("own")
+    assert resolved is not None and resolved.keep.sum() == 60
+    assert pair.coordinator.num_evictions == resolved.evicts

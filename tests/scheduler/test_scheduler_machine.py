@@ -40,8 +40,8 @@ from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.scheduler import SampledShares
-from vllm_pyramid.plans import OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.request_config import RequestKeys, resolve
+from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan
+from vllm_pyramid.policy.request import RequestKeys, resolve
 from vllm_pyramid.scheduler.admission import Admission
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
@@ -106,15 +106,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def watch_windows(self) -> None:
         """Whether windows are found that somebody still looks at."""
-        companions, rows = self.coordinator.companions, self.coordinator.block_pool.rows
-        enter = companions.enter
+        stock_groups, rows = self.coordinator.stock_groups, self.coordinator.block_pool.rows
+        enter = stock_groups.enter
 
         def entered(request_id: str, hashes: Any, suffix: Any) -> Any:
-            names = [name for names in companions.sources(hashes, suffix) for name in names]
+            names = [name for names in stock_groups.sources(hashes, suffix) for name in names]
             self.seen["windows in use found"] += any(rows[name].refs for name in names)
             return enter(request_id, hashes, suffix)
 
-        companions.enter = entered  # type: ignore[method-assign]
+        stock_groups.enter = entered  # type: ignore[method-assign]
 
     def watch(self, admission: Admission) -> None:
         """Requests are made to wait only while others run."""
@@ -287,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             end = self.plans[name].end_number
             self.seen["evicted later"] += eviction.number > end
             self.seen["evicted inside"] += eviction.number < end
-            assert (eviction.keep is not None) == isinstance(self.plans[name], OpenPlan)
+            assert (eviction.keep is not None) == isinstance(self.plans[name], DeferredPlan)
             self.seen["solved"] += eviction.keep is not None
             self.seen["evicted again"] += self.requests[name].num_preemptions > 0
             again = self.requests[name].num_preemptions > 0
@@ -351,7 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         layers = list(enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True)))
         number, _, behind = beside[1:].partition(b"@")
         if beside:
-            kind = self.coordinator.companions._kinds[int(number)]
+            kind = self.coordinator.stock_groups._kinds[int(number)]
             count = prefixes.tokens // kind.block_size
             numbers = [max(group - self.setup.num_layers, 0) for group in kind.groups]
             layers = [(FIRST_LAYER + number, (count, kind.block_size)) for number in numbers]
@@ -454,11 +454,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(records) == set(self.scheduler.requests)
         assert {name for name, record in records.items() if record.num_blocks} == running
         for name, record in records.items():
-            assert record.num_blocks or not (record.settled or record.confirmed or record.released)
-            assert bool(record.settled) == bool(record.confirmed), "a number without a plan"
+            assert record.num_blocks or not (record.resolved or record.confirmed or record.released)
+            assert bool(record.resolved) == bool(record.confirmed), "a number without a plan"
             assert record.plan is self.plans[name] and record.policy
             assert (
-                record.settled is not None
+                record.resolved is not None
                 or not record.released
                 or not self.plans[name].skip_after(record.released).any()
             ), "given back without the worker's word"
@@ -473,18 +473,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.plans[name]
             processed = request.num_computed_tokens - request.num_in_flight_tokens
             expected = -(-request.num_computed_tokens // block_sizes)
-            settled = self.coordinator.confirmed_plan(name)
+            resolved = self.coordinator.confirmed_plan(name)
             if self.coordinator.has_evicted(name):
                 number = self.coordinator._requests[name].released
-                kept = settled if isinstance(plan, OpenPlan) else plan
+                kept = resolved if isinstance(plan, DeferredPlan) else plan
                 assert isinstance(kept, RetentionPlan)
                 expected -= kept.skip_after(number) // block_sizes
             self.check_held(name, request, expected)
-            if settled is not None:
-                if isinstance(plan, OpenPlan):
-                    self.check_promise(plan, settled)
+            if resolved is not None:
+                if isinstance(plan, DeferredPlan):
+                    self.check_promise(plan, resolved)
                 else:
-                    assert settled is plan
+                    assert resolved is plan
                 assert plan.evicts and processed >= plan.exact_tokens
             if self.coordinator.has_evicted(name):
                 assert processed >= plan.exact_tokens
@@ -526,11 +526,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The latest eviction whose head a request has given back."""
         return self.coordinator._requests[name].released
 
-    def check_promise(self, plan: OpenPlan, settled: RetentionPlan) -> None:
+    def check_promise(self, plan: DeferredPlan, resolved: RetentionPlan) -> None:
         """The solved lengths conserve the budget, and the blocks are those of the lengths."""
-        keep, skip = settled.keep, settled.skip
-        promised = plan.budget_tokens * plan.num_layers
-        assert keep.sum() == promised if plan.exact else keep.sum() <= promised
+        keep, skip = resolved.keep, resolved.skip
+        initial = plan.budget_tokens * plan.num_layers
+        assert keep.sum() == initial if plan.exact else keep.sum() <= initial
         assert keep.min() >= plan.floor and keep.max() <= plan.prompt_len
         unit = plan.block_size if plan.fill_blocks else 1
         assert (skip == (plan.prompt_len - keep) // unit * unit).all()
@@ -554,12 +554,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
-        assert not coordinator.companions.held_blocks and not coordinator.companions._tables
+        assert not coordinator.stock_groups.held_blocks and not coordinator.stock_groups._tables
         assert not scheduler.running and not scheduler.waiting
         assert not any(s._of_request or s._averaged for s in self.sampled)
         assert scheduler._admission is None or not scheduler._admission._rows
-        assert not self.worker.rows and not self.worker.retention._requests
-        assert self.worker.retention._num_open == 0
+        assert not self.worker.rows and not self.worker.tracker._requests
+        assert self.worker.tracker._num_open == 0
 
 
 # Evictions inside prompts, which are longer than the pool.

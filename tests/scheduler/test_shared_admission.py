@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.scheduler.beside import Beside
 from tests.scheduler.harness import Setup
 from tests.scheduler.jobs import SMALL, Job, exact_request
-from vllm_pyramid.scheduler.admission import PATIENCE, UNBOUNDED
+from vllm_pyramid.scheduler.admission import RECHECK_STEPS, UNBOUNDED
 
 pytestmark = pytest.mark.cpu
 
@@ -244,7 +244,7 @@ def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
     admission._lacking = watched  # type: ignore[method-assign]
     while len(job.scheduler.running) < 2:
         job.step()
-    assert job.steps < PATIENCE, "only when it has waited for long"
+    assert job.steps < RECHECK_STEPS, "only when it has waited for long"
     assert [found > 0 for _, found in looks] == [True, False]
     # Each row that it shares beyond the two of the first look is one less.
     assert looks[1][0] - looks[0][0] == -(-looks[0][1] // (3 * 2)), "looked at too soon, or late"

@@ -13,7 +13,7 @@ from tests.plans import plans_of
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
-from vllm_pyramid.worker.retention import Retention
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 pytestmark = pytest.mark.cpu
 
@@ -26,14 +26,14 @@ def make_evictions(request_ids: list[str], prompt_len: int = 12) -> StepEviction
     """Layer 0 keeps 4 tokens, layer 1 everything, layer 2 keeps 8."""
     count = len(request_ids)
     prompt_lens = np.full(count, prompt_len, np.int32)
-    helds = np.tile(np.array([[4], [prompt_len], [8]], np.int32), (1, count))
+    kept_lens = np.tile(np.array([[4], [prompt_len], [8]], np.int32), (1, count))
     return StepEvictions(
         request_ids=request_ids,
         rows=np.arange(count),
         query_ends=np.arange(1, count + 1, dtype=np.int32) * prompt_len,
         query_lens=np.full(count, prompt_len, np.int32),
         prompt_lens=prompt_lens,
-        plans=plans_of(prompt_lens, helds, budget=8),
+        plans=plans_of(prompt_lens, kept_lens, budget=8),
     )
 
 
@@ -159,7 +159,7 @@ def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_later_evictions_are_written_as_positions_of_the_sequence(tmp_path: Path) -> None:
     policy = load_policy("h2o", 4, {"interval": 4, "fill_blocks": False})
-    retention = Retention(policy, NUM_LAYERS, 16, 2)
+    retention = EvictionTracker(policy, NUM_LAYERS, 16, 2)
     retention.add("r", 6, None)
     writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
 

@@ -20,18 +20,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.plans import plans_of
 from tests.steps import make_call
-from vllm_pyramid.config import SERVED_KEY, KVSettings
+from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin
+from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
+from vllm_pyramid.attention.shifted_tables import ShiftedTables
+from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.ops import triton_tables
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.step.step import StepEvictions
-from vllm_pyramid.worker import runner as runner_module
-from vllm_pyramid.worker.backend_cuda import PyramidBuilderMixin
-from vllm_pyramid.worker.backend_triton import PyramidTritonBuilder
-from vllm_pyramid.worker.runner import PyramidRunnerMixin
-from vllm_pyramid.worker.runner_v1 import PyramidRunnerV1
-from vllm_pyramid.worker.runner_v2 import NotingReplays, PyramidRunnerV2
-from vllm_pyramid.worker.shifted import ShiftedTables
+from vllm_pyramid.worker import runtime as runner_module
+from vllm_pyramid.worker.adapter_v1 import PyramidRunnerV1
+from vllm_pyramid.worker.adapter_v2 import NotingReplays, PyramidRunnerV2
+from vllm_pyramid.worker.runtime import PyramidRunnerMixin
 
 pytestmark = pytest.mark.cpu
 
@@ -169,10 +170,10 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
     def of_two_stages(self: Any, specs: dict[str, Any], readers: Any) -> list[Any]:
         return [({NAMES[0]: specs[NAMES[1]]}, {}), (specs, readers)]
 
-    monkeypatch.setattr(runner_module.StageWorker, "layers_of_all", of_two_stages)
+    monkeypatch.setattr(runner_module.PipelineSync, "layers_of_all", of_two_stages)
     monkeypatch.setattr(StockRunner, "own", NAMES[1:])
     runner = Runner()
-    assert runner.retention.num_layers == len(NAMES)
+    assert runner.tracker.num_layers == len(NAMES)
     groups = make_groups()
     runner.initialize_kv_cache(groups)
     assert runner.attn_groups[0] == []
@@ -273,14 +274,14 @@ def test_traces_start_when_the_worker_says_so(tmp_path: Path) -> None:
 def make_evictions(rows: list[int]) -> StepEvictions:
     size = len(rows)
     prompt_lens = np.arange(100, 100 + size, dtype=np.int32)
-    helds = np.arange(3 * size, dtype=np.int32).reshape(3, size)
+    kept_lens = np.arange(3 * size, dtype=np.int32).reshape(3, size)
     return StepEvictions(
         request_ids=[str(row) for row in rows],
         rows=np.array(rows, np.int64),
         query_ends=np.arange(10, 10 + size, dtype=np.int32),
         query_lens=np.full(size, 10, np.int32),
         prompt_lens=prompt_lens,
-        plans=plans_of(prompt_lens, helds, budget=64),
+        plans=plans_of(prompt_lens, kept_lens, budget=64),
     )
 
 

@@ -12,8 +12,8 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from vllm_pyramid.compat.side_channel import attach_block_copies
-from vllm_pyramid.worker import runner as runners
-from vllm_pyramid.worker.runner import PyramidRunnerMixin
+from vllm_pyramid.worker import runtime as runners
+from vllm_pyramid.worker.runtime import PyramidRunnerMixin
 
 pytestmark = pytest.mark.cpu
 

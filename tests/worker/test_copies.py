@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.methods.hooks import HostMemory
-from vllm_pyramid.worker import copies
+from vllm_pyramid.step.hooks import HostMemory
+from vllm_pyramid.worker import copy_stream as copies
 
 pytestmark = pytest.mark.cpu
 

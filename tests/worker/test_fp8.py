@@ -11,9 +11,9 @@ import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from vllm_pyramid.platform.cpu import PyramidCpuPlatform
-from vllm_pyramid.worker import backend_cpu
-from vllm_pyramid.worker.backend_names import CPU_BACKEND
+from vllm_pyramid.attention import backend_cpu
+from vllm_pyramid.compat.backend_names import CPU_BACKEND
+from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
 
 pytestmark = pytest.mark.cpu
 

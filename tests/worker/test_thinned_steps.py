@@ -24,14 +24,14 @@ from tests.shifted_worker import (
     Worker,
     launch_tables,
 )
+from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin
 from vllm_pyramid.compat import thin_forward
 from vllm_pyramid.compat.runner_v1 import RunnerV1Points
 from vllm_pyramid.methods.thinning.worker import Thinner
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step import Step
-from vllm_pyramid.worker.backend_cuda import PyramidBuilderMixin
-from vllm_pyramid.worker.runner_v1 import PyramidRunnerV1
-from vllm_pyramid.worker.runner_v2 import LeavingOutGraphs, PyramidRunnerV2
+from vllm_pyramid.worker.adapter_v1 import PyramidRunnerV1
+from vllm_pyramid.worker.adapter_v2 import LeavingOutGraphs, PyramidRunnerV2
 
 pytestmark = pytest.mark.cpu
 
@@ -98,9 +98,9 @@ def test_each_layer_is_told_its_own_tokens(worker: Worker, monkeypatch: pytest.M
 
 
 def test_which_steps_leave_graphs_out(worker: Worker) -> None:
-    retention = worker.retention
-    retention.add("short", 20, None)  # nothing of it is given up
-    retention.add("long", 97, None)
+    tracker = worker.tracker
+    tracker.add("short", 20, None)  # nothing of it is given up
+    tracker.add("long", 97, None)
     for names, computed, right in (
         (["short"], [0], False),
         (["short", "long"], [20, 0], True),
@@ -109,7 +109,7 @@ def test_which_steps_leave_graphs_out(worker: Worker) -> None:
         (["long", "short"], [97, 0], False),
         (["long"], [131], False),
     ):
-        assert retention.without_graphs(names, np.array(computed, np.int32)) == right
+        assert tracker.without_graphs(names, np.array(computed, np.int32)) == right
 
 
 class _StockV1:
@@ -153,7 +153,7 @@ def test_first_runner_asks_of_the_requests_that_are_there() -> None:
         input_batch=SimpleNamespace(
             req_ids=["a", "b"], num_computed_tokens_cpu=np.array([5, 0, 9], np.int32)
         ),
-        retention=SimpleNamespace(without_graphs=without_graphs),
+        tracker=SimpleNamespace(without_graphs=without_graphs),
     )
     assert PyramidRunnerV1.runs_without_graphs(runner)
     assert asked == [(["a", "b"], [5, 0])]
@@ -172,8 +172,8 @@ class _RunnerV2(PyramidRunnerV2, _StockV2):
 
 def test_second_runner_dispatches_no_graph_to_such_a_step(worker: Worker) -> None:
     runner: Any = object.__new__(_RunnerV2)
-    runner.retention = worker.retention
-    runner.retention.add("long", 97, None)
+    runner.tracker = worker.tracker
+    runner.tracker.add("long", 97, None)
     graph = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, uniform_token_count=1)
     dispatch = LeavingOutGraphs(lambda num_reqs, num_tokens, uniform, **others: graph, runner)
     for computed, dummy, right in ((96, False, False), (97, False, True), (0, True, True)):
@@ -236,7 +236,7 @@ def test_what_a_layer_takes_beside_the_forward_pass_is_counted(
     device = _Kernels()
     launch_tables(monkeypatch, device)
     worker = Worker(load_policy("pyramidinfer", None, THINS), device, PROMPTS)
-    (thinner,) = worker.retention.hooks
+    (thinner,) = worker.tracker.hooks
     after, found = Thinner.after_attention, []
 
     def measured(self: Thinner, call: Any) -> None:
@@ -288,7 +288,7 @@ def test_the_profile_runs_what_is_not_compiled_too(monkeypatch: pytest.MonkeyPat
         return torch.zeros(len(positions), 8)
 
     monkeypatch.setattr(type(inner), "__call__", stock)
-    hooks = Worker(load_policy("pyramidinfer", None, THINS), Host(), PROMPTS).retention.hooks
+    hooks = Worker(load_policy("pyramidinfer", None, THINS), Host(), PROMPTS).tracker.hooks
     (thinner,) = hooks
     side = worker_side(thinner)
     monkeypatch.setattr(side, "model", lambda: model)

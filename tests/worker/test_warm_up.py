@@ -18,10 +18,11 @@ from triton.runtime import driver as triton_driver
 from triton.runtime import jit
 
 from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies
-from vllm_pyramid.ops import triton_ops, triton_tables
+from vllm_pyramid.attention import backend_cuda
+from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
+from vllm_pyramid.kernels.triton import functions as triton_ops
+from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.worker import backend_cuda
-from vllm_pyramid.worker.backend_cuda import PyramidImplMixin
 from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
 pytestmark = pytest.mark.cpu
@@ -111,8 +112,8 @@ def serve(worker: Worker) -> None:
         for name in running:
             computed, length = worker.computed[name], PROMPTS[name]
             if not computed:
-                worker.retention.add(name, length, None)
-            plan = worker.retention._requests[name].plan
+                worker.tracker.add(name, length, None)
+            plan = worker.tracker._requests[name].plan
             ends = plan.next_eviction(computed) if computed < length else computed + 1
             if (piece := plan.piece_at(computed)) is not None:
                 ends = piece.end
@@ -151,8 +152,8 @@ def test_nothing_changes_but_the_block_of_nobody(
     warm_up(worker)
     assert torch.equal(worker.cache[:, 1:], before[:, 1:])
     assert not any(table.any() for table in worker.shifted.tables)
-    assert not worker.retention._requests
-    for hooks in worker.retention.hooks:
+    assert not worker.tracker._requests
+    for hooks in worker.tracker.hooks:
         assert not hooks.pages[1:].any()
 
 

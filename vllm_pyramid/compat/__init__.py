@@ -9,7 +9,7 @@ coordinator     kv_cache_manager.get_kv_cache_coordinator, kv_cache_coordinator.
                 the scheduler is built
                 Why: one counter a request for all layers, and blocks that all layers share at
                 once. Remove when specs name a coordinator and that one its pool.
-                KVCacheManager.empty_kv_cache_blocks (`scheduler/request.py: NoBlocks`),
+                KVCacheManager.empty_kv_cache_blocks (`kv_cache/request_record.py: NoBlocks`),
                 .estimate_cached_tokens
                 Why: vLLM's walk every layer to find nothing. Remove when the first is a constant
                 and the second asks the coordinator.
@@ -76,5 +76,5 @@ asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU, those of `st
 to single steps of a bench; the others are put in only when a policy is asked for. vLLM's classes
 that are meant to be derived from (scheduler, worker, attention backend, platform, KV cache spec and
 manager) are derived from where they belong; the operators that vLLM's CPU code misses are in
-`platform/torch_ops.py`.
+`compat/platform/torch_ops.py`.
 """

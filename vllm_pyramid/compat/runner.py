@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pyramid.compat.side_channel import StepReport, attach_report
-from vllm_pyramid.plans import Eviction
+from vllm_pyramid.plan import Eviction
 from vllm_pyramid.step.rotary import Rotary
 
 

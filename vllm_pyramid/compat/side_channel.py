@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vllm_pyramid.plans import Eviction
+from vllm_pyramid.plan import Eviction
 
 _REPORT = "vllm_pyramid_report"
 _COPIES = "vllm_pyramid_copies"

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from vllm_pyramid.methods.allocator import CurveAllocator, Reals
+from vllm_pyramid.policy.allocator import CurveAllocator, Reals
 
 
 class UniformAllocator(CurveAllocator):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.policy.base import Policy
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 def check_queries(queries: int | None, policy: Policy) -> None:
@@ -57,7 +57,7 @@ class ExpectedAttentionScorer(Scorer):
         super().check(policy)
         check_queries(self.queries, policy)
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """See the base."""
         import torch.nn.functional as F
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
-    from vllm_pyramid.plans import Budget
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.plan import Budget
+    from vllm_pyramid.policy.policy import Policy
 
 
 class NoScorer(Scorer):

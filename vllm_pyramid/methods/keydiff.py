@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class KeyDiffScorer(Scorer):
@@ -22,7 +22,7 @@ class KeyDiffScorer(Scorer):
 
     kind: Literal["keydiff"] = "keydiff"
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """See the base."""
         import torch.nn.functional as F
 

@@ -13,7 +13,7 @@ from vllm_pyramid.methods.noise import uniform
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 # Of the logits and the noise, `[H, queries, T]`: 64 MiB for each of three temporaries in int64.
 _NUMBERS_AT_ONCE = 2**23
@@ -36,7 +36,7 @@ class KeyformerScorer(AccumulatingScorer):
     generated: int = Field(default=512, ge=1)
     seed: int = 0
 
-    def observe(self, view: LayerView) -> torch.Tensor:
+    def observe(self, view: ScorerInputs) -> torch.Tensor:
         """See the base."""
         import torch
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class LagKVScorer(Scorer):
@@ -31,7 +31,7 @@ class LagKVScorer(Scorer):
     kind: Literal["lagkv"] = "lagkv"
     lag: int = Field(default=128, ge=2)
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """See the base: 0 .. 1 is the rank within a part, 1 and more the most recent tokens."""
         scores = (1 + view.places / view.num_tokens).repeat(view.num_kv_heads, 1)
         parts = (view.num_tokens - view.sinks) // self.lag - 1

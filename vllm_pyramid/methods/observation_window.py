@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.ops.recall import WindowStatistics
-    from vllm_pyramid.policy.base import Policy
-    from vllm_pyramid.step.batch import EvictionBatch
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.kernels.recall import WindowStatistics
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 def odd(field: str) -> Any:
@@ -61,7 +61,7 @@ class ObservationWindowScorer(Scorer):
                 "(accumulated_attention, persistence) or recency"
             )
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """The formula in PyTorch; `scores` runs the kernel."""
         import torch.nn.functional as F
 
@@ -76,7 +76,7 @@ class ObservationWindowScorer(Scorer):
         self, batch: EvictionBatch, *, statistics: bool = False
     ) -> tuple[torch.Tensor, WindowStatistics | None]:
         """See the base: `ops.window_scores`, one launch for all requests."""
-        from vllm_pyramid.ops.records import Reduction, WindowBatch
+        from vllm_pyramid.kernels.records import Reduction, WindowBatch
 
         call = batch.call
         prompts = WindowBatch(

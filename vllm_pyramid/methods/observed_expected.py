@@ -9,13 +9,13 @@ from pydantic import Field
 
 from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer, check_queries
 from vllm_pyramid.methods.observation_window import odd
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.policy.base import Policy
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 # Queries whose attention is in memory at once.
 _AT_ONCE = 8
@@ -54,7 +54,7 @@ class ObservedExpectedScorer(Scorer):
         super().check(policy)
         check_queries(self.queries, policy)
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """See the base."""
         import torch
         import torch.nn.functional as F

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from vllm_pyramid.methods.noise import uniform
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class RandomScorer(Scorer):
@@ -25,7 +25,7 @@ class RandomScorer(Scorer):
     kind: Literal["random"] = "random"
     seed: int = 0
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """See the base."""
         import torch
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class RecencyScorer(Scorer):
@@ -18,6 +18,6 @@ class RecencyScorer(Scorer):
 
     kind: Literal["recency"] = "recency"
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """The place of a token."""
         return view.places.float().expand(view.num_kv_heads, -1)

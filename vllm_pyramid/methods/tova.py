@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class TovaScorer(Scorer):
@@ -23,6 +23,6 @@ class TovaScorer(Scorer):
     needs_queries: ClassVar[bool] = True
     kind: Literal["tova"] = "tova"
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """See the base."""
         return view.mean_of_heads(view.attention(1)[:, 0]).expand(view.num_kv_heads, -1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class ValueAwareScorer(Scorer):
@@ -25,7 +25,7 @@ class ValueAwareScorer(Scorer):
     attention_mass: ClassVar[bool] = True
     kind: Literal["value_aware"] = "value_aware"
 
-    def score(self, view: LayerView) -> torch.Tensor:
+    def score(self, view: ScorerInputs) -> torch.Tensor:
         """See the base."""
         attention = view.reduce_groups(view.attention().mean(dim=1))
         return attention * view.values.norm(p=1, dim=-1)

@@ -5,9 +5,9 @@
 `vllm_pyramid.methods` or of the user's.
 """
 
-from vllm_pyramid.plans import Budget, OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.base import DEFAULT_MIN_TOKENS, Policy
-from vllm_pyramid.policy.registry import (
+from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
+from vllm_pyramid.policy.policy import DEFAULT_MIN_TOKENS, Policy
+from vllm_pyramid.policy.presets import (
     AUTO,
     RECOMMENDED,
     load_policy,
@@ -20,7 +20,7 @@ __all__ = [
     "DEFAULT_MIN_TOKENS",
     "RECOMMENDED",
     "Budget",
-    "OpenPlan",
+    "DeferredPlan",
     "Plan",
     "Policy",
     "RetentionPlan",

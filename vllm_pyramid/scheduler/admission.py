@@ -40,8 +40,8 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_pyramid.plans import Plan, RetentionPlan
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.plan import Plan, RetentionPlan
 
 Numbers = npt.NDArray[np.int64]
 
@@ -50,15 +50,15 @@ Numbers = npt.NDArray[np.int64]
 # ended.
 FIRST_GUESS = 128
 # Answers over which their mean is taken, about: what was asked hours ago says little.
-MEMORY = 64
+AVERAGING_WINDOW = 64
 # Steps after which a request that was refused is looked at again in any case: as ends come nearer,
 # it grows less until they are there.
-PATIENCE = 32
+RECHECK_STEPS = 32
 # Steps of one request with drafts over which their mean is taken, about.
 STEPS = 512
 # Moments that are looked at, at most; more are taken together, and then count as one in which
 # nothing has been given back since the one before.
-MOMENTS = 32
+MOST_EVENTS = 32
 UNBOUNDED = 1 << 40
 
 
@@ -81,7 +81,7 @@ class AnswerLengths:
 
     def add(self, tokens: int, cut_off: bool) -> None:
         """An answer has ended."""
-        keep = 1 - 1 / MEMORY
+        keep = 1 - 1 / AVERAGING_WINDOW
         self._tokens = keep * self._tokens + tokens
         self._ends = keep * self._ends + (not cut_off)
 
@@ -159,7 +159,12 @@ class Admission:
         """
         name = request.request_id
         now = name, self._coordinator.num_releases
-        if running and self._refused == now and self._waits < PATIENCE and computed < self._enough:
+        if (
+            running
+            and self._refused == now
+            and self._waits < RECHECK_STEPS
+            and computed < self._enough
+        ):
             self._waits += 1
             return False
         self._enter(request, plan)
@@ -178,10 +183,10 @@ class Admission:
                 return False
         return True
 
-    def evicted(self, request_id: str, settled: RetentionPlan, number: int) -> None:
+    def evicted(self, request_id: str, resolved: RetentionPlan, number: int) -> None:
         """The worker has evicted: from now on it is known exactly what the request gives back."""
-        if number >= settled.end_number:
-            of_stages = self._given_back(settled, number)
+        if number >= resolved.end_number:
+            of_stages = self._given_back(resolved, number)
             self._table[self._rows[request_id], 5::4] = of_stages
 
     def ended(self, request: Request) -> None:
@@ -275,11 +280,11 @@ class Admission:
         whole = np.minimum(blocks_of(np.minimum(target + late, end) + ahead), peak)
         at_end = np.minimum(blocks_of(end + ahead) - given_back, bound)
         beside: Numbers | int = 0  # what layers that do not evict hold, after the prompt
-        if companions := self._coordinator.companions:
-            beside = companions.blocks_of(end + ahead, late)
+        if stock_groups := self._coordinator.stock_groups:
+            beside = stock_groups.blocks_of(end + ahead, late)
             at_end = at_end + beside
             in_chunks = np.minimum(chunk, self._step_tokens) * (1 + self._lag)
-            windows = companions.blocks_of(np.minimum(target + late, end) + ahead, in_chunks)
+            windows = stock_groups.blocks_of(np.minimum(target + late, end) + ahead, in_chunks)
             whole, later = whole + windows, later + windows
         if np.where(is_whole, np.maximum(at_end, whole), at_end).sum() <= pool:
             return 0  # whatever comes when
@@ -295,7 +300,7 @@ class Admission:
 
         horizon = steps[-1] + target[-1] + self._lag
         moments = np.unique(np.minimum(np.concatenate([last, whole_until]), horizon))
-        moments = moments[:: len(moments) // -MOMENTS][::-1]  # the last one among them
+        moments = moments[:: len(moments) // -MOST_EVENTS][::-1]  # the last one among them
         before = np.concatenate([[-1], moments[:-1]])[:, None]
         grown = np.ceil(moments * pace).astype(np.int64)[:, None]
         held = blocks_of(np.minimum(done + grown, end) + ahead) - given_back

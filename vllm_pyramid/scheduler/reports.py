@@ -14,11 +14,11 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from vllm_pyramid.compat.scheduler import SchedulerPoints
+from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
-from vllm_pyramid.methods.hooks import SchedulerHooks
+from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
+from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -35,7 +35,7 @@ class Reports(SchedulerPoints):
     def _layers(self) -> dict[str, Any]:
         """Which of the model's layers evict: where not all do."""
         of_model = list(range(self.coordinator.num_layers))
-        if self.coordinator.layers == of_model and self.coordinator.companions.are_drafts:
+        if self.coordinator.layers == of_model and self.coordinator.stock_groups.are_drafts:
             return {}
         return {"layers": self.coordinator.layers}
 
@@ -48,15 +48,15 @@ class Reports(SchedulerPoints):
         length = self.max_model_len
         coordinator = self.coordinator
         beside = 0
-        if coordinator.companions:
-            beside = int(coordinator.companions.blocks_of(length, 1))
+        if coordinator.stock_groups:
+            beside = int(coordinator.stock_groups.blocks_of(length, 1))
             logger.info(
                 "kv-policy %s: layers %s evict; %s with a cache (%d) hold what vLLM holds for "
                 "them, %d blocks of a prompt of %d tokens",
                 self.kv_policy.name,
                 ", ".join(map(str, coordinator.layers)),
-                "a draft model's" if coordinator.companions.are_drafts else "the others",
-                len(coordinator.companions),
+                "a draft model's" if coordinator.stock_groups.are_drafts else "the others",
+                len(coordinator.stock_groups),
                 beside,
                 length,
             )
@@ -124,23 +124,23 @@ class Reports(SchedulerPoints):
         if turns is not None:
             report["kv_turns"] = [*turns, plan.prompt_len]
             report["resumed_tokens"] = self.coordinator.resumed_tokens(request.request_id)
-        settled = self.coordinator.confirmed_plan(request.request_id)
-        if settled is not None:
+        resolved = self.coordinator.confirmed_plan(request.request_id)
+        if resolved is not None:
             number = self.coordinator.confirmed_number(request.request_id)
             if request.num_computed_tokens >= plan.prompt_len:
-                number = max(number, settled.end_number)  # which may have had nothing to give
-            if settled.every or number != settled.end_number:
+                number = max(number, resolved.end_number)  # which may have had nothing to give
+            if resolved.every or number != resolved.end_number:
                 # Everything below is of the latest eviction, when so many tokens were computed.
-                settled = settled.after(number)
-                report["kv_budget"] = settled.budget_tokens
-                report["computed_tokens"] = settled.prompt_len
-                report["blocks_before"] = self.coordinator.full_blocks(settled.prompt_len)
-            report["kept_tokens"] = settled.held.tolist()
-            report["evicted_tokens"] = int(settled.skip.sum())
-            report["blocks_after"] = int(self.coordinator.blocks_of(settled).sum())
+                resolved = resolved.after(number)
+                report["kv_budget"] = resolved.budget_tokens
+                report["computed_tokens"] = resolved.prompt_len
+                report["blocks_before"] = self.coordinator.full_blocks(resolved.prompt_len)
+            report["kept_tokens"] = resolved.held.tolist()
+            report["evicted_tokens"] = int(resolved.skip.sum())
+            report["blocks_after"] = int(self.coordinator.blocks_of(resolved).sum())
             if plan.is_open:
-                report["kv_budget"] = settled.budget_tokens
-                report["solved_tokens"] = settled.keep.tolist()
+                report["kv_budget"] = resolved.budget_tokens
+                report["solved_tokens"] = resolved.keep.tolist()
         if (least := self.coordinator.min_tokens(request.request_id)) is not None:
             report["kv_min_tokens"] = least
         for hooks in self.hooks:
@@ -164,9 +164,10 @@ class Reports(SchedulerPoints):
         return stats
 
     def policy_stats(self) -> dict[str, Any]:
-        """Counters since the start and what is held now, per layer (`metrics.py` has the names)."""
+        """Counters since the start and what is held now, per layer (`frontend/metrics.py` has the
+        names)."""
         computed = sum(request.num_computed_tokens for request in self.running)
-        coordinator, beside = self.coordinator, self.coordinator.companions
+        coordinator, beside = self.coordinator, self.coordinator.stock_groups
         totals: dict[str, Any] = {}
         for hooks in self.hooks:
             totals |= hooks.totals()

@@ -14,28 +14,28 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_pyramid.compat.coordinator import lockstep_coordinator
+from vllm_pyramid.compat.block_pool import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
     attach_copies,
     attach_origins,
     read_report,
 )
-from vllm_pyramid.config import ServedSettings
-from vllm_pyramid.plans import Plan
-from vllm_pyramid.request_config import (
+from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.request_record import NoBlocks
+from vllm_pyramid.kv_cache.session_cache import Conversation
+from vllm_pyramid.plan import Plan
+from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.request import (
     ALLOCATOR_KEY,
     ServedRequest,
     check_request,
     hashable,
     with_allocator,
 )
-from vllm_pyramid.request_fit import Pool, check_fit
+from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
-from vllm_pyramid.scheduler.coordinator import LockstepCoordinator
 from vllm_pyramid.scheduler.reports import Reports
-from vllm_pyramid.scheduler.request import NoBlocks
-from vllm_pyramid.scheduler.states import Conversation
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -95,7 +95,7 @@ class PyramidSchedulerMixin(Reports):
             coordinator.full_block_size,
             self.kv_cache_config.num_blocks - 1,
             self.max_model_len,
-            int(coordinator.companions.blocks_of(self.max_model_len, in_flight)),
+            int(coordinator.stock_groups.blocks_of(self.max_model_len, in_flight)),
             coordinator.stages.sizes,
         )
         self._admission = None
@@ -147,8 +147,8 @@ class PyramidSchedulerMixin(Reports):
     def _check(self, request: Request) -> ServedRequest:
         """What holds for the request, or the reason why it ends.
 
-        Front ends check this (compat/requests.py), so where something is wrong, somebody else put
-        the request here. It ends with an error; raising would end the engine.
+        Front ends check this (compat/input_processor.py), so where something is wrong, somebody
+        else put the request here. It ends with an error; raising would end the engine.
         """
         params = request.sampling_params
         if params is None:
@@ -291,14 +291,14 @@ class PyramidSchedulerMixin(Reports):
             if request is None or request.num_stale_output_tokens > 0:
                 continue  # finished, or the step ran before it was preempted: it evicts again
             self.coordinator.confirm(request_id, eviction)
-            settled = self.coordinator.confirmed_plan(request_id)
-            if settled is None:
+            resolved = self.coordinator.confirmed_plan(request_id)
+            if resolved is None:
                 continue
             for hooks in self.hooks:
-                hooks.evicted(request_id, self.coordinator.plan_of(request_id), settled)
+                hooks.evicted(request_id, self.coordinator.plan_of(request_id), resolved)
             if self._admission is not None:
                 number = self.coordinator.confirmed_number(request_id)
-                self._admission.evicted(request_id, settled, number)
+                self._admission.evicted(request_id, resolved, number)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def verified(self, accepted: int) -> None:

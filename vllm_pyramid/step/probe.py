@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.step.batch import WrongResultError, check_scores, check_selection
+from vllm_pyramid.step.eviction_batch import WrongResultError, check_scores, check_selection
 from vllm_pyramid.step.rotary import Rotary
-from vllm_pyramid.step.view import LayerView
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 if TYPE_CHECKING:
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 _TOKENS = 40  # of the request, beyond window and sinks
 
@@ -41,7 +41,7 @@ def probe(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> 
         torch.set_num_threads(threads)
 
 
-def _probe(policy: Policy, view: LayerView) -> None:
+def _probe(policy: Policy, view: ScorerInputs) -> None:
     scorer, selector, num_kv_heads = policy.scorer, policy.selector, view.num_kv_heads
     try:
         scores = scorer.probed(view)
@@ -63,14 +63,14 @@ def _probe(policy: Policy, view: LayerView) -> None:
         ) from error
 
 
-def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> LayerView:
+def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> ScorerInputs:
     tokens = policy.window + policy.sinks + _TOKENS
     source = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 1, num_kv_heads, tokens, head_size, generator=source)
     angles = torch.rand(tokens + 1, head_size // 2, generator=source)
     scorer = policy.scorer
     count = max(policy.window, 1) if scorer.needs_queries else 1
-    return LayerView(
+    return ScorerInputs(
         num_tokens=tokens,
         window=policy.window,
         sinks=policy.sinks,

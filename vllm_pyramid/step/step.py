@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each request of a step has given up, and who evicts in it.
 
-`worker/retention.py` builds it once a step, from the requests' plans; all layers share it.
+`worker/eviction_tracker.py` builds it once a step, from the requests' plans; all layers share it.
 
 Shape legend: L layers, R requests of the step, E requests that evict in it, S of these, T_l tokens
 that layer l computes.
@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.ops.records import FP8_DTYPES
-from vllm_pyramid.plans import Eviction, OpenPlan, Plan, RetentionPlan
-from vllm_pyramid.step.batch import EvictionBatch
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.kernels.records import FP8_DTYPES
+from vllm_pyramid.plan import DeferredPlan, Eviction, Plan, RetentionPlan
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.step.upload import upload
-from vllm_pyramid.step.view import LayerView
 
 if TYPE_CHECKING:
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 IntArray = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class WorkerRequest:
     request_id: str
     policy: Policy
     plan: Plan
-    promised: Plan
+    initial: Plan
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -112,11 +112,11 @@ class StepEvictions:
     plans: list[Plan]
     numbers: list[int] = field(default_factory=list)
     from_end: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
-    befores: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    previous_skips: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     of_prompts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     block_size: int = 16
     copies: Sequence[list[int] | None] = ()
-    helds: IntArray = field(init=False)
+    kept_lens: IntArray = field(init=False)
     budgets: IntArray = field(init=False)
     unsolved: npt.NDArray[np.int64] = field(init=False)
     gives: npt.NDArray[np.bool_] = field(init=False)
@@ -130,48 +130,50 @@ class StepEvictions:
         self._done = np.array([bool(plan.pieces) for plan in self.plans], bool)
         self._on_device: dict[bytes, _DeviceEvictions] = {}
         self._copies_on_device: dict[int, torch.Tensor] = {}
-        self.helds = np.stack([plan.held for plan in self.plans], axis=1)
+        self.kept_lens = np.stack([plan.held for plan in self.plans], axis=1)
         self.numbers = self.numbers or [1] * len(self.plans)
         if not self.from_end.size:
             self.from_end = np.zeros(len(self.plans), np.int64)
         if not self.of_prompts.size:
             self.of_prompts = self.prompt_lens
-        if not self.befores.size:
-            self.befores = np.zeros_like(self.helds)
-        assert (self.helds <= self.prompt_lens - self.befores).all(), (
+        if not self.previous_skips.size:
+            self.previous_skips = np.zeros_like(self.kept_lens)
+        assert (self.kept_lens <= self.prompt_lens - self.previous_skips).all(), (
             "a layer is to keep more tokens than it has: the allocator or schedule of this policy "
             "does not fall back to fewer tokens as more are computed"
         )
         self.budgets = np.array([plan.budget_tokens for plan in self.plans], np.int32)
-        self.gives = is_open | np.any(self.helds < self.prompt_lens - self.befores, axis=0)
+        self.gives = is_open | np.any(
+            self.kept_lens < self.prompt_lens - self.previous_skips, axis=0
+        )
         self.tokens_done = np.zeros(len(self.request_ids), np.int64)
 
     def chosen(self, layer: int) -> npt.NDArray[np.int64]:
         """Indices of the requests that this layer shortens now, as far as they are settled."""
-        visible = self.prompt_lens - self.befores[layer]
-        return np.flatnonzero((self.helds[layer] < visible) & ~self._done)
+        visible = self.prompt_lens - self.previous_skips[layer]
+        return np.flatnonzero((self.kept_lens[layer] < visible) & ~self._done)
 
     def batch(
-        self, call: LayerCall, policy: Policy, chosen: npt.NDArray[np.int64]
+        self, call: AttentionInputs, policy: Policy, chosen: npt.NDArray[np.int64]
     ) -> EvictionBatch:
         """The requests `chosen`, `[S]` indices, in one layer.
 
         Layers mostly shorten the same requests; each set of them that some layer shortens is
         copied to the device when the first such layer asks for it.
         """
-        befores = self.befores[:, chosen]
-        firsts = befores // self.block_size
+        previous_skips = self.previous_skips[:, chosen]
+        firsts = previous_skips // self.block_size
         lens = self.prompt_lens[chosen] - firsts * self.block_size
-        deads = befores - firsts * self.block_size
+        dead_prefixes = previous_skips - firsts * self.block_size
         key, device = chosen.tobytes(), call.query.device
         if (there := self._on_device.get(key)) is None:
             there = self._on_device[key] = _DeviceEvictions(
                 rows=upload(self.rows[chosen], device),
                 query_ends=upload(self.query_ends[chosen], device),
-                keeps=upload(np.ascontiguousarray(self.helds[:, chosen]), device),
+                keeps=upload(np.ascontiguousarray(self.kept_lens[:, chosen]), device),
                 firsts=upload(firsts.astype(np.int64), device) if firsts.any() else None,
                 lens=upload(np.ascontiguousarray(lens), device),
-                deads=upload(np.ascontiguousarray(deads), device),
+                dead_prefixes=upload(np.ascontiguousarray(dead_prefixes), device),
             )
         layer = call.layer
         tables = call.block_table.index_select(0, there.rows)
@@ -186,14 +188,14 @@ class StepEvictions:
             tables,
             there.query_ends,
             there.lens[layer],
-            there.deads[layer],
+            there.dead_prefixes[layer],
             there.keeps[layer],
             host_lens=lens[layer],
-            host_deads=deads[layer],
-            host_keeps=self.helds[layer, chosen],
+            host_dead_prefixes=dead_prefixes[layer],
+            host_keeps=self.kept_lens[layer, chosen],
         )
 
-    def copy_blocks(self, call: LayerCall, indices: Iterable[int]) -> None:
+    def copy_blocks(self, call: AttentionInputs, indices: Iterable[int]) -> None:
         """Copy what these evictions will overwrite in a layer, whole blocks up to their last token.
 
         Where a layer keeps everything that is all of it: the request goes on with it.
@@ -221,18 +223,18 @@ class StepEvictions:
                     cache = cache.view(torch.uint8)
                 cache[targets] = cache[sources]
 
-    def settle(self, index: int, keep: npt.NDArray[np.int64]) -> None:
+    def resolve(self, index: int, keep: npt.NDArray[np.int64]) -> None:
         """The lengths of a request are solved: `keep` is `[L]`, window and sinks included.
 
         Raises:
             ValueError: they break the plan's promise.
         """
         plan = self.plans[index]
-        assert isinstance(plan, OpenPlan), f"{self.request_ids[index]} is solved twice"
-        settled = plan.settle(keep)
-        self.plans[index] = settled
-        self.helds[:, index] = settled.held
-        self.budgets[index] = settled.budget_tokens
+        assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
+        resolved = plan.resolve(keep)
+        self.plans[index] = resolved
+        self.kept_lens[:, index] = resolved.held
+        self.budgets[index] = resolved.budget_tokens
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class _DeviceEvictions:
     """S of a step's evicting requests, where the attention is: copied once for all layers.
 
     `firsts` are the first blocks that each layer holds, None where all hold everything; `lens` and
-    `deads` count from there. `rows` and `query_ends` are `[S]`, the others `[L, S]`.
+    `dead_prefixes` count from there. `rows` and `query_ends` are `[S]`, the others `[L, S]`.
     """
 
     rows: torch.Tensor
@@ -248,7 +250,7 @@ class _DeviceEvictions:
     keeps: torch.Tensor
     firsts: torch.Tensor | None
     lens: torch.Tensor
-    deads: torch.Tensor
+    dead_prefixes: torch.Tensor
 
 
 @dataclass
@@ -293,7 +295,9 @@ class Step:
             result[row] = self.requests[row].plan.computed_at(int(self.numbers[row]) + 1)
         return result
 
-    def view(self, call: LayerCall, policy: Policy, row: int, first_query: int) -> LayerView | None:
+    def view(
+        self, call: AttentionInputs, policy: Policy, row: int, first_query: int
+    ) -> ScorerInputs | None:
         """A request of the step with its queries from position `first_query` on, or None.
 
         None where none of its queries counts. For scorers that gather; with no layout.
@@ -305,7 +309,7 @@ class Step:
         end = int(self.scheduled[: row + 1].sum())
         skip, size = int(self.skips[call.layer, row]), call.key_cache.shape[2]
         heads = call.key_cache.shape[1]
-        return LayerView(
+        return ScorerInputs(
             num_tokens=computed + scheduled - skip,
             window=policy.window,
             sinks=policy.sinks,

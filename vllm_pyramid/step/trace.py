@@ -189,7 +189,7 @@ class TraceWriter:
                     request_id=request_id,
                     budget=int(evictions.budgets[index]),
                     layers=self.layers,
-                    held=evictions.helds[:, index],
+                    held=evictions.kept_lens[:, index],
                     **arrays,
                 )
             partial.rename(self.folder / f"{name}.npz")

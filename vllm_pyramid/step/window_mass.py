@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_pyramid.ops.recall import kept_mass
-from vllm_pyramid.ops.records import Reduction, WindowBatch
+from vllm_pyramid.kernels.recall import kept_mass
+from vllm_pyramid.kernels.records import Reduction, WindowBatch
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
-    from vllm_pyramid.step.batch import EvictionBatch
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
 
 
 @dataclass(frozen=True)

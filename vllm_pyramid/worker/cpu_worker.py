@@ -10,7 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat import seeds
-from vllm_pyramid.platform.defaults import keep_threads, take_free_memory
+from vllm_pyramid.compat.platform.defaults import keep_threads, take_free_memory
 from vllm_pyramid.worker.extend import extend_with_policy
 
 

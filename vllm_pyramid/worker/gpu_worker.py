@@ -8,8 +8,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_pyramid.config import ServedSettings
-from vllm_pyramid.worker.backend_names import BACKENDS
+from vllm_pyramid.compat.backend_names import BACKENDS
+from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.worker.extend import extend_with_policy
 
 logger = init_logger(f"vllm.{__name__}")

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_pyramid.plans import RetentionPlan
-from vllm_pyramid.policy.base import Policy
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.attention.layer_context import LayerContext
+from vllm_pyramid.plan import RetentionPlan
+from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.step import StepEvictions
 from vllm_pyramid.step.window_mass import window_mass
-from vllm_pyramid.worker.context import LayerContext
 
 # No constant of a kernel follows from a length beyond this.
 LONGEST = 4096
@@ -44,7 +44,7 @@ def compile_kernels(
     """
     kinds = set()
     for context, layer in layers:
-        policy = context.retention.policy
+        policy = context.tracker.policy
         policies = [one for one in (policy, policy.inside) if one is not None and one.evicts]
         queries = max((max(one.window, one.trace_window) for one in policies), default=0)
         queries = max(1, min(queries, max_model_len))
@@ -60,7 +60,7 @@ def compile_kernels(
             for length in lengths_of(one, max_model_len):
                 # Another front than the policy's is another way to select.
                 for front in (0, one.sinks + 1):
-                    _evict(call, one, length, front, context.retention.num_layers, traces)
+                    _evict(call, one, length, front, context.tracker.num_layers, traces)
         starts = call.batch.query_start_loc.clamp(max=1)
         single = replace(call.batch, query=query[:1], query_start_loc=starts, max_query_len=1)
         for length in _powers_of_two(1, max_model_len):
@@ -97,13 +97,15 @@ def _powers_of_two(first: int, last: int) -> Iterator[int]:
         yield power
 
 
-def _made_up_call(context: LayerContext, layer: Any, queries: int, dtype: torch.dtype) -> LayerCall:
+def _made_up_call(
+    context: LayerContext, layer: Any, queries: int, dtype: torch.dtype
+) -> AttentionInputs:
     """The attention of one request whose blocks are all block 0, with the layer's own cache."""
     assert context.shifted is not None, "kernels are compiled where tables are shifted"
     impl, shifted = layer.impl, context.shifted
     width = shifted.tables[shifted.place(context.layer)].shape[1]
     device = shifted.lens.device
-    call: LayerCall = impl.call_of(
+    call: AttentionInputs = impl.call_of(
         layer,
         torch.zeros(queries, impl.num_heads, impl.head_size, dtype=dtype, device=device),
         layer.kv_cache,
@@ -119,7 +121,7 @@ def _made_up_call(context: LayerContext, layer: Any, queries: int, dtype: torch.
 
 
 def _evict(
-    call: LayerCall, policy: Policy, length: int, front: int, num_layers: int, traces: bool
+    call: AttentionInputs, policy: Policy, length: int, front: int, num_layers: int, traces: bool
 ) -> None:
     """Score, select and compact a prompt of `length` tokens, whose first `front` ones stay."""
     keeps = np.full(num_layers, policy.sinks + policy.window + 1)

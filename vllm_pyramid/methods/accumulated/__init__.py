@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_pyramid.methods.scorer import Scorer
+from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-    from vllm_pyramid.policy.base import Policy
-    from vllm_pyramid.step.view import LayerView
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class AccumulatingScorer(Scorer):
     """Base of the scorers whose evidence is gathered in every step, prefill and generation alike.
 
     Class attributes:
-        mass_kind: what is added up by the kernel: `kind` of `ops/reference_mass.py: add_key_mass`;
+        mass_kind: what is added up by the kernel: `kind` of `kernels/reference_mass.py:
+            add_key_mass`;
             None: what `observe` returns.
         sign: 1 where the greatest sums are kept, -1 where the smallest are.
         starts_over: an eviction sets the sums to zero instead of moving them with their keys.
@@ -40,7 +41,7 @@ class AccumulatingScorer(Scorer):
         """See the base."""
         return True
 
-    def observe(self, view: LayerView) -> torch.Tensor:
+    def observe(self, view: ScorerInputs) -> torch.Tensor:
         """What the queries of a step add to each key's sum: `[G, T]` float32.
 
         Args:
@@ -48,7 +49,7 @@ class AccumulatingScorer(Scorer):
         """
         raise NotImplementedError
 
-    def probed(self, view: LayerView) -> torch.Tensor | None:
+    def probed(self, view: ScorerInputs) -> torch.Tensor | None:
         """See the base; what is gathered scores later."""
         return None if self.mass_kind is not None else self.observe(view)
 

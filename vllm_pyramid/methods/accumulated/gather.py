@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.step.batch import EvictionBatch, check_scores
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_batch import EvictionBatch, check_scores
+from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.step import Step, StepEvictions
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.accumulated import AccumulatingScorer
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 # A position that no query reaches: the mass of such a request is not needed.
 NO_QUERY = np.iinfo(np.int32).max
@@ -76,7 +76,7 @@ class KeyMass(WorkerHooks):
         with torch.inference_mode(False):
             self.pages = torch.zeros(num_blocks, *self._shape, device=self.side.device)
 
-    def compile_kernels(self, call: LayerCall) -> None:
+    def compile_kernels(self, call: AttentionInputs) -> None:
         """See the base."""
         if self.scorer.mass_kind is not None:
             self.first_queries, self._uploaded = np.zeros(1, np.int32), None
@@ -113,7 +113,7 @@ class KeyMass(WorkerHooks):
         slots = slots.clamp(min=0)  # block 0 is vLLM's null block: it is nobody's
         self.pages[slots // block_size, :, slots % block_size] = self._nothing
 
-    def after_attention(self, call: LayerCall) -> None:
+    def after_attention(self, call: AttentionInputs) -> None:
         """Add what the step's queries give."""
         if self.first_queries is None:
             return
@@ -136,7 +136,7 @@ class KeyMass(WorkerHooks):
             log_sum_exp=call.log_sum_exp,
         )
 
-    def _observe(self, call: LayerCall) -> None:
+    def _observe(self, call: AttentionInputs) -> None:
         """The same without a kernel, one request after the other."""
         assert self.first_queries is not None
         step, block_size = self.side.step(), self.pages.shape[2]
@@ -191,7 +191,7 @@ class KeyMass(WorkerHooks):
         old = tables.gather(1, (source // block_size).flatten(1)).long().view_as(source)
         self.pages[blocks, heads, rows] = self.pages[old, heads, source % block_size]
 
-    def after_eviction(self, call: LayerCall, evictions: StepEvictions) -> None:
+    def after_eviction(self, call: AttentionInputs, evictions: StepEvictions) -> None:
         """Where sums begin again, nothing that was gathered of these requests counts any more."""
         if not self.scorer.starts_over:
             return

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_pyramid.methods.values import Values
+from vllm_pyramid.policy.values import Values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerHooks, WorkerSide
 
 TOP_N_KEY = "kv_top_n"  # of requests
 

@@ -13,7 +13,7 @@ Nothing is read back, and the host waits for nothing. The step waits for copies 
 before it reads what they have fetched, before it reads or moves V on the host, and at its end, so
 that no copy is under way when tables, slots and blocks get another meaning.
 
-Shape legend as in `ops/records.py`; N are the tokens of a block of K alone.
+Shape legend as in `kernels/records.py`; N are the tokens of a block of K alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.methods.hooks import CopyStream, WorkerSide
-from vllm_pyramid.ops.contract import Ops
-from vllm_pyramid.ops.records import Choosers
-from vllm_pyramid.step.call import LayerCall, ValueWrite
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.records import Choosers
+from vllm_pyramid.step.attention_inputs import AttentionInputs, ValueWrite
+from vllm_pyramid.step.hooks import CopyStream, WorkerSide
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
@@ -61,7 +61,7 @@ class _Rows:
     top_ns: torch.Tensor | None = None
     choosers: Choosers | None = None
 
-    def of(self, call: LayerCall, **changes: Any) -> Any:
+    def of(self, call: AttentionInputs, **changes: Any) -> Any:
         """The batch of these requests; queries and outputs are those of all."""
         rows, batch = slice(self.first, self.last), call.batch
         return replace(
@@ -190,7 +190,7 @@ class FetchedValues:
             write.ops.write_rows, new, write.cache, write.slots, scale=write.scale
         )
 
-    def attend(self, call: LayerCall, out: torch.Tensor) -> tuple[Numbers, Numbers] | None:
+    def attend(self, call: AttentionInputs, out: torch.Tensor) -> tuple[Numbers, Numbers] | None:
         """Attention of a layer whose V is on the host.
 
         Returns:
@@ -345,7 +345,7 @@ class FetchedValues:
 
     # Warm-up --------------------------------------------------------------------------------------
 
-    def compile_kernels(self, call: LayerCall) -> None:
+    def compile_kernels(self, call: AttentionInputs) -> None:
         """Launch all variants that a step may launch, on a made-up call (`WorkerHooks`)."""
         batch, ops, device = call.batch, call.ops, call.query.device
         out = torch.empty_like(call.query)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_pyramid.methods.hooks import HostMemory
+from vllm_pyramid.step.hooks import HostMemory
 
 
 class HostPool:

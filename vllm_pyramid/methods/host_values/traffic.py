@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm_pyramid.methods.hooks import SchedulerHooks
+from vllm_pyramid.step.hooks import SchedulerHooks
 
 NAME = "host_values"  # of the hooks on both sides
 

@@ -10,17 +10,17 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_pyramid.compat.cpu_resources import available_host_memory
-from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.methods.host_values.fetch import FetchedValues
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory, gib
 from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
-from vllm_pyramid.step.call import LayerCall, ValueWrite
+from vllm_pyramid.step.attention_inputs import AttentionInputs, ValueWrite
+from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.step import Step
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.host_values import HostValues
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -126,7 +126,7 @@ class HostValueCache(WorkerHooks):
             self._fetched.add(layer, cache)
         return cache
 
-    def compile_kernels(self, call: LayerCall) -> None:
+    def compile_kernels(self, call: AttentionInputs) -> None:
         """See the base."""
         if self._fetched is not None and not self.values.on_device(call.layer):
             self._fetched.compile_kernels(call)
@@ -150,7 +150,7 @@ class HostValueCache(WorkerHooks):
         assert self._fetched is not None, "V is written beside K, into another memory"
         self._fetched.write(write)
 
-    def attend(self, call: LayerCall, out: torch.Tensor) -> bool:
+    def attend(self, call: AttentionInputs, out: torch.Tensor) -> bool:
         """Attention to the best keys, in layers whose V is on the host."""
         if self.values.on_device(call.layer):
             return False
@@ -171,7 +171,7 @@ class HostValueCache(WorkerHooks):
         )
         return True
 
-    def after_attention(self, call: LayerCall) -> None:
+    def after_attention(self, call: AttentionInputs) -> None:
         """See the base: the layers below those with V on the host have time to fetch it."""
         if self._fetched is not None:
             self._fetched.prefetch(call.ops, call.layer)

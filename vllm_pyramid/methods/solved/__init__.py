@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from vllm_pyramid.methods.allocator import (
+from vllm_pyramid.methods.curves import share_out
+from vllm_pyramid.plan import Budget, DeferredPlan, Plan
+from vllm_pyramid.policy.allocator import (
     Allocator,
     Integers,
     Reals,
     plan_of_tokens,
     round_to_sum,
 )
-from vllm_pyramid.methods.curves import share_out
-from vllm_pyramid.plans import Budget, OpenPlan, Plan
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.methods.hooks import SchedulerHooks, WorkerHooks, WorkerSide
-    from vllm_pyramid.ops.recall import WindowStatistics
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.kernels.recall import WindowStatistics
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerHooks, WorkerSide
 
 
 class SolvingAllocator(Allocator):
@@ -131,7 +131,7 @@ class SolvingAllocator(Allocator):
         if least >= prompt_len:
             return plan_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
         assert fixed < mean, (fixed, mean, "the budget was not checked")
-        return OpenPlan(
+        return DeferredPlan(
             prompt_len,
             block_size,
             num_layers,
@@ -203,14 +203,14 @@ class GlobalAllocator(SolvingAllocator):
         return self.retention is not None
 
     def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        from vllm_pyramid.ops.solve import sum_of_heads
+        from vllm_pyramid.kernels.solve import sum_of_heads
 
         return sum_of_heads(scores)
 
     def measures(
         self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
     ) -> torch.Tensor:
-        from vllm_pyramid.ops.solve import best_lengths, least_lengths
+        from vllm_pyramid.kernels.solve import best_lengths, least_lengths
 
         layers = evidence.shape[0]
         if self.retention is None:
@@ -259,7 +259,7 @@ class NeededTokensAllocator(SharingAllocator):
     floor: float = Field(default=0.25, ge=0.0, le=1.0)
 
     def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        from vllm_pyramid.ops.solve import minimum_budgets, sum_of_heads
+        from vllm_pyramid.kernels.solve import minimum_budgets, sum_of_heads
 
         return sum_of_heads(minimum_budgets(scores.clamp(min=0.0), self.mass).double())
 
@@ -271,7 +271,7 @@ class EntropyAllocator(SharingAllocator):
     needs_statistics: ClassVar[bool] = True
 
     def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        from vllm_pyramid.ops.solve import sum_of_heads
+        from vllm_pyramid.kernels.solve import sum_of_heads
 
         assert statistics is not None
         return sum_of_heads(statistics.entropy.double())
@@ -284,7 +284,7 @@ class GiniAllocator(SharingAllocator):
     needs_statistics: ClassVar[bool] = True
 
     def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        from vllm_pyramid.ops.solve import sum_of_heads
+        from vllm_pyramid.kernels.solve import sum_of_heads
 
         assert statistics is not None
         return sum_of_heads(statistics.gini.double())

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.methods.hooks import SchedulerHooks
-from vllm_pyramid.plans import OpenPlan, Plan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan
+from vllm_pyramid.step.hooks import SchedulerHooks
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.solved import SolvingAllocator
@@ -59,10 +59,10 @@ class SampledShares(SchedulerHooks):
         shares, self._averaged[request_id] = found
         return {"kind": "shares", "shares": shares}
 
-    def evicted(self, request_id: str, plan: Plan, settled: RetentionPlan) -> None:
+    def evicted(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
         """See the base."""
-        if isinstance(plan, OpenPlan):
-            self.add(request_id, plan, settled)
+        if isinstance(plan, DeferredPlan):
+            self.add(request_id, plan, resolved)
 
     def finished(self, request_id: str) -> dict[str, Any]:
         """See the base."""
@@ -97,10 +97,10 @@ class SampledShares(SchedulerHooks):
         assert self._share is not None
         return index == 0 or math.floor(index * self._share) > math.floor((index - 1) * self._share)
 
-    def add(self, request_id: str, plan: OpenPlan, settled: RetentionPlan) -> None:
+    def add(self, request_id: str, plan: DeferredPlan, resolved: RetentionPlan) -> None:
         """A sampled request has been solved. Solved again after a preemption, it counts once."""
         known = self._of_request.pop(request_id, None)
-        chosen = settled.keep.astype(np.float64) - plan.floor
+        chosen = resolved.keep.astype(np.float64) - plan.floor
         if known is not None and chosen.sum() > 0:
             known.total += chosen / chosen.sum()
             known.solved += 1

@@ -20,17 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.plans import OpenPlan
-from vllm_pyramid.step.batch import EvictionBatch
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.plan import DeferredPlan
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.step import StepEvictions
 from vllm_pyramid.step.upload import upload
 from vllm_pyramid.step.window_mass import WindowMass, window_mass
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.solved import SolvingAllocator
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class LayerSolver(WorkerHooks):
     def __init__(self, policy: Policy, solver: SolvingAllocator, side: WorkerSide) -> None:
         self.policy, self.solver = policy, solver
         self.num_layers, self.ranks = side.num_layers, side.ranks
-        self.may_wait = side.may_wait
+        self.allow_device_sync = side.allow_device_sync
         self._evictions: StepEvictions | None = None
         self._layers: list[list[ScoredLayer]] = []
 
-    def after_eviction(self, call: LayerCall, evictions: StepEvictions) -> None:
+    def after_eviction(self, call: AttentionInputs, evictions: StepEvictions) -> None:
         """Score the layer; with the last one, solve and evict all."""
         if evictions.unsolved.size == 0:
             return  # only prompts whose lengths are known
@@ -86,7 +86,7 @@ class LayerSolver(WorkerHooks):
             self._evict(evictions, group, of_group)
 
     def _score(
-        self, call: LayerCall, evictions: StepEvictions, group: npt.NDArray[np.int64]
+        self, call: AttentionInputs, evictions: StepEvictions, group: npt.NDArray[np.int64]
     ) -> ScoredLayer:
         batch = evictions.batch(call, self.policy, group)
         scores, statistics = self.policy.scorer.scores(
@@ -108,12 +108,12 @@ class LayerSolver(WorkerHooks):
         self, evictions: StepEvictions, group: npt.NDArray[np.int64], evidence: torch.Tensor
     ) -> None:
         """Solve the open plans of a group of prompts. `evidence` is `[L, S, ...]`."""
-        evidence = self.ranks.add_up(evidence)
-        plans: list[OpenPlan] = []
+        evidence = self.ranks.all_reduce(evidence)
+        plans: list[DeferredPlan] = []
         measures = []
         for index, request in enumerate(group.tolist()):
             plan = evictions.plans[request]
-            assert isinstance(plan, OpenPlan)
+            assert isinstance(plan, DeferredPlan)
             plans.append(plan)
             own = evidence[:, index]
             if own.dim() > 1:
@@ -123,12 +123,12 @@ class LayerSolver(WorkerHooks):
             )
             measures.append(measured.double())
         # The one copy to the host: a number a layer and prompt. It waits for the device.
-        measured = self.ranks.of_the_first(torch.stack(measures))
-        with self.may_wait():
+        measured = self.ranks.broadcast(torch.stack(measures))
+        with self.allow_device_sync():
             numbers = measured.cpu().numpy()
         for request, plan, row in zip(group.tolist(), plans, numbers, strict=True):
             lengths = self.solver.allocate(row, plan.mean, plan.capacity)
-            evictions.settle(request, plan.floor + lengths)
+            evictions.resolve(request, plan.floor + lengths)
 
     def _evict(
         self,
@@ -137,7 +137,7 @@ class LayerSolver(WorkerHooks):
         layers: list[ScoredLayer],
     ) -> None:
         """Select and compact every layer in which some prompt keeps less than everything."""
-        host_keeps = np.ascontiguousarray(evictions.helds[:, group])
+        host_keeps = np.ascontiguousarray(evictions.kept_lens[:, group])
         keeps = upload(host_keeps, layers[0].scores.device)
         for layer, waiting in enumerate(layers):
             evictions.copy_blocks(waiting.batch.call, group.tolist())

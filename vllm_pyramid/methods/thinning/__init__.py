@@ -24,10 +24,10 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
-from vllm_pyramid.methods.allocator import Allocator
-from vllm_pyramid.methods.schedules import Schedule
-from vllm_pyramid.methods.selectors import Selector
-from vllm_pyramid.plans import Budget, IntArray, Piece, Plan, RetentionPlan
+from vllm_pyramid.plan import Budget, IntArray, Piece, Plan, RetentionPlan
+from vllm_pyramid.policy.allocator import Allocator
+from vllm_pyramid.policy.schedules import Schedule
+from vllm_pyramid.policy.selectors import Selector
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
 
-    from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
-    from vllm_pyramid.policy.base import Policy
-    from vllm_pyramid.step.batch import EvictionBatch
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
+    from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
 
 Integers = npt.NDArray[np.int64]
 _STEPS = 40  # of the bisection: finer than a token in any prompt

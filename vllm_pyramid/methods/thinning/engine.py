@@ -17,7 +17,7 @@ from vllm_pyramid.compat.thin_forward import ARCHITECTURES, refusal
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.thinning import DecayAllocator
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -19,15 +19,15 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.methods.hooks import WorkerSide
-from vllm_pyramid.step.batch import EvictionBatch
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.hooks import WorkerSide
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.thinning import RecentEnsembleScorer, ThinGeneratedSchedule
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 # Marked keys have this mass, or minus it: whatever is added later vanishes beside it, and the sum
 # over all heads is still finite.
@@ -53,10 +53,10 @@ class GeneratedMass(KeyMass):
 
     def shared(self, mass: torch.Tensor) -> torch.Tensor:
         """The sum over all heads of all ranks, in each head: `[S, G, T]`."""
-        total = self.ranks.of_the_first(self.ranks.add_up(mass.sum(dim=1, keepdim=True)))
+        total = self.ranks.broadcast(self.ranks.all_reduce(mass.sum(dim=1, keepdim=True)))
         return total.repeat(1, mass.shape[1], 1)
 
-    def after_attention(self, call: LayerCall) -> None:
+    def after_attention(self, call: AttentionInputs) -> None:
         """Gather, then mark the groups that leave the window in this step."""
         super().after_attention(call)
         evictions = self.side.step().evictions

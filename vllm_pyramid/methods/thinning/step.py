@@ -13,8 +13,8 @@ New tokens are written behind what is held of earlier pieces, so the layer's seq
 the piece, which at the prompt's end is where every other policy leaves its survivors. All of this
 follows from the plan; only which tokens survive is found in the step.
 
-Where attention reads shifted tables (`worker/shifted.py`), the dead part is no part of the table,
-and positions of the layer count from behind it.
+Where attention reads shifted tables (`attention/shifted_tables.py`), the dead part is no part of
+the table, and positions of the layer count from behind it.
 
 Shape legend: L layers, R requests of the step, E those that are thinned in it, S of these, T_l
 tokens that layer l computes, of all requests.
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plans import IntArray, Piece
+from vllm_pyramid.plan import IntArray, Piece
 from vllm_pyramid.step.step import WorkerRequest
 from vllm_pyramid.step.upload import upload
 

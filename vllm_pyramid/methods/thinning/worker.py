@@ -16,17 +16,17 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.compat.thin_forward import thin_between_layers
-from vllm_pyramid.methods.hooks import WorkerHooks, WorkerSide
+from vllm_pyramid.kernels.records import RecentBatch
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
-from vllm_pyramid.ops.records import RecentBatch
-from vllm_pyramid.plans import IntArray, Piece
-from vllm_pyramid.step.call import LayerCall
+from vllm_pyramid.plan import IntArray, Piece
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.thinning import DecayAllocator, RecentEnsembleScorer
-    from vllm_pyramid.policy.base import Policy
+    from vllm_pyramid.policy.policy import Policy
 
 
 # No constant of a kernel follows from a number of columns beyond this.
@@ -87,7 +87,7 @@ class Thinner(WorkerHooks):
         of_scores = 4 * pieces * min(piece, tokens) * (kv_heads + _NUMBERS_OF_A_TOKEN)
         return of_scores + 2 * 4 * pieces * entries + (4 * heads + 4 * 8) * tokens
 
-    def compile_kernels(self, call: LayerCall) -> None:
+    def compile_kernels(self, call: AttentionInputs) -> None:
         """See the base: a piece of two tokens, whose scores are as wide as asked for.
 
         `compact` is compiled for evictions.
@@ -109,7 +109,7 @@ class Thinner(WorkerHooks):
     def without_graphs(self, requests: Iterable[WorkerRequest], computed: IntArray) -> bool:
         """See the base: rows leave where graphs know of none."""
         return any(
-            request.plan.pieces and done < request.promised.prompt_len
+            request.plan.pieces and done < request.initial.prompt_len
             for request, done in zip(requests, computed.tolist(), strict=True)
         )
 
@@ -134,7 +134,7 @@ class Thinner(WorkerHooks):
             )
             step.wants_log_sum_exp = True  # saves what follows a pass over K
 
-    def after_attention(self, call: LayerCall) -> None:
+    def after_attention(self, call: AttentionInputs) -> None:
         """Thin the step's pieces in one layer."""
         if (step := self._step) is None:
             return
@@ -176,7 +176,7 @@ class Thinner(WorkerHooks):
                     self.trace.place(request.request_id, _of(request).positions.layers())
 
     def _choose(
-        self, call: LayerCall, step: StepThinning, dropping: npt.NDArray[np.int64]
+        self, call: AttentionInputs, step: StepThinning, dropping: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """Rows that stay of each piece that gives some up, `[S, max(held)]` int32, ascending."""
         device, layer = call.query.device, call.layer
@@ -204,7 +204,7 @@ class Thinner(WorkerHooks):
         )
         scores = torch.full((len(enters), 1, int(enters.max())), torch.inf, device=device)
         # All ranks must let the same tokens go: what one of them keeps the others need too.
-        total = self.ranks.of_the_first(self.ranks.add_up(mass.sum(dim=1)))
+        total = self.ranks.broadcast(self.ranks.all_reduce(mass.sum(dim=1)))
         column = torch.arange(total.shape[1], device=device)
         always = (column >= pieces.contexts[layer][:, None]) | (column < pieces.sinks[:, None])
         scores[:, 0, : total.shape[1]] = total.masked_fill(always, torch.inf)
@@ -224,7 +224,7 @@ def _of(request: WorkerRequest) -> _Thinned:
 
 
 def _move(
-    call: LayerCall, step: StepThinning, moving: npt.NDArray[np.int64], kept: torch.Tensor
+    call: AttentionInputs, step: StepThinning, moving: npt.NDArray[np.int64], kept: torch.Tensor
 ) -> None:
     """Move what stays, of this piece and of those before it, to the tail of the piece."""
     device, layer = kept.device, call.layer

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads and memory that the CPU platform chooses where the user left them open."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+GIB = 2**30
+
+
+@pytest.fixture
+def defaults() -> Any:
+    from vllm_pyramid.compat.platform import defaults
+
+    return defaults
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "bind"),
+    [
+        (1, [[0, 1]], "0,1"),  # both cores compute
+        (1, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1,2,3"),  # a worker stays on a node, as in vLLM
+        (2, [[0, 1], [2, 3]], "0,1|2,3"),
+        # vLLM alone would refuse to start: more workers than nodes, each on one node.
+        (2, [[0, 1, 2, 3]], "0,1|2,3"),
+        (3, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1|2,3|4,5,6,7"),
+        (4, [[0, 1], [2, 3]], "0|1|2|3"),
+        (2, [list(range(20))], "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18"),
+        (3, [[0, 1]], "nobind"),
+        (1, [list(range(16))], None),  # one core of many for the front end: vLLM's own rule
+        (2, [list(range(16)), [16, 17]], ",".join(map(str, range(16))) + "|16,17"),
+    ],
+)
+def test_threads(defaults: Any, workers: int, nodes: list[list[int]], bind: str | None) -> None:
+    assert defaults.threads_to_bind({}, workers, nodes) == bind
+
+
+@pytest.mark.parametrize(
+    ("replicas", "workers", "nodes", "bind"),
+    [
+        (2, 1, [[0, 1]], "0|1"),
+        (2, 2, [[0, 1], [2, 3]], "0|1|2|3"),
+        (3, 1, [[0, 1]], "nobind"),
+        # vLLM's own rule would bind both to the first node.
+        (
+            2,
+            1,
+            [list(range(10)), list(range(10, 20))],
+            "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18",
+        ),
+    ],
+)
+def test_replicas_compute_on_cores_of_their_own(
+    defaults: Any, replicas: int, workers: int, nodes: list[list[int]], bind: str
+) -> None:
+    assert defaults.threads_to_bind({}, workers, nodes, replicas) == bind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replicas"),
+    [
+        ({}, 1),
+        ({"data_parallel_size": 3}, 3),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, 2),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 0}, 0),  # engines on other hosts
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),  # a command for each
+    ],
+)
+def test_replicas_share_the_host(
+    defaults: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    random_model: Path,
+    arguments: dict[str, int],
+    replicas: int,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv(defaults.BIND, "nobind")
+    args = EngineArgs(str(random_model), **arguments)
+    assert defaults.replicas_here(args) == replicas
+    defaults.choose(args)
+    assert args.additional_config == {defaults.MEMORY_KEY: max(1, replicas)}
+
+
+@pytest.mark.parametrize(
+    ("environment", "bind"),
+    [
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0"}, None),
+        ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, None),
+        ({"VLLM_CPU_SIM_MULTI_NUMA": "1"}, None),
+        ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, None),
+        ({"OMP_NUM_THREADS": "1"}, "nobind"),  # vLLM would bind, and set another number
+    ],
+)
+def test_threads_that_the_user_chose(
+    defaults: Any, environment: dict[str, str], bind: str | None
+) -> None:
+    assert defaults.threads_to_bind(environment, 1, [[0, 1]]) == bind
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ([], True),
+        (["--gpu-memory-utilization", "0.5"], False),
+        (["--gpu-memory-utilization", "0.92"], False),  # vLLM's default, but written by the user
+        (["--kv-cache-memory-bytes", "1000000"], False),
+    ],
+)
+def test_memory_is_chosen_where_the_command_line_leaves_it_open(
+    defaults: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    random_model: Path,
+    flags: list[str],
+    chosen: bool,
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setenv(defaults.BIND, "nobind")
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(random_model), *flags]))
+    defaults.choose(args)
+    assert args.additional_config == ({defaults.MEMORY_KEY: 1} if chosen else {})
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(random_model), *flags]))
+    defaults.choose(args)
+    assert args.additional_config == {}
+
+
+def test_memory_is_chosen_where_python_leaves_it_open(
+    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    """`LLM` has a default of its own, which it hands on like a value of the user's."""
+    import vllm
+    from vllm.entrypoints import llm as module
+
+    made: list[Any] = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(engine_args: Any, **_: Any) -> Any:
+        made.append(engine_args)
+        raise Enough
+
+    monkeypatch.setattr(module.LLMEngine, "from_engine_args", stop)
+    monkeypatch.setenv(defaults.BIND, "nobind")
+    for arguments, chosen in (
+        ({}, True),
+        ({"gpu_memory_utilization": float("0.92")}, False),
+        ({"kv_cache_memory_bytes": 1 << 20}, False),
+    ):
+        with pytest.raises(Enough):
+            vllm.LLM(str(random_model), **arguments)
+        args = made.pop()
+        defaults.choose(args)
+        assert args.additional_config == ({defaults.MEMORY_KEY: 1} if chosen else {})
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "replicas", "ranks", "own", "asked"),
+    [
+        (13, 9, 1, 1, 0.5, 0.8 * 9 + 0.5),  # vLLM would ask for 11.96 GiB and refuse to start
+        (13, 9, 1, 1, 4, 9),  # never more than is free
+        (256, 250, 1, 1, 0.5, 0.8 * 250 + 0.5),
+        (256, 250, 1, 2, 0.5, 0.4 * 250 + 0.5),
+        (256, 250, 2, 1, 0.5, 0.4 * 250 + 0.5),
+        (256, 250, 2, 2, 0.5, 0.2 * 250 + 0.5),
+    ],
+)
+def test_a_worker_asks_for_what_is_free(
+    defaults: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    total: int,
+    free: int,
+    replicas: int,
+    ranks: int,
+    own: float,
+    asked: float,
+) -> None:
+    """A share of what is free, and what the process has already: vLLM takes that out of it."""
+    monkeypatch.setattr(
+        defaults.psutil,
+        "Process",
+        lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=int(own * GIB))),
+    )
+    monkeypatch.setattr(
+        defaults, "memory_of_worker_node", lambda workers: (total * GIB, free * GIB, workers)
+    )
+    config = SimpleNamespace(
+        additional_config={defaults.MEMORY_KEY: replicas},
+        parallel_config=SimpleNamespace(local_world_size=ranks),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.92),
+    )
+    defaults.take_free_memory(config)
+    assert config.cache_config.gpu_memory_utilization * total == pytest.approx(asked)
+
+    config.additional_config = {}
+    config.cache_config.gpu_memory_utilization = 0.3  # the user's
+    defaults.take_free_memory(config)
+    assert config.cache_config.gpu_memory_utilization == 0.3
+
+
+def test_what_was_chosen_for_an_earlier_engine_is_not_the_users(
+    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(defaults, "cores_by_node", lambda: [[0, 1]])
+    for name in (defaults.BIND, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    for workers, bind in ((1, "0,1"), (2, "0|1")):
+        defaults.choose(EngineArgs(str(random_model), tensor_parallel_size=workers))
+        assert os.environ[defaults.BIND] == bind
+    defaults.choose(EngineArgs(str(random_model), data_parallel_size=2))
+    assert os.environ[defaults.BIND] == "0|1"
+    defaults.choose(EngineArgs(str(random_model), distributed_executor_backend="ray"))
+    assert defaults.BIND not in os.environ
+    defaults.choose(EngineArgs(str(random_model)))
+    monkeypatch.setenv(defaults.BIND, "1")  # now it is
+    defaults.choose(EngineArgs(str(random_model), tensor_parallel_size=2))
+    assert os.environ[defaults.BIND] == "1"
+
+
+def test_an_engine_without_a_policy_gets_nothing_of_it(
+    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pyramid.plugin import register
+
+    register()
+    monkeypatch.setattr(defaults, "cores_by_node", lambda: [[0, 1]])
+    for name in (defaults.BIND, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    defaults.choose(EngineArgs(str(random_model)))
+    assert os.environ[defaults.BIND] == "0,1"
+    EngineArgs(str(random_model)).create_engine_config()
+    assert defaults.BIND not in os.environ

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM resolves by itself, and layers as they really are: refused where eviction would lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, MistralConfig
+
+from vllm_pyramid.compat.backend_names import SCALED_ROWS
+from vllm_pyramid.frontend.engine_config import _take_draft_backend, _why_no_turns
+from vllm_pyramid.frontend.refusals import OF_CONFIGURATION, refuse
+from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.policy import load_policy
+
+pytestmark = pytest.mark.cpu
+
+WINDOWS = MistralConfig(num_hidden_layers=2, sliding_window=64)
+STATES = transformers.FalconH1Config(num_hidden_layers=2)
+
+
+def resolved_config(**changes: Any) -> Any:
+    """The parts of a finished `VllmConfig` that are looked at, with nothing to refuse."""
+    values: dict[str, Any] = {
+        "model_config.runner_type": "generate",
+        "model_config.is_encoder_decoder": False,
+        "model_config.use_mla": False,
+        "model_config.hf_text_config": LlamaConfig(num_hidden_layers=2),
+        "model_config.max_model_len": 4096,
+        "cache_config.cache_dtype": "auto",
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.use_ubatching": False,
+        "attention_config.backend": None,
+        "attention_config.backend_per_kind": {},
+        "attention_config.hisparse_config": None,
+        "scheduler_config.disable_hybrid_kv_cache_manager": False,
+        **changes,
+    }
+    config = SimpleNamespace()
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        node = config
+        for parent in parents:
+            node.__dict__.setdefault(parent, SimpleNamespace())
+            node = getattr(node, parent)
+        setattr(node, name, value)
+    return config
+
+
+def drafts(method: str, modules: int = 1, dtype: str | None = None) -> Any:
+    """What is asked of vLLM's `SpeculativeConfig`."""
+    return SimpleNamespace(
+        method=method,
+        kv_cache_dtype=dtype,
+        attention_backend=None,
+        use_eagle=lambda: method in ("eagle", "eagle3", "mtp"),
+        uses_draft_kv_cache=lambda: method in ("eagle", "eagle3", "mtp", "draft_model"),
+        use_multi_module_mtp=lambda: modules > 1,
+    )
+
+
+def test_nothing_resolved_nothing_refused() -> None:
+    refuse(OF_CONFIGURATION, resolved_config(), load_policy("pyramidkv"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "advice"),
+    [
+        ("cache_config.cache_dtype", "int4_per_token_head", "--kv-cache-dtype bfloat16"),
+        ("model_config.runner_type", "pooling", "--kv-policy none"),
+        ("model_config.is_encoder_decoder", True, "decoder-only"),
+        ("model_config.use_mla", True, "MLA"),
+        ("model_config.hf_text_config", WINDOWS, "nothing to evict"),
+        ("speculative_config", drafts("dflash"), "by another method: dflash yet: it was not tried"),
+        ("speculative_config", drafts("eagle", dtype="fp8"), "kv_cache_dtype fp8 yet: blocks of"),
+        ("speculative_config", drafts("mtp", modules=2), "set num_speculative_tokens to 1"),
+        ("kv_transfer_config", object(), "--kv-transfer-config"),
+        ("parallel_config.use_ubatching", True, "--ubatch-size"),
+        ("attention_config.backend_per_kind", {"full": 1}, "backend_per_kind"),
+        ("attention_config.hisparse_config", object(), "hisparse_config"),
+        ("scheduler_config.disable_hybrid_kv_cache_manager", True, "KV events"),
+    ],
+)
+def test_what_vllm_switched_on_is_refused(path: str, value: Any, advice: str) -> None:
+    config = resolved_config(**{path: value})
+    with pytest.raises(ValueError, match=r"KV policy.*does not work with") as error:
+        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+    assert advice in str(error.value)
+
+
+def test_drafts_and_a_policy_that_evicts_while_it_generates() -> None:
+    config = resolved_config(speculative_config=drafts("ngram"))
+    refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+    with pytest.raises(ValueError, match="such as pyramidkv"):
+        refuse(OF_CONFIGURATION, config, load_policy("h2o"))
+
+
+def test_a_draft_model_takes_the_backend_of_the_model() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = resolved_config(speculative_config=drafts("eagle"))
+    _take_draft_backend(config)
+    assert config.speculative_config.attention_backend is AttentionBackendEnum.CUSTOM
+    config.speculative_config.attention_backend = AttentionBackendEnum.FLASH_ATTN
+    with pytest.raises(ValueError, match="attention_backend FLASH_ATTN of a draft model"):
+        _take_draft_backend(config)
+    none = resolved_config(speculative_config=drafts("ngram"))
+    _take_draft_backend(none)
+    assert none.speculative_config.attention_backend is None
+
+
+def test_drafts_from_hidden_states_and_a_policy_that_drops_them() -> None:
+    thinning = load_policy("pyramidinfer")
+    for method in ("ngram", "draft_model"):
+        refuse(OF_CONFIGURATION, resolved_config(speculative_config=drafts(method)), thinning)
+    for method in ("eagle", "eagle3", "mtp"):
+        config = resolved_config(speculative_config=drafts(method))
+        refuse(OF_CONFIGURATION, config, load_policy("snapkv"))
+        with pytest.raises(ValueError, match="hidden states of all tokens"):
+            refuse(OF_CONFIGURATION, config, thinning)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"speculative_config": drafts("ngram")}, None),
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline stages"),
+        ({"model_config.hf_text_config": WINDOWS}, None),
+        ({"model_config.hf_text_config": STATES}, "states that layers of this model have"),
+        ({"speculative_config": drafts("eagle")}, None),
+    ],
+)
+def test_where_conversations_cannot_resume(changes: dict[str, Any], reason: str | None) -> None:
+    served = KVSettings("snapkv").served()
+    assert served is not None
+    why = _why_no_turns(resolved_config(**changes), served)
+    assert why is None if reason is None else reason in why
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_caches_of_8_bit_floats(monkeypatch: Any, device: str, dtype: str) -> None:
+    from vllm_pyramid.frontend import refusals
+
+    config = resolved_config(**{"cache_config.cache_dtype": dtype})
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type=device))
+    if device == "cpu" or dtype != "fp8_e5m2":
+        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+    else:
+        with pytest.raises(ValueError, match=f"{dtype} on CUDA.*--kv-cache-dtype fp8"):
+            refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+
+
+@pytest.mark.parametrize("dtype", list(SCALED_ROWS))
+def test_where_rows_with_scales_are_refused(monkeypatch: Any, dtype: str) -> None:
+    """On the CPU, with FlashAttention, beside states, and where V lies elsewhere than beside K."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_pyramid.frontend import refusals
+
+    def ask(policy: str = "pyramidkv", device: str = "cuda", **changes: Any) -> None:
+        platform = SimpleNamespace(device_type=device)
+        monkeypatch.setattr(refusals, "current_platform", platform)
+        config = resolved_config(**{"cache_config.cache_dtype": dtype, **changes})
+        refuse(OF_CONFIGURATION, config, load_policy(policy))
+
+    ask()
+    with pytest.raises(ValueError, match=f"{dtype}.* on the CPU .*dtype fp8"):
+        ask(device="cpu")
+    with pytest.raises(ValueError, match=f"{dtype}.* and a model whose layers keep states"):
+        ask(**{"model_config.hf_text_config": STATES})
+    with pytest.raises(ValueError, match=f"{dtype}.* and V in host memory"):
+        ask("kcache")
+    with pytest.raises(ValueError, match=f"{dtype}.* FLASH_ATTN.*use TRITON_ATTN"):
+        ask(**{"attention_config.backend": AttentionBackendEnum.FLASH_ATTN})
+
+
+def of_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Any:
+    """A device of this capability, as far as it is asked for the backend of attention.
+
+    FlashAttention is there in the version that vLLM takes on it.
+    """
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends import fa_utils, flash_attn
+
+    from vllm_pyramid.frontend import engine_config
+
+    found = DeviceCapability(*capability)
+    version = {9: 3, 10: 4}.get(found.major, 2)
+    device = SimpleNamespace(get_device_capability=lambda: found, device_type="cuda")
+    monkeypatch.setattr(engine_config, "current_platform", device)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: version)
+    monkeypatch.setattr(flash_attn, "is_fa_version_supported", lambda wanted: wanted <= version)
+    for module in (fa_utils, flash_attn):
+        monkeypatch.setattr(module, "is_flash_attn_varlen_func_available", lambda: True)
+    # What the module imports on CUDA alone.
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: version > 2, raising=False)
+    return engine_config
+
+
+def model_config(text: Any, head_size: int = 128, **changes: Any) -> dict[str, Any]:
+    model = {
+        "dtype": torch.bfloat16,
+        "get_head_size": lambda: head_size,
+        "hf_text_config": text,
+        "is_mm_prefix_lm": False,
+    }
+    cache = {"cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False}
+    return {
+        **{f"model_config.{name}": value for name, value in model.items()},
+        **{f"cache_config.{name}": value for name, value in cache.items()},
+        **changes,
+    }
+
+
+LLAMA = LlamaConfig(num_hidden_layers=2)
+
+
+def gemma(head_size: int) -> transformers.Gemma4TextConfig:
+    kinds = ["sliding_attention", "full_attention"]
+    return transformers.Gemma4TextConfig(
+        num_hidden_layers=2, layer_types=kinds, head_dim=128, global_head_dim=head_size
+    )
+
+
+def cached_as(dtype: str) -> dict[str, Any]:
+    return model_config(LLAMA, **{"cache_config.cache_dtype": dtype})
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "backend"),
+    [
+        ((8, 0), model_config(LLAMA), "FLASH_ATTN"),
+        ((9, 0), model_config(LLAMA), "FLASH_ATTN"),
+        ((7, 5), model_config(LLAMA), "TRITON_ATTN"),
+        ((9, 0), cached_as("fp8"), "TRITON_ATTN"),
+        ((8, 0), cached_as("int8_per_token_head"), "TRITON_ATTN"),
+        ((9, 0), cached_as("fp8_per_token_head"), "TRITON_ATTN"),
+        ((9, 0), model_config(LLAMA, **{"model_config.dtype": torch.float32}), "TRITON_ATTN"),
+        # Learned sinks: below sm_90 by a combination that only `validate_configuration` looks at.
+        ((8, 0), model_config(transformers.GptOssConfig(num_hidden_layers=2), 64), "TRITON_ATTN"),
+        ((9, 0), model_config(transformers.GptOssConfig(num_hidden_layers=2), 64), "FLASH_ATTN"),
+        # Not all layers have heads of the model's size.
+        ((9, 0), model_config(gemma(256)), "FLASH_ATTN"),
+        ((9, 0), model_config(gemma(512)), "TRITON_ATTN"),
+    ],
+)
+def test_the_backend_is_one_that_vllm_will_accept(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    config: dict[str, Any],
+    backend: str,
+) -> None:
+    engine_config = of_cuda(monkeypatch, capability)
+    assert engine_config._take_backend(resolved_config(**config), load_policy("pyramidkv")) == (
+        backend
+    )
+
+
+def test_sinks_below_sm_90_are_refused_by_the_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this version of FlashAttention has sinks by itself."""
+    from vllm.v1.attention.backends import flash_attn
+
+    engine_config = of_cuda(monkeypatch, (8, 9))
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True)
+    config = resolved_config(**model_config(transformers.GptOssConfig(num_hidden_layers=2), 64))
+    assert engine_config._take_backend(config, load_policy("pyramidkv")) == "TRITON_ATTN"
+
+
+def test_a_backend_that_cannot_be_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    engine_config, policy = of_cuda(monkeypatch, (7, 5)), load_policy("pyramidkv")
+    chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
+    with pytest.raises(ValueError, match=r"backend FLASH_ATTN here: compute capability not"):
+        engine_config._take_backend(resolved_config(**model_config(LLAMA, **chosen)), policy)
+    wrong = cached_as("fp8_e5m2")
+    with pytest.raises(ValueError, match=r"backend TRITON_ATTN here: kv_cache_dtype not supported"):
+        engine_config._take_backend(resolved_config(**wrong), policy)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_one_line_where_vllm_alone_would_run_another(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    engine_config, said = of_cuda(monkeypatch, capability), []
+    monkeypatch.setattr(engine_config.logger, "info", lambda line, *_: said.append(line))
+    engine_config._take_backend(resolved_config(**model_config(LLAMA)), load_policy("pyramidkv"))
+    assert ["vLLM alone prefers FlashInfer" in line for line in said] == [True] * (
+        capability == (10, 0)
+    )
+
+
+def test_fp8_and_flash_attention_are_refused() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    changes = {"cache_config.cache_dtype": "fp8"}
+    chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
+    with pytest.raises(ValueError, match=r"fp8 caches and .*FLASH_ATTN.*TRITON_ATTN"):
+        refuse(OF_CONFIGURATION, resolved_config(**changes, **chosen), load_policy("pyramidkv"))
+
+
+def specs(count: int = 3, **changes: Any) -> dict[str, Any]:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    # Not in the order of layers, and with a number of two digits.
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in (10, 0, 2)[:count]]
+    return {name: replace(spec, **changes) for name in names}
+
+
+def per_layer(stock: dict[str, Any], name: str = "pyramidkv") -> Any:
+    from vllm_pyramid.kv_cache.layer_roles import roles_of
+
+    return roles_of(stock, load_policy(name), max_model_len=4096).evicting
+
+
+def test_layers_are_numbered_from_the_bottom_and_keep_their_settings() -> None:
+    stock = specs(block_stride_alignment=64)
+    result = per_layer(stock)
+    assert list(result) == [f"model.layers.{layer}.self_attn.attn" for layer in (0, 2, 10)]
+    assert [spec.layer_idx for spec in result.values()] == [0, 1, 2]
+    for name, spec in result.items():
+        assert spec.block_stride_alignment == 64
+        assert spec.page_size_bytes == stock[name].page_size_bytes
+
+
+def test_a_draft_models_layers_keep_all_and_come_last() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vllm_pyramid.kv_cache.layer_roles import roles_of
+
+    stock = specs()
+    (one, *_), draft = stock.values(), "draft_model.layers.0.self_attn.attn"
+    larger = replace(one, num_kv_heads=one.num_kv_heads // 2)  # in bytes: half a token
+    policy = load_policy("pyramidkv")
+    roles = roles_of({draft: larger, **stock}, policy, max_model_len=4096, drafts={draft})
+    assert list(roles.specs) == [*roles.evicting, draft]
+    assert len(roles.evicting) == 3
+    spec = roles.other_layers[draft]
+    assert type(spec) is FullAttentionSpec and spec.block_size == 32
+    assert spec.page_size_bytes == one.page_size_bytes
+    reads = {"draft.layers.0.attn": next(iter(stock))}
+    with pytest.raises(ValueError, match="would miss what is evicted"):
+        roles_of(stock, policy, 4096, readers=reads, drafts=set(reads))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": 1024}, "a window of 1024 tokens and keeps its whole cache"),
+        ({"attention_chunk_size": 1024}, "a window of 1024 tokens and keeps its whole cache"),
+        ({"non_causal": True}, "not causal"),
+    ],
+)
+def test_layers_that_eviction_would_falsify_are_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        per_layer(specs(**changes))
+
+
+def test_a_window_longer_than_any_sequence_is_none() -> None:
+    assert len(per_layer(specs(sliding_window=4096))) == 3
+
+
+def test_quantised_caches_and_unequal_pages_are_refused() -> None:
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    with pytest.raises(ValueError, match=r"INT4_PER_TOKEN_HEAD.*--kv-cache-dtype bfloat16"):
+        per_layer(specs(kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD), "full")
+    fp8 = specs(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, dtype=torch.uint8)
+    pages = [spec.page_size_bytes for spec in specs().values()]
+    assert [2 * spec.page_size_bytes for spec in per_layer(fp8).values()] == pages
+    stock = specs()
+    name = next(iter(stock))
+    stock[name] = replace(stock[name], num_kv_heads=4)
+    with pytest.raises(ValueError, match=r"different sizes \(\[4096, 8192\] bytes"):
+        per_layer(stock)
+
+
+def test_other_kinds_of_cache_are_refused_by_name() -> None:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    stock = specs(1)
+    name = next(iter(stock))
+    stock[name] = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
+    )
+    with pytest.raises(ValueError, match=f"{name}.*MLAAttentionSpec"):
+        per_layer(stock)
+
+
+# CUDA graphs --------------------------------------------------------------------------------------
+
+
+def graphs(mode: str, *, inductor: bool = False) -> Any:
+    from vllm.config import CUDAGraphMode
+
+    return resolved_config(
+        **{
+            "compilation_config.cudagraph_mode": CUDAGraphMode[mode],
+            "compilation_config.use_inductor_graph_partition": inductor,
+        }
+    )
+
+
+@pytest.mark.parametrize("policy", ["kcache", "pyramidkv"])
+def test_graphs_leave_out_what_a_method_attends_to(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """vLLM's default becomes graphs between the layers' attention, with a line that says why."""
+    from vllm_pyramid.frontend import engine_config
+
+    said: list[str] = []
+    monkeypatch.setattr(engine_config.logger, "info", lambda line, *of: said.append(line % of))
+    modes = {"NONE": "NONE", "PIECEWISE": "PIECEWISE"}
+    modes["FULL_AND_PIECEWISE"] = "PIECEWISE" if policy == "kcache" else "FULL_AND_PIECEWISE"
+    for mode, expected in modes.items():
+        config = graphs(mode)
+        engine_config._check_graphs(config, load_policy(policy))
+        assert config.compilation_config.cudagraph_mode.name == expected
+    expects = ["kv-policy kcache: cudagraph_mode is PIECEWISE, not FULL_AND_PIECEWISE"]
+    assert [line.partition(": which")[0] for line in said] == expects * (policy == "kcache")
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_graphs_of_whole_decode_steps_are_refused(mode: str) -> None:
+    from vllm_pyramid.frontend.engine_config import _check_graphs
+
+    away = load_policy("snapkv", None, {"values": "host"})
+    for policy in (load_policy("kcache"), away):
+        with pytest.raises(ValueError, match=f"cudagraph_mode {mode} captures whole decode steps"):
+            _check_graphs(graphs(mode), policy)
+        with pytest.raises(ValueError, match="use_inductor_graph_partition and CUDA graphs"):
+            _check_graphs(graphs("PIECEWISE", inductor=True), policy)
+        _check_graphs(graphs("NONE", inductor=True), policy)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of several engines: each has its own, whatever the order of their messages."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+pytestmark = pytest.mark.cpu
+
+
+def _totals(evictions: int, layers: list[int], held: list[int]) -> dict[str, Any]:
+    return {
+        "evictions": evictions,
+        "tokens_evicted": [16 * blocks for blocks in layers],
+        "blocks_freed": layers,
+        "tokens_held": [16 * blocks for blocks in held],
+        "blocks_held": held,
+    }
+
+
+def test_replicas_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_pyramid.frontend import metrics
+
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Lines(logging.INFO)
+    one, two = 100, 101  # no engine of another test
+    steps = [
+        (one, None, _totals(1, [2, 3], [4, 4])),
+        (two, None, _totals(5, [6, 7], [1, 0])),
+        (one, _totals(1, [2, 3], [4, 4]), _totals(2, [4, 6], [0, 0])),
+        (two, _totals(5, [6, 7], [1, 0]), _totals(6, [7, 9], [2, 1])),
+    ]
+    metrics.observe({"now": _totals(0, [0, 0], [0, 0]), "before": None}, one)
+    # Both are due, however long this process has counted for engines of other tests.
+    monkeypatch.setattr(metrics._METRICS, "_started", time.monotonic() - metrics.LOG_INTERVAL_S)
+    monkeypatch.setattr(metrics._METRICS, "_next_log", {})
+    level = metrics.logger.level
+    metrics.logger.setLevel(logging.INFO)  # an attribute alone would leave what it remembers
+    metrics.logger.addHandler(handler)
+    try:
+        for engine, before, now in steps:
+            metrics.observe({"now": now, "before": before}, engine)
+    finally:
+        metrics.logger.removeHandler(handler)
+        metrics.logger.setLevel(level)
+
+    def value(name: str, engine: int, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(f"vllm_pyramid:{name}", {"engine": str(engine), **labels})
+
+    assert [value("evictions_total", engine) for engine in (one, two)] == [2, 6]
+    for layer, freed in enumerate([(4, 7), (6, 9)]):
+        for engine, blocks in zip((one, two), freed, strict=True):
+            assert value("blocks_freed_total", engine, layer=str(layer)) == blocks
+            assert value("tokens_evicted_total", engine, layer=str(layer)) == 16 * blocks
+    assert [value("blocks_held", two, layer=layer) for layer in "01"] == [2, 1]
+    assert [value("tokens_held", one, layer=layer) for layer in "01"] == [0, 0]
+    # The first engine's line does not keep the second one's away.
+    assert [line.split(":")[0] for line in lines] == ["Engine 100", "Engine 101"]

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of an engine and of single requests."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from tests.plans import plan_for
+from vllm_pyramid.frontend.settings import KVSettings, parse_policy_args
+from vllm_pyramid.methods.host_values import HostValues
+from vllm_pyramid.plan import Budget
+from vllm_pyramid.policy import load_policy, policy_names
+from vllm_pyramid.policy.request import (
+    ALLOCATOR_KEY,
+    RequestKeys,
+    ServedRequest,
+    check_request,
+    for_request,
+    resolve,
+)
+from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize("config", [None, {}, {"other": 1}, {"kv_connector_thing": 1}])
+def test_no_keys_of_ours(config: Any) -> None:
+    assert KVSettings.from_additional_config(config) is None
+
+
+def test_there_and_back() -> None:
+    config = {
+        "kv_policy": "pyramidkv",
+        "kv_budget": 512,
+        "kv_min_tokens": 0,
+        "kv_policy_args": {"beta": 14},
+        "kv_trace": "traces",
+    }
+    settings = KVSettings.from_additional_config({**config, "somebody_else": 1})
+    assert settings is not None
+    assert settings.to_additional_config() == config
+    assert KVSettings.from_additional_config(settings.to_additional_config()) == settings
+    assert settings.policy() == load_policy("pyramidkv", 512, {"beta": 14, "min_tokens": 0})
+    assert settings.policy() is settings.policy()
+    assert pickle.loads(pickle.dumps(settings)).policy() == settings.policy()
+
+
+def test_none_keeps_the_plugin_inert() -> None:
+    for settings in (KVSettings(), KVSettings.from_additional_config({"kv_policy": "none"})):
+        assert settings is not None
+        assert settings.policy() is None
+        assert settings.to_additional_config() == {"kv_policy": "none"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kv_polciy": "snapkv"}, "unknown key 'kv_polciy' .*did you mean 'kv_policy'"),
+        ({"kv_policy": "snapkv", "kv_budgets": 5}, "did you mean 'kv_budget'"),
+        ({"kv_policy_arg": {}}, "did you mean 'kv_policy_args'"),
+        ({"kv_budget": 512}, "kv_budget without a kv_policy"),
+        ({"kv_policy": "none", "kv_budget": 0}, "kv_budget without a kv_policy"),
+        ({"kv_trace": "x"}, "kv_trace without a kv_policy"),
+        ({"kv_policy": 3}, "not 3"),
+        ({"kv_policy": ""}, "not ''"),
+        ({"kv_policy": "snap"}, "unknown policy 'snap'"),
+        ({"kv_policy": "snapkv", "kv_budget": 0}, "out of range"),
+        ({"kv_policy": "snapkv", "kv_budget": -1}, "out of range"),
+        ({"kv_policy": "snapkv", "kv_budget": "120%"}, "at most 100%"),
+        ({"kv_policy": "snapkv", "kv_budget": 5}, "at least 9"),
+        ({"kv_policy": "snapkv", "kv_budget": 0.5}, "is a float"),
+        ({"kv_policy": "snapkv", "kv_policy_args": {"x": 1}}, "unknown argument 'x'"),
+        ({"kv_policy": "snapkv", "kv_policy_args": "{"}, "not valid JSON.*line 1, column 2"),
+        ({"kv_policy": "snapkv", "kv_trace": True}, "kv_trace must be"),
+        ({"kv_policy": "snapkv", "kv_admission": "later"}, "forecast or prompt, not 'later'"),
+        ({"kv_policy": "snapkv", "kv_admission": True}, "forecast or prompt, not True"),
+        ({"kv_admission": "forecast"}, "kv_admission without a kv_policy"),
+        ({"kv_policy": "snapkv", "kv_admision": "prompt"}, "did you mean 'kv_admission'"),
+    ],
+)
+def test_wrong_settings(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVSettings.from_additional_config(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "line 1, column 2"),
+        ('{"a": 1,}', "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ("3", "must be a JSON object"),
+        ("", "not valid JSON"),
+        ('{"a": 1, "a": 2}', "gives 'a' twice"),
+        ('{"beta": NaN}', "NaN, which is not a JSON number"),
+        (3, "must be a JSON object"),
+        ({3: 1}, "must be a JSON object"),
+    ],
+)
+def test_wrong_policy_args(value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_policy_args(value)
+
+
+def test_policy_args() -> None:
+    assert parse_policy_args(None) == {}
+    assert parse_policy_args('{"allocator": {"beta": 14}}') == {"allocator": {"beta": 14}}
+
+
+@pytest.mark.parametrize(
+    "extra", [None, {}, {"other": 1}, {"kv_transfer_params": {}}, {"kv_budget": None}]
+)
+def test_a_request_that_asks_for_nothing(extra: Any) -> None:
+    assert RequestKeys.parse(extra) == RequestKeys()
+    policy = load_policy("snapkv", 512)
+    assert resolve(policy, RequestKeys.parse(extra)) == ServedRequest(policy)
+    assert for_request(policy, extra).policy is policy
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"kv_budget": 0}, "kv_budget of the request: budget 0 is out of range"),
+        ({"kv_budget": -3}, "out of range"),
+        ({"kv_budget": True}, "is a bool"),
+        ({"kv_budget": 100.0}, "is a float"),
+        ({"kv_budget": "120%"}, "at most 100%"),
+        ({"kv_budget": "many"}, "cannot be read"),
+        ({"kv_budget": [1]}, "is a list"),
+        ({"kv_policy": 3}, "not 3"),
+        ({"kv_policy": ""}, "not ''"),
+        ({"kv_polcy": "full"}, "did you mean 'kv_policy'"),
+        ({"kv_budge": 5}, "did you mean 'kv_budget'"),
+    ],
+)
+def test_requests_that_cannot_be_read(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RequestKeys.parse(extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"kv_policy": "pyramidkv"}, "not served here: .* 'snapkv' or 'full'"),
+        ({"kv_policy": "nonsense"}, "not served here"),
+        ({"kv_policy": "none"}, "not served here"),
+        ({"kv_budget": 8}, "budget 8 is too small .* at least 9"),
+        ({"kv_policy": "full", "kv_budget": 256}, "keeps every token"),
+    ],
+)
+def test_requests_that_do_not_suit_the_policy(extra: dict[str, Any], message: str) -> None:
+    policy = load_policy("snapkv", 512)
+    keys = RequestKeys.parse(extra)
+    with pytest.raises(ValueError, match=message):
+        resolve(policy, keys)
+    with pytest.raises(ValueError, match=message):
+        plan_for(policy, keys, 1000, 4, 16)
+    with pytest.raises(ValueError, match=message):
+        check_request(policy, SamplingParams(extra_args=extra))
+
+
+def test_plans_of_requests() -> None:
+    policy = load_policy("pyramidkv", 512)
+
+    def keep(extra: dict[str, Any] | None) -> list[int]:
+        return plan_for(policy, RequestKeys.parse(extra), 2048, 4, 16).keep.tolist()
+
+    assert keep(None) == policy.plan(2048, 4, 16).keep.tolist()
+    assert keep({"kv_policy": "full"}) == [2048] * 4
+    assert keep({"kv_policy": "full", "kv_budget": "100%"}) == [2048] * 4
+    assert keep({"kv_policy": "pyramidkv"}) == keep(None)
+    assert sum(keep({"kv_budget": 256})) == 4 * 256
+    assert keep({"kv_budget": "256"}) == keep({"kv_budget": 256})
+    assert sum(keep({"kv_budget": "12%"})) == 4 * 246
+    assert keep({"kv_budget": 4096}) == [2048] * 4
+
+
+def test_full_serves_only_full() -> None:
+    policy = load_policy("full")
+    served = resolve(policy, RequestKeys.parse({"kv_policy": "full"}))
+    assert served.policy is policy and served == ServedRequest(policy)
+    with pytest.raises(ValueError, match=r"may ask for 'full'$"):
+        resolve(policy, RequestKeys.parse({"kv_policy": "snapkv"}))
+    with pytest.raises(ValueError, match="keeps every token"):
+        resolve(policy, RequestKeys.parse({"kv_budget": 256}))
+
+
+def test_the_worker_never_raises_and_falls_back_to_the_served_policy() -> None:
+    policy = load_policy("pyramidkv", 64)
+    assert for_request(policy, {"kv_budget": 32}) == ServedRequest(policy, Budget.parse(32))
+    for wrong, reason in (
+        ({"kv_budget": -1}, "out of range"),
+        ({"kv_policy": "snapkv"}, "not served here"),
+        ({"kv_top_n": 3}, "kv_top_n has no effect"),
+    ):
+        served = for_request(policy, wrong)
+        assert served[:3] == (policy, None, "")
+        assert served.error is not None and reason in served.error
+
+
+def test_the_application_of_a_request() -> None:
+    keys = RequestKeys.parse({"kv_application": "mail", "kv_budget": 64})
+    assert keys == RequestKeys(budget=Budget.parse(64), application="mail")
+    assert RequestKeys.parse({"kv_application": "mail"}) == RequestKeys(application="mail")
+    policy = load_policy("xkv", 32)
+    assert resolve(policy, keys) == ServedRequest(policy, Budget.parse(64), "mail")
+    for nothing in ("", None):
+        assert RequestKeys.parse({"kv_application": nothing}) == RequestKeys()
+    for wrong in (3, ["mail"], "x" * 257):
+        with pytest.raises(ValueError, match="must be a name of at most 256 characters"):
+            RequestKeys.parse({"kv_application": wrong})
+    with pytest.raises(ValueError, match="did you mean 'kv_application'"):
+        RequestKeys.parse({"kv_aplication": "mail"})
+
+
+def test_another_allocator_comes_from_the_scheduler_alone() -> None:
+    policy = load_policy("xkv", 64)
+    sent = {ALLOCATOR_KEY: {"kind": "shares", "shares": [1.0, 3.0]}}
+    served = for_request(policy, {**sent, "kv_budget": 32})
+    assert served.error is None and served.budget == Budget.parse(32)
+    plan = served.policy.plan(500, 2, 1, served.budget)
+    assert not plan.is_open and plan.keep.tolist() == [20, 44]
+    assert served.policy is for_request(policy, sent).policy, "made once"
+    check_request(policy, SamplingParams(extra_args={"kv_budget": 32}))
+    with pytest.raises(ValueError, match="not for requests to set"):
+        check_request(policy, SamplingParams(extra_args=sent))
+
+
+def test_keys_of_a_request_with_v_in_host_memory() -> None:
+    policy = load_policy("kcache")
+    served = for_request(policy, {"kv_top_n": 7})
+    assert served.error is None and served.policy.values == HostValues(top_n=7)
+    assert served.policy.model_copy(update={"values": policy.values}) == policy
+    assert served.policy is for_request(policy, {"kv_top_n": 7}).policy, "made once"
+    for wrong in (0, -1, 2**31, True, "7", 7.0):
+        with pytest.raises(ValueError, match="kv_top_n of a request must be a number of keys"):
+            RequestKeys.parse({"kv_top_n": wrong})
+    for other, extra in ((load_policy("pyramidkv"), {}), (policy, {"kv_policy": "full"})):
+        with pytest.raises(ValueError, match=r"kv_top_n has no effect on policy .*leave it out"):
+            check_request(other, SamplingParams(extra_args={"kv_top_n": 7, **extra}))
+
+
+def test_prompt_logprobs_where_tokens_leave_the_forward_pass() -> None:
+    params = SamplingParams(prompt_logprobs=1)
+    with pytest.raises(ValueError, match=r"prompt_logprobs with policy 'pyramidinfer'.*\"full\""):
+        check_request(load_policy("pyramidinfer"), params)
+    check_request(load_policy("pyramidkv"), params)
+    params = SamplingParams(prompt_logprobs=1, extra_args={"kv_policy": "full"})
+    assert check_request(load_policy("pyramidinfer"), params).policy == load_policy("full")
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
+    served = KVSettings(kv_policy=name).served()
+    assert served is not None and served.forecasts == (name not in ("full", "kcache"))
+    for admission, forecasts in (("forecast", True), ("prompt", False)):
+        settings = KVSettings(kv_policy=name, kv_admission=admission)
+        served = settings.served()
+        assert served is not None and served.forecasts == forecasts
+        assert settings.to_additional_config()["kv_admission"] == admission
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_the_last_chunk_is_long_enough_for_a_trace(name: str) -> None:
+    """Recall is taken from as many queries as the scheduler leaves for the last chunk."""
+    policy = load_policy(name)
+    traced = KVSettings(kv_policy=name, kv_trace="somewhere").served()
+    assert traced is not None and traced.policy.scorer == policy.scorer
+    assert traced.min_last_chunk >= policy.trace_window >= 1
+    plain = KVSettings(kv_policy=name).served()
+    assert plain is not None and plain.min_last_chunk == policy.min_last_chunk
+
+
+# What the other processes are told ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_settings_travel_as_data(name: str, tmp_path: Path) -> None:
+    settings = KVSettings(
+        kv_policy=name,
+        kv_trace="somewhere",
+        kv_swap_space=0.5 if name == "kcache" else None,
+        kv_admission="prompt",
+    )
+    served = settings.served()
+    assert served is not None and served.policy is settings.policy()
+    assert served.swap_space_bytes == (2**29 if name == "kcache" else None)
+    served = replace(served, backend="TRITON_ATTN")
+    data = json.loads(json.dumps(served.as_data()))
+    assert data == served.as_data(), "vLLM hashes its configuration as JSON"
+    given = settings.to_additional_config()
+    config = SimpleNamespace(additional_config={**given, SERVED_KEY: data})
+    assert ServedSettings.of(config) == served
+    config = pickle.loads(pickle.dumps(config))
+    assert ServedSettings.of(config) == served
+    assert KVSettings.from_additional_config(given) == settings
+    with pytest.raises(ValueError, match="for this package's own processes"):
+        KVSettings.from_additional_config(config.additional_config)
+
+
+def test_no_other_process_opens_the_policys_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("budget: 64\nwindow: 4\nscorer: observation_window\n")
+    settings = KVSettings(kv_policy=str(file), kv_policy_args={"window": 6})
+    served = settings.served()
+    assert served is not None
+    file.unlink()
+    again = ServedSettings.of(SimpleNamespace(additional_config={SERVED_KEY: served.as_data()}))
+    assert again == served and again.policy.window == 6 and again.policy.name == "mine"
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"kv_policy": "pyramidkv"}, [1]])
+def test_nothing_is_served_where_nothing_was_finished(additional: Any) -> None:
+    assert KVSettings().served() is None
+    assert ServedSettings.of(SimpleNamespace(additional_config=additional)) is None

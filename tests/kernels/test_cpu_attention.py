@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ paged attention against the reference in float64, on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.arguments import take_softmax
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.records import Softmax
+
+pytestmark = pytest.mark.cpu
+
+# One token, a short chunk, a prompt of several tiles of keys, a split context, nothing to do.
+LENS = [1, 37, 300, 700, 20]
+QUERY_LENS = [1, 5, 300, 1, 0]
+
+
+def attend(batch: Any, **options: Any) -> torch.Tensor:
+    out = torch.full(batch.query.shape, 7.0, dtype=torch.float32)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    cpu.paged_attention(out, batch.attention(), softmax, **options)
+    return out
+
+
+def exact(batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> torch.Tensor:
+    out = torch.full(batch.query.shape, 7.0, dtype=torch.float64)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    reference.paged_attention(out, batch.attention(), softmax, compute_dtype=dtype, **options)
+    return out
+
+
+@pytest.fixture
+def assert_close(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+    """On every instruction set: at most twice the error of PyTorch in the dtype of the cache.
+
+    In float32 that error depends on the order of sums in the processor's own library, a few units
+    in the last place; hence what is allowed beside
+    it. The log-sum-exp is that of the reference, and asking for it does not change the output.
+    """
+
+    def check(batch: Any, **options: Any) -> None:
+        right_lse, lse = (torch.full(batch.query.shape[:2], 9.0) for _ in range(2))
+        right = exact(batch, **options, log_sum_exp=right_lse)
+        allowed = 2 * (exact(batch, batch.query.dtype, **options) - right).abs().max().item() + 2e-6
+        for isa in each_isa():
+            found = attend(batch, **options)
+            error = (found - right).abs().max().item()
+            assert error <= allowed, f"{isa}: error {error:.3g}, allowed {allowed:.3g}"
+            lse.fill_(9.0)
+            assert torch.equal(attend(batch, **options, log_sum_exp=lse), found), isa
+            torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("head_size", [32, 64, 128, 512])
+def test_matches_reference(make_batch, assert_close, dtype, group, head_size) -> None:
+    shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group + head_size}
+    assert_close(make_batch(LENS, QUERY_LENS, **shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [8, 24, 40, 80, 96, 256, 504])
+def test_other_head_sizes(make_batch, assert_close, dtype, head_size) -> None:
+    assert_close(make_batch([130, 70], [1, 70], dtype=dtype, head_size=head_size, group=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 20},
+        {"sliding_window": 100, "soft_cap": 3.0},
+        {"soft_cap": 1.5},
+        {"sinks": True},
+        {"sinks": True, "soft_cap": 2.0, "sliding_window": 33},
+    ],
+    ids=str,
+)
+def test_options(make_batch, assert_close, dtype, options) -> None:
+    batch = make_batch(LENS, QUERY_LENS, dtype=dtype)
+    if "sinks" in options:
+        options = options | {"sinks": torch.tensor([0.5, -2.0, 4.0, 1.0], dtype=dtype)}
+    assert_close(batch, **options)
+
+
+@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 48])
+def test_layouts_and_skips(make_batch, assert_close, layout, block_size) -> None:
+    batch = make_batch(
+        [300, 95, 700, 64], [1, 20, 1, 6], skips=[131, 48, 5, 40], layout=layout,
+        block_size=block_size, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert_close(batch)
+
+
+@pytest.mark.parametrize(("group", "queries"), [(5, 1), (7, 1), (4, 2), (3, 4), (16, 1), (4, 4)])
+@pytest.mark.parametrize("block_size", [8, 16, 48])
+def test_a_few_rows(make_batch, assert_close, group, queries, block_size) -> None:
+    """Rows that fill the lanes of a vector in part, from any place in a page."""
+    batch = make_batch(
+        [300, 95, 700, 64, 513], [queries] * 5, skips=[131, 48, 5, 40, 0], group=group,
+        block_size=block_size, head_size=96, dtype=torch.bfloat16, seed=group,
+    )  # fmt: skip
+    for options in ({}, {"sliding_window": 37}, {"soft_cap": 2.0}):
+        assert_close(batch, **options)
+
+
+def test_window_leaves_freed_blocks_alone(make_batch) -> None:
+    """Blocks before a sliding window are freed: their entries name nothing that may be read."""
+    batch = make_batch([500, 200], [1, 4], skips=[480, 150])
+    out, seen = (torch.empty(batch.query.shape) for _ in range(2))
+    softmax = Softmax(1, sliding_window=16)
+    everything = replace(batch.attention(), skips=torch.zeros(2, dtype=torch.int32))
+    cpu.paged_attention(out, everything, softmax)
+    cpu.paged_attention(seen, batch.attention(), softmax)
+    assert not out.isnan().any()
+    torch.testing.assert_close(out, seen, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("query_lens", [[1], [6], [90]])
+def test_skip_is_a_shifted_table(make_batch, query_lens) -> None:
+    """Survivors at the tail give the bits of a short sequence of their own."""
+    batch = make_batch([700], query_lens, skips=[160], dtype=torch.bfloat16)
+    tailed = attend(batch)
+    batch.block_table = batch.block_table[:, 10:].contiguous()
+    batch.seq_lens, batch.skips = batch.seq_lens - 160, batch.skips * 0
+    assert torch.equal(tailed, attend(batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_batch_or_threads(make_batch, two_threads, dtype) -> None:
+    lens, query_lens = [900, 64, 3000, 411, 250], [1, 64, 1, 3, 250]
+    batch = make_batch(lens, query_lens, dtype=dtype, group=4)
+    together = attend(batch)
+    torch.set_num_threads(1)
+    assert torch.equal(together, attend(batch))
+    for r in range(len(lens)):
+        begin, end = batch.query_start_loc[r : r + 2].tolist()
+        out = torch.empty(batch.query[begin:end].shape)
+        alone = replace(
+            batch.attention(),
+            query=batch.query[begin:end],
+            block_table=batch.block_table[r : r + 1],
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=batch.seq_lens[r : r + 1],
+            skips=batch.skips[r : r + 1],
+        )
+        cpu.paged_attention(out, alone, Softmax(batch.query.shape[2] ** -0.5))
+        assert torch.equal(together[begin:end], out)
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mixed_dtypes(make_batch, each_isa, query_dtype, out_dtype) -> None:
+    batch = make_batch([40, 90], [1, 90], dtype=torch.bfloat16)
+    batch.query = batch.query.to(query_dtype)
+    right = exact(batch)
+    for _ in each_isa():
+        out = torch.empty(batch.query.shape, dtype=out_dtype)
+        cpu.paged_attention(out, batch.attention(), Softmax(0.125))
+        torch.testing.assert_close(out.double(), right, atol=2e-2, rtol=1e-2)
+
+
+def test_queries_that_see_nothing_get_zeros(make_batch) -> None:
+    batch = make_batch([32], [4], skips=[30])
+    out = attend(batch)
+    assert torch.equal(out[:2], torch.zeros(2, 4, 64))
+    assert out[2:].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": [300, 95]}, "holds 128"),
+        ({"seq_lens": [3, 95]}, "4 queries but seq_lens says 3"),
+        ({"skips": [0, 96]}, "skips of request 1 is 96"),
+        ({"skips": [-1, 0]}, "skips of request 0 is -1"),
+        ({"query_start_loc": [0, 4, 6]}, "query has 5 rows"),
+        ({"query_start_loc": [0, 4, 3]}, "query_start_loc of request 1"),
+        ({"query_start_loc": [0, 5]}, r"query_start_loc must be int32 \[3\]"),
+    ],
+)
+def test_bad_values_raise(make_batch, change, message) -> None:
+    batch = make_batch([100, 95], [4, 1])
+    for name, values in change.items():
+        setattr(batch, name, torch.tensor(values, dtype=torch.int32))
+    with pytest.raises(ValueError, match=message):
+        attend(batch)
+
+
+def test_bad_tensors_raise(make_batch) -> None:
+    def refused(message: str, **change: torch.Tensor) -> None:
+        batch = make_batch([100, 95], [4, 1])
+        for name, value in change.items():
+            setattr(batch, name, value)
+        with pytest.raises(ValueError, match=message):
+            attend(batch)
+
+    batch = make_batch([100, 95], [4, 1])
+    refused("names block", block_table=torch.full_like(batch.block_table, 99))
+    refused("names block -1", block_table=torch.full_like(batch.block_table, -1))
+    refused("int32", block_table=batch.block_table.long())
+    refused("head_size|64", query=torch.zeros(5, 4, 32))
+    refused("multiple of 2", query=torch.zeros(5, 3, 64))
+    refused("unit stride", key_cache=batch.key_cache.transpose(2, 3))
+    refused("differ", value_cache=batch.value_cache.bfloat16())
+    refused("float64", query=batch.query.double())
+    with pytest.raises(ValueError, match="scale must be positive"):
+        cpu.paged_attention(torch.empty(5, 4, 64), batch.attention(), Softmax(0.0))
+    for head_size in (12, 520):
+        with pytest.raises(ValueError, match=f"head size {head_size}: .* multiples of 8 up to 512"):
+            attend(make_batch([10], [1], head_size=head_size))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading, choosing the instruction set, threads, and life without the library."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from vllm_pyramid import kernels as ops
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.cpu import library as cpu_library
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).parents[2]
+FUNCTIONS = [name for name in vars(Ops) if not name.startswith("_")]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_library_was_built() -> None:
+    assert cpu.load_error() == ""
+    assert ops.get_ops("cpu") is cpu
+    assert cpu.current_isa() in cpu_library.ISAS
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_signatures_are_the_contract(module: ModuleType, name: str) -> None:
+    """To the letter; but the reference computes in other dtypes, too."""
+    wanted = inspect.signature(getattr(Ops, name)).parameters
+    found = inspect.signature(getattr(module, name)).parameters
+    assert [*found.values()][: len(wanted) - 1] == [*wanted.values()][1:]
+    extra = [*found][len(wanted) - 1 :]
+    assert extra in ([], ["compute_dtype"] if module is reference else [])
+
+
+def test_variable_forces_the_instruction_set() -> None:
+    code = "from vllm_pyramid.kernels import cpu; print(cpu.current_isa())"
+    result = python(code, VLLM_PYRAMID_CPU_ISA="portable")
+    assert result.stdout.strip() == "portable", result.stderr
+
+
+def test_unknown_instruction_set_is_an_error() -> None:
+    code = "from vllm_pyramid.kernels import get_ops; get_ops('cpu')"
+    result = python(code, VLLM_PYRAMID_CPU_ISA="sse9")
+    assert result.returncode != 0
+    assert "ValueError: VLLM_PYRAMID_CPU_ISA: unknown instruction set 'sse9'" in result.stderr
+
+
+def test_variable_names_another_build(tmp_path: Path) -> None:
+    code = "from vllm_pyramid.kernels import cpu; cpu.available()"
+    result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))
+    assert "nothing.so: there is no such file" in result.stderr
+    code = "from vllm_pyramid.kernels import cpu_library; print(cpu_library.load()._name)"
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(cpu_library._find().read_bytes())
+    result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(copy))
+    assert result.stdout.strip() == str(copy), result.stderr
+
+
+def test_without_the_library_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library, "EXTENSION_SUFFIXES", [".missing"])
+    cpu_library.load.cache_clear()
+    ops.get_ops.cache_clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(ops.logger, "level", logging.WARNING)
+    ops.logger.addHandler(handler)
+    try:
+        assert ops.get_ops("cpu") is reference
+        assert ops.get_ops("cpu") is reference
+        assert not cpu.available()
+        (record,) = records
+        assert "C++17 compiler" in record.getMessage()
+    finally:
+        ops.logger.removeHandler(handler)
+        monkeypatch.undo()
+        cpu_library.load.cache_clear()
+        ops.get_ops.cache_clear()
+    assert ops.get_ops("cpu") is cpu
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ValueError, match="'tpu'; one of"):
+        ops.get_ops("tpu")
+
+
+def test_one_openmp_runtime_and_torch_governs_the_threads() -> None:
+    """The kernels add no runtime and no thread beyond PyTorch's pool."""
+    code = """
+import os, torch
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.records import (AttentionBatch, Softmax)
+torch.set_num_threads(2)
+a = torch.randn(400, 400)
+for _ in range(3): a @ a
+torch.nn.functional.softmax(torch.randn(2000, 2000), -1)
+before = len(os.listdir("/proc/self/task"))
+cache = torch.randn(600, 4, 32, 64)
+table = torch.arange(512, dtype=torch.int32)[None]
+i = lambda *x: torch.tensor(x, dtype=torch.int32)
+for threads in (2, 1, 2):
+    torch.set_num_threads(threads)
+    q = torch.randn(1, 8, 64)
+    batch = AttentionBatch(q, cache[:, :, :16], cache[:, :, 16:], table, i(0, 1), i(8192), i(0))
+    cpu.paged_attention(torch.empty_like(q), batch, Softmax(.1))
+after = len(os.listdir("/proc/self/task"))
+names = {line.split("/")[-1].strip() for line in open("/proc/self/maps") if "omp" in line}
+print(after - before, sum(n.startswith(("libgomp", "libomp", "libiomp")) for n in names))
+"""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("counts threads and mappings in /proc")
+    result = python(code, OMP_NUM_THREADS="2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["0", "1"]
+
+
+def test_a_small_call_is_cheap() -> None:
+    """A decode step calls this once a layer: the way into C++ must stay far below 0.1 ms."""
+    cache = torch.zeros(4, 2, 32, 64)
+    key, slots = torch.zeros(1, 2, 64), torch.tensor([3])
+    best = float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(50):
+            cpu.reshape_and_cache(key, key, cache[:, :, :16], cache[:, :, 16:], slots)
+        best = min(best, (time.perf_counter() - begin) / 50)
+    assert best < 1e-4, f"{best * 1e6:.1f} microseconds a call"
+
+
+def test_reading_pages_reads_those_that_are_named(
+    each_isa: Callable[[], Iterator[str]],
+) -> None:
+    """The ceiling that decode is measured against: all of each page, none that was not named."""
+    page_floats, count = 256, 200
+    memory = torch.zeros(count, page_floats)
+    memory[torch.randperm(count)[:77], -1] = 1.0
+    read = cpu_library.load().pyr_read_pages
+    pages = torch.randperm(count).int()
+    some = pages[:70].contiguous()
+    for _ in each_isa():
+        for named, threads in ((pages, 1), (pages, 2), (some, 1)):
+            seen = read(memory.data_ptr(), named.data_ptr(), len(named), page_floats * 4, threads)
+            assert seen == memory[named.long()].count_nonzero()

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of the C++ kernels: names, sizes, and which value goes into which field."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_pyramid.kernels.cpu import attention as cpu_attention
+from vllm_pyramid.kernels.cpu import checks as cpu_checks
+from vllm_pyramid.kernels.cpu import eviction as cpu_eviction
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.cpu import library as cpu_library
+from vllm_pyramid.kernels.cpu import structs as cpu_records
+from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax, WindowBatch
+
+pytestmark = pytest.mark.cpu
+
+HEADER = Path(__file__).parents[2] / "csrc" / "cpu" / "abi.h"
+
+
+def structs() -> dict[str, list[tuple[str, str]]]:
+    """Kind and name of the fields of every struct of the header."""
+    text = re.sub(r"//.*", "", HEADER.read_text())
+    found = {}
+    for struct, body in re.findall(r"struct (\w+) \{(.*?)\};", text, flags=re.DOTALL):
+        found[struct] = []
+        for line in filter(None, (part.strip() for part in body.split(";"))):
+            kind, names = re.fullmatch(r"((?:const )?\w+ ?\*?)\s*(.*)", line, re.DOTALL).groups()
+            kind = "pointer" if kind.endswith("*") else kind.strip()
+            found[struct] += [(kind, name.strip()) for name in names.split(",")]
+    return found
+
+
+def test_classes_mirror_the_header() -> None:
+    kinds: dict[Any, str] = {
+        ctypes.c_void_p: "pointer",
+        ctypes.c_int64: "int64_t",
+        ctypes.c_double: "double",
+        cpu_records.PyrAttention: "PyrAttention",
+    }
+    ours = {
+        record.__name__: [(kinds[kind], name) for name, kind in record._fields_]
+        for record in cpu_records.RECORDS
+    }
+    assert ours == structs()
+
+
+def test_the_largest_head_size_is_the_librarys() -> None:
+    """It sizes arrays over there."""
+    text = HEADER.with_name("kernels.h").read_text()
+    assert re.findall(r"kMaxHeadSize = (\d+);", text) == [str(cpu_checks.MAX_HEAD_SIZE)]
+
+
+def test_sizes_are_the_librarys() -> None:
+    library = cpu_library.load()
+    for record in cpu_records.RECORDS:
+        assert library.pyr_record_size(record.__name__.encode()) == ctypes.sizeof(record)
+    assert library.pyr_record_size(b"PyrNothing") == -1
+
+
+class PyrSelect(ctypes.Structure):
+    """One field more than the library's."""
+
+    _fields_ = (*cpu_records.PyrSelect._fields_, ("more", ctypes.c_int64))
+
+
+class PyrUnknown(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int64),)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (PyrSelect, "takes PyrSelect in 104 bytes .* packs 112; rebuild it"),
+        (PyrUnknown, "takes PyrUnknown in -1 bytes"),
+    ],
+)
+def test_another_size_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, record: type[ctypes.Structure], message: str
+) -> None:
+    others = [kept for kept in cpu_records.RECORDS if kept.__name__ != record.__name__]
+    monkeypatch.setattr(cpu_library, "RECORDS", (*others, record))
+    with pytest.raises(cpu_library.LibraryError, match=message):
+        cpu_library.load.__wrapped__()
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The record that a call packs, read back through its class."""
+
+    def call(record: type[ctypes.Structure], function: Any, *inputs: Any, **options: Any) -> Any:
+        seen: list[bytes] = []
+        for module in (cpu_attention, cpu_eviction):
+            monkeypatch.setattr(module, "run", lambda name, bytes_: seen.append(bytes_))
+        function(*inputs, **options)
+        return record.from_buffer_copy(seen[0])
+
+    return call
+
+
+def check_attention(record: Any, batch: Any, softmax: Softmax) -> None:
+    key, table = batch.key_cache, batch.block_table
+    assert record.key == key.data_ptr() and record.table == table.data_ptr()
+    assert record.query == batch.query.data_ptr()
+    assert record.query_start == batch.query_start_loc.data_ptr()
+    assert record.seq_lens == batch.seq_lens.data_ptr() and record.skips == batch.skips.data_ptr()
+    assert tuple(batch.query.shape) == (record.T, record.H, record.D)
+    assert tuple(key.shape) == (record.P, record.G, record.N, record.D)
+    assert tuple(table.shape) == (record.R, record.M)
+    assert (record.query_t, record.query_h) == batch.query.stride()[:2]
+    assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
+    assert record.table_r == table.stride(0) and record.threads == torch.get_num_threads()
+    assert (record.query_dtype, record.cache_dtype) == (1, 1)
+    scale = softmax.scale * batch.key_scale
+    assert (record.scale, record.soft_cap) == (scale, softmax.soft_cap)
+    assert record.value_scale == batch.value_scale
+    assert record.sliding_window == softmax.sliding_window
+
+
+def test_attention(make_batch: Any, packed: Any) -> None:
+    """Values that differ, so that none can take another's place."""
+    made = make_batch([100, 95, 60], [4, 1, 2], skips=[0, 3, 20], group=3, dtype=torch.bfloat16)
+    batch = replace(made.attention(), value_cache=made.value_cache.clone()[..., :64])
+    batch = replace(batch, key_scale=0.5, value_scale=7.0)
+    sinks, lse = torch.zeros(6, dtype=torch.float16), torch.zeros(7, 6)
+    softmax = Softmax(0.25, soft_cap=3.0, sliding_window=17, sinks=sinks)
+    out = torch.zeros(6, 7, 64).transpose(0, 1)
+    record = packed(
+        cpu_records.PyrAttention, cpu.paged_attention, out, batch, softmax, log_sum_exp=lse
+    )
+    check_attention(record, batch, softmax)
+    assert (record.out, record.value) == (out.data_ptr(), batch.value_cache.data_ptr())
+    assert (record.out_t, record.out_h) == out.stride()[:2]
+    assert (record.value_p, record.value_g, record.value_n) == batch.value_cache.stride()[:3]
+    assert (record.sinks, record.log_sum_exp) == (sinks.data_ptr(), lse.data_ptr())
+    assert (record.out_dtype, record.sinks_dtype) == (0, 2)
+
+    mass, first = torch.zeros(made.key_cache.shape[:3]), torch.zeros(3, dtype=torch.int32)
+    inputs = (cpu.add_key_mass, mass, batch, softmax)
+    options = {"kind": "below_average", "first_queries": first, "log_sum_exp": lse}
+    record = packed(cpu_records.PyrKeyMass, *inputs, **options)
+    check_attention(record.attention, batch, softmax)
+    assert record.attention.log_sum_exp == lse.data_ptr()
+    assert (record.mass, record.first_queries) == (mass.data_ptr(), first.data_ptr())
+    assert (record.mass_p, record.mass_g, record.kind) == (*mass.stride()[:2], 1)
+
+    top_ns, rows = torch.ones(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    inputs = (cpu.topn_attention, out, batch, softmax, top_ns)
+    record = packed(cpu_records.PyrTopn, *inputs, renormalize=True, value_rows=rows)
+    check_attention(record.attention, batch, softmax)
+    assert record.attention.value == batch.value_cache.data_ptr()
+    assert (record.top_n, record.value_rows) == (top_ns.data_ptr(), rows.data_ptr())
+    assert record.renormalize == 1
+
+
+def test_scores(make_batch: Any, packed: Any) -> None:
+    made = make_batch([100, 95, 60], [9, 10, 11], group=3, dtype=torch.bfloat16)
+    query, key, table = made.query, made.key_cache, made.block_table
+    ends, lse = made.query_start_loc[1:].clone(), torch.zeros(30, 6)
+    sinks = torch.zeros(6, dtype=torch.float16)
+    softmax = Softmax(0.25, soft_cap=3.0, sinks=sinks)
+
+    def check(record: Any, columns: int) -> None:
+        assert (record.query, record.key) == (query.data_ptr(), key.data_ptr())
+        assert (record.table, record.query_ends) == (table.data_ptr(), ends.data_ptr())
+        assert record.log_sum_exp == lse.data_ptr()
+        assert tuple(query.shape) == (record.T, record.H, record.D)
+        assert tuple(key.shape)[:3] == (record.P, record.G, record.N)
+        assert (record.R, record.M, record.out_len) == (*table.shape, columns)
+        assert (record.query_t, record.query_h) == query.stride()[:2]
+        assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
+        assert (record.table_r, record.threads) == (table.stride(0), torch.get_num_threads())
+        assert (record.query_dtype, record.cache_dtype) == (1, 1)
+        assert (record.sinks, record.sinks_dtype) == (sinks.data_ptr(), 2)
+        assert (record.scale, record.soft_cap) == (0.125, 3.0)
+
+    prompts = WindowBatch(query, key, table, ends, made.seq_lens, 8, 120, key_scale=0.5)
+    inputs = (prompts, softmax, Reduction("sum", "max", 7))
+    for function in (cpu.window_scores, cpu.window_scores_and_statistics):
+        record = packed(cpu_records.PyrScores, function, *inputs, log_sum_exp=lse)
+        check(record, 112)
+        assert record.out and bool(record.statistics) == (function is not cpu.window_scores)
+        assert record.prompt_lens == made.seq_lens.data_ptr()
+        assert (record.window, record.reduce, record.pooling, record.kernel_size) == (8, 2, 1, 7)
+
+    skips, recents, contexts = (torch.full((3,), n, dtype=torch.int32) for n in (0, 5, 20))
+    lens = made.seq_lens
+    recent = RecentBatch(query, key, table, ends, lens, skips, recents, contexts, 33, 0.5)
+    options = {"distance_weight": 1.5, "log_sum_exp": lse}
+    record = packed(cpu_records.PyrRecentMass, cpu.recent_mass, recent, softmax, **options)
+    check(record, 33)
+    assert record.out and record.distance_weight == 1.5
+    assert (record.seq_lens, record.skips) == (made.seq_lens.data_ptr(), skips.data_ptr())
+    assert (record.recents, record.contexts) == (recents.data_ptr(), contexts.data_ptr())
+
+
+def test_moves(make_batch: Any, packed: Any) -> None:
+    made = make_batch([100, 95, 60], [9, 10, 11], dtype=torch.bfloat16)
+    key, value, table = made.key_cache, made.value_cache.clone(), made.block_table
+    lens, keeps = made.seq_lens, torch.full((3,), 20, dtype=torch.int32)
+    scores = torch.zeros(3, 2, 130)[..., :120]
+    options = {"window": 8, "sinks": 4, "max_keep": 21}
+    record = packed(cpu_records.PyrSelect, cpu.select, scores, lens, keeps, **options)
+    assert record.out and record.scores == scores.data_ptr()
+    assert (record.prompt_lens, record.keeps) == (lens.data_ptr(), keeps.data_ptr())
+    assert (record.R, record.G, record.out_len, record.scores_len) == (3, 2, 21, 120)
+    assert (record.scores_r, record.scores_g) == scores.stride()[:2]
+    assert (record.window, record.sinks, record.threads) == (8, 4, torch.get_num_threads())
+
+    def check_caches(record: Any) -> None:
+        assert tuple(key.shape) == (record.P, record.G, record.N, record.D)
+        assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
+        assert (record.value_p, record.value_g, record.value_n) == value.stride()[:3]
+        assert (record.item_size, record.threads) == (2, torch.get_num_threads())
+
+    kept = torch.zeros(3, 2, 30, dtype=torch.int32)[..., :25]
+    record = packed(cpu_records.PyrCompact, cpu.compact, key, value, table, kept, lens, keeps)
+    check_caches(record)
+    assert (record.key, record.value) == (key.data_ptr(), value.data_ptr())
+    assert (record.table, record.kept) == (table.data_ptr(), kept.data_ptr())
+    assert (record.prompt_lens, record.keeps) == (lens.data_ptr(), keeps.data_ptr())
+    assert (record.R, record.M, record.kept_len) == (*table.shape, 25)
+    assert (record.table_r, record.kept_r, record.kept_g) == (table.stride(0), *kept.stride()[:2])
+
+    new = torch.zeros(7, 5, 64, dtype=torch.bfloat16)
+    new_key, new_value = new[:, :2], torch.zeros(7, 2, 64, dtype=torch.bfloat16)
+    slots = torch.arange(6)
+    inputs = (cpu.reshape_and_cache, new_key, new_value, key, value, slots)
+    record = packed(cpu_records.PyrCacheWrite, *inputs)
+    check_caches(record)
+    assert (record.key, record.value) == (new_key.data_ptr(), new_value.data_ptr())
+    assert (record.key_cache, record.value_cache) == (key.data_ptr(), value.data_ptr())
+    assert (record.slots, record.T) == (slots.data_ptr(), 6)
+    assert (record.key_t, record.key_h) == new_key.stride()[:2]
+    assert (record.value_t, record.value_h) == new_value.stride()[:2]
+
+    key, value = (x.to(torch.float8_e5m2) for x in (key, value))
+    inputs = (cpu.reshape_and_cache, new_key, new_value, key, value, slots)
+    record = packed(cpu_records.PyrCacheWrite, *inputs, key_scale=0.5, value_scale=7.0)
+    assert (record.source_dtype, record.cache_dtype, record.item_size) == (1, 4, 1)
+    assert (record.key_scale, record.value_scale) == (0.5, 7.0)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`add_key_mass` of the C++ kernels against the reference in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.arguments import take_softmax
+from tests.kernels.conftest import STALE_BLOCK
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.records import Softmax
+
+pytestmark = pytest.mark.cpu
+
+LENS = [1, 37, 300, 700, 20]
+QUERY_LENS = [1, 5, 90, 1, 0]
+
+
+def new_mass(batch: Any, start: float = 0.0) -> torch.Tensor:
+    return torch.full(batch.key_cache.shape[:3], start)
+
+
+def mass_of(module: Any, batch: Any, start: float = 0.0, **options: Any) -> torch.Tensor:
+    """The mass in its pages; it begins at `start` everywhere."""
+    mass = new_mass(batch, start)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    module.add_key_mass(mass, batch.attention(), softmax, **options)
+    return mass
+
+
+def of_request(batch: Any, mass: torch.Tensor, r: int) -> torch.Tensor:
+    """The mass of what request r sees: `[G, tokens]`."""
+    skip, end = int(batch.skips[r]), int(batch.seq_lens[r])
+    return reference.gather_tokens(mass[..., None], batch.block_table[r], skip, end)[..., 0].T
+
+
+def lse_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
+    """The log-sum-exp that the module's attention finds."""
+    lse = torch.full(batch.query.shape[:2], float("nan"))
+    out = torch.empty_like(batch.query)
+    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
+    module.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse, **options)
+    return lse
+
+
+@pytest.fixture
+def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+    """On every instruction set, also with attention's log-sum-exp: close to the reference; no other
+    slot is touched."""
+
+    def check(batch: Any, **options: Any) -> None:
+        others = new_mass(batch, 1.0)
+        for r, (start, end) in enumerate(batch.query_start_loc.unfold(0, 2, 1).tolist()):
+            if end > start:
+                positions = torch.arange(int(batch.skips[r]), int(batch.seq_lens[r]))
+                block_size = others.shape[2]
+                blocks = batch.block_table[r, positions // block_size].long()
+                others[blocks, :, positions % block_size] = 0.0
+        right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
+        assert not right[others > 0].any()
+        for isa in each_isa():
+            for lse in (None, lse_of(cpu, batch, **options)):
+                found = mass_of(cpu, batch, **options, log_sum_exp=lse)
+                torch.testing.assert_close(
+                    found, right, rtol=1e-4, atol=1e-6, msg=lambda text, isa=isa: f"{isa}: {text}"
+                )
+                assert not found[others > 0].any(), isa
+                added = mass_of(cpu, batch, 3.0, **options, log_sum_exp=lse) - 3.0
+                torch.testing.assert_close(added, right, rtol=1e-4, atol=1e-4)
+                assert not added[others > 0].any(), isa
+        lse = lse_of(reference, batch, **options)
+        found = mass_of(reference, batch, **options, log_sum_exp=lse)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("head_size", [40, 64, 128, 512])
+def test_matches_reference(make_batch, assert_mass, dtype, group, head_size) -> None:
+    shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group + head_size}
+    assert_mass(make_batch(LENS, QUERY_LENS, **shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [12, 40])
+def test_one_query_of_many_heads(make_batch, assert_mass, dtype, group) -> None:
+    """Packed tiles; of 40 rows the last 8 are few enough to go over K where it lies."""
+    assert_mass(make_batch([300, 37], [1, 1], dtype=dtype, group=group, kv_heads=1))
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+def test_a_window_leaves_freed_blocks_alone(make_batch, assert_mass, queries) -> None:
+    """Table entries below the first query's window name blocks that are not there."""
+    batch = make_batch([300, 95], [queries, queries], dtype=torch.bfloat16)
+    for r, length in enumerate((300, 95)):
+        batch.block_table[r, : (length - queries - 20 + 1) // 16] = STALE_BLOCK
+    right = mass_of(reference, batch, sliding_window=20)
+    for lse in (None, lse_of(cpu, batch, sliding_window=20)):
+        found = mass_of(cpu, batch, sliding_window=20, log_sum_exp=lse)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_the_log_sum_exp_is_used(make_batch, module) -> None:
+    """One that is larger by ln 2 halves every probability."""
+    batch = make_batch(LENS, QUERY_LENS)
+    larger = lse_of(module, batch) + math.log(2)
+    found = mass_of(module, batch, log_sum_exp=larger)
+    torch.testing.assert_close(found * 2, mass_of(module, batch), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 20},
+        {"sliding_window": 100, "soft_cap": 3.0},
+        {"soft_cap": 1.5},
+        {"sinks": True},
+        {"sinks": True, "soft_cap": 2.0, "sliding_window": 33},
+    ],
+    ids=str,
+)
+def test_options(make_batch, assert_mass, dtype, options) -> None:
+    if "sinks" in options:
+        options = options | {"sinks": torch.tensor([0.5, -2.0, 4.0, 1.0], dtype=dtype)}
+    assert_mass(make_batch(LENS, QUERY_LENS, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 48])
+def test_skips(make_batch, assert_mass, block_size) -> None:
+    batch = make_batch(
+        [300, 95, 700, 64], [1, 20, 1, 6], skips=[131, 48, 5, 40], layout="rows",
+        block_size=block_size, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert_mass(batch)
+
+
+def test_queries_that_see_nothing_give_nothing(make_batch, assert_mass) -> None:
+    batch = make_batch([32], [4], skips=[30])
+    assert_mass(batch)
+    mass = mass_of(cpu, batch)
+    assert mass.sum() == pytest.approx(2 * 4)  # two of the four queries, four heads
+
+
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_mass_is_added_and_sums_to_the_queries(make_batch, module) -> None:
+    """Every query of every head shares out exactly 1; what was there stays."""
+    batch = make_batch(LENS, QUERY_LENS, group=3)
+    mass = mass_of(module, batch, 2.0) - 2.0
+    for r, queries in enumerate(QUERY_LENS):
+        expected = torch.full((2,), queries * 3.0)
+        torch.testing.assert_close(
+            of_request(batch, mass, r).sum(-1), expected, rtol=1e-3, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"soft_cap": 1.5}], ids=str)
+def test_below_average(make_batch, each_isa, dtype, options) -> None:
+    """Counts; only where a weight is nearly the average may the last bit decide otherwise."""
+    batch = make_batch(LENS, QUERY_LENS, dtype=dtype, group=3)
+    options = {"kind": "below_average", **options}
+    right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
+    assert right.sum() > 5_000
+    for isa in each_isa():
+        shared = {name: value for name, value in options.items() if name != "kind"}
+        for lse in (None, lse_of(cpu, batch, **shared)):
+            found = mass_of(cpu, batch, **options, log_sum_exp=lse)
+            assert (found == found.round()).all() and ((found - right).abs() <= 1).all(), isa
+            assert (found != right).sum() <= 3, isa
+
+
+def test_below_average_by_hand(make_batch) -> None:
+    """The first key is all that its query sees: 1, the average. Equal keys are all average."""
+    batch = make_batch([4], [4], kv_heads=1, group=1, head_size=8)
+    batch.key_cache.zero_()
+    for lse in (None, lse_of(cpu, batch)):
+        assert mass_of(cpu, batch, kind="below_average", log_sum_exp=lse).sum() == 0
+    batch.query.fill_(1.0)
+    block = int(batch.block_table[0, 0])
+    batch.key_cache[block, 0, 1] = 1.0  # from its query on, the other keys are below the average
+    for module in (cpu, reference):
+        for lse in (None, lse_of(module, batch)):
+            mass = mass_of(module, batch, kind="below_average", log_sum_exp=lse)
+            assert of_request(batch, mass, 0).tolist() == [[3.0, 0.0, 2.0, 1.0]]
+
+
+@pytest.mark.parametrize("kind", ["sum", "below_average"])
+def test_first_queries(make_batch, each_isa, kind) -> None:
+    """Queries before the first one add nothing: the same as a step that has only the others."""
+    batch = make_batch([300, 95, 64], [90, 20, 1], skips=[40, 0, 0])
+    first = torch.tensor([275, 10, 64], dtype=torch.int32)
+    right = mass_of(reference, batch, kind=kind, first_queries=first, compute_dtype=torch.float64)
+    for isa in each_isa():
+        for lse in (lse_of(cpu, batch), None):
+            found = mass_of(cpu, batch, kind=kind, first_queries=first, log_sum_exp=lse)
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, msg=isa)
+    assert not of_request(batch, right, 2).any() and of_request(batch, right, 1).any()
+    batch.query_start_loc = torch.tensor([0, 25, 45], dtype=torch.int32)
+    batch.query = torch.cat([batch.query[65:90], batch.query[90:110]])
+    batch.seq_lens, batch.skips = batch.seq_lens[:2], batch.skips[:2]
+    batch.block_table = batch.block_table[:2]
+    assert torch.equal(mass_of(cpu, batch, kind=kind), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_do_not_change_the_bits(make_batch, each_isa, dtype) -> None:
+    """The queries of a prompt in one step, or in several of more than one: what eviction sees is
+    the same."""
+    batch = make_batch([300], [90], dtype=dtype, group=3)
+    for isa in each_isa():
+        at_once = mass_of(cpu, batch)
+        mass = new_mass(batch)
+        for begin, end in ((0, 2), (2, 34), (34, 77), (77, 90)):
+            chunk = replace(
+                batch.attention(),
+                query=batch.query[begin:end],
+                query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+                seq_lens=torch.tensor([210 + end], dtype=torch.int32),
+            )
+            cpu.add_key_mass(mass, chunk, Softmax(0.125))
+        assert torch.equal(mass, at_once), isa
+
+
+def test_threads_and_strides(make_batch, two_threads) -> None:
+    batch = make_batch(LENS, QUERY_LENS, dtype=torch.bfloat16)
+    right = mass_of(cpu, batch)
+    torch.set_num_threads(1)
+    blocks, heads, rows = right.shape
+    wide = torch.zeros(heads + 1, blocks, rows + 5)
+    view = wide.transpose(0, 1)[:, :heads, :rows]
+    cpu.add_key_mass(view, batch.attention(), Softmax(0.125))
+    assert torch.equal(view, right)
+    view.zero_()
+    assert not wide.any()
+
+
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_bad_arguments_raise(make_batch, module) -> None:
+    batch = make_batch([100, 95], [4, 1])
+    blocks, heads, rows = batch.key_cache.shape[:3]
+    inputs = (batch.attention(), Softmax(0.125))
+    for shape, dtype, kind, message in [
+        ((blocks, heads, rows + 1), torch.float32, "sum", "as the cache's blocks"),
+        ((blocks, heads, rows), torch.float64, "sum", "must be float32"),
+        ((blocks, heads, rows), torch.float32, "mean", "kind 'mean' must be one of sum"),
+    ]:
+        mass = torch.zeros(shape, dtype=dtype)
+        with pytest.raises(ValueError, match=message):
+            module.add_key_mass(mass, *inputs, kind=kind)
+    mass, out = torch.zeros(blocks, heads, rows), torch.empty_like(batch.query)
+    for lse in (torch.zeros(5, 3), torch.zeros(5, 4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
+            module.add_key_mass(mass, *inputs, log_sum_exp=lse)
+        with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
+            module.paged_attention(out, *inputs, log_sum_exp=lse)
+    if module is cpu:
+        lse = torch.zeros(4, 5).T
+        with pytest.raises(ValueError, match="log_sum_exp must be contiguous"):
+            cpu.add_key_mass(mass, *inputs, log_sum_exp=lse)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launchers do on the host: no allocation in decode, no device value read anywhere.
+
+Runs without the interpreter (which copies arguments by itself) and without a GPU: the kernels are
+compiled under the offline driver of `scripts/compile_triton.py` and never launched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver as triton_driver
+
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.records import (
+    AttentionBatch,
+    Choosers,
+    RecentBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
+from vllm_pyramid.kernels.triton import functions as triton_ops
+from vllm_pyramid.kernels.triton import tables as triton_tables
+from vllm_pyramid.kernels.triton.topn_launch import workspace_cells
+
+pytestmark = pytest.mark.cpu
+ROOT = Path(__file__).parents[3]
+# One list for all tests: Triton keeps a compiled kernel, and the launcher it was compiled with.
+LAUNCHED: list[str] = []
+SOFTMAX = Softmax(0.125)
+
+
+class Recorder(TorchDispatchMode):
+    """Names of all tensor operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches():
+    """The kernels launched, by name, on a pretended device."""
+    path = ROOT / "scripts" / "compile_triton.py"
+    spec = importlib.util.spec_from_file_location("compile_triton", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compile_triton"] = module
+    spec.loader.exec_module(module)
+    names = LAUNCHED
+    names.clear()
+
+    class Driver(module.OfflineDriver):
+        def launcher_cls(self, source, metadata):
+            return lambda *args, **kwargs: names.append(metadata.name)
+
+    triton_driver.set_active(Driver(90, lambda name, cubin, shared: None))
+    return names
+
+
+def small_batch(queries):
+    pool = torch.zeros(4, 2, 16, 128, dtype=torch.bfloat16)
+    starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    query = torch.zeros(sum(queries), 8, 64, dtype=torch.bfloat16)
+    lens = torch.full((len(queries),), 40, dtype=torch.int32)
+    table = torch.zeros(len(queries), 4, dtype=torch.int32)
+    caches = (pool[..., :64], pool[..., 64:])
+    skips, longest = torch.zeros_like(lens), max(queries)
+    return AttentionBatch(query, *caches, table, starts, lens, skips, max_query_len=longest)
+
+
+def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
+    batch = small_batch([1, 1])
+    out = torch.empty_like(batch.query)
+    workspace = triton_ops.Workspace.allocate(8, 2, 64, "cpu", rows=2 * 8 * 4)
+    with Recorder() as recorder:
+        for num_splits in (4, 1):
+            triton_ops.paged_attention(
+                out, batch, SOFTMAX, workspace=workspace, num_splits=num_splits
+            )
+    assert recorder.names == []
+    # The second call shows that one split needs neither scratch nor a second kernel.
+    assert launches == ["decode_kernel", "combine_kernel", "decode_kernel"]
+
+
+def test_key_mass_takes_its_scratch_from_the_workspace(launches):
+    batch = small_batch([1, 1])
+    mass = torch.zeros(batch.key_cache.shape[:3])
+    workspace = triton_ops.Workspace.allocate(8, 2, 64, "cpu", rows=2 * 8 * 4)
+    with Recorder() as recorder:
+        triton_ops.add_key_mass(mass, batch, SOFTMAX, num_splits=4, workspace=workspace)
+    assert recorder.names == []
+    assert launches == ["row_statistics_kernel", "key_mass_kernel"]
+
+
+def test_key_mass_by_the_log_sum_exp_is_one_launch(launches):
+    batch = small_batch([1, 30])
+    mass, lse = torch.zeros(batch.key_cache.shape[:3]), torch.zeros(batch.query.shape[:2])
+    with Recorder() as recorder:
+        triton_ops.add_key_mass(mass, batch, SOFTMAX, log_sum_exp=lse)
+    assert recorder.names == []
+    assert launches == ["key_mass_kernel"]
+
+
+def test_nothing_is_read_back_where_the_maxima_are_given(launches):
+    batch = small_batch([1, 30])
+    key_cache, value_cache, table = batch.key_cache, batch.value_cache, batch.block_table
+    lens, skips = batch.seq_lens, batch.skips
+    keeps = torch.full_like(lens, 20)
+    with Recorder() as recorder:
+        triton_ops.paged_attention(torch.empty_like(batch.query), batch, SOFTMAX, num_splits=2)
+        ends = batch.query_start_loc[1:]
+        prompts = WindowBatch(batch.query, key_cache, table, ends, lens, 8, max_prompt_len=40)
+        scores = triton_ops.window_scores(prompts, SOFTMAX, Reduction())
+        kept = triton_ops.select(scores, lens, keeps, window=8, max_keep=20)
+        triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
+        triton_ops.shift_block_tables_(table[None], skips[None], 16, num_columns=3)
+        triton_ops.effective_lens(lens.clone(), lens, skips)
+    assert "_local_scalar_dense" not in recorder.names
+    assert "_to_copy" not in recorder.names
+    assert "empty" in recorder.names  # the recorder does see what the calls do
+    assert len(launches) == 3 + 4 + 1 + 1 + 2
+    with Recorder() as recorder:
+        triton_ops.select(scores, lens, keeps, window=8)
+    assert "_local_scalar_dense" in recorder.names
+
+
+def test_tables_and_lengths_are_compiled_once(launches):
+    """Numbers of rows and columns change from step to step; no step may wait for a compiler."""
+    tables = torch.zeros(4, 300, 512, dtype=torch.int32)
+    lens, skips = torch.zeros(2, 4, 300, dtype=torch.int32)
+    seq_lens = torch.zeros(300, dtype=torch.int32)
+    cached = []
+    for num_rows, num_columns in ((1, 0), (1, 1), (5, 16), (48, 17), (300, 512)):
+        triton_ops.shift_block_tables_(
+            tables[:, :num_rows], skips[:, :num_rows], 16, num_columns=num_columns
+        )
+        triton_ops.effective_lens(lens[:, :num_rows], seq_lens, skips[:, :num_rows])
+        cached.append(
+            [
+                sum(len(caches[0]) for caches in kernel.device_caches.values())
+                for kernel in (
+                    triton_tables.shift_tables_kernel,
+                    triton_tables.effective_lens_kernel,
+                )
+            ]
+        )
+    assert min(cached[0]) > 0
+    assert cached == [cached[0]] * 5
+
+
+def test_the_split_count_follows_only_what_the_host_knows():
+    from vllm_pyramid.kernels.triton.tiles import choose_num_splits
+
+    assert choose_num_splits(528, 8, 32768, 64) == 64
+    assert choose_num_splits(528, 64, 32768, 64) == 8
+    assert choose_num_splits(528, 1024, 32768, 64) == 1
+    assert choose_num_splits(528, 8, 512, 64) == 4
+    assert choose_num_splits(528, 8, 100, 64) == 1
+    for pairs in range(1, 600):
+        splits = choose_num_splits(528, pairs, 1 << 20, 64)
+        assert splits == 1 or splits * pairs <= 528  # so a workspace never is too small
+
+
+def test_choosers_that_the_host_knows_cost_three_launches(launches):
+    """Nothing is computed or read back beside them, and the scratch is the workspace's."""
+    batch = small_batch([1, 1])
+    out, top_ns = torch.empty_like(batch.query), torch.tensor([4, 4], dtype=torch.int32)
+    pairs = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
+    batch = replace(batch, max_query_len=1, max_seq_len=64)
+    workspace = torch.empty(2 * workspace_cells(1, 8, 64, 4))
+    choosers = Choosers(pairs, 4, alone=True, workspace=workspace)
+    with Recorder() as recorder:
+        triton_ops.topn_attention(out, batch, SOFTMAX, top_ns, choosers=choosers)
+    assert set(recorder.names) <= {"slice", "view", "detach"}
+    assert launches == ["topn_logits_kernel", "topn_choose_kernel", "topn_values_kernel"]
+
+
+def test_recent_mass_by_the_log_sum_exp_is_one_launch(launches):
+    batch = small_batch([1, 30])
+    ints = [torch.tensor(values, dtype=torch.int32) for values in ([1, 31], [1, 6], [8, 20])]
+    recent = RecentBatch(
+        *(batch.query, batch.key_cache, batch.block_table, ints[0], batch.seq_lens, batch.skips),
+        *ints[1:],
+        max_context=20,
+    )
+    lse = torch.zeros(batch.query.shape[:2])
+    for known, expected in ((lse, []), (None, ["recent_log_sum_exp_kernel"])):
+        launches.clear()
+        with Recorder() as recorder:
+            triton_ops.recent_mass(recent, SOFTMAX, distance_weight=1.2, log_sum_exp=known)
+        assert set(recorder.names) == {"empty"}
+        assert launches == [*expected, "recent_mass_kernel"]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])
+def test_every_call_of_the_contract_is_accepted(name):
+    """The engine calls whichever back end it has with the same arguments."""
+    ours = inspect.signature(getattr(triton_ops, name)).parameters
+    wanted = dict(inspect.signature(getattr(Ops, name)).parameters)
+    del wanted["self"]
+    for key, parameter in wanted.items():
+        assert key in ours, f"{name} of Triton does not take {key}"
+        assert ours[key] == parameter
+    extra = set(ours) - set(wanted)
+    assert all(ours[key].default is not inspect.Parameter.empty for key in extra)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`add_key_mass` and the window's statistics against the reference in float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.kernels.arguments import head_sinks, take_softmax
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.records import (
+    GQA_REDUCTIONS,
+    POOLINGS,
+    AttentionBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
+from vllm_pyramid.kernels.triton import functions as triton_ops
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+
+# (KV heads, group, head size, dtype, joint K and V)
+GEOMETRIES = [
+    (2, 1, 64, torch.bfloat16, False),
+    (2, 4, 128, torch.bfloat16, True),
+    (1, 8, 80, torch.float32, False),
+    (1, 3, 32, torch.float16, True),
+    (1, 20, 64, torch.bfloat16, False),  # more query heads than a tensor-core tile has rows
+]
+EXTRAS = {
+    "sliding_window": {"sliding_window": 37},
+    "soft_cap": {"soft_cap": 2.5},
+    "sinks": {"sinks": True},
+    "all": {"sliding_window": 50, "soft_cap": 4.0, "sinks": True},
+}
+START = 0.25  # what the mass holds before: it is added to
+
+
+def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pass=False, **launch):
+    """Both on pages that begin at `START`; what was added to each request's keys, `[G, tokens]`.
+
+    `one_pass`: Triton is given the log-sum-exp of attention.
+    """
+    num_kv_heads, group, head_size, dtype, _ = geometry
+    device = paged.key_cache.device
+    generator = torch.Generator().manual_seed(2)
+    extras = dict(extras or {})
+    if extras.get("sinks"):
+        extras["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device)
+    query = torch.randn(sum(queries), num_kv_heads * group, head_size, generator=generator)
+    query = query.to(dtype).to(device)
+    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    batch = paged.attention(query, ints(starts), ints(lens), ints(skips))
+    softmax = take_softmax(extras, head_size**-0.5)
+    expected, actual = (
+        torch.full(paged.key_cache.shape[:3], START, device=device) for _ in range(2)
+    )
+    if one_pass:
+        lse = torch.full(query.shape[:2], float("nan"), device=device)
+        reference.paged_attention(torch.empty_like(query), batch, softmax, log_sum_exp=lse)
+        launch = {**launch, "log_sum_exp": lse}
+    reference.add_key_mass(expected, batch, softmax, **extras, compute_dtype=torch.float64)
+    triton_ops.add_key_mass(actual, batch, softmax, **extras, **launch)
+    if extras.get("kind") == "below_average":
+        # The last bit may decide where a weight is nearly the average.
+        assert ((actual - expected).abs() <= 1).all() and (actual != expected).sum() <= 2
+    else:
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+    added = []
+    for r, (n, skip) in enumerate(zip(lens, skips, strict=True)):
+        mass = reference.gather_tokens(actual[..., None], paged.block_table[r], skip, n)
+        added.append(mass[..., 0].T - START)
+    untouched = (actual == START) == (expected == START)
+    assert untouched.all()
+    return added
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize(
+    ("geometry", "splits"), list(zip(GEOMETRIES, [1, 4, 1, 4, 2], strict=True))
+)
+def test_decode(make_paged, ints, geometry, splits, one_pass):
+    num_kv_heads, _, head_size, dtype, joint = geometry
+    lens, skips = [1, 150, 64, 97, 17], [0, 37, 48, 96, 0]
+    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
+    for r, skip in enumerate(skips):
+        paged.hide(r, skip // 16)
+    run_both(paged, ints, geometry, lens, [1] * 5, skips, num_splits=splits, one_pass=one_pass)
+
+
+@pytest.mark.parametrize(("geometry", "splits"), [(GEOMETRIES[1], 2), (GEOMETRIES[3], None)])
+def test_chunks_and_mixed_batch(make_paged, ints, geometry, splits):
+    num_kv_heads, _, head_size, dtype, joint = geometry
+    lens, skips, queries = [40, 70, 33, 20, 64], [0, 21, 0, 0, 16], [40, 9, 1, 0, 5]
+    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
+    for r, skip in enumerate(skips):
+        paged.hide(r, skip // 16)
+    added = run_both(paged, ints, geometry, lens, queries, skips, num_splits=splits)
+    assert not added[3].any() and added[0].any()
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize(("extra", "splits"), list(zip(EXTRAS, [1, 2, 2, 1], strict=True)))
+def test_extras(make_paged, ints, extra, splits, one_pass):
+    geometry = (1, 4, 64, torch.bfloat16, False)
+    lens, skips, queries = [150, 33, 90, 120], [37, 0, 16, 0], [1, 1, 20, 60]
+    paged = make_paged(lens, 1, 64, torch.bfloat16, block_size=8)
+    for r, skip in enumerate(skips):
+        paged.hide(r, skip // 8)
+    options = {"extras": EXTRAS[extra], "num_splits": splits, "one_pass": one_pass}
+    run_both(paged, ints, geometry, lens, queries, skips, **options)
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_queries_that_see_nothing_give_nothing(make_paged, ints, one_pass):
+    paged = make_paged([32], 2, 64, torch.bfloat16)
+    geometry = (2, 4, 64, torch.bfloat16, False)
+    (added,) = run_both(paged, ints, geometry, [32], [4], [30], one_pass=one_pass)
+    torch.testing.assert_close(added.sum().item(), 2.0 * 8, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("extras", [{}, {"sliding_window": 37}], ids=str)
+def test_below_average(make_paged, ints, extras):
+    geometry = (2, 4, 64, torch.float32, False)
+    lens, skips, queries = [150, 33, 90], [37, 0, 16], [1, 1, 20]
+    paged = make_paged(lens, 2, 64, torch.float32)
+    extras = {"kind": "below_average", **extras}
+    added = run_both(paged, ints, geometry, lens, queries, skips, extras=extras, num_splits=2)
+    assert all(mass.sum() > 100 for mass in (added[0], added[2]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "one_pass"), [("sum", False), ("below_average", False), ("below_average", True)]
+)
+def test_first_queries(make_paged, ints, kind, one_pass):
+    geometry = (1, 3, 32, torch.float32, True)
+    lens, skips, queries = [70, 64, 33], [16, 0, 0], [40, 20, 1]
+    paged = make_paged(lens, 1, 32, torch.float32, joint=True)
+    extras = {"kind": kind, "first_queries": ints([55, 10, 33])}
+    options = {"extras": extras, "num_splits": 1, "one_pass": one_pass}
+    added = run_both(paged, ints, geometry, lens, queries, skips, **options)
+    assert not added[2].any() and added[0].any() and added[1].any()
+
+
+@pytest.mark.parametrize("group", [4, 8])
+def test_nobody_asks(make_paged, ints, group):
+    """The largest int32 stands for "no query": groups of heads must not multiply it."""
+    lens, queries = [70, 33], [40, 1]
+    paged = make_paged(lens, 1, 32, torch.float32, joint=True)
+    extras = {"first_queries": ints([2**31 - 1, 20])}
+    geometry = (1, group, 32, torch.float32, True)
+    added = run_both(paged, ints, geometry, lens, queries, [0, 0], extras=extras, num_splits=1)
+    assert not added[0].any() and added[1].any()
+
+
+def test_strides(make_paged, ints, device):
+    """The mass may be a view."""
+    paged = make_paged([70], 2, 64, torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(1, 8, 64, generator=generator).to(torch.bfloat16).to(device)
+    inputs = (paged.attention(query, ints([0, 1]), ints([70]), ints([0])), Softmax(0.125))
+    blocks, heads, rows = paged.key_cache.shape[:3]
+    whole = torch.zeros(blocks, heads, rows, device=device)
+    triton_ops.add_key_mass(whole, *inputs)
+    wide = torch.zeros(heads + 1, blocks, rows + 3, device=device)
+    view = wide.transpose(0, 1)[:, :heads, :rows]
+    triton_ops.add_key_mass(view, *inputs)
+    assert torch.equal(view, whole) and whole.any()
+    view.zero_()
+    assert not wide.any()
+
+
+def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+    """Offsets above 2**31 elements, in the cache and in the mass: a 32-bit product would wrap."""
+    stride, head_size = 2**30, 64
+    flat = make_huge(2 * stride + 4096, torch.bfloat16)
+    cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
+    far = make_huge(2 * stride + 4096, torch.float32).as_strided((3, 1, 16), (stride, 1, 1))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
+    query = torch.randn(10, 2, head_size, generator=generator).bfloat16().to(device)
+    near = torch.zeros(3, 1, 16, device=device)
+    for pool, mass in ((cache, far), (data, near)):
+        pool.copy_(data)
+        mass.zero_()
+        batch = AttentionBatch(
+            query,
+            pool[..., :head_size],
+            pool[..., head_size:],
+            ints([[2, 0, 1], [2, 1, 0], [1, 2, 0]]),
+            ints([0, 1, 9, 10]),
+            ints([40, 40, 35]),
+            ints([3, 0, 0]),
+        )
+        triton_ops.add_key_mass(mass, batch, Softmax(0.125), num_splits=2)
+    assert torch.equal(far, near)
+    torch.testing.assert_close(near.sum().item(), 20.0)
+
+
+def test_refuses(make_paged, ints, device):
+    paged = make_paged([70], 2, 64, torch.bfloat16)
+    query = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=device)
+    inputs = (paged.attention(query, ints([0, 1]), ints([70]), ints([0])), Softmax(0.125))
+    blocks, _, rows = paged.key_cache.shape[:3]
+    for shape, dtype, kind, message in [
+        ((blocks, 3, rows), torch.float32, "sum", "as the cache's blocks"),
+        ((blocks, 2, rows), torch.float64, "sum", "must be float32"),
+        ((blocks, 2, rows), torch.float32, "mean", "must be one of sum"),
+    ]:
+        mass = torch.zeros(shape, dtype=dtype, device=device)
+        with pytest.raises(ValueError, match=message):
+            triton_ops.add_key_mass(mass, *inputs, kind=kind)
+
+
+@pytest.mark.parametrize("sinks", [None, head_sinks(8)], ids=["plain", "sinks"])
+@pytest.mark.parametrize(
+    ("gqa_reduce", "pooling"), list(zip(GQA_REDUCTIONS, POOLINGS, strict=True))
+)
+def test_window_statistics(make_paged, ints, device, gqa_reduce, pooling, sinks):
+    lens = [9, 60, 33]
+    paged = make_paged(lens, 2, 64, torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(3 * 8, 8, 64, generator=generator).to(torch.bfloat16).to(device)
+    ends = ints([8, 16, 24])
+    batch = WindowBatch(query, paged.key_cache, paged.block_table, ends, ints(lens), 8, 70)
+    softmax = Softmax(0.25, sinks=None if sinks is None else sinks.to(device))
+    arguments = (batch, softmax, Reduction(gqa_reduce, pooling))
+    _, expected = reference.window_scores_and_statistics(*arguments, compute_dtype=torch.float64)
+    scores, actual = triton_ops.window_scores_and_statistics(*arguments)
+    assert torch.equal(scores, triton_ops.window_scores(*arguments))
+    for name in actual._fields:
+        torch.testing.assert_close(
+            getattr(actual, name), getattr(expected, name), rtol=2e-5, atol=2e-6, msg=name
+        )
+    keeps = ints([9, 20, 12])
+    kept = triton_ops.select(scores, ints(lens), keeps, window=8)
+    recall = triton_ops.kept_mass(scores, kept, ints(lens), keeps, window=8)
+    assert recall[0].tolist() == [1.0, 1.0]
+    assert ((recall[1:] > 0) & (recall[1:] < 1)).all()

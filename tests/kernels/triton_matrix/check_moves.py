@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compact` and `reshape_and_cache`, bit for bit; shifted tables and effective lengths."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.triton import functions as triton_ops
+from vllm_pyramid.kernels.triton import tables as triton_tables
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+
+
+def random_kept(lens, keeps, num_kv_heads, width, seed=0):
+    """Ascending survivors; every head its own; -1 behind them."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.full((len(lens), num_kv_heads, width), -1, dtype=torch.int32)
+    for r, (n, keep) in enumerate(zip(lens, keeps, strict=True)):
+        for g in range(num_kv_heads):
+            chosen = torch.randperm(n, generator=generator)[:keep].sort().values
+            kept[r, g, :keep] = chosen.int()
+    return kept
+
+
+def bits_of(cache):
+    return cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "joint", "block_size"),
+    [
+        (torch.bfloat16, 64, False, 16),
+        (torch.bfloat16, 80, True, 16),
+        (torch.float32, 32, False, 8),
+        (torch.float16, 128, True, 16),
+        (torch.float8_e4m3fn, 128, False, 16),
+        (torch.float8_e5m2, 80, True, 32),
+    ],
+)
+def test_compact_is_gather_then_write(
+    make_paged, ints, device, dtype, head_size, joint, block_size
+):
+    """Overlaps of every kind: all but one kept, most kept over several tiles, few kept, all kept.
+
+    Random bits, NaN payloads included, must arrive unchanged and nothing else may change.
+    """
+    lens, keeps = [300, 290, 150, 40, 33], [299, 200, 20, 40, 1]
+    paged = make_paged(lens, 2, head_size, torch.float32, block_size=block_size, joint=joint)
+    generator = torch.Generator().manual_seed(1)
+
+    def random_bits(cache):
+        # A copy in the layout of `cache` (same strides), of the dtype under test.
+        storage = torch.randint(
+            0,
+            256,
+            (cache.untyped_storage().nbytes() // 4 * dtype.itemsize,),
+            generator=generator,
+            dtype=torch.uint8,
+        ).to(device)
+        return storage.view(dtype).as_strided(cache.shape, cache.stride(), 0)
+
+    if joint:
+        wide = random_bits(paged.key_cache).as_strided(
+            (*paged.key_cache.shape[:3], 2 * head_size), paged.key_cache.stride()
+        )
+        caches = [wide[..., :head_size], wide[..., head_size:]]
+    else:
+        caches = [random_bits(paged.key_cache), random_bits(paged.value_cache)]
+    kept = random_kept(lens, keeps, 2, 310).to(device)
+    originals = [bits_of(cache).clone() for cache in caches]
+    expected = [original.clone() for original in originals]
+    reference.compact(*expected, paged.block_table, kept, ints(lens), ints(keeps))
+    triton_ops.compact(*caches, paged.block_table, kept, ints(lens), ints(keeps))
+    for cache, bits, original in zip(caches, expected, originals, strict=True):
+        assert torch.equal(bits_of(cache), bits)
+        assert not torch.equal(bits, original)
+
+
+def test_compact_beyond_32_bit_offsets(make_huge, ints, device):
+    block_stride = 2**30
+    flat = make_huge(3 * block_stride + 4096, torch.uint8)
+    shape, strides = (4, 2, 16, 64), (block_stride, 16 * 64, 64, 1)
+    pool = flat.as_strided(shape, strides)
+    data = torch.randint(0, 256, shape, dtype=torch.uint8).to(device)
+    pool.copy_(data)
+    kept = random_kept([60], [35], 2, 35).to(device)
+    arguments = (ints([[3, 1, 2, 0]]), kept, ints([60]), ints([35]))
+    value = data.clone()
+    reference.compact(data, value.clone(), *arguments)
+    triton_ops.compact(pool, value, *arguments)
+    assert torch.equal(pool, data)
+    assert torch.equal(value, data)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "num_kv_heads", "head_size"),
+    [
+        (torch.bfloat16, torch.bfloat16, 2, 64),
+        (torch.float32, torch.float32, 3, 80),
+        (torch.float32, torch.bfloat16, 20, 64),  # several pieces a token
+    ],
+)
+def test_reshape_and_cache(
+    make_paged, ints, device, dtype, cache_dtype, num_kv_heads, head_size, joint
+):
+    paged = make_paged([40, 20], num_kv_heads, head_size, cache_dtype, joint=joint)
+    caches = (paged.key_cache, paged.value_cache)
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(9, 2 * num_kv_heads, head_size, generator=generator).to(dtype).to(device)
+    if INTERPRETED:  # the interpreter truncates to bfloat16, hardware rounds
+        fused = fused.to(cache_dtype).to(dtype)
+    key, value = fused[:, :num_kv_heads], fused[:, num_kv_heads:]  # strided, as in a fused QKV
+    slots = torch.tensor([3, -1, 17, 64, 0, -1, 5], device=device)
+    expected = [cache.clone() for cache in caches]
+    reference.reshape_and_cache(key, value, *expected, slots)
+    triton_ops.reshape_and_cache(key, value, *caches, slots)
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(bits_of(cache), bits_of(wanted))
+    with pytest.raises(ValueError, match="20"):
+        triton_ops.reshape_and_cache(key, value, *caches, torch.zeros(20, dtype=torch.int64))
+
+
+def test_reshape_and_cache_beyond_32_bit_offsets(make_huge, device):
+    flat = make_huge(2**31 + 4096, torch.bfloat16)
+    pool = flat.as_strided((3, 1, 16, 64), (2**30, 64, 64, 1))
+    key = torch.randn(2, 1, 64).bfloat16().to(device)
+    small = torch.zeros(3, 1, 16, 64, dtype=torch.bfloat16, device=device)
+    triton_ops.reshape_and_cache(
+        key, key, pool, small, torch.tensor([2 * 16 + 5, 3], device=device)
+    )
+    assert torch.equal(pool[2, :, 5], key[0])
+    assert torch.equal(pool[0, :, 3], key[1])
+    assert torch.equal(small[2, :, 5], key[0])
+
+
+# One tile (16, 12 and 1 entries used), several of 1024, and a tile that is used in part.
+@pytest.mark.parametrize(
+    ("width", "num_columns"), [(16, 16), (16, 12), (16, 1), (3000, 3000), (3000, 2500), (2048, 0)]
+)
+def test_tables_are_shifted_in_place(ints, device, width, num_columns):
+    """Overlaps from one entry to more than a tile; skips of nothing, of part of a block, of all."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = [0, 1, 3, num_columns - 1, 1023, 1024, 1025, width, width + 9]
+    skips = ints([[b * 16 for b in blocks], [max(b, 0) * 16 + 7 for b in reversed(blocks)]])
+    skips.clamp_(min=0)
+    # Two rows and a column more than there are skips: of a wider batch, and of captured padding.
+    stock = torch.randint(1, 9999, (2, len(blocks) + 2, width), generator=generator).int()
+    tables = stock.to(device).clone()
+    twin = stock.to(device).clone()
+    triton_ops.shift_block_tables_(tables, skips, 16, num_columns)
+    triton_tables.shift_block_tables_reference_(twin, skips, 16, num_columns)
+    assert torch.equal(tables, twin)
+    for layer, row_skips in enumerate(skips.tolist()):
+        for row, skip in enumerate(row_skips):
+            kept = stock[layer, row, min(skip // 16, num_columns) : num_columns].tolist()
+            result = tables[layer, row].tolist()
+            assert result[:num_columns] == kept + [0] * (num_columns - len(kept))
+            assert result[num_columns:] == stock[layer, row, num_columns:].tolist()
+    assert torch.equal(tables[:, len(blocks) :].cpu(), stock[:, len(blocks) :])
+
+
+def test_tables_of_a_smaller_batch(ints, device):
+    """Views, as the runners pass them: fewer rows than the buffers have."""
+    generator = torch.Generator().manual_seed(0)
+    stock = torch.randint(1, 99, (3, 8, 40), generator=generator).int().to(device)
+    buffer = ints([[16, 0, 32, 99, 99], [0, 0, 16, 99, 99], [320, 160, 0, 99, 99]])
+    tables, twin = stock.clone(), stock.clone()
+    triton_ops.shift_block_tables_(tables[:, :4], buffer[:, :3], 16, 30)
+    triton_tables.shift_block_tables_reference_(twin[:, :4], buffer[:, :3], 16, 30)
+    assert torch.equal(tables, twin)
+    assert torch.equal(tables[:, 3:], stock[:, 3:])
+    assert torch.equal(tables[0, 2, :28], stock[0, 2, 2:30])
+
+
+def test_tables_that_do_not_fit(ints, device):
+    tables = torch.zeros(2, 3, 8, dtype=torch.int32, device=device)
+    for skips, columns, message in (
+        (ints([[0] * 4] * 2), 8, "fewer than the 4 rows"),
+        (ints([[0] * 3] * 3), 8, "same number of layers"),
+        (ints([[0] * 3] * 2), 9, "num_columns is 9, the tables have 8"),
+        (ints([0] * 3), 8, "do not fit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            triton_ops.shift_block_tables_(tables, skips, 16, columns)
+
+
+def test_effective_lengths(ints, device):
+    """A skip rounded down to a block, and to a token; rows behind the batch stay as they are."""
+    skips, seq_lens = ints([0, 16, 47, 176]), ints([5, 40, 50, 190, 7])
+    for block_size, expected in ((1, [5, 24, 3, 14]), (16, [5, 24, 18, 14])):
+        lens = [torch.full((5,), -5, dtype=torch.int32, device=device) for _ in "ab"]
+        triton_ops.effective_lens(lens[0], seq_lens, skips, block_size)
+        triton_tables.effective_lens_reference(lens[1], seq_lens, skips, block_size)
+        assert lens[0].tolist() == lens[1].tolist() == [*expected, -5]
+
+
+def test_effective_lengths_of_all_layers(ints, device):
+    """One launch for all layers; more rows than a tile has."""
+    num_rows = 300
+    generator = torch.Generator().manual_seed(0)
+    seq_lens = torch.randint(0, 90, (num_rows,), generator=generator).int().to(device)
+    skips = torch.randint(0, 90, (3, num_rows), generator=generator).int().to(device)
+    lens = [torch.empty(3, num_rows, dtype=torch.int32, device=device) for _ in "ab"]
+    triton_ops.effective_lens(lens[0], seq_lens, skips)
+    triton_tables.effective_lens_reference(lens[1], seq_lens, skips)
+    assert torch.equal(lens[0], lens[1])
+    assert (lens[0] == 0).any() and (lens[0] > 0).any()

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`topn_attention` on Triton against the reference in float64."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.arguments import take_softmax
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.records import AttentionBatch, Choosers, Softmax
+from vllm_pyramid.kernels.triton import functions as triton_ops
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+
+# (KV heads, group, head size, dtype)
+GEOMETRIES = [
+    (2, 1, 64, torch.bfloat16),
+    (2, 4, 128, torch.bfloat16),
+    (1, 8, 80, torch.float32),
+    (1, 3, 32, torch.float16),
+]
+LENS, QUERIES = [1, 110, 64, 57, 12, 50, 30], [1, 1, 3, 1, 12, 5, 0]
+SKIPS = [0, 37, 48, 50, 0, 0, 0]
+# All keys for some: 0, more than there are, a chunk of a prompt.
+TOP_NS = [1, 16, 5, 7, 0, 33, 4]
+
+
+def run_both(paged, ints, geometry, *, top_ns=TOP_NS, given=False, **options):
+    num_kv_heads, group, head_size, dtype = geometry
+    device = paged.key_cache.device
+    generator = torch.Generator().manual_seed(2)
+    if options.get("sinks"):
+        options["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device)
+    query = torch.randn(sum(QUERIES), num_kv_heads * group, head_size, generator=generator)
+    query = query.to(dtype).to(device)
+    starts = [sum(QUERIES[:i]) for i in range(len(QUERIES) + 1)]
+    batch = paged.attention(query, ints(starts), ints(LENS), ints(SKIPS))
+    softmax = take_softmax(options, head_size**-0.5)
+    right = torch.empty(query.shape, dtype=torch.float64, device=device)
+    rows = torch.full((len(LENS),), 5, device=device)
+    reference.topn_attention(
+        right, batch, softmax, ints(top_ns), **options, compute_dtype=torch.float64, value_rows=rows
+    )
+    out = torch.full_like(query, float("nan"))
+    found = torch.full_like(rows, 5)
+    if given:  # what the host knows
+        pairs = [(1, 0), (2, 0), (2, 1), (2, 2), *((5, i) for i in range(5))]
+        options |= {"choosers": Choosers(ints(pairs), 40)}
+        batch = replace(batch, max_query_len=16, max_seq_len=128)
+    triton_ops.topn_attention(out, batch, softmax, ints(top_ns), **options, value_rows=found)
+    assert found.tolist() == rows.tolist()
+    error = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), right, rtol=error, atol=error)
+    return out
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_matches_reference(make_paged, ints, geometry):
+    num_kv_heads, _, head_size, dtype = geometry
+    paged = make_paged(LENS, num_kv_heads, head_size, dtype)
+    for r, skip in enumerate(SKIPS):
+        paged.hide(r, skip // 16)
+    out = run_both(paged, ints, geometry)
+    if geometry == GEOMETRIES[0]:
+        assert torch.equal(run_both(paged, ints, geometry, given=True), out)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"sliding_window": 37}, {"soft_cap": 2.5}, {"sliding_window": 50, "soft_cap": 4.0,
+     "sinks": True}],
+    ids=str,
+)  # fmt: skip
+def test_options(make_paged, ints, options, renormalize):
+    geometry = (1, 2, 64, torch.float32)
+    paged = make_paged(LENS, 1, 64, torch.float32, joint=True)
+    run_both(paged, ints, geometry, renormalize=renormalize, **options)
+
+
+def test_all_keys_are_paged_attention(make_paged, ints):
+    geometry = (2, 4, 64, torch.bfloat16)
+    paged = make_paged(LENS, 2, 64, torch.bfloat16)
+    run_both(paged, ints, geometry, top_ns=[0, 73, 999, 0, 0, 50, 30])
+
+
+def test_ties_go_to_the_lower_position(make_paged, ints, device):
+    paged = make_paged([40], 1, 32, torch.float32)
+    places = torch.arange(40, device=device)
+    ids, rows = paged.block_table[0, places // 16].long(), places % 16
+    paged.key_cache[ids, :, rows] = 0.0
+    paged.value_cache[ids, :, rows] = places.float()[:, None, None].expand(-1, 1, 32)
+    query = torch.randn(1, 2, 32, device=device)
+    out = torch.empty_like(query)
+    batch = paged.attention(query, ints([0, 1]), ints([40]), ints([0]))
+    triton_ops.topn_attention(out, batch, Softmax(0.2), ints([5]), renormalize=True)
+    torch.testing.assert_close(out, torch.full_like(out, 2.0))
+
+
+def test_only_the_chosen_rows_of_v_are_read(make_paged, ints, device):
+    """Everything else in V is poison, and what is exact is not asked for it either."""
+    paged = make_paged([90], 2, 32, torch.float32)
+    query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(4)).to(device)
+    batch = paged.attention(query, ints([0, 1]), ints([90]), ints([0]))
+    batch = replace(batch, value_cache=paged.value_cache.clone())
+    right, out = torch.empty_like(query), torch.empty_like(query)
+    triton_ops.topn_attention(right, batch, Softmax(0.2), ints([4]))
+    k = reference.gather_tokens(paged.key_cache, paged.block_table[0], 0, 90)
+    poisoned = torch.full_like(paged.value_cache, float("nan"))
+    for head in range(4):
+        best = (k[:, head // 2] @ query[0, head]).argsort(descending=True)[:4]
+        blocks, places = paged.block_table[0, best // 16].long(), best % 16
+        poisoned[blocks, head // 2, places] = paged.value_cache[blocks, head // 2, places]
+    triton_ops.topn_attention(out, replace(batch, value_cache=poisoned), Softmax(0.2), ints([4]))
+    assert torch.equal(out, right)
+
+
+def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+    """Offsets above 2**31 elements, in K and in V: a 32-bit product would wrap."""
+    stride, head_size = 2**30, 64
+    flat = make_huge(2 * stride + 4096, torch.bfloat16)
+    cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
+    query = torch.randn(3, 2, head_size, generator=generator).bfloat16().to(device)
+    outs = []
+    for pool in (cache, data):
+        pool.copy_(data)
+        out = torch.full_like(query, float("nan"))
+        batch = AttentionBatch(
+            query,
+            pool[..., :head_size],
+            pool[..., head_size:],
+            ints([[2, 0, 1], [2, 1, 0]]),
+            ints([0, 1, 3]),
+            ints([40, 40]),
+            ints([3, 0]),
+        )
+        triton_ops.topn_attention(out, batch, Softmax(0.125), ints([7, 0]))
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1]) and outs[0].isfinite().all()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by the `check_*.py` modules of this folder, which `tests/kernels/test_triton_matrix.py`
+runs.
+
+Pytest does not collect them by itself: Triton decides at import whether it interprets, so they need
+a process of their own (`TRITON_INTERPRET=1` for CPU tensors, a CUDA device without it).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.e2e.interpreter import quicken
+from vllm_pyramid.kernels.records import AttentionBatch
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+if DEVICE == "cpu":
+    quicken()
+
+
+@dataclass
+class Paged:
+    """A pool in which only the requests' own rows are numbers and all else is NaN."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    garbage_block: int
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        skips: torch.Tensor,
+        **maxima: int | None,
+    ) -> AttentionBatch:
+        """Queries `[T, H, D]` of the requests, with the other fields of a batch."""
+        caches = (self.key_cache, self.value_cache)
+        return AttentionBatch(query, *caches, self.block_table, starts, lens, skips, **maxima)
+
+    def hide(self, request: int, blocks: int) -> None:
+        """Make the first table entries of a request stale."""
+        self.block_table[request, :blocks] = self.garbage_block
+
+
+def build_paged(
+    lens: list[int],
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    joint: bool = False,
+    seed: int = 0,
+) -> Paged:
+    """Random K and V of the given lengths on physical blocks in random order.
+
+    `joint` keeps K and V in one row of one allocation, else each is `[P, N, G, D]` on its own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-n // block_size) for n in lens]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    garbage = order.pop()
+    if joint:
+        pool = torch.full((num_blocks, num_kv_heads, block_size, 2 * head_size), float("nan"))
+        pool = pool.to(dtype).to(DEVICE)
+        key_cache, value_cache = pool[..., :head_size], pool[..., head_size:]
+    else:
+        shape = (num_blocks, block_size, num_kv_heads, head_size)
+        key_cache, value_cache = (
+            torch.full(shape, float("nan")).to(dtype).to(DEVICE).transpose(1, 2) for _ in "kv"
+        )
+    table = torch.full((len(lens), max(counts) + 2), garbage, dtype=torch.int32)
+    for r, (n, count) in enumerate(zip(lens, counts, strict=True)):
+        table[r, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+        for p in range(0, n, block_size):
+            rows = min(block_size, n - p)
+            for cache in (key_cache, value_cache):
+                data = torch.randn(num_kv_heads, rows, head_size, generator=generator)
+                cache[table[r, p // block_size], :, :rows] = data.to(dtype).to(DEVICE)
+    return Paged(key_cache, value_cache, table.to(DEVICE), garbage)
+
+
+def allocate_huge(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor of address space; on the CPU only the pages that are touched cost memory."""
+    if DEVICE == "cuda":
+        return torch.empty(num_elements, dtype=dtype, device=DEVICE)
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the name is new in Python 3.13
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return torch.frombuffer(mmap.mmap(-1, num_elements * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture
+def make_paged() -> Callable[..., Paged]:
+    return build_paged
+
+
+@pytest.fixture
+def make_huge() -> Callable[[int, torch.dtype], torch.Tensor]:
+    return allocate_huge
+
+
+@pytest.fixture
+def ints() -> Callable[[list[int]], torch.Tensor]:
+    """int32 tensors on the device under test."""
+    return lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of conversations that go on with what the turn before has left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.request import RequestStatus
+
+from tests.scheduler.beside import Beside
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import make_request
+from tests.kv_cache.test_prefix_cache import Pair, prompt
+
+pytestmark = pytest.mark.cpu
+
+
+def _pair(num_blocks: int = 400, *, late: bool = False, **changes: Any) -> Pair:
+    values = {"max_model_len": 384, "max_num_batched_tokens": 96, "budget": 24}
+    return (Late if late else Pair)(num_blocks, **{**values, **changes})
+
+
+class Late(Pair):
+    """A pair in which each step is scheduled before the output of the one before is processed."""
+
+    late: list[Any]
+
+    def step(self) -> dict[str, int]:
+        self.late = getattr(self, "late", [])
+        output = self.scheduler.schedule()
+        self.late.append((output, self.worker.execute(output)))
+        if len(self.late) > 1:
+            self.scheduler.update_from_output(*self.late.pop(0))
+        check_pool(self.scheduler.coordinator)
+        return dict(output.num_scheduled_tokens)
+
+
+def _say(pair: Pair, name: str, tokens: list[int], answer: int, turns: list[int]) -> list[int]:
+    """Run a turn of a conversation; returns its prompt and its answer."""
+    pair.add(name, tokens, answer, kv_turns=turns)
+    request = pair.scheduler.requests[name]
+    pair.run()
+    return list(request.all_token_ids)
+
+
+def _states(pair: Pair) -> list[int]:
+    """Blocks of each row that holds something evicted, the next to be dissolved first."""
+    return [len(row.blocks) for row in pair.pool.idle if row.hash and b"@" in row.hash[32:33]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+def test_hits_are_as_long_as_they_can_be(asynchronous: bool, policy: str) -> None:
+    pair = _pair(asynchronous=asynchronous, policy=policy)
+    tokens, turns, adopted = prompt(70), [], 0
+    for index in range(4):
+        said = _say(pair, f"r{index}", tokens, 21, turns)
+        assert pair.worker.num_resumed == index
+        assert pair.worker.num_adopted == adopted
+        turns = [*turns, len(tokens)]
+        adopted += (len(said) - 1) // 4 * 4  # the last token is not computed
+        tokens = [*said, *prompt(40, 500 + 100 * index)]
+
+
+def test_it_is_dissolved_from_its_end_and_its_survivors_last() -> None:
+    pair = _pair(num_blocks=3 * 40)
+    said = _say(pair, "first", prompt(70), 21, [])
+    # Survivors: 24 tokens and what fills their blocks, up to row 17; then 4 whole rows.
+    base = 3 * 7
+    assert _states(pair) == [3] * 4 + [base]
+    free = pair.pool.free_block_queue.num_free_blocks
+    others = len(pair.pool.idle) - 5  # of the prompt, which are older
+    pair.pool.free_blocks(pair.pool.get_new_blocks(free + 3 * others + 1))
+    assert _states(pair) == [3] * 3 + [base]
+    pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pair.run()
+    assert pair.worker.num_adopted == 72 + 3 * 4
+    pair.scheduler.reset_prefix_cache()
+    assert not _states(pair)
+    pair.add("third", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pair.run()
+    assert pair.worker.num_resumed == 1, "it found what was forgotten"
+
+
+def test_a_short_answer_leaves_the_state_before() -> None:
+    """The last survivor's row is not full, so nothing names it; the turn before is found."""
+    pair = _pair()
+    said = _say(pair, "first", prompt(70), 21, [])
+    tokens = [*said, *prompt(42, 500)]
+    assert len(tokens) % 4 == 1
+    said = _say(pair, "second", tokens, 2, [70])
+    assert pair.worker.num_adopted == 90 // 4 * 4
+    _say(pair, "third", [*said, *prompt(40, 700)], 2, [70, len(tokens)])
+    assert pair.worker.num_adopted == 2 * (90 // 4 * 4)
+
+
+def test_who_evicts_nothing_in_its_turn_leaves_the_same_state() -> None:
+    """Less than 32 tokens behind a turn's end nothing is evicted; the next turn may."""
+    pair = _pair()
+    said = _say(pair, "first", prompt(70), 6, [])
+    tokens = [*said, *prompt(10, 500)]
+    said = _say(pair, "second", tokens, 9, [70])
+    assert pair.worker.num_evictions == 1
+    assert pair.worker.num_adopted == 75 // 4 * 4 == 72
+    _say(pair, "third", [*said, *prompt(30, 700)], 2, [70, len(tokens)])
+    assert pair.worker.num_evictions == 2
+    assert pair.worker.num_adopted == 72 + 94 // 4 * 4
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_hit_leaves_the_queries_of_a_prompts_end_at_which_nothing_goes(drafts: int) -> None:
+    """Rounded to blocks, some of these prompts keep at their end all that they hold.
+
+    A last token alone is filled up with places for drafts, and that chunk would cross the end.
+    """
+    quiet = 0
+    for n in range(52, 70):
+        pair = _pair(policy="pyramidkv", drafts=drafts)
+        pair.add("first", prompt(50), 21, kv_turns=[], kv_budget="30%")
+        request = pair.scheduler.requests["first"]
+        pair.run()
+        said = list(request.all_token_ids)
+        pair.add("second", said[:n], 4, kv_turns=[50], kv_budget="30%")
+        plan = pair.scheduler.coordinator.plan_of("second")
+        quiet += plan.end_number not in plan.giving
+        pair.run()
+        assert pair.worker.num_adopted <= n - pair.scheduler.kv_policy.min_last_chunk, n
+    assert quiet > 1
+
+
+def test_what_is_copied_is_not_given_away_for_the_copy() -> None:
+    """Where the pool has no room beside it, the whole prompt is computed again."""
+    resumed = []
+    for num_blocks in (3 * 39, 3 * 31):
+        pair = _pair(num_blocks, max_model_len=132, max_num_batched_tokens=8)
+        said = _say(pair, "first", prompt(70), 21, [])
+        _say(pair, "second", [*said, *prompt(35, 500)], 4, [70])
+        resumed.append(pair.worker.num_resumed)
+    assert resumed == [1, 0]
+
+
+def test_who_is_aborted_inside_its_prompt_leaves_what_it_had() -> None:
+    pair = _pair(max_num_batched_tokens=20)
+    tokens = [*prompt(70), *prompt(100, 500)]
+    pair.add("first", tokens, 4, kv_turns=[70])
+    while pair.scheduler.requests["first"].num_computed_tokens < 110:
+        pair.step()
+    computed = pair.scheduler.requests["first"].num_computed_tokens
+    pair.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    pair.step()
+    _say(pair, "second", tokens, 4, [70])
+    assert pair.worker.num_adopted == computed // 4 * 4
+
+
+def test_two_that_go_on_from_one_state_have_blocks_of_their_own() -> None:
+    pair = _pair()
+    said = _say(pair, "first", prompt(70), 21, [])
+    before = _states(pair)
+    for index in range(2):
+        pair.add(f"again {index}", [*said, *prompt(40, 500 * index)], 30, kv_turns=[70])
+    pair.step()
+    assert pair.worker.num_resumed == 2
+    tables = [
+        {block.block_id for block in manager.req_to_blocks[f"again {index}"]} - {0}
+        for index in range(2)
+        for manager in pair.scheduler.coordinator.layer_managers
+    ]
+    assert len(set.union(*tables)) == sum(map(len, tables)), "they share a block"
+    assert sorted(_states(pair)) == sorted(before)
+    pair.run()
+
+
+def test_a_turn_behind_the_prompt_ends_with_an_error_and_the_engine_goes_on() -> None:
+    """Front ends refuse it; whoever comes by another way must not end the engine."""
+    pair = _pair()
+    request = make_request("wrong", prompt(50), 4, {"kv_turns": [60]}, hash_block_size=4)
+    pair.scheduler.add_request(request)
+    assert "wrong" in pair.scheduler.grammar_compile_error_reqs
+    _say(pair, "right", prompt(70), 4, [])
+
+
+# Beside layers that do not evict ------------------------------------------------------------------
+
+WINDOW, CHUNK, DRAFT = Beside("sliding", 10), Beside("chunked", 12), Beside("draft")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "beside", [(WINDOW,), (Beside("sliding", 3), CHUNK), (DRAFT, WINDOW, DRAFT)]
+)
+def test_hits_beside_other_layers_are_as_long_as_they_can_be(
+    asynchronous: bool, beside: tuple[Beside, ...]
+) -> None:
+    """Wherever a request ends, its state ends at the last edge of a block before."""
+    for answer in range(18, 26):
+        pair = _pair(800, late=asynchronous, asynchronous=asynchronous, beside=beside)
+        tokens, turns, adopted = prompt(70), [], 0
+        for index in range(3):
+            said = _say(pair, f"r{index}", tokens, answer, turns)
+            assert pair.worker.num_resumed == index
+            assert pair.worker.num_adopted == adopted
+            turns = [*turns, len(tokens)]
+            adopted += (len(said) - 1) // 4 * 4
+            tokens = [*said, *prompt(40, 500 + 100 * index)]
+        assert pair.worker.num_resumed_beside
+
+
+def test_what_stands_beside_an_eviction_is_named_by_what_it_depends_on() -> None:
+    """Of a row of a window: the evictions before its last token, and nothing before the first."""
+    pair = _pair(beside=(WINDOW,))
+    said = _say(pair, "first", prompt(72), 20, [])
+    tokens = [*said, *prompt(40, 500)]
+    pair.add("second", tokens, 4, kv_turns=[72])
+    known = pair.scheduler.coordinator._requests["second"]
+    assert known.conversation is not None
+    first, second = (b"@" + key for key in known.conversation.keys.values())
+    # The last token of row 17 is attended to before the first turn's end evicts.
+    ends = {4: b"", 72: b"", 73: first, 76: first, len(tokens): first, len(tokens) + 1: second}
+    assert {end: known.suffix(end) for end in ends} == ends
+    pair.add("alone", tokens, 4)
+    known = pair.scheduler.coordinator._requests["alone"]
+    assert known.suffix(len(tokens)) == b"" and known.suffix(len(tokens) + 1) is None
+    pair.run()
+
+
+@pytest.mark.parametrize(("gone", "resumed", "adopted"), [(1, 1, 84), (5, 0, 64)])
+def test_a_state_is_found_as_far_as_its_windows_are_there(
+    gone: int, resumed: int, adopted: int
+) -> None:
+    """Without the last row of a window, up to it; without those behind its base not at all."""
+    pair = _pair(beside=(WINDOW,))
+    said = _say(pair, "first", prompt(70), 21, [])
+    pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pool, hashes = pair.pool, pair.scheduler.requests["second"].block_hashes[22 - gone : 22]
+    windows = [row for row in pool.idle if row.hash and row.hash[32:35] == b"/0@"]
+    windows = [row for row in windows if row.hash and row.hash[:32] in hashes]
+    assert len(windows) == gone
+    for row in windows:  # as if their blocks had been needed
+        del pool.idle[row]
+        pool._idle_blocks -= len(row.blocks)
+        pool._forget(row)
+        pool.free_blocks(row.blocks)
+    pair.run()
+    assert (pair.worker.num_resumed, pair.worker.num_adopted) == (resumed, adopted)
+
+
+@pytest.mark.parametrize(("num_blocks", "resumed"), [(303, 0), (304, 1)])
+def test_what_is_copied_beside_is_not_given_away_for_the_copy(
+    num_blocks: int, resumed: int
+) -> None:
+    """Where the pool has no room beside the windows' rows either, the prompt is computed again.
+
+    The second turn needs 63 blocks at its peak in the layers that evict, and 18 in each of 8
+    windows, of which it copies 8 behind its first 88 tokens. The state has 33 blocks.
+    """
+    assert 63 + 8 * 18 + 33 + 8 * 8 == 304
+    beside = (Beside("sliding", 30),) * 8
+    pair = _pair(num_blocks, max_model_len=132, max_num_batched_tokens=8, beside=beside)
+    said = _say(pair, "first", prompt(70), 21, [])
+    _say(pair, "second", [*said, *prompt(35, 500)], 4, [70])
+    assert pair.worker.num_resumed == resumed
+
+
+def test_a_state_is_not_dissolved_for_what_is_copied_from_windows() -> None:
+    """Where it is older than all else that is idle, and nothing else is free."""
+    pair = _pair(beside=(WINDOW,) * 3)
+    said = _say(pair, "first", prompt(70), 21, [])
+    of_state = _states(pair)
+    for row in list(pair.pool.idle):
+        assert row.hash is not None
+        if b"@" not in row.hash[32:33]:
+            pair.pool.touch_row(row.hash)
+    free = pair.pool.free_block_queue.num_free_blocks
+    assert pair.pool.offer(BlockHash(bytes(32)), pair.pool.get_new_blocks(free))
+    assert _states(pair) == of_state
+    _say(pair, "second", [*said, *prompt(40, 500)], 4, [70])
+    assert pair.worker.num_resumed == 1
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_what_a_state_asks_for_is_what_it_takes(block_size: int) -> None:
+    """Beside windows with blocks as long as those of the layers that evict, or half as long."""
+    beside = (WINDOW, Beside("sliding", 21), DRAFT)
+    pair = _pair(900, beside=beside, block_size=block_size)
+    said = _say(pair, "first", prompt(70), 21, [])
+    tokens = [*said, *prompt(40, 500)]
+    pair.add("second", tokens, 4, kv_turns=[70])
+    coordinator, request = pair.scheduler.coordinator, pair.scheduler.requests["second"]
+    found = coordinator.resumable_tokens(request, len(tokens), lambda point: 8)
+    assert found == len(said) // 8 * 8
+    asked = coordinator.get_num_blocks_to_allocate("second", len(tokens))
+    free = pair.pool.get_num_free_blocks()
+    coordinator.allocate_new_computed_blocks("second", (), found, 0)
+    coordinator.allocate_new_blocks("second", len(tokens), len(tokens))
+    assert free - pair.pool.get_num_free_blocks() == asked
+    check_pool(coordinator)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: what every policy keeps of a prompt, and the arithmetic of blocks around it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.methods.host_values import HostValues
+from vllm_pyramid.methods.solved import SolvingAllocator
+from vllm_pyramid.methods.thinning import DecayAllocator
+from vllm_pyramid.plan import Budget, DeferredPlan, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy, policy_names
+
+pytestmark = pytest.mark.cpu
+
+PRESETS = {name: load_policy(name) for name in policy_names()}
+PYRAMIDS = [
+    load_policy("pyramidkv", None, {"allocator": kind, "fill_blocks": fill, "sinks": sinks})
+    for kind in ("arithmetic", "geometric", "exponential")
+    for fill, sinks in ((True, 0), (False, 4))
+]
+
+
+@st.composite
+def budgets(draw: st.DrawFn, policy: Policy) -> Budget | None:
+    if not policy.evicts:
+        return None
+    return Budget.parse(
+        draw(
+            st.one_of(
+                st.integers(policy.min_budget, 5000),
+                st.integers(1, 100).map(lambda percent: f"{percent}%"),
+            )
+        )
+    )
+
+
+THINNED = {n for n, policy in PRESETS.items() if isinstance(policy.allocator, DecayAllocator)}
+KNOWN = [
+    policy
+    for name, policy in PRESETS.items()
+    if not policy.allocator.solves
+    and name not in THINNED  # those: tests/methods/test_thinning_lengths.py
+]
+SOLVED = [
+    *(policy for policy in PRESETS.values() if policy.allocator.solves),
+    load_policy("xkv", None, {"fill_blocks": False, "sinks": 4}),
+    load_policy("xkv", None, {"retention": 0.9}),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from([*KNOWN, *PYRAMIDS]))
+def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
+    prompt_len = data.draw(st.one_of(st.integers(0, 300), st.integers(0, 40_000)))
+    num_layers = data.draw(st.integers(1 + isinstance(policy.values, HostValues), 80))
+    block_size = data.draw(st.sampled_from([1, 8, 16, 128]))
+    plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
+    for array in (plan.keep, plan.skip, plan.held, plan.blocks):
+        assert array.shape == (num_layers,)
+        assert array.dtype == np.int32
+        assert not array.flags.writeable
+    # Every allocator keeps the same mean.
+    assert int(plan.keep.sum()) == plan.budget_tokens * num_layers
+    assert (plan.keep <= prompt_len).all()
+    assert (plan.keep >= min(policy.window + policy.sinks, prompt_len)).all()
+    assert (np.diff(plan.keep) <= 0).all()
+    assert (plan.held == prompt_len - plan.skip).all()
+    if policy.fill_blocks:
+        assert (plan.skip % block_size == 0).all()
+        assert (plan.held >= plan.keep).all()
+        assert (plan.held - plan.keep < block_size).all()
+    else:
+        assert (plan.held == plan.keep).all()
+    for skip, blocks in zip(plan.skip.tolist(), plan.blocks.tolist(), strict=True):
+        live = {position // block_size for position in range(skip, prompt_len)}
+        assert blocks == len(live)
+    assert plan.evicts == (policy.schedule.every > 0 or bool((plan.skip > 0).any()))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(SOLVED))
+def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy: Policy) -> None:
+    prompt_len = data.draw(st.one_of(st.integers(0, 60), st.integers(0, 40_000)))
+    num_layers = data.draw(st.integers(1, 12))
+    block_size = data.draw(st.sampled_from([1, 8, 16]))
+    plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
+    assert isinstance(policy.allocator, SolvingAllocator)
+    if isinstance(plan, RetentionPlan):  # nothing to solve: the whole prompt stays
+        assert not plan.evicts and (plan.keep == prompt_len).all()
+        return
+    assert plan.evicts and plan.floor == policy.window + policy.sinks < prompt_len
+    assert plan.exact != policy.allocator.sets_total
+    assert 0 < plan.mean <= plan.capacity and (plan.mean < plan.capacity or not plan.exact)
+    keep = [plan.budget_tokens] * num_layers
+    for _ in range(10):  # shift tokens from layer to layer
+        giver, taker = (data.draw(st.integers(0, num_layers - 1)) for _ in range(2))
+        most = min(keep[giver] - plan.floor, prompt_len - keep[taker])
+        count = data.draw(st.integers(0, most)) if giver != taker else 0
+        keep[giver] -= count
+        keep[taker] += count
+    resolved = plan.resolve(keep)
+    assert resolved.keep.tolist() == keep and resolved.budget_tokens == plan.budget_tokens
+    assert (resolved.held == prompt_len - resolved.skip).all()
+    if policy.fill_blocks:
+        assert (resolved.skip % block_size == 0).all()
+        assert (resolved.held - resolved.keep < block_size).all()
+    else:
+        assert (resolved.held == keep).all()
+    if not plan.exact and min(keep) > plan.floor:
+        less = plan.resolve([tokens - 1 for tokens in keep])
+        assert less.budget_tokens == plan.budget_tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("args", "keep", "message"),
+    [
+        ({}, [100, 100], "2 lengths for 3 layers"),
+        ({}, [100, 193, 7], "lengths between 7 and 193; each layer keeps at least 8"),
+        ({}, [101, 100, 100], "add up to 301"),
+        ({}, [100, 100, 99], "add up to 299 tokens; the budget of 100 for 3 layers is 300"),
+        ({"fill_blocks": False}, [8, 8, 1001], "at most the prompt's 1000"),
+        ({"retention": 0.5}, [101, 100, 100], "is at most 300"),
+    ],
+)
+def test_lengths_that_break_the_promise(
+    args: dict[str, Any], keep: list[int], message: str
+) -> None:
+    plan = load_policy("xkv", 100, args).plan(1000, 3, 16)
+    assert isinstance(plan, DeferredPlan)
+    with pytest.raises(ValueError, match=message):
+        plan.resolve(keep)
+    assert (
+        load_policy("xkv", 100, {"retention": 0.5}).plan(1000, 3, 16).resolve([50, 40, 31]).evicts
+    )
+
+
+def test_a_retention_has_no_budget_of_its_own() -> None:
+    """It replaces the preset's budget; one that the user gives with it is an upper limit."""
+    assert str(load_policy("xkv", None, {"retention": 0.9}).budget) == "100%"
+    assert str(load_policy("xkv", "25%", {"retention": 0.9}).budget) == "25%"
+    assert str(load_policy("xkv").budget) == "12%"
+    assert str(load_policy("xkv", None, {"kernel_size": 5}).budget) == "12%"
+    limited = load_policy("xkv", 100, {"retention": 0.9}).plan(1000, 3, 16)
+    assert isinstance(limited, DeferredPlan) and limited.budget_tokens == 100 and not limited.exact
+
+
+def test_an_allocator_that_needs_scores_needs_a_scorer_that_has_them() -> None:
+    with pytest.raises(ValueError, match=r"scorer 'recency' has none: .* observation_window"):
+        load_policy("window", 100, {"allocator": "global"})
+
+
+@pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED))
+def test_a_budget_as_long_as_the_prompt_evicts_nothing(name: str) -> None:
+    policy = PRESETS[name]
+    for budget in ("100%", 4096, 4097) if policy.evicts else ("100%",):
+        plan = policy.plan(4096, 32, 16, Budget.parse(budget))
+        assert isinstance(plan, RetentionPlan) and not plan.skip.any()
+        assert plan.evicts == (policy.schedule.every > 0)  # then perhaps what is generated
+        assert (plan.keep == 4096).all()
+        assert (plan.blocks == 256).all()
+
+
+def test_pyramidkv_by_hand() -> None:
+    """8 layers, B = 512 - 8: top 504 / 20 = 25.2, bottom 1008 - 25.2 = 982.8, step 136.8."""
+    plan = load_policy("pyramidkv", 512).plan(8192, 8, 16)
+    assert plan.keep.tolist() == [991, 854, 717, 580, 444, 307, 170, 33]
+    assert plan.skip.tolist() == [7200, 7328, 7472, 7600, 7744, 7872, 8016, 8144]
+    assert plan.held.tolist() == [992, 864, 720, 592, 448, 320, 176, 48]
+    assert plan.blocks.tolist() == [62, 54, 45, 37, 28, 20, 11, 3]
+
+
+def test_an_odd_prompt_keeps_its_partial_block() -> None:
+    plan = load_policy("snapkv", 100).plan(1003, 2, 16)
+    assert plan.keep.tolist() == [100, 100]
+    assert plan.skip.tolist() == [896, 896]
+    assert plan.blocks.tolist() == [7, 7]  # positions 896 .. 1002 are blocks 56 .. 62
+
+
+def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
+    plan = load_policy("pyramidkv", "12%").plan(40, 4, 16)
+    assert plan.budget_tokens == 9
+    assert plan.keep.sum() == 36
+    assert load_policy("pyramidkv", "12%").plan(7, 4, 16).keep.tolist() == [7] * 4
+
+
+def test_which_policies_evict_and_need_scores() -> None:
+    assert {name for name, policy in PRESETS.items() if not policy.evicts} == {"full", "kcache"}
+    on_host = {n for n, policy in PRESETS.items() if not policy.values.on_device(10**6)}
+    assert on_host == {"kcache"}
+    assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host
+    needs = {name for name, policy in PRESETS.items() if policy.scorer.needs_queries}
+    solved = {name for name, policy in PRESETS.items() if policy.allocator.solves}
+    assert solved == {"xkv", "zigzagkv", "entropykv", "ginikv"}
+    assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
+    seen_without = {"full", "kcache", "window", "streaming-llm", "h2o", "scissorhands", *THINNED}
+    assert not needs & seen_without
+    assert sorted(THINNED) == ["pyramidinfer"]
+
+
+def test_snapkv_and_pyramidkv_differ_in_the_allocator_alone() -> None:
+    ignored = {"name", "description", "paper", "allocator"}
+    one, other = (PRESETS[name].model_dump(exclude=ignored) for name in ("snapkv", "pyramidkv"))
+    assert one == other
+
+
+def test_the_wide_preset_differs_in_the_pooling_alone() -> None:
+    plain, wide = (PRESETS[name].model_dump() for name in ("pyramidkv", "pyramidkv-wide"))
+    changed = {key for key in plain if plain[key] != wide[key]}
+    assert changed == {"name", "description", "scorer"}
+    assert wide["scorer"] == {**plain["scorer"], "kernel_size": 11}
+
+
+def test_plans_are_cached_by_value() -> None:
+    plan = load_policy("pyramidkv", 512).plan(8192, 32, 16)
+    assert load_policy("pyramidkv", 512).plan(8192, 32, 16) is plan
+    assert load_policy("pyramidkv", 513).plan(8192, 32, 16) is not plan
+
+
+CHANGED = [
+    load_policy("pyramidkv", "12.5%", {"beta": 14, "values": "host", "top_n": 7}),
+    load_policy("pyramidkv", 600, {"allocator": {"kind": "shares", "shares": [1, 0.1, 1 / 3]}}),
+    load_policy("xkv", None, {"sample_share": 0.1, "sinks": 4}),
+    load_policy("pyramidinfer", "50%", {"schedule": "thin_generated", "decay_ratio": 1 / 3}),
+]
+
+
+@pytest.mark.parametrize("policy", [*PRESETS.values(), *CHANGED], ids=lambda p: p.name)
+def test_a_policy_travels_as_data(policy: Policy) -> None:
+    """To the engine core and the workers, in `additional_config`, where only JSON survives."""
+    data = policy.as_data()
+    assert data == json.loads(json.dumps(data))
+    for again in (Policy.model_validate(data), Policy.model_validate(json.loads(json.dumps(data)))):
+        assert again == policy and hash(again) == hash(policy)
+        assert [type(part) for part in again.parts] == [type(part) for part in policy.parts]
+        assert again.as_data() == data
+
+
+def test_policies_are_immutable_and_travel() -> None:
+    policy = load_policy("pyramidkv", "12.5%", {"beta": 14})
+    hash(policy)
+    again = pickle.loads(pickle.dumps(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert Policy.model_validate(policy.model_dump()) == policy
+    with pytest.raises(ValueError, match="frozen"):
+        policy.window = 16  # type: ignore[misc]
+    wider = policy.model_copy(update={"window": 16})
+    assert wider.window == 16
+    assert hash(wider) != hash(policy)
+    with pytest.raises(ValueError, match="too small"):
+        policy.model_copy(update={"budget": 3})
+
+
+def test_the_hash_is_the_same_in_every_process() -> None:
+    code = "from vllm_pyramid.policy import load_policy; print(hash(load_policy('pyramidkv', 512)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) == hash(load_policy("pyramidkv", 512))
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, vllm_pyramid.policy, vllm_pyramid.frontend.settings, vllm_pyramid.tools.cli;"
+        "vllm_pyramid.policy.load_presets();"
+        "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

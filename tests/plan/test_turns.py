@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of conversations: what is evicted where earlier turns ended, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.kv_cache.session_cache import Conversation
+from vllm_pyramid.plan import Budget, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.request import RequestKeys, check_request, resolve
+
+pytestmark = pytest.mark.cpu
+
+LAYERS = 5
+
+
+def _plan(
+    policy: Policy, prompt_len: int, turns: tuple[int, ...], block_size: int = 8, **own: Any
+) -> RetentionPlan:
+    plan = policy.plan(prompt_len, LAYERS, block_size, turns=turns, **own)
+    assert isinstance(plan, RetentionPlan)
+    return plan
+
+
+POLICIES = st.builds(
+    lambda name, budget, floor: load_policy(name, budget, {"window": 4, "min_tokens": floor}),
+    st.sampled_from(["pyramidkv", "snapkv", "pyramidkv-wide", "keydiff"]),
+    st.sampled_from([16, 40, 100, "12%", "60%", "90%", "100%"]),
+    st.sampled_from([0, 120]),
+)
+TURNS = st.lists(st.integers(1, 250), min_size=2, max_size=7).map(
+    lambda lengths: tuple(np.cumsum(lengths).tolist())
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(policy=POLICIES, ends=TURNS, block_size=st.sampled_from([1, 8, 16]))
+def test_what_a_turn_leaves_is_what_the_next_one_finds(
+    policy: Policy, ends: tuple[int, ...], block_size: int
+) -> None:
+    """Behind each turn's end every later turn holds what that turn's own request held there."""
+    plans = [_plan(policy, end, ends[:index], block_size) for index, end in enumerate(ends)]
+    last = plans[-1]
+    for before, plan in itertools.pairwise(plans):
+        ended = before.prompt_len
+        assert (
+            plan.skip_after(plan.evictions_by(ended)) == before.skip_after(before.end_number)
+        ).all()
+        for computed in range(1, ended, 7):
+            one, other = plan.evictions_by(computed), before.evictions_by(computed)
+            assert (plan.skip_after(one) == before.skip_after(other)).all()
+    points = [inner.prompt_len for inner in last.inner]
+    assert set(points) <= set(ends[:-1])
+    skips = [last.skip_after(number) for number in range(last.end_number + 1)]
+    for number, (skip, later) in enumerate(itertools.pairwise(skips), 1):
+        assert (later >= skip).all(), "what was given back cannot be taken back"
+        assert (later > skip).any() == (number in last.giving)
+        assert number in last.giving or number == last.end_number
+        after = last.after(number)
+        assert (after.keep <= after.held).all() and (after.held < after.keep + block_size).all()
+    giving = [last.computed_at(number) for number in last.giving]
+    for point, following in itertools.pairwise(giving):
+        assert following - point >= policy.min_turn >= 32
+    # A layer never has less than it would without the turns, unless it had less before.
+    alone = _plan(policy, ends[-1], (), block_size)
+    if last.end_number in last.giving:
+        assert (last.skip == np.maximum(alone.skip, skips[-2])).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(policy=POLICIES, ends=TURNS, generated=st.integers(0, 60))
+def test_the_peak_is_the_most_that_is_held(
+    policy: Policy, ends: tuple[int, ...], generated: int
+) -> None:
+    plan, total, size = _plan(policy, ends[-1], ends[:-1]), ends[-1] + generated, 8
+    held = []
+    for computed in range(1, total + 1):
+        skip = plan.skip_after(plan.evictions_by(computed - 1))
+        held.append(int((-(-computed // size) - skip // size).sum()))
+    assert int(plan.most_blocks(total, np.full(LAYERS, size)).sum()) == max(held)
+
+
+def test_steps_of_a_prompt() -> None:
+    """On average at least, from any eviction on: short turns at the end make many small steps."""
+    policy = load_policy("snapkv", 16, {"window": 4})
+    plan = _plan(policy, 1160, (1000, 1040, 1080, 1120))
+    assert [inner.prompt_len for inner in plan.inner] == [1000, 1040, 1080, 1120]
+    assert plan.tokens_a_step(256) == (40, 256)
+    assert plan.tokens_a_step(16) == (13, 16), "40 tokens take three steps"
+    assert _plan(policy, 1160, ()).tokens_a_step(256) == (1160 // 5, 256)
+
+
+def test_what_a_state_depends_on() -> None:
+    """Keys of two requests are equal where the state is; each thing by itself makes another."""
+
+    def keys(prompt_len: int, turns: list[int], policy: Policy, **own: Any) -> list[bytes]:
+        served = resolve(policy, RequestKeys.parse({"kv_turns": turns, **own}))
+        plan = served.plan(prompt_len, LAYERS, 8)
+        found = Conversation.of(served, plan, keeps=True)
+        assert found is not None and found.turns == tuple(turns)
+        return list(found.keys.values())
+
+    policy = load_policy("snapkv", 40, {"window": 4})
+    first, second = keys(500, [200], policy)
+    assert keys(200, [], policy) == [first]
+    assert keys(800, [200, 500], policy)[:2] == [first, second]
+    assert keys(500, [200], policy, kv_budget=40) == [first, second]
+    assert keys(500, [200, 210], policy) == [first, second], "too short to be one"
+    others = [
+        *keys(200, [], policy, kv_budget=48),
+        *keys(200, [], load_policy("snapkv", 40, {"window": 5})),
+        *keys(200, [], load_policy("pyramidkv", 40, {"window": 4})),
+        *keys(201, [], policy),
+        keys(500, [300], policy)[1],
+    ]
+    assert len({first, second, *others}) == 2 + len(others)
+    assert keys(30, [], policy) == [], "nothing is evicted from it"
+    shares = load_policy("snapkv", "30%", {"window": 4})
+    assert keys(500, [], shares) != keys(500, [], shares, kv_min_tokens=20)
+    served = resolve(policy, RequestKeys(turns=()))
+    nothing = Conversation.of(served, served.plan(500, LAYERS, 8), keeps=False)
+    assert nothing is not None and not nothing.keys
+    assert Conversation.of(resolve(policy, RequestKeys()), _plan(policy, 9, ()), True) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "args", "reason"),
+    [
+        ("full", {}, "keeps every token"),
+        ("kcache", {}, "keeps every token"),
+        ("xkv", {}, "solved from the scores of a whole prompt"),
+        ("pyramidinfer", {}, "tokens leave between the layers"),
+        ("h2o", {}, "adds up what all queries"),
+        ("random", {}, "needs positions"),
+        ("snapkv-chunked", {}, "chunk.tokens"),
+        ("streaming-llm", {"schedule": "interval"}, "evicts what is generated"),
+        ("snapkv", {"values": "host"}, "V lies in host memory"),
+        ("snapkv", {"fill_blocks": False}, "fill_blocks is false"),
+    ],
+)
+def test_refused(policy: str, args: dict[str, Any], reason: str) -> None:
+    loaded = load_policy(policy, None, args)
+    params = SimpleNamespace(extra_args={"kv_turns": []}, prompt_logprobs=None)
+    with pytest.raises(ValueError, match=f"kv_turns does not go with policy .*{reason}.*leave it"):
+        check_request(loaded, params)
+    with pytest.raises(ValueError, match=r"does not work on this server: because; leave it out"):
+        check_request(load_policy("snapkv", 64), params, "because")
+    assert check_request(load_policy("snapkv", 64), params).turns == ()
+
+
+def test_a_request_without_turns_is_as_before() -> None:
+    policy = load_policy("pyramidkv", 64)
+    assert policy.plan(500, LAYERS, 16, Budget(tokens=64)) is policy.plan(500, LAYERS, 16)
+    assert resolve(policy, RequestKeys.parse({"kv_budget": 80})).turns is None

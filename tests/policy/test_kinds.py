@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a `kind` to its class: all that are in the package are found, and classes of the user's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vllm_pyramid.methods
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.component import Component
+from vllm_pyramid.policy.kinds import built_in_kinds, parse_component, resolve_kind
+from vllm_pyramid.policy.policy import SECTIONS, Policy
+from vllm_pyramid.policy.scorer import Scorer
+
+pytestmark = pytest.mark.cpu
+
+FOLDER = Path(vllm_pyramid.methods.__file__).parent
+# Some of each section: what users have in their files.
+KINDS = {
+    "scorer": {
+        "none",
+        "recency",
+        "observation_window",
+        "accumulated_attention",
+        "persistence",
+        "recent_ensemble",
+    },
+    "allocator": {
+        *("uniform", "shares", "arithmetic", "geometric", "exponential"),
+        *("global", "needed_tokens", "entropy", "gini", "decay"),
+    },
+    "selector": {"top_k", "top_k_shared"},
+    "schedule": {"prompt_end", "interval", "thin_generated"},
+    "chunk": {"points"},
+    "values": {"device", "host"},
+}
+
+
+def _written() -> list[str]:
+    """All kinds that the source says, wherever in the folder."""
+    texts = [path.read_text() for path in FOLDER.rglob("*.py")]
+    return [kind for text in texts for kind in re.findall(r"^    kind: .*= \"(\w+)\"", text, re.M)]
+
+
+def test_every_kind_of_the_package_is_found_once() -> None:
+    found = [kind for base in SECTIONS.values() for kind in built_in_kinds(base)]
+    assert sorted(found) == sorted(_written()) and len(found) >= 20
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_kinds_of_a_section(section: str) -> None:
+    base = SECTIONS[section]
+    kinds = built_in_kinds(base)
+    assert base.section == section and KINDS[section] <= kinds.keys()
+    assert list(kinds) == sorted(kinds)
+    for kind, cls in kinds.items():
+        assert issubclass(cls, base) and cls.__module__.startswith("vllm_pyramid.methods.")
+        assert resolve_kind(base, kind) is cls
+        cls.check_class()
+        if all(field == "kind" or not f.is_required() for field, f in cls.model_fields.items()):
+            part = parse_component(base, kind)
+            assert type(part) is cls and part.kind == kind
+
+
+def test_the_kinds_are_found_by_whoever_asks_first() -> None:
+    """A worker that only reads a policy has imported nothing else of the package."""
+    code = (
+        "from vllm_pyramid.policy.kinds import built_in_kinds;"
+        "from vllm_pyramid.policy.scorer import Scorer;"
+        "print(*built_in_kinds(Scorer))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == list(built_in_kinds(Scorer))
+
+
+# Classes of the user's ----------------------------------------------------------------------------
+
+MODULE = '''
+from vllm_pyramid.methods.accumulated import AccumulatingScorer
+from vllm_pyramid.policy.allocator import Allocator, CurveAllocator
+from vllm_pyramid.policy.schedules import Schedule
+from vllm_pyramid.policy.scorer import Scorer
+from vllm_pyramid.policy.selectors import Selector
+from vllm_pyramid.policy.values import Values
+
+
+class Norms(Scorer):
+    power: float = 2.0
+
+    def score(self, view):
+        return view.keys.norm(dim=-1) ** self.power
+
+
+class Scoreless(Scorer):
+    """A slip of the pen."""
+
+    def scoer(self, view):
+        return view.keys.norm(dim=-1)
+
+
+class Blind(AccumulatingScorer):
+    pass
+
+
+class Curveless(CurveAllocator):
+    count: int = 2
+
+
+class Undecided(Selector):
+    pass
+
+
+class OnceOnly(Schedule):
+    pass
+
+
+class Somewhere(Values):
+    pass
+
+
+class Nothing:
+    pass
+
+
+def function(view):
+    return view.keys
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of the user's, in a folder that Python looks into."""
+    name = f"own_methods_of_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def _preset(folder: Path, **sections: str) -> str:
+    lines = ["budget: 64", *(f"{key}: {value!r}" for key, value in sections.items())]
+    path = folder / "mine.yaml"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_a_scorer_of_the_users(own: str, tmp_path: Path) -> None:
+    path = _preset(tmp_path, scorer=f"{own}:Norms")
+    policy = load_policy(path, 32, {"power": 3.0})
+    assert type(policy.scorer).__name__ == "Norms" and policy.scorer.kind == f"{own}:Norms"
+    assert policy.scorer.model_dump() == {"kind": f"{own}:Norms", "power": 3.0}
+    assert load_policy("snapkv", 32, {"scorer": f"{own}:Norms", "power": 3.0}).scorer == (
+        policy.scorer
+    )
+    again = Policy.model_validate(policy.as_data())
+    assert again == policy and type(again.scorer) is type(policy.scorer)
+    # It is nobody else's: neither a kind of the package nor found under a short name.
+    assert not any("Norms" in cls.__name__ for cls in built_in_kinds(Scorer).values())
+
+
+def test_parts_that_override_nothing_do_what_their_base_does(own: str, tmp_path: Path) -> None:
+    sections = {"schedule": f"{own}:OnceOnly", "values": f"{own}:Somewhere"}
+    policy = load_policy(_preset(tmp_path, scorer="recency", **sections))
+    assert policy.schedule.every == 0 and policy.values.on_device(3)
+
+
+CLASSES = [
+    ("scorer", "Scoreless", r"the scorer OWN:Scoreless has no method `score\(self, view\)`"),
+    ("scorer", "Blind", r"the scorer OWN:Blind has no method `observe\(self, view\)`"),
+    (
+        "allocator",
+        "Curveless",
+        r"the allocator OWN:Curveless has no method `curve\(self, mean, num_layers, capacity\)`",
+    ),
+    ("selector", "Undecided", r"the selector OWN:Undecided has no method `select\(self, scores, k"),
+    ("scorer", "Curveless", "the scorer 'OWN:Curveless' is not a subclass of Scorer"),
+    ("scorer", "Nothing", "the scorer 'OWN:Nothing' is not a subclass of Scorer"),
+    ("scorer", "function", "the scorer 'OWN:function' is not a subclass of Scorer"),
+    ("allocator", "Norms", "the allocator 'OWN:Norms' is not a subclass of Allocator"),
+    ("selector", "Norms", "the selector 'OWN:Norms' is not a subclass of Selector"),
+    ("schedule", "Norms", "the schedule 'OWN:Norms' is not a subclass of Schedule"),
+    ("values", "Norms", "the values 'OWN:Norms' is not a subclass of Values"),
+    (
+        "scorer",
+        "Nroms",
+        "cannot import the scorer 'OWN:Nroms': .*no attribute 'Nroms'.*PYTHONPATH, where all proc",
+    ),
+    ("scorer", "", "cannot import the scorer 'OWN:'"),
+]
+
+
+@pytest.mark.parametrize(("section", "name", "message"), CLASSES)
+@pytest.mark.parametrize("way", ["file", "arguments"])
+def test_a_class_that_cannot_work_is_named_in_one_sentence(
+    own: str, tmp_path: Path, section: str, name: str, message: str, way: str
+) -> None:
+    parts = {section: f"{own}:{name}"}
+    policy, args = "snapkv", parts
+    if way == "file":
+        policy, args = _preset(tmp_path, **{"scorer": "recency", **parts}), {}
+    with pytest.raises(ValueError, match=message.replace("OWN", own)) as caught:
+        load_policy(policy, args=args)
+    said = str(caught.value)
+    assert "\n" not in said and "pydantic" not in said and "validation error" not in said
+    if way == "file":
+        assert re.match(rf"policy '.*mine\.yaml': {section} \(line \d\): ", said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no_such_module_at_all:Thing", "No module named 'no_such_module_at_all'.*PYTHONPATH"),
+        (":Thing", "cannot import the scorer ':Thing'"),
+        ("no_such_module_at_all", "unknown scorer kind .*valid kinds: .*recency.*package.module"),
+    ],
+)
+def test_modules_that_are_not_there(kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy("snapkv", 64, {"scorer": kind})
+
+
+def test_unknown_keys_of_a_class_of_the_users(own: str) -> None:
+    args: dict[str, Any] = {"scorer": {"kind": f"{own}:Norms", "pover": 3.0}}
+    with pytest.raises(ValueError, match=r"unknown argument 'scorer\.pover'.*did you mean"):
+        load_policy("snapkv", 64, args)
+
+
+def test_a_class_of_the_users_answers_for_its_own_values(own: str) -> None:
+    with pytest.raises(ValueError, match=r"scorer\.power: .*not 'much'"):
+        load_policy("snapkv", 64, {"scorer": f"{own}:Norms", "power": "much"})
+
+
+def test_a_part_that_says_nothing_changes_nothing() -> None:
+    """The answers of the contract's base, which are those of every part without an opinion."""
+    part = Component(kind="test")
+    policy = load_policy("snapkv", 64)
+    part.check(policy)
+    part.check_layers(3)
+    part.check_budget(policy, policy.budget)
+    assert not part.works_in_every_step and not part.works_during_prompt
+    assert not part.splits_at_prompt_end
+    keys = {"kv_top_n": 3}
+    assert part.for_request(keys) is part and keys == {"kv_top_n": 3}
+    side: Any = None
+    assert part.worker_hooks(policy, side) is None and part.scheduler_hooks(policy, 3) is None
+
+
+def test_fields_of_plain_types_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuples, sets and enumerations are lists and strings in JSON, and come back as they were."""
+    (tmp_path / "travellers.py").write_text(
+        "from enum import Enum\n"
+        "from vllm_pyramid.policy.scorer import Scorer\n"
+        "class How(Enum):\n    A = 'a'\n    B = 'b'\n"
+        "class Travels(Scorer):\n"
+        "    layers: tuple[int, ...] | None = (0, 1)\n"
+        "    pairs: tuple[tuple[int, int], ...] = ((1, 2),)\n"
+        "    how: How = How.B\n"
+        "    names: frozenset[str] = frozenset({'x'})\n"
+        "    def score(self, view):\n        return view.keys.norm(dim=-1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = load_policy(
+        "knorm", None, {"scorer": {"kind": "travellers:Travels", "pairs": [[3, 4]]}}
+    )
+    assert policy.scorer.pairs == ((3, 4),)  # type: ignore[attr-defined]
+    again = Policy.model_validate(json.loads(json.dumps(policy.as_data())))
+    assert again == policy and again.scorer == policy.scorer
+
+
+def test_a_class_in_a_script_is_refused() -> None:
+    with pytest.raises(ValueError, match="is in the script that runs"):
+        load_policy("knorm", None, {"scorer.kind": "__main__:Mine"})
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"schedule": "interval"}, "the schedule 'interval' would have no effect"),
+        ({"recent": 0.5}, "selector.recent"),
+    ],
+)
+def test_what_solved_lengths_would_ignore_is_refused(args: dict[str, Any], message: str) -> None:
+    parts = {"window": 1, "sinks": 0, "allocator": "global"}
+    with pytest.raises(ValueError, match=message):
+        load_policy("value-aware", 512, {**parts, **args})

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evictions after the prompt's end: when they come, what they keep, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.plan import IntArray, RetentionPlan
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.schedules import IntervalSchedule
+
+pytestmark = pytest.mark.cpu
+
+
+def plan_of(policy: str, budget: Any, args: dict[str, Any], *where: int) -> RetentionPlan:
+    plan = load_policy(policy, budget, args).plan(*where)
+    assert isinstance(plan, RetentionPlan)
+    return plan
+
+
+@settings(deadline=None)
+@given(
+    prompt_len=st.integers(1, 400),
+    budget=st.one_of(st.integers(1, 300), st.sampled_from(["1%", "12%", "100%"])),
+    interval=st.integers(1, 100),
+    fill_blocks=st.booleans(),
+    allocator=st.sampled_from(["uniform", "arithmetic", "geometric", "exponential"]),
+    layers=st.integers(1, 9),
+    block_size=st.sampled_from([1, 8, 16]),
+)
+def test_every_eviction_keeps_its_budget(
+    prompt_len: int,
+    budget: int | str,
+    interval: int,
+    fill_blocks: bool,
+    allocator: str,
+    layers: int,
+    block_size: int,
+) -> None:
+    """Sums are conserved, nothing comes back, nobody keeps what is gone, blocks are whole."""
+    args = {"interval": interval, "fill_blocks": fill_blocks, "allocator": allocator}
+    plan = plan_of("h2o", budget, args, prompt_len, layers, block_size)
+    target = int(budget) if isinstance(budget, int) else max(plan.budget_tokens, 1)
+    before = np.zeros(layers, np.int32)
+    assert plan.evicts and not plan.skip_after(0).any()
+    for number in range(1, 12):
+        computed = plan.computed_at(number)
+        assert computed == prompt_len + (number - 1) * interval
+        now = plan.after(number)
+        assert now.prompt_len == computed and now.block_size == block_size
+        assert now.keep.sum() == min(target, computed) * layers
+        assert (now.skip == plan.skip_after(number)).all()
+        assert (now.skip >= before).all(), "a layer would have to keep what is gone"
+        unit = block_size if fill_blocks else 1
+        assert (now.skip == (computed - now.keep) // unit * unit).all()
+        assert (now.held - now.keep < unit).all() and (now.held >= now.keep).all()
+        assert (now.recent == now.keep // 2).all()
+        assert plan.evictions_by(computed) == number
+        assert plan.evictions_by(computed - 1) == number - 1
+        assert plan.next_eviction(computed - 1) == computed
+        before = now.skip
+
+
+def test_plans_that_evict_once_have_no_later_ones() -> None:
+    plan = plan_of("pyramidkv", 40, {}, 100, 4, 16)
+    assert [plan.next_eviction(c) for c in (0, 99, 100, 5000)] == [100, 100, None, None]
+    assert [plan.evictions_by(c) for c in (0, 99, 100, 5000)] == [0, 0, 1, 1]
+
+
+def test_a_share_is_one_of_the_prompt() -> None:
+    plan = plan_of("h2o", "12%", {"interval": 100}, 1000, 2, 16)
+    assert [plan.after(number).keep.tolist() for number in (1, 2, 9)] == [[120, 120]] * 3
+
+
+def test_a_short_prompt_grows_until_the_budget() -> None:
+    plan = plan_of("h2o", 200, {"interval": 64}, 100, 2, 16)
+    held = [plan.after(number).held.tolist()[0] for number in range(1, 6)]
+    assert held == [100, 164, 212, 212, 212]
+
+
+class Groups(IntervalSchedule):
+    """As PyramidInfer: the prompt's tokens stay, a share of what is generated is added to them."""
+
+    kind: str = "test"  # type: ignore[assignment]
+
+    def keep(self, prompt: RetentionPlan, computed: int, usual: RetentionPlan) -> IntArray:
+        groups = (computed - prompt.prompt_len) // self.interval
+        rates = np.linspace(0.8, 0.2, len(prompt.keep))
+        return prompt.keep + groups * np.floor(rates * self.interval).astype(np.int32)
+
+    def front(self, prompt: RetentionPlan, computed: int) -> IntArray:
+        return self.keep(prompt, computed - self.interval, prompt)
+
+
+def test_a_schedule_may_set_lengths_and_protect_tokens() -> None:
+    policy = load_policy("h2o", 40, {"fill_blocks": False})
+    kind = f"{Groups.__module__}:Groups"
+    policy = policy.model_copy(update={"schedule": {"kind": kind, "interval": 16}})
+    plan = policy.plan(100, 3, 16)
+    assert isinstance(plan, RetentionPlan)
+    assert plan.after(3).keep.tolist() == [64, 56, 46]
+    assert plan.after(3).front.tolist() == [52, 48, 43]
+    assert plan.after(3).budget_tokens == 56  # rounded up
+    assert (plan.skip_after(3) >= plan.skip_after(2)).all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "args", "message"),
+    [
+        ("snapkv", {"schedule": "interval"}, "has no scores during generation"),
+        ("xkv", {"schedule": "interval"}, "has no scores during generation"),
+        ("full", {"schedule": "interval"}, "has no scores during generation"),
+        ("snapkv", {"recent": 0.5}, "set `window` instead"),
+        ("scissorhands", {"queries": 513}, "looks back over 513 queries but evicts every 512"),
+        ("h2o", {"schedule": "thin_generated"}, "its scorer is 'accumulated_attention'"),
+        ("h2o", {"interval": 0}, "greater than or equal to 1"),
+        ("h2o", {"recent": 1.0}, "less than 1"),
+        ("h2o", {"schedule": "hourly"}, "valid kinds: interval, prompt_end"),
+    ],
+)
+def test_what_is_refused(policy: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy(policy, None, args)
+
+
+def test_who_works_in_every_step() -> None:
+    policies = {
+        "h2o": {},
+        "scissorhands": {},
+        "streaming-llm": {"schedule": "interval"},
+    }
+    assert all(load_policy(name, None, args).works_in_every_step for name, args in policies.items())
+    assert not load_policy("pyramidkv").works_in_every_step
+    # Without later evictions it still has to look at every query of the prompt.
+    assert load_policy("h2o", None, {"schedule": "prompt_end"}).works_in_every_step

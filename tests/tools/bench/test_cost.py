@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model against numbers worked out by hand, and against the parameters of real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_pyramid.tools.bench import cost
+from vllm_pyramid.tools.bench.cost import Machine, RequestNeeds
+from vllm_pyramid.tools.bench.cost_table import as_markdown, cost_rows, displayed
+from vllm_pyramid.tools.bench.shapes import SHAPES, Shape, shape_of_config, write_model
+
+pytestmark = pytest.mark.cpu
+
+TINY = Shape(layers=2, hidden=8, mlp=16, heads=4, kv_heads=2, head_size=2, vocabulary=100)
+
+
+def test_sizes_of_a_shape() -> None:
+    # Q 8x8, K and V 8x4 each, O 8x8, and three of 8x16.
+    assert TINY.layer_parameters == 64 + 2 * 32 + 64 + 3 * 128
+    assert TINY.step_parameters == 2 * 576 + 800
+    assert TINY.token_bytes == 2 * 2 * 2 * 2
+
+
+def test_named_shapes_have_the_parameters_of_their_models() -> None:
+    """Llama 3 8B has 8.03 thousand million parameters, 70B 70.55; the embedding is not multiplied
+    with."""
+    for name, total in (("llama-3-8b", 8.03e9), ("llama-3-70b", 70.55e9)):
+        shape = SHAPES[name]
+        embedding = shape.hidden * shape.vocabulary
+        assert shape.step_parameters + embedding == pytest.approx(total, rel=0.002)
+    # 128 KiB a token over 32 layers.
+    assert 32 * SHAPES["llama-3-8b"].token_bytes == 131072
+    # Of one byte, and with a scale of four bytes for each token and KV head, of K and of V.
+    for dtype, row in (("fp8", 128), ("int8_per_token_head", 132)):
+        shape = replace(SHAPES["llama-3-8b"], cache_dtype=dtype)
+        assert shape.token_bytes == 2 * 8 * row
+
+
+def test_decode_step_by_hand() -> None:
+    weights, tokens = 2 * TINY.step_parameters, 3 * 2 * 50
+    fifty = RequestNeeds.plain(TINY, 64, 4, kept=48)  # and half of the 4 that are generated
+    slow_memory = Machine(bandwidth=1000.0, flops=1e12)
+    assert cost.decode_step(TINY, slow_memory, 3, fifty) == pytest.approx(
+        (weights + tokens * TINY.token_bytes) / 1000
+    )
+    slow_arithmetic = Machine(bandwidth=1e12, flops=1000.0)
+    assert cost.decode_step(TINY, slow_arithmetic, 3, fifty) == pytest.approx(
+        (2 * TINY.step_parameters * 3 + 4 * tokens * 4 * 2) / 1000
+    )
+    two = replace(slow_memory, devices=2)
+    halved = cost.decode_step(TINY, slow_memory, 3, fifty) / 2
+    assert cost.decode_step(TINY, two, 3, fifty) == halved
+
+
+def test_prefill_by_hand() -> None:
+    machine = Machine(bandwidth=1.0, flops=1000.0)
+    linear = 2 * 2 * TINY.layer_parameters * 10
+    attention = 4 * 4 * 2 * 2 * 10 * 10 / 2
+    needs = RequestNeeds.plain(TINY, 10, 4, kept=10)
+    assert cost.prefill(machine, needs) == pytest.approx((linear + attention) / 1000)
+
+
+@pytest.mark.parametrize(
+    ("requests", "kept", "fit"),
+    [
+        (4.0, 160.0, 4),  # nothing evicted: as many as the pool was made for
+        (4.0, 16.0, 18),  # pool 44 blocks, prompt 10, evicted 1 + 1: 1 + (44 - 10) / 2, below 22
+        (1.0, 16.0, 1),  # one prompt fills the pool
+        (0.5, 16.0, 0),
+    ],
+)
+def test_resident(requests: float, kept: float, fit: int) -> None:
+    needs = RequestNeeds.plain(TINY, prompt_len=160, output_len=16, kept=kept)
+    pool = requests * 11 * 16 * TINY.layers * TINY.token_bytes
+    assert cost.resident(pool, needs) == fit
+
+
+def test_end_to_end_adds_prefills_and_decode_steps() -> None:
+    machine = Machine(bandwidth=1e3, flops=1e3)
+    needs = RequestNeeds.plain(TINY, prompt_len=64, output_len=9, kept=64)
+    step, prefills = cost.decode_step(TINY, machine, 4, needs), 8 * cost.prefill(machine, needs)
+    seconds = prefills + 2 * 8 * step
+    assert cost.end_to_end(TINY, machine, needs, 8, 4) == pytest.approx(8 * 9 / seconds)
+    share = cost.prefill_share(TINY, machine, needs, 8, 4)
+    assert share == pytest.approx(prefills / seconds) and 0 < share < 1
+
+
+def test_eviction_pays_as_the_cache_outweighs_the_weights() -> None:
+    """Longer prompts gain more; at 12 % never more than 1 / 0.12, but for whole requests."""
+    machine = Machine(4.8e12, 989e12, 141e9)
+    rows = cost_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256, 100.0)
+    assert rows["budget"].tolist() == ["100%", "12%"] * 2
+    whole, short, again, long = rows["decode_ratio"]
+    assert whole == again == 1.0 and 1 < short < long <= 1.02 / 0.12
+    assert rows["resident"][3] > rows["resident"][2]
+    assert displayed(rows)["prompt"].tolist() == ["8,192"] * 2 + ["131,072"] * 2
+    assert as_markdown(rows).count("\n") == 2 + 4
+
+
+def test_a_model_that_does_not_fit_says_so() -> None:
+    machine = Machine(4.8e12, 989e12, 141e9)
+    with pytest.raises(ValueError, match="141 GB of weights do not fit"):
+        cost_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256, 100.0)
+
+
+def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
+    write_model(SHAPES["small"], tmp_path)
+    assert shape_of_config(str(tmp_path)) == SHAPES["small"]
+
+
+def test_documented_tables_are_what_the_command_prints() -> None:
+    """The page on Llama 3 holds the output of `vllm-pyramid bench cost --markdown`."""
+    page = Path(__file__).parents[3] / "docs" / "results" / "llama-3-on-h200.md"
+    text = page.read_text(encoding="utf-8")
+    lens, budgets = [8192, 32768, 131072], ["12%", "2048"]
+    for name, devices in (
+        ("llama-3-8b", 1),
+        ("llama-3-8b", 8),
+        ("llama-3-70b", 2),
+        ("llama-3-70b", 8),
+    ):
+        machine = Machine(4.8e12, 989e12, 141e9, devices)
+        rows = cost_rows(SHAPES[name], machine, lens, budgets, 256, 10000.0)
+        assert as_markdown(rows) in text, f"{name} on {devices}: run the command beside the table"

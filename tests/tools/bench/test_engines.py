@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid bench` with engines: its rows say what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.support import is_cpu_build
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.tools.bench import server_load
+from vllm_pyramid.tools.bench.job import Job, Variant
+from vllm_pyramid.tools.bench.profile import PARTS
+from vllm_pyramid.tools.bench.shapes import named_shape
+from vllm_pyramid.tools.cli import main
+
+pytestmark = pytest.mark.engine
+
+PROMPT, OUTPUT, REQUESTS, POOL, LAYERS = 512, 24, 10, 2, 2
+
+
+def _blocks(output_len: int, requests: int) -> int:
+    """Of the block pool for `POOL` whole requests."""
+    job = Job(named_shape("small", LAYERS), PROMPT, output_len, requests, POOL)
+    return job.pool_blocks(Variant("full", None), POOL)
+
+
+def test_throughput(tmp_path: Path) -> None:
+    command = ["bench", "throughput", "--layers", str(LAYERS), "--policies", "full,pyramidkv"]
+    command += ["--budget", "12%", "--prompt-len", str(PROMPT), "--output-len", str(OUTPUT)]
+    command += ["--num-prompts", str(REQUESTS), "--pool-prompts", str(POOL), "--threads", "1"]
+    command += ["--repetitions", "1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    written = json.loads((tmp_path / "throughput.json").read_text())
+    assert written["machine"]["bandwidth"] > 1e8 and written["machine"]["flops"] > 1e8
+    full, evicted = written["rows"]
+    assert (full["policy"], evicted["policy"]) == ("full", "pyramidkv")
+    pool = _blocks(OUTPUT, REQUESTS)
+    whole, prompt = pool // POOL, PROMPT // 16 * LAYERS
+    kept = int(load_policy("pyramidkv", "12%").plan(PROMPT, LAYERS, 16).blocks.sum())
+    for row in (full, evicted):
+        # The same tokens of each, in the same pool; a token that was not generated is an error.
+        assert row["output_tokens_per_s"] > 0 and row["decode_tokens_per_s"] > 0
+        assert 0 < row["prefill_share"] < 1 and row["preemptions"] == 0
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p90_ms"] and row["tpot_p50_ms"] > 0
+        assert row["ttft_p99_ms"] is None  # of ten requests
+        # The model has requests come in one by one and end together; some come in meanwhile.
+        assert row["predicted_resident"] <= row["resident_max"] <= REQUESTS
+        assert max(row["peak_blocks"], row["decode_blocks"]) <= pool + LAYERS
+    # What decodes fills the pool with whole requests, or with many that gave most of theirs back.
+    assert full["resident_max"] == POOL and full["decode_blocks"] == POOL * whole
+    resident = evicted["resident_max"]
+    assert resident > 2 * POOL
+    assert evicted["decode_blocks"] <= resident * (kept + (OUTPUT // 16 + 1) * LAYERS)
+    # A prompt is held whole until it is processed, by both.
+    assert evicted["peak_blocks"] >= prompt + kept
+    assert full["output_ratio"] == 1.0 and evicted["decode_batch"] > full["decode_batch"]
+    with (tmp_path / "throughput.csv").open() as file:
+        assert [row["policy"] for row in csv.DictReader(file)] == ["full", "pyramidkv"]
+    assert (tmp_path / "throughput.png").stat().st_size > 1000
+
+
+def test_conversations_find_what_was_said(tmp_path: Path) -> None:
+    """Two turns after a shared beginning, one conversation at a time."""
+    command = ["bench", "prefix", "--layers", str(LAYERS), "--policies", "full,snapkv"]
+    command += ["--budget", "64", "--prompt-len", "200", "--shared-len", "160", "--turns", "2"]
+    command += ["--output-len", "8", "--num-prompts", "3", "--concurrency", "1", "--threads", "1"]
+    command += ["--repetitions", "1", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    full, evicted = json.loads((tmp_path / "prefix.json").read_text())["rows"]
+    assert full["prompt_len"] == 160 + 2 * 200 + 8 and full["turns"] == 2
+    first, last = 360, 568
+    # The first conversation computes all of its first turn; then its second turn finds the first
+    # one, with `full` its answer too; those that follow find the shared beginning in their first.
+    whole = [0, 367 // 16 * 16, 160, 367 // 16 * 16, 160, 367 // 16 * 16]
+    assert full["cached_share"] == pytest.approx(sum(whole) / (3 * (first + last)))
+    left = first // 16 * 16  # of what was evicted all of the prompt is there, and nothing else
+    assert evicted["cached_share"] == pytest.approx(
+        sum([0, left, 160, left, 160, left]) / (3 * (first + last))
+    )
+    for row in (full, evicted):
+        assert row["resident_max"] == 1
+        # So short a prompt is no measure of the speed: only that both kinds were timed.
+        assert row["ttft_hit_ms"] > 0 and row["ttft_miss_ms"] > 0
+
+
+def test_conversations_resume_what_was_kept(tmp_path: Path) -> None:
+    """As above; the second turn begins with what the first has kept, its answer included."""
+    command = ["bench", "prefix", "--layers", str(LAYERS), "--policies", "snapkv", "--resume"]
+    command += ["--budget", "64", "--prompt-len", "200", "--shared-len", "160", "--turns", "2"]
+    command += ["--output-len", "24", "--num-prompts", "3", "--concurrency", "1", "--threads", "1"]
+    command += ["--repetitions", "1", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (row,) = json.loads((tmp_path / "prefix.json").read_text())["rows"]
+    kept = (360 + 23) // 16 * 16
+    assert row["cached_share"] == pytest.approx(
+        sum([0, kept, 160, kept, 160, kept]) / (3 * (360 + 584))
+    )
+
+
+def test_decode_only_beside_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All hold requests at once and decode in turns; nobody of ours is preempted meanwhile.
+
+    The profile of a step is whole: its parts add up to it, and those of ours have one each.
+    """
+    command = ["bench", "throughput", "--decode-only", "--layers", str(LAYERS), "--no-pictures"]
+    # Stock vLLM has no attention for the CPU in its CUDA wheel.
+    stock = ["stock"] if is_cpu_build() else []
+    policies = ",".join([*stock, "full", "pyramidkv", "transformers"])
+    command += ["--policies", policies, "--budget", "12%", "--threads", "1"]
+    command += ["--prompt-len", str(PROMPT), "--output-len", "96", "--num-prompts", "12"]
+    command += ["--pool-prompts", "2", "--repetitions", "2", "--out", str(tmp_path)]
+    command += ["--engine-args", '{"kv_admission": "prompt"}']
+    assert main([*command, "--profile"]) == 0
+    written = json.loads((tmp_path / "throughput.json").read_text())
+    full, evicted, peer = written["rows"][-3:]
+    for row in written["rows"][:-3]:
+        # Its own blocks of 128 tokens, so at most one more of them for each request than it needs.
+        assert (row["policy"], row["decode_batch"], row["to_their_end"]) == ("stock", 2, 2)
+        assert row["decode_blocks"] == 2 * 5 * 8 * LAYERS and row["decode_ratio"] == 1.0
+    pool = _blocks(96, 12)
+    assert full["decode_batch"] == peer["decode_batch"] == 2 and full["to_their_end"] == 2
+    # More come in than the pool holds at their ends: the windows stay short of that.
+    assert evicted["decode_batch"] > evicted["to_their_end"] > 2
+    assert evicted["to_their_end"] >= evicted["predicted_resident"]
+    assert evicted["decode_blocks"] <= evicted["peak_blocks"] <= pool
+    for row in (full, evicted, peer):
+        assert row["repetitions"] == 2 and row["decode_low"] <= row["decode_tokens_per_s"]
+        assert row["predicted_decode_tokens_per_s"] > 0 and row["decode_ratio"] > 0
+    assert written["machine"]["flops"] > 1e8 and not (tmp_path / "throughput.png").exists()
+    assert [(one["policy"], one["budget"]) for one in written["profile"]] == [
+        *((name, "100%") for name in stock),
+        *(("full", "100%"), ("pyramidkv", "12%")),
+    ]
+    for one, row in zip(written["profile"], written["rows"], strict=False):
+        assert one["batch"] == row["decode_batch"]
+        # Of five windows the last two; 96 tokens are 94 further steps, of which not all have room.
+        steps = len(one["with_timers_ms"]) + len(one["without_ms"])
+        assert steps % 2 == 0 and 10 <= steps <= 2 * (94 // 5)
+        assert set(one["parts_ms"]) == set(PARTS)
+        assert sum(one["parts_ms"].values()) == pytest.approx(one["step_ms"])
+        assert sum(one["shares"].values()) == pytest.approx(1)
+        assert one["step_ms"] == pytest.approx(statistics.fmean(one["with_timers_ms"]))
+        assert min(spent for part, spent in one["parts_ms"].items() if part != "eviction") > 0
+        assert one["parts_ms"]["eviction"] == 0  # prompts have ended
+    said = capsys.readouterr().out
+    assert "where a decode step's time goes" in said and "linear layers" in said
+
+
+def test_capacity_where_memory_is_shared_out_otherwise(tmp_path: Path) -> None:
+    """V of three of four layers in host memory; room for gathered numbers; 8-bit floats."""
+    layers, prompt, output = 4, 482, 64  # all are in before the first needs another block
+    command = ["bench", "capacity", "--layers", str(layers), "--policies", "kcache,h2o,full@fp8"]
+    command += ["--budget", "64", "--prompt-len", str(prompt), "--output-len", str(output)]
+    command += ["--num-prompts", "14", "--pool-prompts", "4", "--threads", "1"]
+    command += ["--repetitions", "1", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    kcache, h2o, fp8 = json.loads((tmp_path / "capacity.json").read_text())["rows"]
+    pool = 4 * 35 * layers  # blocks: a request of 546 tokens takes 35 of a layer
+    assert kcache["host_bytes"] == pool * 16384 and h2o["host_bytes"] is None
+    # In five of eight halves of the memory of `full`: six requests in the place of four.
+    begin, end = 31 + 3 * 16, 35 + 3 * 18
+    assert kcache["predicted_resident"] == kcache["to_their_end"] == 6
+    assert 6 <= kcache["resident_max"] <= (pool + layers) // begin
+    assert begin <= kcache["decode_blocks"] / kcache["resident_max"] <= end
+    assert fp8["policy"] == "full@fp8" and fp8["budget"] == "100%"
+    assert fp8["predicted_resident"] == fp8["to_their_end"] == 8  # instead of four
+    assert fp8["peak_blocks"] > pool  # of half the size
+    # Evicted, each has 5 to 9 blocks of a layer; the last one's prompt has to find room.
+    pool = pool * 64 // 65
+    assert h2o["predicted_resident"] == 1 + (pool - 31 * layers) // (9 * layers) == 12
+    assert h2o["predicted_resident"] <= h2o["to_their_end"] <= h2o["resident_max"]
+    assert 5 <= h2o["decode_blocks"] / (layers * h2o["resident_max"]) <= 9
+    assert 31 * layers <= h2o["peak_blocks"] <= pool + layers
+
+
+def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP, with the threads that were asked for: the worker has them, and is not bound. What
+    the server holds meanwhile is seen.
+    """
+    seen: list[tuple[str, set[int]]] = []
+    load = server_load.load
+
+    def looking(*args: Any) -> dict[str, Any]:
+        result: dict[str, Any] = load(*args)
+        seen.extend(_workers())
+        return result
+
+    monkeypatch.setattr(server_load, "load", looking)
+    often = partial(server_load.Gauges, interval=0.02)  # a short job
+    monkeypatch.setattr(server_load, "Gauges", often)
+    monkeypatch.setenv("SPT_NOENV", "1")  # a process that names itself leaves its variables alone
+    command = ["bench", "latency", "--layers", str(LAYERS), "--policies", "pyramidkv"]
+    command += ["--prompt-len", "256", "--output-len", "192", "--num-prompts", "1"]
+    command += ["--repetitions", "1", "--threads", "3", "--no-pictures", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (row,) = json.loads((tmp_path / "latency.json").read_text())["rows"]
+    assert row["ttft_p50_ms"] > 0 and row["tpot_p50_ms"] > 0 and row["ttft_p99_ms"] is None
+    assert row["resident_max"] == 1
+    # At least what it keeps, at most all of a text that may be some tokens longer than asked for.
+    assert 2 * LAYERS <= row["peak_blocks"] <= -(-(256 + 192 + 64) // 16) * LAYERS
+    assert seen == [("3", os.sched_getaffinity(0))] * 2
+
+
+def _workers() -> list[tuple[str, set[int]]]:
+    """Threads and cores of the processes that vLLM calls workers and a bench has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if "VLLM::Worker" not in (folder / "cmdline").read_text():
+                continue
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if environment.get("SPT_NOENV") == "1":
+                cores = os.sched_getaffinity(int(folder.name))
+                found.append((environment["OMP_NUM_THREADS"], cores))
+    return found

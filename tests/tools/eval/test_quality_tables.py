@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/method_study/tables.py`: it measures tables of a YAML file and goes on where it stopped.
+
+On the built-in model. The packaged file of tables is read, and every name in it is known.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+
+from vllm_pyramid.tools.cli import _build_parser
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.eval.tasks import load_task
+from vllm_pyramid.tools.eval.variants import parse_variants
+
+pytestmark = pytest.mark.cpu
+
+FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
+SMALL = {
+    "small": {
+        "title": "A small table",
+        "study": {
+            "methods": ["full", "snapkv", "snapkv-expected", "entropykv"],
+            "tasks": ["needle", "perplexity"],
+            "lengths": [256],
+            "budgets": ["25%", "50%"],
+            "samples": 2,
+            "seed": 3,
+        },
+        "against": "snapkv",
+        "tasks_at": ["25%"],
+    },
+    "short": {
+        "title": "A table by length",
+        "study": {
+            "methods": ["full", "snapkv"],
+            "tasks": ["needle"],
+            "lengths": [192, 256],
+            "budgets": ["64"],
+            "samples": 1,
+            "seed": 3,
+        },
+        "figure": "agreement",
+    },
+}
+# Prompts, by methods and budgets that evict and one row of the whole cache; `short` shares one
+# prompt with `small` and adds a budget of one method there.
+ROWS = 4 * (3 * 2 + 1) + (1 + 1) + 1
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The scripts, as they see each other."""
+    sys.path.insert(0, str(FOLDER))
+    names = ("methods", "report", "tables")
+    yield {name: importlib.import_module(name) for name in names}
+    sys.path.remove(str(FOLDER))
+    for name in (*names, "llama", "study"):
+        sys.modules.pop(name, None)
+
+
+def command(folder: Path, *more: str, tables: object = SMALL) -> subprocess.CompletedProcess[str]:
+    """`tables.py run` into a folder."""
+    file = folder / "tables.yaml"
+    file.write_text(yaml.safe_dump(tables))
+    script = [sys.executable, str(FOLDER / "tables.py"), "run", "--model", str(model_path())]
+    return subprocess.run(
+        [*script, "--tables", str(file), "--out", str(folder / "out"), *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        cwd=FOLDER.parents[1],
+    )
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "out" / "study.csv").open()))
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    stopped = command(tmp_path, "--minutes", "0")
+    assert stopped.returncode == 1
+    assert "stopped: 5 prompts are left" in stopped.stderr
+    whole = command(tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    rows = rows_of(tmp_path)
+    assert len(rows) == ROWS
+    assert len({tuple(row[k] for k in list(row)[:8]) for row in rows}) == ROWS
+
+    # A run that was killed in the middle of a prompt, and of a line: only what is missing is
+    # measured, alike.
+    file = tmp_path / "out" / "study.csv"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:12])[:-40])
+    assert command(tmp_path).returncode == 0
+    again = rows_of(tmp_path)
+    assert again[:10] == rows[:10]
+
+    def key(row: dict[str, str]) -> list[str]:
+        return [row[name] for name in ("task", "length", "index", "method", "budget")]
+
+    for before, after in zip(sorted(rows, key=key), sorted(again, key=key), strict=True):
+        assert key(before) == key(after)
+        for figure in ("right", "nats", "agreement", "divergence"):
+            assert float(after[figure]) == pytest.approx(float(before[figure]), abs=1e-3)
+    nothing = command(tmp_path)
+    assert nothing.returncode == 0
+    assert len(rows_of(tmp_path)) == ROWS
+
+    text = (tmp_path / "out" / "tables.md").read_text()
+    for part in (
+        "## A small table",
+        "Prompts: 2 of needle at 256, 2 of perplexity at 256.",
+        "Divergence less that of `snapkv`, paired, prompts of 256 tokens:",
+        "Agreement less that of `snapkv`, paired, prompts of 256 tokens:",
+        "| full | 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) |",
+        "Perplexity, times the whole cache's, prompts of 256 tokens:",
+        "| full | 0.000 (0.000 to 0.000) | 0.000 (0.000 to 0.000) |",
+        "Tasks at 25%",
+        "## A table by length",
+        "| tokens kept | prompts of 192 | prompts of 256 |",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"study": None}, "either `study` or `engine`"),
+        ({"against": "nobody"}, "`against: nobody` is none of its methods"),
+        ({"sample": 1}, "Extra inputs are not permitted"),
+    ],
+)
+def test_a_wrong_table_is_refused(change: dict[str, object], reason: str, tmp_path: Path) -> None:
+    done = command(tmp_path, tables={"small": SMALL["small"] | change})
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_something_else_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    other = tmp_path / "out" / "study.csv"
+    other.write_text("task,method,right\nneedle,full,1\n")
+    done = command(tmp_path)
+    assert done.returncode == 2
+    assert "has the columns ['task', 'method', 'right'], not ['model', 'seed'," in done.stderr
+    assert other.read_text() == "task,method,right\nneedle,full,1\n"
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    done = command(tmp_path, "larger")
+    assert done.returncode == 2
+    assert "there are: short, small" in done.stderr
+    spec = SMALL["small"]["study"] | {"methods": ["full", "snapkv", "snapkw"]}
+    done = command(tmp_path, tables={"small": SMALL["small"] | {"study": spec}})
+    assert done.returncode == 2
+    assert "no method ['snapkw']" in done.stderr
+
+
+def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) -> None:
+    tables = modules["tables"].read_tables(FOLDER / "tables.yaml", [])
+    methods = modules["methods"].load_methods(FOLDER / "methods.yaml")
+    used = set()
+    for table in tables.values():
+        if table.study is not None:
+            used |= set(table.study.methods)
+            names = table.study.tasks
+        else:
+            flags = [p for key, value in table.engine.items() for p in (f"--{key}", str(value))]
+            args = _build_parser().parse_args(["eval", *flags])
+            assert parse_variants(args.policies, "--policies")
+            names = args.tasks.split(",")
+        assert [load_task(name).name for name in names] == list(names)
+    assert used <= set(methods)
+
+
+def test_intervals(modules: dict[str, ModuleType]) -> None:
+    """The mean over tasks of means; one prompt of a task has no interval."""
+    spread, cell = modules["report"].spread, modules["report"].cell
+    assert spread([np.array([1.0, 1.0]), np.array([3.0, 3.0])]) == (2.0, 2.0, 2.0)
+    assert cell((2.0, 2.0, 2.0)) == "2.00 (2.00 to 2.00)"
+    assert cell(spread([np.array([1.0, 1.0]), np.array([3.0])])) == "2.00"
+    values = np.random.default_rng(1).normal(0.0, 1.0, 400)
+    mean, low, high = spread([values])
+    assert mean == pytest.approx(values.mean())
+    expected = 1.96 * values.std() / 20
+    assert high - mean == pytest.approx(expected, rel=0.15)
+    assert mean - low == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.engine
+def test_a_table_of_the_engine(tmp_path: Path) -> None:
+    """Its flags reach `vllm-pyramid eval`, whose tables are shown."""
+    flags = {"policies": "full", "tasks": "needle", "lengths": "128", "samples": 1}
+    done = command(tmp_path, tables={"served": {"title": "The engine", "engine": flags}})
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = (tmp_path / "out" / "tables.md").read_text()
+    assert text.startswith("## The engine")
+    assert "needle" in text and "full" in text
+    assert (tmp_path / "out" / "served.csv").exists()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that wait for tasks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from vllm_pyramid.tools.child_process import Child, LoggedProcess
+
+pytestmark = pytest.mark.cpu
+
+# Says what memory PyTorch asks the kernel for: a tensor is made, then looked up in the mappings.
+CODE = """
+import json, re, sys, torch
+sys.stdin.readline()
+data = torch.ones(1 << 26, dtype=torch.uint8)
+flags, inside = None, False
+for line in open("/proc/self/smaps"):
+    if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+        inside = int(match[1], 16) <= data.data_ptr() < int(match[2], 16)
+    elif inside and line.startswith("VmFlags:"):
+        flags = line.split()[1:]
+print("\\n@vllm-pyramid " + json.dumps({"done": flags}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("variable", "wanted"), [(None, True), ("0", False)])
+def test_memory_of_engines_in_a_child_is_in_huge_pages(
+    variable: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of the workers of a server; who runs the bench can say otherwise."""
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", variable)
+    with Child([sys.executable, "-c", CODE], "the tensor's process", offline=True) as child:
+        (message,) = child.ask({})
+    assert ("hg" in message["done"]) is wanted
+
+
+TERMINATED = """
+import os, signal
+from vllm_pyramid.tools.child_process import orderly_termination
+with orderly_termination():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("unwound")
+"""
+
+
+def test_a_second_sigterm_does_not_break_off_the_unwinding() -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "unwound\n")
+
+
+def test_a_process_that_ends_shows_its_log() -> None:
+    code = "import sys; print('to stdout'); sys.exit('to stderr')"
+    with LoggedProcess([sys.executable, "-c", code], "the process", offline=True) as process:
+        said = str(process.error())
+    assert "the process failed with exit status 1" in said
+    assert "to stdout" in said and "to stderr" in said

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backend of the CPU platform: every layer attends to what it kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
+from vllm_pyramid.compat.backend_names import CPU_BLOCK_SIZE, FP8_CACHES
+from vllm_pyramid.compat.cache_specs import scales_of
+from vllm_pyramid.kernels import get_ops
+from vllm_pyramid.kernels.cpu.checks import MAX_HEAD_SIZE
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+
+
+class PyramidCpuBackend(AttentionBackend):
+    """Paged attention on the CPU with a token range per layer and request."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
+
+    @staticmethod
+    def get_name() -> str:
+        """A member of vLLM's backend enumeration."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PyramidCpuImpl]:
+        return PyramidCpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PyramidCpuMetadataBuilder]:
+        return PyramidCpuMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(8)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Where the user named none: vLLM 0.33 asks, 0.32 takes what our platform sets."""
+        return CPU_BLOCK_SIZE
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Heads outside tokens: the rows of a KV head in a block are contiguous."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+
+@dataclass
+class PyramidCpuMetadata:
+    """One layer's view of a step.
+
+    Attributes:
+        block_table: `[R, M]` int32. query_start_loc: `[R + 1]` int32. seq_lens: `[R]` int32.
+        skips: `[R]` int32, tokens below which the layer's table is not valid.
+    """
+
+    num_tokens: int
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    skips: torch.Tensor
+
+
+class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
+    """Slices the step's retention; all the work was done once for all layers.
+
+    Attributes:
+        context: set by the model runner; None for layers that do not evict.
+    """
+
+    reads_shifted_tables = False
+    context: LayerContext | None = None
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._no_skips = torch.zeros(0, dtype=torch.int32)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PyramidCpuMetadata:
+        """Metadata of this builder's layers for the current step."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
+        if common.mm_req_doc_ranges:
+            raise ValueError("vllm-pyramid's CPU attention is causal; these images are not")
+        num_reqs = common.num_reqs
+        if len(self._no_skips) < num_reqs:  # chunks of requests count as requests of their own
+            self._no_skips = torch.zeros(2 * num_reqs, dtype=torch.int32)
+        skips = self._no_skips[:num_reqs]
+        if self.context is not None:
+            step, layer = self.context.step, self.context.layer
+            if (layout := step.layout) is not None:
+                return PyramidCpuMetadata(
+                    num_tokens=int(layout.query_starts[layer, -1]),
+                    block_table=common.block_table_tensor,
+                    query_start_loc=torch.from_numpy(layout.query_starts[layer]),
+                    seq_lens=torch.from_numpy(layout.seq_lens[layer]),
+                    skips=torch.from_numpy(layout.skips[layer]),
+                )
+            skips = torch.from_numpy(step.skips[layer])
+            assert skips.numel() == num_reqs, (skips.numel(), num_reqs)
+        return PyramidCpuMetadata(
+            num_tokens=common.num_actual_tokens,
+            block_table=common.block_table_tensor,
+            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            seq_lens=common.seq_lens[:num_reqs],
+            skips=skips,
+        )
+
+
+class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
+    """Attention of one layer.
+
+    Attributes:
+        context: set by the model runner for layers that evict, and those that read their caches.
+    """
+
+    context: LayerContext | ReaderContext | None = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise ValueError("ALiBi has no kernel in vllm-pyramid's CPU platform")
+        if attn_type != AttentionType.DECODER:
+            raise ValueError(
+                f"attention of type {attn_type} has no kernel in vllm-pyramid's CPU platform; it "
+                "serves decoder-only models"
+            )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.softmax = Softmax(
+            self.scale,
+            soft_cap=float(logits_soft_cap or 0.0),
+            sliding_window=sliding_window or 0,
+            sinks=sinks,
+        )
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.kv_cache_dtype = kv_cache_dtype
+        self._fp8 = FP8_CACHES.get(kv_cache_dtype)
+        self.ops = get_ops("cpu")
+
+    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one.
+
+        Where V lies elsewhere, vLLM's memory is all K. Its memory of 8-bit floats is one of bytes.
+        """
+        values = self.context.values if self.context is not None else None
+        if self._fp8 is not None:
+            kv_cache = kv_cache.view(self._fp8)
+            values = None if values is None else values.view(self._fp8)
+        if values is not None:
+            return kv_cache, values
+        blocks, heads, tokens, content = kv_cache.shape
+        planes = kv_cache.view(blocks, heads, 2 * tokens, content // 2)
+        return planes[:, :, :tokens], planes[:, :, tokens:]
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """What the numbers in the layer's caches are multiplied with.
+
+        A layer that reads another's cache has scales of its own, which are not that cache's.
+        """
+        if self._fp8 is None:
+            return 1.0, 1.0
+        if (target := self.kv_sharing_target_layer_name) is not None:
+            layer = get_forward_context().no_compile_layers[target]
+        return scales_of(layer)
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values, `[T, G, D]`, to their slots."""
+        key_cache, value_cache = self._split(kv_cache)
+        context = self.context
+        if context is not None:
+            slot_mapping = context.slots(slot_mapping)
+        key_scale, value_scale = self._scales(layer)
+        self.ops.reshape_and_cache(
+            *(key, value, key_cache, value_cache, slot_mapping),
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
+        if context is not None:
+            context.after_write(slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PyramidCpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend, then let the policy gather and evict.
+
+        Args:
+            query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`. output: `[T, H, D]`, written.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantisation is not supported on the CPU")
+        if attn_metadata is None:  # profiling run
+            return output.zero_()
+        meta, context = attn_metadata, self.context
+        key_cache, value_cache = self._split(kv_cache)
+        query, out = query[: meta.num_tokens], output[: meta.num_tokens]
+        log_sum_exp = None
+        if context is not None and context.step.wants_log_sum_exp:
+            log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
+        key_scale, value_scale = self._scales(layer)
+        batch = AttentionBatch(
+            query,
+            key_cache,
+            value_cache,
+            meta.block_table,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.skips,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
+        call = AttentionInputs(
+            self.ops,
+            context.layer if context is not None else 0,
+            batch,
+            self.softmax,
+            ranks=context.ranks if context is not None else None,
+            rotary=context.rotary if context is not None else None,
+            log_sum_exp=log_sum_exp,
+        )
+        if context is None or not context.attend(call, out):
+            self.ops.paged_attention(out, batch, self.softmax, log_sum_exp=log_sum_exp)
+        if context is not None:
+            context.after_attention(call)
+        return output

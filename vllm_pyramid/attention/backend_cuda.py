@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's CUDA attention backends need so that every layer reads its own, shorter table.
+
+`PyramidBuilderMixin` and `PyramidImplMixin` go in front of a stock builder and implementation:
+`backend_flash.py` and `backend_triton.py` are those. The kernels themselves are vLLM's.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
+from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
+from vllm_pyramid.compat.cache_specs import scales_of
+from vllm_pyramid.kernels import get_ops
+from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+
+
+@dataclass(frozen=True)
+class CacheParts:
+    """A layer's memory as our kernels see it.
+
+    Attributes:
+        keys, values: `[P, G, N, D]`. scales: fields of `AttentionBatch`. rows: of
+        `AttentionInputs`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def parts_of_scaled_rows(kv_cache: torch.Tensor, dtype: torch.dtype) -> CacheParts:
+    """Of `[P, G, N, 2 * (D + 4)]` bytes in vLLM's order: K, its scale, V, its scale.
+
+    Moved are words of 4 bytes: rows begin at a multiple of those alone.
+    """
+    half = kv_cache.shape[-1] // 2
+    numbers, words, floats = (kv_cache.view(t) for t in (dtype, torch.int32, torch.float32))
+    return CacheParts(
+        numbers[..., : half - 4],
+        numbers[..., half:-4],
+        {"key_scales": floats[..., half // 4 - 1], "value_scales": floats[..., -1]},
+        (words[..., : half // 4], words[..., half // 4 :]),
+    )
+
+
+class PyramidBuilderMixin:
+    """Hands the layer's shifted table and length to the stock builder.
+
+    Attributes:
+        reads_shifted_tables: the stock kernels know nothing of skips (see `shifted_tables.py`).
+        context: set by the model runner for layers that evict; other layers read vLLM's tables.
+    """
+
+    supports_update_block_table = False
+    reads_shifted_tables = True
+    context: LayerContext | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._of_replays: dict[tuple[int, int], Any] = {}
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Decode steps of one token, or of one and its drafts, if the stock kernel can do these.
+
+        An eviction is Python, which a graph leaves out. None at all where a policy works in every
+        step, or attends by itself; vLLM then runs attention between piecewise graphs, or says
+        that the mode which was asked for cannot be. With drafts the last chunk of a prompt is
+        longer than a decode step; a short prompt might look like one, and must be one that is not
+        evicted.
+        """
+        settings = ServedSettings.of(vllm_config)
+        one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        if settings is None:
+            return one
+        if settings.policy.works_in_every_step or settings.policy.attends:
+            return AttentionCGSupport.NEVER
+        if not settings.num_drafts:
+            return one
+        stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        layers = getattr(kv_cache_spec, "num_layers", None)  # none: a companion, which never evicts
+        if layers is not None and settings.policy.may_evict_after(
+            settings.num_drafts + 1, layers, kv_cache_spec.block_size
+        ):
+            return one
+        return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """The stock metadata over this layer's table. `fast_build` leaves out FlashAttention's
+        ahead-of-time schedule, which would be computed once a layer instead of once a step.
+        """
+        context = self.context
+        if context is None:  # a companion
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+            metadata.kv_step = None
+            return metadata
+        assert context.shifted is not None, "the layer was not bound"
+        shifted = context.shifted
+        shape = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
+        if shifted.replays and shape in self._of_replays:
+            return self._of_replays[shape]
+        place = shifted.place(context.layer)
+        common = copy.copy(common_attn_metadata)
+        common.block_table_tensor = shifted.tables[place][: common.num_reqs]
+        common.seq_lens = shifted.lens[place, : common.num_reqs]
+        if shifted.max_lens is not None:
+            # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
+            # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
+            common.max_seq_len = int(shifted.max_lens[place])
+        if (layout := context.step.layout) is not None:
+            starts = layout.query_starts[context.layer]
+            common.query_start_loc = layout.starts_on(context.layer, common.seq_lens.device)
+            common.query_start_loc_cpu = torch.from_numpy(starts)
+            common.num_actual_tokens = int(starts[-1])
+            common.max_query_len = int((starts[1:] - starts[:-1]).max())
+        metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
+        metadata.kv_step = context.step
+        metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
+        metadata.kv_offsets = shifted.skips[place, : common.num_reqs]
+        if shifted.replays:
+            # The graph reads the tensors that it was captured with; what is built for its step is
+            # read by nobody.
+            self._of_replays[shape] = metadata
+        return metadata
+
+
+class PyramidImplMixin:
+    """Gathers and evicts after the stock attention, where the policy and the step ask for it.
+
+    Attributes:
+        context: set by the model runner.
+    """
+
+    context: LayerContext | ReaderContext | None = None
+    head_size: int
+    scale: float
+    logits_soft_cap: float
+    kv_cache_dtype: str
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See vLLM's; nothing has been given yet to the keys that are written."""
+        context = self.context
+        if context is not None:
+            slot_mapping = context.slots(slot_mapping)
+        if context is None or context.values is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        else:
+            parts = self._parts(layer, kv_cache)
+            key_scale, value_scale = (
+                parts.scales.get(f"{of}_scale", 1.0) for of in ("key", "value")
+            )
+            ops = get_ops(key.device.type)
+            ops.write_rows(key, parts.keys, slot_mapping, scale=key_scale)
+            context.write_values(ops, value, slot_mapping, cache=parts.values, scale=value_scale)
+        if context is not None:
+            context.after_write(slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See vLLM's; `kv_cache` is `[P, G, N, 2 * D]`, K then V in a token's row (`_parts`).
+
+        Where V lies elsewhere it is `[P, G, N, D]`, and a method attends in vLLM's place.
+        """
+        context, result = self.context, output
+        elsewhere = context is not None and context.values is not None
+        if attn_metadata is None or not elsewhere:
+            result = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+        if attn_metadata is None or attn_metadata.kv_step is None:
+            return result
+        assert context is not None, "the layer was not bound"
+        if attn_metadata.kv_step.evictions is None and not context.hooks:
+            return result
+        if elsewhere and any(scale is not None for scale in (*args, *kwargs.values())):
+            raise NotImplementedError("fused output quantisation goes with V beside K alone")
+        requests = attn_metadata.kv_no_skips.shape[0]
+        tokens = query[: attn_metadata.num_actual_tokens]
+        # The layer's shifted row begins with the first block that it holds.
+        call = self.call_of(
+            layer,
+            tokens,
+            kv_cache,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc[: requests + 1],
+            attn_metadata.seq_lens[:requests],
+            attn_metadata.kv_no_skips,
+            attn_metadata.kv_offsets,
+            max_query_len=attn_metadata.max_query_len,
+            max_seq_len=attn_metadata.max_seq_len,
+        )
+        if elsewhere and not context.attend(call, output[: len(tokens)]):
+            raise RuntimeError(f"V of layer {context.layer} lies elsewhere, and nobody attends")
+        context.after_attention(call)
+        return result
+
+    def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:
+        values = self.context.values if self.context is not None else None
+        if (of_rows := SCALED_ROWS.get(self.kv_cache_dtype)) is not None:
+            assert values is None, "V of such a cache lies beside K"
+            return parts_of_scaled_rows(kv_cache, of_rows)
+        scales = {}
+        if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:
+            kv_cache = kv_cache.view(fp8)
+            values = None if values is None else values.view(fp8)
+            scales = dict(zip(("key_scale", "value_scale"), scales_of(layer), strict=True))
+        if values is not None:
+            return CacheParts(kv_cache, values, scales)
+        size = self.head_size
+        return CacheParts(kv_cache[..., :size], kv_cache[..., size:], scales)
+
+    def call_of(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        no_skips: torch.Tensor,
+        offsets: torch.Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> AttentionInputs:
+        """The layer's attention as our own kernels see it.
+
+        Args:
+            layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`.
+            tables: `[>= R, M]`, shifted. starts: `[R + 1]`. lens, no_skips, offsets: `[R]`.
+            max_query_len, max_seq_len: of `AttentionBatch`.
+        """
+        context = self.context
+        assert context is not None, "the layer was not bound"
+        parts = self._parts(layer, kv_cache)
+        assert query.dtype not in FP8_DTYPES, "scorers look at queries that were not quantised"
+        batch = AttentionBatch(
+            query,
+            parts.keys,
+            parts.values,
+            tables,
+            starts,
+            lens,
+            no_skips,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            **parts.scales,
+        )
+        softmax = Softmax(
+            self.scale,
+            soft_cap=self.logits_soft_cap or 0.0,
+            sinks=getattr(self, "sinks", None),
+        )
+        return AttentionInputs(
+            get_ops(query.device.type),
+            context.layer,
+            batch,
+            softmax,
+            ranks=context.ranks,
+            rotary=context.rotary,
+            offsets=offsets,
+            rows=parts.rows,
+        )

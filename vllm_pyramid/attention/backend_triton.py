@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's Triton attention with a table per layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin, PyramidImplMixin
+from vllm_pyramid.compat.backend_names import SCALED_ROWS
+
+# What the builders of one device share, by name and shape; gone with the last of them.
+_SCRATCH: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
+
+
+class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
+    """See `PyramidBuilderMixin`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's; one scratch for all layers, which run in turn, as with vLLM's one builder.
+
+        A layer's own would be 4 MiB of an 8B, behind the back of vLLM's memory profile.
+        """
+        super().__init__(*args, **kwargs)
+        for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"):
+            own = getattr(self, name)
+            key = (name, own.device, own.dtype, tuple(own.shape))
+            setattr(self, name, _SCRATCH.setdefault(key, own))
+
+
+class PyramidTritonImpl(PyramidImplMixin, TritonAttentionImpl):
+    """See `PyramidImplMixin`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With a cache of 8-bit floats vLLM would quantise the queries too, which scorers look at.
+        self.supports_quant_query_input = False
+
+
+class PyramidTritonBackend(TritonAttentionBackend):
+    """vLLM's Triton backend under the name that plugins may take."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *SCALED_ROWS),
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return PyramidTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return PyramidTritonBuilder

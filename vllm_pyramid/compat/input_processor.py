@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM turns a client's request into the engine's, so that it can be checked.
+
+Target: `InputProcessor.process_inputs`. Why: what is wrong with `vllm_xargs` would otherwise be
+found in the engine core, where an exception ends the engine instead of the request. Remove when
+vLLM lets a plugin validate requests.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from vllm.config import ModelConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.input_processor import InputProcessor
+
+
+class RequestChecks(Protocol):
+    """Checks requests of one kind of engine: `process_inputs` calls both functions in turn."""
+
+    def before(self, processor: InputProcessor, params: Any, *, resumable: bool) -> Any:
+        """Check the parameters before the prompt is tokenised; the result goes to `after`.
+
+        Raises:
+            VLLMValidationError: the client is answered with status 400.
+        """
+
+    def after(self, processor: InputProcessor, request: Any, found: Any) -> None:
+        """Check the engine's request, whose prompt has been tokenised.
+
+        Raises:
+            VLLMValidationError: the client is answered with status 400.
+        """
+
+
+def check_images(model_config: ModelConfig, request: Any) -> None:
+    """Refuse images, and the like, of models in which their tokens attend both ways.
+
+    Attention to what comes later does not go by chunks that end where an eviction is due, and the
+    CPU has no kernel for it.
+
+    Raises:
+        VLLMValidationError: the request has some.
+    """
+    if request.mm_features and model_config.is_mm_prefix_lm:
+        raise VLLMValidationError(
+            "a KV policy does not work with the images of this model yet, whose tokens attend to "
+            "each other in both directions: send text, or start the server with --kv-policy none",
+            parameter="messages",
+        )
+
+
+def install(checks: RequestChecks) -> None:
+    """Wrap `process_inputs` so that it calls `checks`. Idempotent."""
+    if getattr(InputProcessor, "_vllm_pyramid", False):
+        return
+    process_inputs = InputProcessor.process_inputs
+
+    @functools.wraps(process_inputs)
+    def process_checked_inputs(
+        self: InputProcessor,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *args: Any,
+        resumable: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        found = checks.before(self, params, resumable=resumable)
+        request = process_inputs(
+            self, request_id, prompt, params, *args, resumable=resumable, **kwargs
+        )
+        checks.after(self, request, found)
+        return request
+
+    InputProcessor.process_inputs = process_checked_inputs  # type: ignore[method-assign]
+    InputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]

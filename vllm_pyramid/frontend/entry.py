@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin registers with vLLM: flags, and the hooks of an engine's configuration.
+
+Light: this module is imported in every vLLM process, so what a policy needs is imported when one is
+asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from vllm_pyramid.frontend.flags import add_flags, take_flags
+from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.policy.served_settings import NO_POLICY
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pyramid.compat.engine_args import ConfigHooks
+
+
+class PolicyConfig:
+    """The configuration of one engine with a policy (`compat.engine_args.ConfigHooks`)."""
+
+    def __init__(self, settings: KVSettings) -> None:
+        self._settings = settings
+        self._asks_prefix_caching = False
+
+    def prepare_args(self, args: EngineArgs) -> None:
+        """Refuse what a policy cannot serve, and switch off vLLM's own defaults."""
+        from vllm_pyramid.frontend import engine_config
+
+        self._asks_prefix_caching = args.enable_prefix_caching is True  # None: vLLM's default
+        engine_config.prepare_args(args, self._settings)
+
+    def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> None:
+        """Do the same where the model matters."""
+        from vllm_pyramid.frontend import engine_config
+
+        engine_config.prepare_for_model(args, model_config, self._settings)
+
+    def finish_config(self, config: VllmConfig) -> None:
+        """Check the finished configuration and put the policy's classes in place."""
+        from vllm_pyramid.frontend import engine_config
+
+        engine_config.finish_config(
+            config, self._settings, asks_prefix_caching=self._asks_prefix_caching
+        )
+
+
+class PolicyFrontEnd:
+    """Our flags in vLLM's engine arguments (`compat.engine_args.FrontEnd`)."""
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add our flags to a parser."""
+        add_flags(parser)
+
+    def take_flags(self, namespace: argparse.Namespace) -> None:
+        """Move our flags into `additional_config`."""
+        take_flags(namespace)
+
+    def hooks_for(self, args: EngineArgs) -> ConfigHooks | None:
+        """Return the hooks of an engine with a policy; None leaves the engine to vLLM."""
+        settings = KVSettings.from_additional_config(args.additional_config)
+        if settings is not None and settings.kv_policy != NO_POLICY:
+            return PolicyConfig(settings)
+        if (defaults := sys.modules.get("vllm_pyramid.compat.platform.defaults")) is not None:
+            defaults.withdraw()  # an earlier engine of this process had a policy
+        return None

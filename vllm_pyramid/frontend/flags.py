@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of `vllm serve` and their way into `additional_config`, which reaches every process."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vllm_pyramid.frontend.settings import CONFIG_KEYS, KVSettings
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "kv_policy": {
+        "metavar": "NAME|PATH.yaml",
+        "help": "KV eviction policy with a budget per layer: 'auto' for the recommended one, a "
+        "preset (vllm-pyramid policies lists them) or a YAML file. 'none' (the default) leaves "
+        "vLLM as it is; 'full' runs vllm-pyramid's per-layer cache without eviction, as a "
+        "baseline.",
+    },
+    "kv_budget": {
+        "metavar": "N|P%%",
+        "help": "Prompt tokens kept, on average over layers and KV heads: a number, or a share of "
+        "the prompt such as 12%%. Default: the policy's own.",
+    },
+    "kv_min_tokens": {
+        "metavar": "N",
+        "help": "The least that a share of a prompt comes to: prompts of up to N tokens are kept "
+        "whole. 0 for no floor. Default: the preset's own, or 256.",
+    },
+    "kv_policy_args": {
+        "metavar": "JSON",
+        "help": 'Changes to the policy\'s parameters, for example \'{"beta": 14, "window": 16}\'.',
+    },
+    "kv_trace": {
+        "metavar": "DIR",
+        "help": "Write the positions that each request keeps to DIR, one .npz a request.",
+    },
+    "kv_swap_space": {
+        "metavar": "GiB",
+        "help": "The most host memory that each worker takes at start for V, with a policy that "
+        "keeps V there (kcache, or values: host). Less than the device's KV cache makes that as "
+        "small. Default: as much as the device's KV cache.",
+    },
+    "kv_admission": {
+        "metavar": "forecast|prompt",
+        "help": "When a waiting prompt starts: 'forecast', if by what all requests are expected to "
+        "hold it will not be preempted before it was worth its prefill (the default where the "
+        "policy evicts), or 'prompt', as soon as it fits, which is vLLM's own rule.",
+    },
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the group with our flags to a parser of engine arguments."""
+    group = parser.add_argument_group(
+        "KV policy (vllm-pyramid)",
+        "A KV cache budget for every layer, and eviction: at the end of a prompt, or later too.",
+    )
+    for key, options in _FLAGS.items():
+        group.add_argument("--" + key.replace("_", "-"), dest=key, default=None, **options)
+
+
+def take_flags(namespace: argparse.Namespace) -> None:
+    """Move the flags that were given into `additional_config` and check them together.
+
+    Flags are not checked one by one: whether a budget is possible depends on the policy and its
+    parameters. They move while the parser runs, not in `EngineArgs.from_cli_args`, because
+    processes that get the finished namespace (`--api-server-count 2`) call that before plugins are
+    loaded.
+
+    Raises:
+        ValueError: a wrong value, or a flag that `--additional-config` also gives.
+    """
+    _move_flags(namespace)
+    KVSettings.from_additional_config(namespace.additional_config)
+
+
+def _move_flags(namespace: argparse.Namespace) -> None:
+    """Put the flags that were given into `additional_config`, and set them back to None."""
+    given = {key: value for key in CONFIG_KEYS if (value := getattr(namespace, key)) is not None}
+    if not given:
+        return
+    base = namespace.additional_config or {}
+    if not isinstance(base, dict):
+        raise ValueError(f"--additional-config must be a JSON object, not {base!r}")
+    both = [f"--{key.replace('_', '-')}" for key in given if key in base]
+    if both:
+        raise ValueError(
+            f"{', '.join(both)} given both as a flag and in --additional-config: leave one out"
+        )
+    namespace.additional_config = {**base, **given}
+    for key in given:
+        setattr(namespace, key, None)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's own settings, checked where a mistake can be answered with status 400."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from vllm.distributed.utils import get_pp_indices
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+
+from vllm_pyramid.compat.input_processor import check_images
+from vllm_pyramid.frontend.model_shape import has_other_layers
+from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.request import ServedRequest, check_request
+from vllm_pyramid.policy.served_settings import ServedSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+
+@dataclass
+class _Engine:
+    """What the front end knows of an engine.
+
+    Attributes:
+        settings: None where no policy is served.
+        pool: what all requests share; None where only the scheduler knows it. has_pool: whether
+            `pool` has been worked out.
+    """
+
+    settings: ServedSettings | None
+    pool: Pool | None = None
+    has_pool: bool = False
+
+
+class PolicyRequestChecks:
+    """Checks requests of engines with a policy (`compat.input_processor.RequestChecks`)."""
+
+    def __init__(self) -> None:
+        self._engines: WeakKeyDictionary[InputProcessor, _Engine] = WeakKeyDictionary()
+
+    def _engine(self, processor: InputProcessor) -> _Engine:
+        if (engine := self._engines.get(processor)) is None:
+            engine = _Engine(ServedSettings.of(processor.vllm_config))
+            self._engines[processor] = engine
+        return engine
+
+    def before(
+        self, processor: InputProcessor, params: Any, *, resumable: bool
+    ) -> ServedRequest | None:
+        """Check the request's own settings; None where no policy holds for it.
+
+        Raises:
+            VLLMValidationError: a wrong setting, or a prompt that would still grow.
+        """
+        settings = self._engine(processor).settings
+        if settings is None:
+            return None
+        if resumable:
+            raise VLLMValidationError(
+                "streaming input does not work with a KV policy: the prompt would grow after its "
+                "cache was evicted; send the prompt whole",
+                parameter="resumable",
+            )
+        if not isinstance(params, SamplingParams):
+            return None
+        try:
+            return check_request(settings.policy, params, settings.no_turns)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+    def after(self, processor: InputProcessor, request: Any, found: ServedRequest | None) -> None:
+        """Check what depends on the tokenised prompt: images, turns, and whether it fits.
+
+        Raises:
+            VLLMValidationError: the request cannot be served.
+        """
+        engine = self._engine(processor)
+        if engine.settings is None:
+            return
+        check_images(processor.model_config, request)
+        if found is None:
+            return
+        length = length_from_prompt_token_ids_or_embeds(
+            request.prompt_token_ids, request.prompt_embeds
+        )
+        try:
+            found.check_turns(length)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+        if engine.settings.policy.inside is None or request.sampling_params is None:
+            return
+        if not engine.has_pool and processor.vllm_config.cache_config.num_gpu_blocks:
+            engine.pool, engine.has_pool = pool_of(processor.vllm_config), True
+        if engine.pool is None:
+            return  # the scheduler looks, too
+        try:
+            check_fit(found, length, request.sampling_params, engine.pool)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="prompt") from None
+
+
+def pool_of(config: Any) -> Pool | None:
+    """Return what all requests share, by vLLM's finished configuration.
+
+    Returns:
+        None where only the scheduler knows how many layers evict, and what the others hold: hybrid
+        models, and drafts with a KV cache.
+    """
+    cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
+    speculation = config.speculative_config
+    drafts = speculation is not None and speculation.uses_draft_kv_cache()
+    if drafts or has_other_layers(model.hf_text_config, model.max_model_len):
+        return None
+    # The blocks are summed over the engines of this front end, each of which has its own pool.
+    engines = parallel.data_parallel_size
+    if parallel.local_engines_only:
+        engines = parallel.data_parallel_size_local
+    if parallel.data_parallel_rank_local is not None:
+        engines = 1
+    count, stages = model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
+    bounds = [get_pp_indices(count, stage, stages) for stage in range(stages)]
+    return Pool(
+        count,
+        cache.block_size,
+        cache.num_gpu_blocks // engines - 1,
+        model.max_model_len,
+        stages=tuple(end - start for start, end in bounds),
+    )

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: what the flags and `additional_config` may say (single requests: `policy/request.py`).
+
+They come in vLLM's `additional_config` under these keys, from the flags or the user's own code:
+
+    {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
+     "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
+     "kv_admission": "forecast"}
+
+The front end reads them once (`KVSettings`), with the policy's file. What it found, checked and
+merged, joins them under `SERVED_KEY` as data, and that is what the engine core and the workers go
+by (`ServedSettings`): they open no file and check nothing again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy
+from vllm_pyramid.policy.checks import parse_min_tokens, refuse_misspelt
+from vllm_pyramid.policy.served_settings import NO_POLICY, SERVED_KEY, ServedSettings
+
+CONFIG_KEYS = (
+    "kv_policy",
+    "kv_budget",
+    "kv_min_tokens",
+    "kv_policy_args",
+    "kv_trace",
+    "kv_swap_space",
+    "kv_admission",
+)
+# When a waiting prompt starts: if by what all requests will hold it will not be preempted before
+# it was worth its prefill, or, as vLLM does, as soon as all of it fits.
+FORECAST, PROMPT = "forecast", "prompt"
+ADMISSIONS = (FORECAST, PROMPT)
+
+
+def parse_policy_args(value: object) -> dict[str, Any]:
+    """Read `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
+
+    Raises:
+        ValueError: malformed JSON (with its line and column), a key given twice, or something that
+            is not an object.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(
+                value, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
+            )
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"kv_policy_args is not valid JSON: {error.msg} at line {error.lineno}, column "
+                f"{error.colno} of {error.doc!r}; write for example '{{\"beta\": 14}}'"
+            ) from None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(
+            f'kv_policy_args must be a JSON object such as {{"beta": 14}}, not {value!r}'
+        )
+    return dict(value)
+
+
+def parse_engine_args(text: str | None) -> dict[str, Any]:
+    """Read `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
+
+    Raises:
+        ValueError: malformed JSON, no object, or an argument that the command sets itself.
+    """
+    try:
+        values = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
+    if not isinstance(values, dict):
+        raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
+    if taken := values.keys() & ({"model", *CONFIG_KEYS} - {"kv_admission"}):
+        raise ValueError(
+            f"--engine-args: leave {', '.join(sorted(taken))} out, it has its own flag"
+        )
+    return values
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"kv_policy_args gives {key!r} twice")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"kv_policy_args holds {text}, which is not a JSON number")
+
+
+def _parse_gib(value: object) -> float | None:
+    """`kv_swap_space`: a number of GiB above 0, or its text."""
+    if value is None:
+        return None
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError):
+            number = float(value)
+    if not 0 < number < 2**20:
+        raise ValueError(
+            f"kv_swap_space must be a number of GiB above 0, such as 4 or 0.5, not {value!r}"
+        )
+    return number
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """The settings of an engine, checked.
+
+    Attributes:
+        kv_policy: a preset's name, the path of a `.yaml` file, or `none` (the plugin stays inert).
+        kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
+        kv_min_tokens: the least that a share of a prompt comes to, so that shorter prompts are
+            kept whole; None for the preset's own, or `DEFAULT_MIN_TOKENS`.
+        kv_policy_args: changes to the preset (see `load_policy`).
+        kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
+        kv_swap_space: GiB of host memory that each worker takes at most for V, for policies with
+            V on the host; None for as much as the device's KV cache, the most it ever takes.
+        kv_admission: when a waiting prompt starts, one of `ADMISSIONS`; None for `forecast` where
+            the policy evicts, and vLLM's own rule, `prompt`, where it does not.
+    """
+
+    kv_policy: str = NO_POLICY
+    kv_budget: str | int | None = None
+    kv_min_tokens: int | str | None = None
+    kv_policy_args: dict[str, Any] = field(default_factory=dict)
+    kv_trace: str | None = None
+    kv_swap_space: float | str | None = None
+    kv_admission: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kv_policy, str) or not self.kv_policy:
+            raise ValueError(
+                f"kv_policy must be the name of a policy or a path, not {self.kv_policy!r}"
+            )
+        if self.kv_trace is not None and not (isinstance(self.kv_trace, str) and self.kv_trace):
+            raise ValueError(f"kv_trace must be the path of a folder, not {self.kv_trace!r}")
+        if self.kv_admission is not None and self.kv_admission not in ADMISSIONS:
+            raise ValueError(
+                f"kv_admission must be {' or '.join(ADMISSIONS)}, not {self.kv_admission!r}"
+            )
+        min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
+        object.__setattr__(self, "kv_min_tokens", min_tokens)
+        object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
+        object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space))
+        if self.kv_policy == NO_POLICY:
+            given = [key for key in CONFIG_KEYS[1:] if getattr(self, key) not in (None, {})]
+            if given:
+                raise ValueError(
+                    f"{' and '.join(given)} without a kv_policy would have no effect: choose a "
+                    "policy (vllm-pyramid policies lists them), for example --kv-policy pyramidkv"
+                )
+        elif self.kv_swap_space is not None and not self._loaded_policy.values.uses_swap_space:
+            raise ValueError(
+                f"kv_swap_space is memory for V, which policy {self.kv_policy!r} keeps on the "
+                "device: leave it out, choose kcache, or add "
+                '--kv-policy-args \'{"values": "host"}\''
+            )
+        else:
+            _ = self._loaded_policy
+        if self.kv_min_tokens and not self._loaded_policy.evicts:
+            raise ValueError(
+                f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
+                "token: leave it out"
+            )
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> KVSettings | None:
+        """Read our keys; None if there are none. Other keys are left alone.
+
+        Raises:
+            ValueError: a key that is nearly one of ours, or any wrong value.
+        """
+        if not isinstance(additional_config, Mapping):
+            return None
+        refuse_misspelt(additional_config, CONFIG_KEYS, "additional_config")
+        if SERVED_KEY in additional_config:
+            raise ValueError(
+                f"{SERVED_KEY!r} in additional_config is for this package's own processes: leave "
+                "it out and give kv_policy"
+            )
+        given = {key: additional_config[key] for key in CONFIG_KEYS if key in additional_config}
+        if not given:
+            return None
+        if given.get("kv_policy", "") is None:
+            given["kv_policy"] = NO_POLICY
+        return cls(**given)
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """Our keys for `additional_config`; values that say nothing are left out."""
+        values = {key: getattr(self, key) for key in CONFIG_KEYS}
+        return {key: value for key, value in values.items() if value not in (None, {})}
+
+    @cached_property
+    def _loaded_policy(self) -> Policy:
+        policy = load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
+        least = self.kv_min_tokens
+        if least is None and policy.min_tokens is None:
+            least = DEFAULT_MIN_TOKENS
+        if least is None or not policy.evicts:
+            return policy
+        return policy.model_copy(update={"min_tokens": least})
+
+    def policy(self) -> Policy | None:
+        """The policy that is served, loaded once; None if the plugin is to stay inert."""
+        return None if self.kv_policy == NO_POLICY else self._loaded_policy
+
+    def served(self) -> ServedSettings | None:
+        """What the other processes are told; None if the plugin is to stay inert."""
+        policy = self.policy()
+        if policy is None:
+            return None
+        try:
+            same = Policy.model_validate(policy.as_data()) == policy
+        except ValueError as error:
+            raise ValueError(f"policy {policy.name!r} cannot travel as JSON: {error}") from error
+        if not same:
+            raise ValueError(
+                f"policy {policy.name!r} is another one when it has travelled as JSON: use fields "
+                "of plain types in the classes of your own"
+            )
+        forecasts = policy.evicts
+        if self.kv_admission is not None:
+            forecasts = self.kv_admission == FORECAST
+        space = self.kv_swap_space
+        return ServedSettings(
+            policy,
+            self.kv_trace,
+            None if space is None else int(float(space) * 2**30),
+            forecasts,
+        )

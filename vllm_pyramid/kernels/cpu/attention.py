@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and the cache write on the C++ kernels: checks and records (see `cpu.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_pyramid.kernels.cpu.checks import (
+    cache_code,
+    check_caches,
+    check_head_size,
+    check_heads,
+    check_scale,
+    dtype_code,
+    lse_address,
+    sinks_and_code,
+    table_stride,
+    vector_address,
+)
+from vllm_pyramid.kernels.cpu.library import run
+from vllm_pyramid.kernels.cpu.structs import (
+    PyrAttention,
+    PyrCacheWrite,
+    PyrKeyMass,
+    PyrTopn,
+    packer,
+)
+from vllm_pyramid.kernels.records import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
+from vllm_pyramid.kernels.reference_mass import check_mass
+from vllm_pyramid.kernels.reference_topn import check_value_rows
+
+INT32_MAX = 2**31 - 1
+
+_pack_attention = packer(PyrAttention)
+_pack_key_mass = packer(PyrKeyMass)
+_pack_topn = packer(PyrTopn)
+_pack_cache_write = packer(PyrCacheWrite)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """See `Ops.reshape_and_cache`."""
+    strides = check_caches(key_cache, value_cache)
+    blocks, heads, block_size, head_size = key_cache.shape
+    source_code = code = 0
+    if key_cache.dtype in FP8_DTYPES:
+        check_scale("key_scale", key_scale)
+        check_scale("value_scale", value_scale)
+        source_code, code = dtype_code("key", key), cache_code(key_cache)
+        value = value.to(key.dtype)
+    elif key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
+        key, value = key.to(key_cache.dtype), value.to(key_cache.dtype)
+    key_strides = check_heads("key", key, heads, head_size)
+    value_strides = check_heads("value", value, heads, head_size)
+    tokens = slot_mapping.shape[0]
+    if key.shape[1] != heads or value.shape[1] != heads:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must have the cache's "
+            f"{heads} KV heads"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(
+            f"slot_mapping must be int64 [T], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+        )
+    if min(key.shape[0], value.shape[0]) < tokens or (tokens > 1 and slot_mapping.stride(0) != 1):
+        raise ValueError(
+            f"slot_mapping must be contiguous and no longer than key and value, got {tokens} slots "
+            f"of stride {slot_mapping.stride(0)} for {key.shape[0]} and {value.shape[0]} tokens"
+        )
+    record = _pack_cache_write(
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        *(source_code, code),
+        *(key_cache.element_size(), tokens, heads, head_size, block_size, blocks),
+        *key_strides,
+        *value_strides,
+        *strides,
+        torch.get_num_threads(),
+        *(key_scale, value_scale),
+    )
+    run("reshape_and_cache", record)
+
+
+def paged_attention(
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+) -> None:
+    """See `Ops.paged_attention`. Queries that see nothing get zeros.
+
+    A request's result does not depend on the rest of the batch, on the number of threads, or on
+    where in its table the visible positions lie: the same tokens give the same bits.
+    """
+    run("paged_attention", _attention(out, batch, batch.value_cache, softmax, log_sum_exp))
+
+
+def add_key_mass(
+    mass: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    *,
+    kind: str = "sum",
+    first_queries: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
+) -> None:
+    """See `Ops.add_key_mass`. One thread a request and KV head.
+
+    Queries are added one after the other: how a prompt is cut into chunks of more than one query
+    does not change the bits (but attention's, and so the log-sum-exp's).
+    """
+    check_mass(mass, batch.key_cache, kind)
+    first = 0
+    if first_queries is not None:
+        first = vector_address("first_queries", first_queries, batch.seq_lens.shape[0])
+    # Neither the output nor V is used: K stands for V, which may be in another memory.
+    attention = _attention(batch.query, batch, batch.key_cache, softmax, log_sum_exp)
+    own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
+    run("key_mass", _pack_key_mass(attention, *own))
+
+
+def topn_attention(
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    top_ns: torch.Tensor,
+    *,
+    renormalize: bool = False,
+    value_rows: torch.Tensor | None = None,
+    choosers: Choosers | None = None,
+) -> None:
+    """See `Ops.topn_attention`; `choosers` is not needed here.
+
+    Requests that use all their keys get the bits of `paged_attention`.
+    """
+    del choosers
+    attention = _attention(out, batch, batch.value_cache, softmax, None)
+    requests = batch.seq_lens.shape[0]
+    rows_address = 0
+    if value_rows is not None:
+        check_value_rows(value_rows, requests)
+        rows_address = value_rows.data_ptr()
+    top_n_address = vector_address("top_ns", top_ns, requests)
+    run("topn_attention", _pack_topn(attention, top_n_address, rows_address, renormalize))
+
+
+def _attention(
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    value_cache: torch.Tensor,
+    softmax: Softmax,
+    log_sum_exp: torch.Tensor | None,
+) -> bytes:
+    """The checked arguments as a `PyrAttention`."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window
+    if batch.value_table is not None:
+        raise ValueError("value_table: the C++ kernels read K and V by one table")
+    strides = check_caches(key_cache, value_cache)
+    blocks, kv_heads, block_size, head_size = key_cache.shape
+    check_head_size(head_size)
+    query_strides = check_heads("query", query, kv_heads, head_size)
+    out_strides = check_heads("out", out, kv_heads, head_size)
+    tokens, heads = query.shape[:2]
+    if out.shape != query.shape:
+        raise ValueError(f"out {tuple(out.shape)} and query {tuple(query.shape)} must be alike")
+    requests = batch.seq_lens.shape[0]
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if sliding_window < 0 or soft_cap < 0:
+        raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must be >= 0")
+    check_scale("key_scale", batch.key_scale, batch.key_scales)
+    check_scale("value_scale", batch.value_scale, batch.value_scales)
+    sinks_address, sinks_code = sinks_and_code(softmax.sinks, heads)
+    return _pack_attention(
+        out.data_ptr(),
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_table.data_ptr(),
+        vector_address("query_start_loc", batch.query_start_loc, requests + 1),
+        vector_address("seq_lens", batch.seq_lens, requests),
+        vector_address("skips", batch.skips, requests),
+        sinks_address,
+        lse_address(log_sum_exp, query),
+        *(dtype_code("out", out), dtype_code("query", query)),
+        *(cache_code(key_cache), sinks_code),
+        *(tokens, heads, kv_heads, head_size, block_size, blocks, requests, block_table.shape[1]),
+        *out_strides,
+        *query_strides,
+        *strides,
+        table_stride(block_table, requests),
+        *(min(sliding_window, INT32_MAX), torch.get_num_threads()),
+        *(scale * batch.key_scale, soft_cap, batch.value_scale),
+    )

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scoring, selecting and compacting on the C++ kernels: checks and records (see `cpu.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_pyramid.kernels.cpu.checks import (
+    cache_code,
+    check_cache,
+    check_caches,
+    check_head_size,
+    check_heads,
+    check_scale,
+    dtype_code,
+    lse_address,
+    sinks_and_code,
+    table_stride,
+    vector_address,
+)
+from vllm_pyramid.kernels.cpu.library import run
+from vllm_pyramid.kernels.cpu.structs import (
+    PyrCompact,
+    PyrRecentMass,
+    PyrScores,
+    PyrSelect,
+    packer,
+)
+from vllm_pyramid.kernels.recall import WindowStatistics
+from vllm_pyramid.kernels.records import (
+    GQA_REDUCTIONS,
+    POOLINGS,
+    RecentBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
+
+_pack_scores = packer(PyrScores)
+_pack_recent_mass = packer(PyrRecentMass)
+_pack_select = packer(PyrSelect)
+_pack_compact = packer(PyrCompact)
+
+
+def window_scores(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `Ops.window_scores`."""
+    return _window_scores(batch, softmax, reduction, log_sum_exp, None)
+
+
+def window_scores_and_statistics(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, WindowStatistics]:
+    """See `Ops.window_scores_and_statistics`."""
+    shape = (3, batch.prompt_lens.shape[0], batch.key_cache.shape[1])
+    numbers = torch.empty(shape, dtype=torch.float32)
+    scores = _window_scores(batch, softmax, reduction, log_sum_exp, numbers)
+    return scores, WindowStatistics(*numbers)
+
+
+def _window_scores(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    log_sum_exp: torch.Tensor | None,
+    statistics: torch.Tensor | None,
+) -> torch.Tensor:
+    """The scores; `statistics`, `[3, R, G]` float32, is written where it is given."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    prompt_lens, window = batch.prompt_lens, batch.window
+    key_strides = check_cache("key_cache", key_cache)
+    blocks, kv_heads, block_size, head_size = key_cache.shape
+    check_head_size(head_size)
+    query_strides = check_heads("query", query, kv_heads, head_size)
+    requests = prompt_lens.shape[0]
+    if window < 1 or softmax.soft_cap < 0 or requests == 0:
+        raise ValueError(
+            f"window {window} must be >= 1, soft_cap {softmax.soft_cap} >= 0 and requests "
+            f"{requests} >= 1"
+        )
+    longest = int(prompt_lens.max()) if batch.max_prompt_len is None else batch.max_prompt_len
+    if longest <= window:
+        raise ValueError(f"prompts of {longest} tokens have none before a window of {window}")
+    check_scale("key_scale", batch.key_scale, batch.key_scales)
+    sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
+    out = torch.empty((requests, kv_heads, longest - window), dtype=torch.float32)
+    record = _pack_scores(
+        out.data_ptr(),
+        0 if statistics is None else statistics.data_ptr(),
+        lse_address(log_sum_exp, query),
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        block_table.data_ptr(),
+        vector_address("query_ends", batch.query_ends, requests),
+        vector_address("prompt_lens", prompt_lens, requests),
+        sinks_address,
+        *(dtype_code("query", query), cache_code(key_cache), sinks_code),
+        *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
+        *(block_table.shape[1], longest - window),
+        *query_strides,
+        *key_strides,
+        table_stride(block_table, requests),
+        *(window, GQA_REDUCTIONS.index(reduction.gqa_reduce), POOLINGS.index(reduction.pooling)),
+        *(reduction.kernel_size, torch.get_num_threads()),
+        *(softmax.scale * batch.key_scale, softmax.soft_cap),
+    )
+    run("window_scores", record)
+    return out
+
+
+def recent_mass(
+    batch: RecentBatch,
+    softmax: Softmax,
+    *,
+    distance_weight: float,
+    log_sum_exp: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `Ops.recent_mass`."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    scale, soft_cap = softmax.scale, softmax.soft_cap
+    key_strides = check_cache("key_cache", key_cache)
+    blocks, kv_heads, block_size, head_size = key_cache.shape
+    check_head_size(head_size)
+    query_strides = check_heads("query", query, kv_heads, head_size)
+    requests = batch.seq_lens.shape[0]
+    if not scale > 0 or soft_cap < 0 or not distance_weight > 0:
+        raise ValueError(
+            f"scale {scale} and distance_weight {distance_weight} must be positive, soft_cap "
+            f"{soft_cap} at least 0"
+        )
+    check_scale("key_scale", batch.key_scale, batch.key_scales)
+    sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
+    columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
+    out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)
+    record = _pack_recent_mass(
+        out.data_ptr(),
+        lse_address(log_sum_exp, query),
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        block_table.data_ptr(),
+        vector_address("query_ends", batch.query_ends, requests),
+        vector_address("seq_lens", batch.seq_lens, requests),
+        vector_address("skips", batch.skips, requests),
+        vector_address("recents", batch.recents, requests),
+        vector_address("contexts", batch.contexts, requests),
+        sinks_address,
+        *(dtype_code("query", query), cache_code(key_cache), sinks_code),
+        *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
+        *(block_table.shape[1], columns),
+        *query_strides,
+        *key_strides,
+        *(table_stride(block_table, requests), torch.get_num_threads()),
+        *(scale * batch.key_scale, soft_cap, distance_weight),
+    )
+    run("recent_mass", record)
+    return out
+
+
+def select(
+    scores: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    keeps: torch.Tensor,
+    *,
+    window: int,
+    sinks: int = 0,
+    max_keep: int | None = None,
+) -> torch.Tensor:
+    """See `Ops.select`."""
+    if scores.dim() != 3 or scores.dtype != torch.float32 or scores.stride(2) != 1:
+        raise ValueError(
+            f"scores must be float32 [R, G, columns] with unit stride in the last dimension, got "
+            f"{scores.dtype} {tuple(scores.shape)}, strides {scores.stride()}"
+        )
+    requests, heads, columns = scores.shape
+    if window < 0 or sinks < 0 or requests == 0:
+        raise ValueError(f"window {window}, sinks {sinks} must be >= 0, requests {requests} >= 1")
+    longest = int(keeps.max()) if max_keep is None else max_keep
+    out = torch.empty((requests, heads, max(longest, 0)), dtype=torch.int32)
+    record = _pack_select(
+        out.data_ptr(),
+        scores.data_ptr(),
+        vector_address("prompt_lens", prompt_lens, requests),
+        vector_address("keeps", keeps, requests),
+        *(requests, heads, longest, columns, scores.stride(0), scores.stride(1), window, sinks),
+        torch.get_num_threads(),
+    )
+    run("select", record)
+    return out
+
+
+def compact(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kept: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    keeps: torch.Tensor,
+    *,
+    max_keep: int | None = None,
+) -> None:
+    """See `Ops.compact`. Any element type; `max_keep` is not needed here."""
+    del max_keep
+    strides = check_caches(key_cache, value_cache)
+    blocks, heads, block_size, head_size = key_cache.shape
+    requests = prompt_lens.shape[0]
+    if kept.dtype != torch.int32 or kept.dim() != 3 or kept.shape[:2] != (requests, heads):
+        raise ValueError(
+            f"kept must be int32 [{requests}, {heads}, columns], got {kept.dtype} "
+            f"{tuple(kept.shape)}"
+        )
+    if kept.shape[2] > 1 and kept.stride(2) != 1:
+        raise ValueError(f"rows of kept must be contiguous, got strides {kept.stride()}")
+    record = _pack_compact(
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_table.data_ptr(),
+        kept.data_ptr(),
+        vector_address("prompt_lens", prompt_lens, requests),
+        vector_address("keeps", keeps, requests),
+        *(key_cache.element_size(), heads, head_size, block_size, blocks, requests),
+        *(block_table.shape[1], kept.shape[2]),
+        *strides,
+        *(table_stride(block_table, requests), *kept.stride()[:2], torch.get_num_threads()),
+    )
+    run("compact", record)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ kernels: an `Ops` (see `contract.py`).
+
+A call packs its arguments into one record (csrc/cpu/abi.h) and hands over its address: a few
+microseconds, no tensor is created. What costs nothing is checked here (`checks.py`), what needs
+the values of tensors in C++; both raise ValueError.
+
+Supported: float32, bfloat16, float16, float8_e4m3fn and float8_e5m2 caches, head sizes that are
+multiples of 8 up to 512.
+"""
+
+from __future__ import annotations
+
+from vllm_pyramid.kernels.cpu import library as cpu_library
+from vllm_pyramid.kernels.cpu.attention import (
+    add_key_mass,
+    paged_attention,
+    reshape_and_cache,
+    topn_attention,
+)
+from vllm_pyramid.kernels.cpu.eviction import (
+    compact,
+    recent_mass,
+    select,
+    window_scores,
+    window_scores_and_statistics,
+)
+from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
+from vllm_pyramid.kernels.recall import kept_mass
+from vllm_pyramid.kernels.reference import copy_pages, write_rows  # the engine on a CPU has no use
+
+__all__ = [
+    "add_key_mass",
+    "available",
+    "compact",
+    "copy_pages",
+    "current_isa",
+    "kept_mass",
+    "load_error",
+    "paged_attention",
+    "recent_mass",
+    "reshape_and_cache",
+    "select",
+    "set_isa",
+    "topn_attention",
+    "window_scores",
+    "window_scores_and_statistics",
+    "write_rows",
+]
+
+
+def load_error() -> str:
+    """Why the library cannot be used and what to do about it; empty where it can."""
+    try:
+        cpu_library.load()
+    except cpu_library.LibraryError as error:
+        return str(error)
+    return ""
+
+
+def available() -> bool:
+    """Whether the kernels can be used.
+
+    Raises:
+        ValueError: `VLLM_PYRAMID_CPU_ISA` asks for what this CPU lacks.
+    """
+    return not load_error()

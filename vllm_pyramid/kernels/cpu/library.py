@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds and loads the shared library of the C++ kernels (csrc/cpu, built by setup.py).
+
+The library has a plain C ABI. It has no threads of its own: two OpenMP runtimes in one process
+would spin against each other, so it is given `GOMP_parallel` of the runtime that PyTorch already
+runs on (GNU's and LLVM's both have it) and shares that pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from vllm_pyramid.kernels.cpu.structs import RECORDS
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+ABI_VERSION = 10
+ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
+# Another build of the library, such as the one of `make sanitize`.
+LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
+ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
+# The path of AMX with its tiles in plain C++: for tests, on processors that have none.
+EMULATED = "amx-emulated"
+KERNELS = (
+    "paged_attention",
+    "key_mass",
+    "topn_attention",
+    "window_scores",
+    "recent_mass",
+    "select",
+    "compact",
+    "reshape_and_cache",
+)
+
+
+REBUILD = "rebuild it with `python setup.py build_ext --inplace`"
+
+
+class LibraryError(RuntimeError):
+    """The library is missing or cannot be used; the message says why and what to do."""
+
+
+def _find() -> Path:
+    if named := os.environ.get(LIBRARY_VARIABLE):
+        if Path(named).is_file():
+            return Path(named)
+        raise ValueError(f"{LIBRARY_VARIABLE}={named}: there is no such file; unset it or build it")
+    folder = Path(__file__).parent
+    for suffix in EXTENSION_SUFFIXES:
+        path = folder / f"_kernels{suffix}"
+        if path.exists():
+            return path
+    raise LibraryError(
+        f"the C++ kernels were not built (no _kernels{EXTENSION_SUFFIXES[0]} in {folder}); install "
+        "a C++17 compiler and reinstall vllm-pyramid, or run `python setup.py build_ext --inplace` "
+        "in its source"
+    )
+
+
+def _openmp_paths() -> list[str]:
+    """OpenMP runtimes to try: those mapped into this process, PyTorch's first."""
+    mapped: list[str] = []
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        for line in maps.read_text().splitlines():
+            path = line.partition("/")[2]
+            name = path.rpartition("/")[2]
+            if name.startswith(("libgomp", "libomp", "libiomp5")) and f"/{path}" not in mapped:
+                mapped.append(f"/{path}")
+    torch_folder = str(Path(torch.__file__).parent)
+    mapped.sort(key=lambda path: not path.startswith(torch_folder))
+    return [*mapped, "libgomp.so.1", "libomp.so.5"]
+
+
+def _share_threads(library: ctypes.CDLL) -> None:
+    for path in _openmp_paths():
+        try:
+            runtime = ctypes.CDLL(path)
+            address = ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            continue
+        library.pyr_set_parallel(address)
+        return
+    logger.warning("found no OpenMP runtime; the C++ kernels will use one thread")
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Load the library once and choose its instruction set.
+
+    Raises:
+        LibraryError: it is missing, does not load, or is of another version or other records.
+        ValueError: `VLLM_PYRAMID_CPU_ISA` names an instruction set that this CPU lacks, or
+            `VLLM_PYRAMID_CPU_LIBRARY` a file that is not there.
+    """
+    path = _find()
+    try:
+        library = ctypes.CDLL(str(path))
+        library.pyr_abi_version.restype = ctypes.c_int64
+        version = library.pyr_abi_version()
+    except (OSError, AttributeError) as error:
+        raise LibraryError(f"{path} does not load: {error}; reinstall vllm-pyramid") from error
+    if version != ABI_VERSION:
+        raise LibraryError(
+            f"{path} has version {version} of the kernels' interface, this package needs "
+            f"{ABI_VERSION}; {REBUILD}"
+        )
+    _check_records(library, path)
+    library.pyr_last_error.restype = ctypes.c_char_p
+    library.pyr_isa.restype = ctypes.c_char_p
+    library.pyr_set_isa.argtypes = [ctypes.c_char_p]
+    library.pyr_set_parallel.argtypes = [ctypes.c_void_p]
+    library.pyr_set_parallel.restype = None
+    library.pyr_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    library.pyr_read.restype = ctypes.c_double
+    library.pyr_read_pages.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
+    library.pyr_read_pages.restype = ctypes.c_double
+    for name in KERNELS:
+        getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
+    _share_threads(library)
+    _choose(library, os.environ.get(ISA_VARIABLE) or None)
+    return library
+
+
+def _check_records(library: ctypes.CDLL, path: Path) -> None:
+    """Raise LibraryError unless the library's records are as large as ours."""
+    library.pyr_record_size.argtypes = [ctypes.c_char_p]
+    library.pyr_record_size.restype = ctypes.c_int64
+    for record in RECORDS:
+        theirs, ours = library.pyr_record_size(record.__name__.encode()), ctypes.sizeof(record)
+        if theirs != ours:
+            raise LibraryError(
+                f"{path} takes {record.__name__} in {theirs} bytes (-1: not at all), this package "
+                f"packs {ours}; {REBUILD}"
+            )
+
+
+def run(name: str, record: bytes) -> None:
+    """Call `pyr_<name>` with a packed record.
+
+    Raises:
+        ValueError: values of tensors do not fit; the reason is the kernel's.
+    """
+    library = load()
+    if getattr(library, f"pyr_{name}")(record):
+        raise ValueError(library.pyr_last_error().decode())
+
+
+def _choose(library: ctypes.CDLL, isa: str | None) -> None:
+    if library.pyr_set_isa(isa.encode() if isa else None):
+        raise ValueError(f"{ISA_VARIABLE}: {library.pyr_last_error().decode()}")
+
+
+def set_isa(isa: str | None) -> None:
+    """Choose an instruction set of `ISAS`, or the best of this CPU with None. For tests.
+
+    Raises:
+        ValueError: the CPU or the build lacks it.
+    """
+    _choose(load(), isa)
+
+
+def current_isa() -> str:
+    """The instruction set in use."""
+    return load().pyr_isa().decode()

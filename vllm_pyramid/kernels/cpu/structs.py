@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records that the C++ kernels take: the classes mirror the structs of csrc/cpu/abi.h.
+
+Same names, same fields in the same order; what a field holds stands over there. All fields have
+8 bytes, so there is no padding. `cpu_library.load` compares the sizes with the library's.
+
+A launcher packs its values by position with a `packer`, at the cost of `struct` (0.7 microseconds
+for a `PyrAttention`; an object of the class takes 2, and every layer of a decode step makes one).
+tests/kernels/test_cpu_records.py holds the positions against the names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+Fields = list[tuple[str, type]]
+
+_CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_double: "d"}
+
+
+def _pointers(names: str) -> Fields:
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+def _integers(names: str) -> Fields:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+def _doubles(names: str) -> Fields:
+    return [(name, ctypes.c_double) for name in names.split()]
+
+
+class PyrAttention(ctypes.Structure):
+    _fields_ = [
+        *_pointers("out query key value table query_start seq_lens skips sinks log_sum_exp"),
+        *_integers("out_dtype query_dtype cache_dtype sinks_dtype"),
+        *_integers("T H G D N P R M"),
+        *_integers("out_t out_h query_t query_h"),
+        *_integers("key_p key_g key_n value_p value_g value_n table_r"),
+        *_integers("sliding_window threads"),
+        *_doubles("scale soft_cap value_scale"),
+    ]
+
+
+class PyrKeyMass(ctypes.Structure):
+    _fields_ = [
+        ("attention", PyrAttention),
+        *_pointers("mass first_queries"),
+        *_integers("mass_p mass_g kind"),
+    ]
+
+
+class PyrTopn(ctypes.Structure):
+    _fields_ = [
+        ("attention", PyrAttention),
+        *_pointers("top_n value_rows"),
+        *_integers("renormalize"),
+    ]
+
+
+class PyrScores(ctypes.Structure):
+    _fields_ = [
+        *_pointers("out statistics log_sum_exp query key table query_ends prompt_lens sinks"),
+        *_integers("query_dtype cache_dtype sinks_dtype"),
+        *_integers("T H G D N P R M out_len"),
+        *_integers("query_t query_h key_p key_g key_n table_r"),
+        *_integers("window reduce pooling kernel_size threads"),
+        *_doubles("scale soft_cap"),
+    ]
+
+
+class PyrRecentMass(ctypes.Structure):
+    _fields_ = [
+        *_pointers("out log_sum_exp query key table query_ends seq_lens skips recents contexts"),
+        *_pointers("sinks"),
+        *_integers("query_dtype cache_dtype sinks_dtype"),
+        *_integers("T H G D N P R M out_len"),
+        *_integers("query_t query_h key_p key_g key_n table_r threads"),
+        *_doubles("scale soft_cap distance_weight"),
+    ]
+
+
+class PyrSelect(ctypes.Structure):
+    _fields_ = [
+        *_pointers("out scores prompt_lens keeps"),
+        *_integers("R G out_len scores_len scores_r scores_g window sinks threads"),
+    ]
+
+
+class PyrCompact(ctypes.Structure):
+    _fields_ = [
+        *_pointers("key value table kept prompt_lens keeps"),
+        *_integers("item_size G D N P R M kept_len"),
+        *_integers("key_p key_g key_n value_p value_g value_n table_r kept_r kept_g threads"),
+    ]
+
+
+class PyrCacheWrite(ctypes.Structure):
+    _fields_ = [
+        *_pointers("key value key_cache value_cache slots"),
+        *_integers("source_dtype cache_dtype"),
+        *_integers("item_size T G D N P"),
+        *_integers("key_t key_h value_t value_h"),
+        *_integers("key_p key_g key_n value_p value_g value_n threads"),
+        *_doubles("key_scale value_scale"),
+    ]
+
+
+RECORDS: tuple[type[ctypes.Structure], ...] = (
+    PyrAttention,
+    PyrKeyMass,
+    PyrTopn,
+    PyrScores,
+    PyrRecentMass,
+    PyrSelect,
+    PyrCompact,
+    PyrCacheWrite,
+)
+
+
+def packer(record: type[ctypes.Structure]) -> Callable[..., bytes]:
+    """What turns a record's values, in the order of its fields, into its bytes.
+
+    A record inside of it is given as bytes.
+    """
+    layout = struct.Struct("=" + "".join(_code(field[1]) for field in record._fields_))
+    assert layout.size == ctypes.sizeof(record), (record, layout.size, ctypes.sizeof(record))
+    return layout.pack
+
+
+def _code(kind: Any) -> str:
+    return f"{ctypes.sizeof(kind)}s" if issubclass(kind, ctypes.Structure) else _CODES[kind]

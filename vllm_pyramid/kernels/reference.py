@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain PyTorch versions of every kernel: the oracle of the contract in `contract.py`.
+
+Written to be read: each gathers what it needs and computes in float32, or in the `compute_dtype`
+asked for (float64), one request at a time. Shape legend and cache layout as in `records.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from vllm_pyramid.kernels.gather_tokens import gather_scaled, gather_tokens
+from vllm_pyramid.kernels.recall import WindowStatistics, kept_mass, window_statistics
+from vllm_pyramid.kernels.records import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.reference_attention import paged_attention
+from vllm_pyramid.kernels.reference_mass import add_key_mass, check_lse, with_sinks
+from vllm_pyramid.kernels.reference_topn import topn_attention
+
+__all__ = [
+    "add_key_mass",
+    "compact",
+    "copy_pages",
+    "gather_tokens",
+    "kept_mass",
+    "paged_attention",
+    "recent_mass",
+    "reshape_and_cache",
+    "select",
+    "topn_attention",
+    "window_scores",
+    "window_scores_and_statistics",
+    "write_rows",
+]
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """See `Ops.reshape_and_cache`."""
+    write_rows(key, key_cache, slot_mapping, scale=key_scale)
+    write_rows(value, value_cache, slot_mapping, scale=value_scale)
+
+
+def write_rows(
+    rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale: float = 1.0
+) -> None:
+    """See `Ops.write_rows`."""
+    block_size = cache.shape[2]
+    valid = slot_mapping >= 0
+    slots = slot_mapping[valid]
+    rows = rows[: len(valid)][valid]
+    if cache.dtype in FP8_DTYPES:
+        most = torch.finfo(cache.dtype).max
+        rows = (rows.float() / scale).clamp(-most, most)
+    cache[slots // block_size, :, slots % block_size] = rows.to(cache.dtype)
+
+
+def copy_pages(
+    target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
+) -> None:
+    """See `Ops.copy_pages`."""
+    pages, rows, entries = places.long().unbind(1)
+    target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target[pages] = source[block_table[rows, entries].long()]
+
+
+def window_scores(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """See `Ops.window_scores`."""
+    return _window_scores(batch, softmax, reduction, log_sum_exp, compute_dtype)[0]
+
+
+def window_scores_and_statistics(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, WindowStatistics]:
+    """See `Ops.window_scores_and_statistics`."""
+    scores, mass = _window_scores(batch, softmax, reduction, log_sum_exp, compute_dtype)
+    return scores, window_statistics(mass, batch.prompt_lens, window=batch.window)
+
+
+def _window_scores(
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    log_sum_exp: torch.Tensor | None,
+    compute_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores, and the mass before it is pooled with zeros behind the context."""
+    query, key_cache = batch.query, batch.key_cache
+    num_kv_heads = key_cache.shape[1]
+    if log_sum_exp is not None:
+        check_lse(log_sum_exp, query)
+    lens, window = batch.prompt_lens.tolist(), batch.window
+    shape = (len(lens), num_kv_heads, max(lens) - window)
+    out = torch.full(shape, -math.inf, device=query.device)
+    unpooled = torch.zeros(shape, dtype=compute_dtype, device=query.device)
+    for r, (end, n) in enumerate(zip(batch.query_ends.tolist(), lens, strict=True)):
+        q = query[end - window : end].to(compute_dtype)
+        table, scales = batch.block_table[r], batch.key_scales
+        k = gather_scaled(key_cache, scales, table, 0, n, compute_dtype)
+        q = q.unflatten(1, (num_kv_heads, -1))
+        logits = torch.einsum("wgqd,kgd->gqwk", q, k) * (softmax.scale * batch.key_scale)
+        if softmax.soft_cap:
+            logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
+        key_pos = torch.arange(n, device=q.device)
+        query_pos = torch.arange(n - window, n, device=q.device)
+        logits.masked_fill_(key_pos[None, :] > query_pos[:, None], -math.inf)
+        if log_sum_exp is None:
+            lse = logits.logsumexp(dim=-1)
+        else:
+            lse = (
+                log_sum_exp[end - window : end].to(compute_dtype).T.unflatten(0, (num_kv_heads, -1))
+            )
+        lse = with_sinks(lse, softmax.sinks)
+        mass = (logits - lse[..., None]).exp()[..., : n - window].sum(dim=2)  # [G, Q, n - window]
+        if reduction.gqa_reduce == "max":
+            mass = mass.amax(dim=1)
+        else:
+            mass = mass.mean(dim=1) if reduction.gqa_reduce == "mean" else mass.sum(dim=1)
+        unpooled[r, :, : n - window] = mass
+        if reduction.pooling != "none":
+            pool = F.avg_pool1d if reduction.pooling == "avg" else F.max_pool1d
+            width = reduction.kernel_size
+            mass = pool(mass, width, stride=1, padding=width // 2)
+        out[r, :, : n - window] = mass.float()
+    return out, unpooled
+
+
+def recent_mass(
+    batch: RecentBatch,
+    softmax: Softmax,
+    *,
+    distance_weight: float,
+    log_sum_exp: torch.Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """See `Ops.recent_mass`."""
+    query, key_cache = batch.query, batch.key_cache
+    num_kv_heads = key_cache.shape[1]
+    if log_sum_exp is not None:
+        check_lse(log_sum_exp, query)
+    columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
+    out = torch.zeros((batch.seq_lens.shape[0], num_kv_heads, columns), device=query.device)
+    rows = zip(
+        *(batch.query_ends.tolist(), batch.seq_lens.tolist(), batch.skips.tolist()),
+        *(batch.recents.tolist(), batch.contexts.tolist()),
+        strict=True,
+    )
+    for r, (end, seq_len, skip, recent, context) in enumerate(rows):
+        q = query[end - recent : end].to(compute_dtype).unflatten(1, (num_kv_heads, -1))
+        table, scales = batch.block_table[r], batch.key_scales
+        k = gather_scaled(key_cache, scales, table, skip, seq_len, compute_dtype)
+        logits = torch.einsum("wgqd,kgd->gqwk", q, k) * (softmax.scale * batch.key_scale)
+        if softmax.soft_cap:
+            logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
+        key_pos = torch.arange(skip, seq_len, device=q.device)
+        query_pos = torch.arange(seq_len - recent, seq_len, device=q.device)
+        logits.masked_fill_(key_pos[None, :] > query_pos[:, None], -math.inf)
+        weights = torch.linspace(1.0, distance_weight, recent, dtype=compute_dtype, device=q.device)
+        if log_sum_exp is None:
+            lse = logits.logsumexp(dim=-1)
+        else:
+            lse = (
+                log_sum_exp[end - recent : end].to(compute_dtype).T.unflatten(0, (num_kv_heads, -1))
+            )
+        lse = with_sinks(lse, softmax.sinks)
+        probs = (logits - lse[..., None]).exp() * (weights / weights.sum())[:, None]
+        first = seq_len - recent - context - skip
+        out[r, :, :context] = probs[..., first : first + context].sum(dim=(1, 2)).float()
+    return out
+
+
+def select(
+    scores: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    keeps: torch.Tensor,
+    *,
+    window: int,
+    sinks: int = 0,
+    max_keep: int | None = None,
+) -> torch.Tensor:
+    """See `Ops.select`."""
+    lens, counts = prompt_lens.tolist(), keeps.tolist()
+    num_kv_heads = scores.shape[1]
+    out = torch.full((len(lens), num_kv_heads, max(counts)), -1, dtype=torch.int32)
+    for r, (n, keep) in enumerate(zip(lens, counts, strict=True)):
+        candidates = scores[r, :, : n - window].clone()
+        candidates[:, :sinks] = math.inf
+        order = candidates.sort(dim=-1, descending=True, stable=True).indices
+        best = order[:, : keep - window].sort(dim=-1).values
+        tail = torch.arange(n - window, n, device=best.device).expand(num_kv_heads, -1)
+        out[r, :, :keep] = torch.cat([best, tail], dim=1).to(torch.int32).cpu()
+    return out.to(scores.device)
+
+
+def compact(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kept: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    keeps: torch.Tensor,
+    *,
+    max_keep: int | None = None,
+) -> None:
+    """See `Ops.compact`."""
+    block_size = key_cache.shape[2]
+    for r, (n, keep) in enumerate(zip(prompt_lens.tolist(), keeps.tolist(), strict=True)):
+        source = kept[r, :, :keep].long()  # [G, keep]
+        target = torch.arange(n - keep, n, device=source.device).expand_as(source)
+        heads = torch.arange(source.shape[0], device=source.device)[:, None]
+        table = block_table[r].long()
+        for cache in (key_cache, value_cache):
+            rows = cache[table[source // block_size], heads, source % block_size]
+            cache[table[target // block_size], heads, target % block_size] = rows

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels on Triton, for CUDA: an `Ops` (see `contract.py`).
+
+With the maxima that a caller knows on the host (the `max_*` of the contract's records and of
+`select`) nothing synchronises with the device; without them the maximum is read back from it.
+
+`paged_attention` with a `Workspace` allocates nothing, so it may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from vllm_pyramid.kernels.recall import kept_mass
+from vllm_pyramid.kernels.triton.attention_launch import paged_attention
+from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
+from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
+from vllm_pyramid.kernels.triton.move import (
+    compact_kernel,
+    copy_pages_kernel,
+    reshape_and_cache_kernel,
+    write_rows_kernel,
+)
+from vllm_pyramid.kernels.triton.recent_mass_launch import recent_mass
+from vllm_pyramid.kernels.triton.select import select_kernel
+from vllm_pyramid.kernels.triton.tables import effective_lens, shift_block_tables_
+from vllm_pyramid.kernels.triton.tiles import Workspace
+from vllm_pyramid.kernels.triton.topn_launch import topn_attention
+from vllm_pyramid.kernels.triton.window_scores_launch import (
+    window_scores,
+    window_scores_and_statistics,
+)
+
+__all__ = [
+    "Workspace",
+    "add_key_mass",
+    "compact",
+    "copy_pages",
+    "effective_lens",
+    "kept_mass",
+    "paged_attention",
+    "recent_mass",
+    "reshape_and_cache",
+    "select",
+    "shift_block_tables_",
+    "topn_attention",
+    "window_scores",
+    "window_scores_and_statistics",
+    "write_rows",
+]
+
+# Bits of the mantissa, bias of the exponent, and the largest number as the bits of a float.
+FP8_BITS = {
+    torch.float8_e4m3fn: {"MANTISSA": 3, "BIAS": 7, "MOST": 0x43E00000},
+    torch.float8_e5m2: {"MANTISSA": 2, "BIAS": 15, "MOST": 0x47600000},
+}
+BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """See `Ops.reshape_and_cache`."""
+    check_cache(key_cache, value_cache)
+    num_kv_heads, block_size, head_size = key_cache.shape[1:]
+    num_tokens = slot_mapping.shape[0]
+    for name, tensor in (("key", key), ("value", value)):
+        check_unit_stride(name, tensor)
+        if tensor.shape[0] < num_tokens or tensor.shape[1:] != (num_kv_heads, head_size):
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must be [>= {num_tokens}, {num_kv_heads}, "
+                f"{head_size}] for the slot mapping and the cache given"
+            )
+    if num_tokens == 0:
+        return
+    dtype = key_cache.dtype
+    if dtype in FP8_BITS:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    block = min(1024, triton.next_power_of_2(num_kv_heads * head_size))
+    reshape_and_cache_kernel[(num_tokens, triton.cdiv(num_kv_heads * head_size, block))](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        *(key_scale, value_scale),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        **FP8_BITS.get(dtype, {"MANTISSA": 0, "BIAS": 0, "MOST": 0}),
+        num_warps=4,
+    )
+
+
+def write_rows(
+    rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale: float = 1.0
+) -> None:
+    """See `Ops.write_rows`."""
+    check_cache(cache, cache)
+    check_unit_stride("rows", rows)
+    num_kv_heads, block_size, head_size = cache.shape[1:]
+    num_tokens = slot_mapping.shape[0]
+    if rows.shape[0] < num_tokens or rows.shape[1:] != (num_kv_heads, head_size):
+        raise ValueError(
+            f"rows {tuple(rows.shape)} must be [>= {num_tokens}, {num_kv_heads}, {head_size}] for "
+            "the slot mapping and the cache given"
+        )
+    if num_tokens == 0:
+        return
+    bits = FP8_BITS.get(cache.dtype, {"MANTISSA": 0, "BIAS": 0, "MOST": 0})
+    if bits["MANTISSA"]:
+        cache = cache.view(torch.uint8)
+    block = min(1024, triton.next_power_of_2(num_kv_heads * head_size))
+    write_rows_kernel[(num_tokens, triton.cdiv(num_kv_heads * head_size, block))](
+        rows,
+        cache,
+        slot_mapping,
+        scale,
+        *rows.stride()[:2],
+        *cache.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        **bits,
+        num_warps=4,
+    )
+
+
+def copy_pages(
+    target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
+) -> None:
+    """See `Ops.copy_pages`."""
+    check_table(block_table, 1)
+    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
+        raise ValueError(
+            f"pages {list(target.shape[1:])} of {target.dtype} and {list(source.shape[1:])} of "
+            f"{source.dtype} are not alike"
+        )
+    for name, pages in (("target", target), ("source", source)):
+        if not pages.is_contiguous() or pages[0].nbytes % 4:
+            raise ValueError(f"{name} must be dense, with pages of whole words of 4 bytes")
+    if places.dtype != torch.int32 or places.shape[1:] != (3,) or not places.is_contiguous():
+        raise ValueError(f"places must be int32 [C, 3], got {places.dtype} {list(places.shape)}")
+    if places.shape[0] == 0:
+        return
+    words, block = target[0].nbytes // 4, 1024
+    copy_pages_kernel[(places.shape[0], triton.cdiv(words, block))](
+        target.view(torch.int32),
+        source.view(torch.int32),
+        block_table,
+        places,
+        words,
+        block_table.stride(0),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def select(
+    scores: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    keeps: torch.Tensor,
+    *,
+    window: int,
+    sinks: int = 0,
+    max_keep: int | None = None,
+) -> torch.Tensor:
+    """See `Ops.select`. The result has `max_keep` columns."""
+    if scores.dtype != torch.float32 or scores.dim() != 3 or scores.stride(2) != 1:
+        raise ValueError(
+            f"scores must be float32 [R, G, n] with unit stride, got {scores.dtype} "
+            f"{tuple(scores.shape)} with strides {scores.stride()}"
+        )
+    num_requests, num_kv_heads = scores.shape[:2]
+    if max_keep is None:
+        max_keep = int(keeps.max().item())
+    kept = torch.empty(
+        num_requests, num_kv_heads, max_keep, dtype=torch.int32, device=scores.device
+    )
+    block = min(2048, max(128, triton.next_power_of_2(scores.shape[2])))
+    select_kernel[(num_requests * num_kv_heads,)](
+        kept,
+        scores,
+        prompt_lens,
+        keeps,
+        sinks,
+        max_keep,
+        *scores.stride()[:2],
+        NUM_KV_HEADS=num_kv_heads,
+        WINDOW=window,
+        BLOCK=block,
+        num_warps=8 if block >= 1024 else 4,
+    )
+    return kept
+
+
+def compact(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kept: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    keeps: torch.Tensor,
+    *,
+    max_keep: int | None = None,
+) -> None:
+    """See `Ops.compact`. Any dtype of 1, 2 or 4 bytes; `max_keep` is not needed here."""
+    del max_keep
+    element_size = key_cache.element_size()
+    if element_size not in BITS_OF_SIZE or value_cache.element_size() != element_size:
+        raise ValueError(
+            f"compact moves caches of 1, 2 or 4 bytes an element, both alike; got "
+            f"{key_cache.dtype} and {value_cache.dtype}"
+        )
+    bits = BITS_OF_SIZE[element_size]
+    key_cache, value_cache = key_cache.view(bits), value_cache.view(bits)
+    check_cache(key_cache, value_cache, dtypes=(bits,))
+    num_kv_heads, block_size, head_size = key_cache.shape[1:]
+    num_requests = prompt_lens.shape[0]
+    check_table(block_table, num_requests)
+    check_unit_stride("kept", kept)
+    # Pieces of 64 bytes (two sectors of DRAM) give a small batch enough programs to run in.
+    block_d = min(64 // element_size, triton.next_power_of_2(head_size))
+    compact_kernel[(num_requests * num_kv_heads, triton.cdiv(head_size, block_d), 2)](
+        key_cache,
+        value_cache,
+        block_table,
+        kept,
+        prompt_lens,
+        keeps,
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        *kept.stride()[:2],
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_D=block_d,
+        BLOCK_ROWS=128,
+        BLOCK_SIZE=block_size,
+        num_warps=4,
+    )

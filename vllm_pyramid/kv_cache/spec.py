@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache spec of one layer, and how it is registered with vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_pyramid.compat.cache_specs import register_stock_specs
+from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
+from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
+from vllm_pyramid.policy.served_settings import ServedSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKVCacheSpec(FullAttentionSpec):
+    """Full attention whose blocks belong to one layer alone.
+
+    Layers of this spec never share a KV cache group, so each has a block table of its own; their
+    pages have one size and come from one pool.
+
+    Attributes:
+        layer_idx: from the bottom, among the layers that evict. num_layers: that evict.
+        model_layer: the model's own number of it.
+        stages: layers that evict in each pipeline stage; empty: there is one stage.
+    """
+
+    layer_idx: int
+    num_layers: int
+    model_layer: int
+    stages: tuple[int, ...] = ()
+
+    @property
+    def full_block_size(self) -> int:
+        """Tokens of a page that holds K and V: what `full` fits into one of this layer's pages."""
+        return self.block_size
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """What a prompt of the greatest length takes of this layer, when all together hold most.
+
+        That is all of it, where nothing is evicted before its end. vLLM's check at start-up, the
+        length that fits and the concurrency that it prints go by this.
+
+        vLLM adds up what all layers of the model say, for each worker. With pipeline stages, which
+        have pools of their own, the sum must be that of the stage that needs most, so the layers of
+        the others say nothing.
+        """
+        settings = ServedSettings.of(vllm_config)
+        if not self.stages and (settings is None or settings.policy.inside is None):
+            return super().max_memory_usage_bytes(vllm_config)
+        assert settings is not None, "stages are of an engine with a policy"
+        longest = vllm_config.model_config.max_model_len
+        blocks = settings.policy.most_blocks(
+            longest, self.num_layers, self.full_block_size, self.stages
+        )
+        stages = PipelineLayout.of(self)
+        if stages.of_layer(self.layer_idx) != int(stages.sums(blocks).argmax()):
+            return 0
+        return int(blocks[self.layer_idx]) * self.page_size_bytes
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        """Merge one spec only.
+
+        Raises:
+            AssertionError: for several; vLLM takes that as "these layers are not uniform" and
+                keeps them apart.
+        """
+        if len(specs) != 1:
+            raise AssertionError("layers with their own KV budget do not share a block table")
+        return specs[0]
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Never, unless it is the only one: "uniform" layers are put into one group."""
+        return len(kv_cache_specs) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
+    """A layer of which the device holds K alone; V lies elsewhere.
+
+    Its blocks have twice the tokens of those with V, `head_size_v` is 0, and so a page has the
+    same bytes and comes from the same pool.
+    """
+
+    @classmethod
+    def of(cls, spec: LayerKVCacheSpec) -> Self:
+        """The layer of `spec` without V on the device."""
+        assert spec.head_size_v == spec.head_size, "K and V of one size"
+        values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
+        own = cls(**values | {"block_size": 2 * spec.block_size, "head_size_v": 0})
+        assert own.page_size_bytes == spec.page_size_bytes, (own, spec)
+        return own
+
+    @property
+    def full_block_size(self) -> int:
+        """See the base."""
+        return self.block_size // 2
+
+
+def register_spec() -> None:
+    """Make the specs known in this process. Idempotent.
+
+    vLLM registers its own specs only if the registry is still empty, so they go first. Called when
+    this module is imported: a worker imports it to make specs, the engine core by unpickling them.
+    """
+    register_stock_specs()
+    for spec in (LayerKVCacheSpec, KeyOnlyKVCacheSpec):
+        KVCacheSpecRegistry.register(
+            spec, manager_class=LayerKVCacheManager, uniform_type_base_spec=LayerKVCacheSpec
+        )
+
+
+register_spec()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of an allocator: how many tokens does each layer keep?
+
+Notation: m layers, l = 0 .. m-1 from the input side, B the mean number of tokens a layer may keep
+beyond what it keeps anyway (window and sinks), C how many such tokens the prompt has, B <= C.
+
+Everything here is a pure function: scheduler and workers ask for the same plans on their own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_pyramid.plan import Budget, Plan, RetentionPlan
+from vllm_pyramid.policy.component import Component
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.policy import Policy
+
+Reals = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+class Allocator(Component):
+    """Base of all allocators. Most derive from `CurveAllocator` and override `curve`.
+
+    Class attributes:
+        solves: the lengths are solved from the prompt's scores at its end (`solved/`).
+        thins_prompts: tokens leave the forward pass between layers, so nobody computes a prompt's
+            full attention; the lengths follow from the allocator's settings, which a budget lowers.
+    """
+
+    section: ClassVar[str] = "allocator"
+    solves: ClassVar[bool] = False
+    thins_prompts: ClassVar[bool] = False
+
+    @abstractmethod
+    def plan(
+        self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
+    ) -> Plan:
+        """What each layer keeps of a prompt; see `Policy.plan`, which caches it."""
+
+    def check_calibration(self, policy: Policy) -> None:
+        """Raise ValueError unless shares can be taken of what it solves (`solves` is true)."""
+
+    def not_resumable(self, policy: Policy) -> str | None:
+        """See the base."""
+        if self.solves:
+            return "its lengths are solved from the scores of a whole prompt"
+        return super().not_resumable(policy)
+
+    def default_budget(self) -> Budget | None:
+        """The budget where arguments brought this allocator and none was given; None: as it was."""
+        return None
+
+
+class CurveAllocator(Allocator):
+    """Base of the allocators that know the lengths beforehand, by B, m and C.
+
+    `curve` gives real numbers k_l in [0, C] that sum to B * m. `allocate` turns them into integers
+    with exactly that sum.
+    """
+
+    @abstractmethod
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        """Tokens per layer as real numbers.
+
+        Args:
+            mean: B, 0 <= B <= capacity. num_layers: m >= 1. capacity: C.
+
+        Returns:
+            `[m]` float64 within [0, C] that sums to B * m up to float rounding.
+        """
+
+    @classmethod
+    def check_class(cls) -> None:
+        """A class without a curve is a mistake."""
+        if cls.curve is CurveAllocator.curve:
+            raise ValueError(
+                f"the allocator {cls.__module__}:{cls.__qualname__} has no method "
+                "`curve(self, mean, num_layers, capacity)`"
+            )
+
+    def allocate(self, mean: int, num_layers: int, capacity: int) -> Integers:
+        """Tokens per layer as integers: `[m]` int64 within [0, C], summing to exactly B * m.
+
+        Each differs from `curve` by less than one token, and the order of the layers is kept.
+        """
+        assert 0 <= mean <= capacity and num_layers >= 1, (mean, num_layers, capacity)
+        if num_layers == 1 or mean == capacity or mean == 0:
+            return np.full(num_layers, mean, dtype=np.int64)
+        tokens = round_to_sum(self.curve(mean, num_layers, capacity), mean * num_layers)
+        assert tokens.min() >= 0 and tokens.max() <= capacity, (self, tokens, capacity)
+        return tokens
+
+    def plan(
+        self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
+    ) -> Plan:
+        """See the base."""
+        mean = prompt_len
+        if policy.evicts:
+            mean = budget.tokens_for(prompt_len, policy.min_budget)
+        plan = plan_of_tokens(policy, self, prompt_len, num_layers, block_size, mean)
+        if not policy.schedule.every:
+            return plan
+        # A share is one of the prompt, also when more has been generated.
+        target = max(mean, budget.least(policy.min_budget))
+        return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan, target))
+
+
+def round_to_sum(curve: Reals, total: int) -> Integers:
+    """Largest-remainder rounding: whole numbers next to `curve` that sum to `total`.
+
+    Ties go to the lower layer, so a curve that does not rise gives integers that do not rise.
+    """
+    # Values such as 2.9999999996 are whole numbers that float arithmetic missed.
+    snapped = np.round(curve, 6)
+    whole = np.floor(snapped)
+    result = whole.astype(np.int64)
+    missing = total - int(result.sum())
+    assert 0 <= missing < max(len(curve), 1), (missing, total, curve)
+    largest = np.argsort(-(snapped - whole), kind="stable")[:missing]
+    result[largest] += 1
+    return result
+
+
+@lru_cache(maxsize=8192)
+def plan_of_tokens(
+    policy: Policy,
+    allocator: CurveAllocator | None,
+    tokens: int,
+    num_layers: int,
+    block_size: int,
+    mean: int,
+) -> RetentionPlan:
+    """What is kept of `tokens` tokens, on average `mean` a layer.
+
+    Args:
+        allocator: divides them; None where all are kept.
+    """
+    fixed = policy.window + policy.sinks
+    if mean == tokens:
+        keep = np.full(num_layers, tokens)
+    else:
+        assert fixed < mean, (fixed, mean, "the budget was not checked")
+        assert allocator is not None
+        keep = fixed + allocator.allocate(mean - fixed, num_layers, tokens - fixed)
+    return _plan_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
+
+
+def _plan_of(
+    policy: Policy,
+    tokens: int,
+    block_size: int,
+    mean: int,
+    keep: npt.NDArray[Any],
+    front: npt.NDArray[Any],
+) -> RetentionPlan:
+    recent = np.floor(keep * policy.selector.recent_share)
+    return RetentionPlan.of(
+        tokens,
+        block_size,
+        mean,
+        keep,
+        policy.fill_blocks,
+        front=np.maximum(policy.sinks, front),
+        recent=np.maximum(policy.window, recent),
+    )
+
+
+def _later_plan(policy: Policy, prompt: RetentionPlan, target: int, computed: int) -> RetentionPlan:
+    """What is kept at the eviction after `computed` tokens; `target` is the prompt's budget."""
+    assert isinstance(policy.allocator, CurveAllocator)
+    layers, block_size, mean = prompt.num_layers, prompt.block_size, min(target, computed)
+    usual = plan_of_tokens(policy, policy.allocator, computed, layers, block_size, mean)
+    keep = policy.schedule.keep(prompt, computed, usual)
+    front = policy.schedule.front(prompt, computed)
+    if keep is usual.keep and not front.any():
+        return usual
+    return _plan_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a policy, and the questions that every part answers.
+
+A section of a preset is a mapping with a `kind` and the fields of that kind, or the kind alone:
+
+    allocator: {kind: arithmetic, beta: 20}
+    allocator: uniform
+
+Built-in kinds have short names. `kind: "package.module:ClassName"` uses a class of your own; it
+must derive from the section's base class and be importable in every process of the engine.
+
+`Component` is the contract. Whoever reads a policy (front end, scheduler, worker) asks every part
+the same questions and knows none of them by name; the answers below are those of a part that has
+nothing to say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_pyramid.plan import Budget
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+
+
+class Component(BaseModel):
+    """Base of all parts: immutable, hashable, compared by value, unknown fields refused.
+
+    Class attributes:
+        section: the key of a preset that names such a part.
+        kind: its name there. A class of your own leaves it as it is here, or, where it derives
+            from a built-in class, declares it again: `kind: str`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    section: ClassVar[str]
+    kind: str
+
+    # When a policy is read ----------------------------------------------------------------------
+
+    @classmethod
+    def check_class(cls) -> None:
+        """Raise ValueError if this class defines nothing that anybody would call."""
+
+    def check(self, policy: Policy) -> None:
+        """Raise ValueError unless this part goes with the other parts of the policy."""
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError if this part cannot serve a model of so many layers."""
+
+    def check_hybrid(self, policy: Policy) -> None:
+        """Raise ValueError if this part needs every layer of a model to evict."""
+
+    def check_budget(self, policy: Policy, budget: Budget) -> None:
+        """Raise ValueError if this part cannot work with the budget."""
+
+    @property
+    def works_in_every_step(self) -> bool:
+        """Whether decode steps do more than attention because of this part."""
+        return False
+
+    @property
+    def works_during_prompt(self) -> bool:
+        """Whether steps inside a prompt do more than attention because of this part."""
+        return self.works_in_every_step
+
+    @property
+    def attends(self) -> bool:
+        """Whether the hooks of this part attend in place of some layers' attention, in all steps.
+
+        That is Python, which a captured graph of a whole step would leave out.
+        """
+        return False
+
+    @property
+    def splits_at_prompt_end(self) -> bool:
+        """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
+        return False
+
+    def not_shareable(self, policy: Policy) -> str | None:
+        """Why a prompt cannot begin with what others have computed because of this part; None: it
+        can.
+
+        It can where its KV is that of the full cache until its end, and an eviction goes by what
+        the cache and the prompt's last queries say.
+        """
+        return None
+
+    def not_resumable(self, policy: Policy) -> str | None:
+        """Why the policy cannot evict where a conversation's earlier turns ended (`kv_turns`)
+        because of this part; None: it can.
+
+        It can where an eviction is the first of many as well as the last, goes by what the cache
+        and the latest queries say, and leaves all that the next turn needs in the device's blocks.
+        """
+        return self.not_shareable(policy)
+
+    @property
+    def copies_blocks(self) -> bool:
+        """Whether all of a block is in one page of the device, which copying it takes along."""
+        return True
+
+    # When an engine starts or a request comes ---------------------------------------------------
+
+    def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
+        """Refuse or set engine arguments before vLLM resolves its defaults.
+
+        Raises:
+            ValueError: naming the flag to change.
+        """
+
+    def check_config(self, policy: Policy, config: VllmConfig) -> None:
+        """Raise ValueError, naming the flag to change, if the finished configuration does not suit.
+
+        Called in the front end alone: what it changes in `config` is seen by all processes.
+        """
+
+    def check_request(self, policy: Policy, params: SamplingParams) -> None:
+        """Raise ValueError if a request wants what this part cannot give."""
+
+    def for_request(self, keys: dict[str, Any]) -> Component:
+        """This part as a request wants it.
+
+        Args:
+            keys: of the request's own keys those that are for parts (`kv_top_n` so far), types
+                checked; take out (`pop`) what is yours. What is left over is refused.
+
+        Raises:
+            ValueError: a wrong value.
+        """
+        return self
+
+    # In the engine ------------------------------------------------------------------------------
+
+    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
+        """What this part does in a worker's steps; None: nothing."""
+        return None
+
+    def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
+        """What this part does in the scheduler; None: nothing."""
+        return None

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a scorer: how important is each cached key of a layer?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm_pyramid.policy.component import Component
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pyramid.kernels.recall import WindowStatistics
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
+    from vllm_pyramid.step.scorer_inputs import ScorerInputs
+
+
+class Scorer(Component):
+    """Base of all scorers. Most override `score` and nothing else.
+
+    Class attributes:
+        evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
+        needs_queries: `score` looks at queries; the last `window` queries of a prompt are then in
+            one chunk, with all keys in the cache.
+        needs_positions: `score` looks at the positions of keys, which are known at a request's
+            first eviction alone: survivors do not remember theirs. (Those of queries are known.)
+        needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).
+        attention_mass: the scores are attention, so not negative, and their share of a layer's sum
+            says how much of it is kept: what allocators that solve the lengths need.
+        asked: the function that a class of one's own defines.
+        gives_statistics: `scores` can return the window's statistics beside the scores.
+    """
+
+    section: ClassVar[str] = "scorer"
+    evicts: ClassVar[bool] = True
+    needs_queries: ClassVar[bool] = False
+    needs_positions: ClassVar[bool] = False
+    needs_rotary: ClassVar[bool] = False
+    attention_mass: ClassVar[bool] = False
+    gives_statistics: ClassVar[bool] = False
+    asked: ClassVar[str] = "score"
+
+    @property
+    def history(self) -> int | None:
+        """How many of the last queries before an eviction count; None for all that are seen."""
+        return None
+
+    def gathers(self, policy: Policy) -> bool:
+        """Whether what queries give keys is gathered beside the cache, in every step."""
+        return False
+
+    def score(self, view: ScorerInputs) -> torch.Tensor:
+        """The importance of each key of one request in one layer; higher is kept first.
+
+        Args:
+            view: what the layer has, see `ScorerInputs`: G KV heads, T tokens.
+
+        Returns:
+            `[G, T]` float32 without NaN. The scores of the first `sinks` and the last `window`
+            tokens are not looked at: they stay in any case. Ties go to the lower position.
+        """
+        raise NotImplementedError
+
+    def scores(
+        self, batch: EvictionBatch, *, statistics: bool = False
+    ) -> tuple[torch.Tensor, WindowStatistics | None]:
+        """The same for all requests that evict in a step: `[S, G, columns]` float32.
+
+        A scorer with a kernel of its own overrides this, and keeps `score` as what the kernel is
+        tested against.
+
+        Args:
+            statistics: also return the window's; asked for only of scorers that give them.
+
+        Returns:
+            Column i is the token in place i of the request's table; columns without a token, and
+            those of the last `window` tokens, may be missing or hold anything.
+
+        Raises:
+            ValueError: `score` returned another shape, another dtype or NaN.
+        """
+        assert not statistics, f"{self.kind} gives no statistics"
+        return batch.score_each(self.kind, self.score), None
+
+    def compiled(self, batch: EvictionBatch) -> torch.Tensor:
+        """Scores of a made-up batch, whose cache holds anything: compiles what `scores` launches.
+
+        Where that is PyTorch alone there is nothing to compile, and its numbers might be NaN.
+        """
+        import torch
+
+        if type(self).scores is not Scorer.scores:
+            return self.scores(batch)[0]
+        shape = len(batch.chosen), batch.call.key_cache.shape[1], batch.longest
+        return torch.zeros(shape, device=batch.call.query.device)
+
+    def probed(self, view: ScorerInputs) -> torch.Tensor | None:
+        """What is tried once at start-up: `score`; None where it is a kernel's alone."""
+        return None if type(self).score is Scorer.score else self.score(view)
+
+    @classmethod
+    def check_class(cls) -> None:
+        """A class that scores nothing is a mistake."""
+        if cls.score is Scorer.score and cls.scores is Scorer.scores and cls.evicts:
+            raise ValueError(
+                f"the scorer {cls.__module__}:{cls.__qualname__} has no method `score(self, view)`"
+            )
+
+    def not_resumable(self, policy: Policy) -> str | None:
+        """See the base."""
+        if not self.evicts:
+            return "it keeps every token, and what it keeps is found without them"
+        if self.needs_positions:
+            return f"the scorer {self.kind!r} needs positions, which survivors do not have"
+        return super().not_resumable(policy)
+
+    def check(self, policy: Policy) -> None:
+        """See the base."""
+        if self.needs_queries and policy.window < 1:
+            raise ValueError(
+                f"policy {policy.name!r} scores with the queries of the observation window, so "
+                f"`window` must be at least 1, not {policy.window}"
+            )
+        if not policy.schedule.every:
+            return
+        reason = None
+        if not self.evicts or (self.needs_queries and policy.window > 1):
+            reason = "has no scores during generation"
+        elif self.needs_positions:
+            reason = "needs positions, which survivors of an eviction do not have"
+        if reason is not None:
+            raise ValueError(
+                f"policy {policy.name!r} has the schedule {policy.schedule.kind!r}, but its scorer "
+                f"{self.kind!r} {reason}: choose one that accumulates (accumulated_attention, "
+                "persistence), recency, or one that looks at keys and values alone"
+            )

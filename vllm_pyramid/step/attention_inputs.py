@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's attention call in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+
+if TYPE_CHECKING:
+    from vllm_pyramid.step.ranks import Ranks
+    from vllm_pyramid.step.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one layer's attention works on. Shape legend as in `kernels/records.py`.
+
+    Attributes:
+        ops: the kernels of the device.
+        layer: index of the layer, from the bottom.
+        batch: the step's queries, and the layer's cache, table and lengths.
+        softmax: of the layer.
+        ranks: that share the KV heads; None for one.
+        rotary: of this layer, or None where it has none or nobody knows it.
+        offsets: `[R]` int32, tokens that each row of the table begins behind; None where every row
+            begins with the request's first token.
+        log_sum_exp: `[T, H]` float32 of this attention, or None.
+        rows: what compaction moves of K and of V, `[P, G, N, row]` each, where a token's row holds
+            more than its numbers; None: the caches.
+    """
+
+    ops: Ops
+    layer: int
+    batch: AttentionBatch
+    softmax: Softmax
+    ranks: Ranks | None = None
+    rotary: Rotary | None = None
+    offsets: torch.Tensor | None = None
+    log_sum_exp: torch.Tensor | None = None
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as they are moved and copied: whole rows."""
+        return (self.key_cache, self.value_cache) if self.rows is None else self.rows
+
+    @property
+    def query(self) -> torch.Tensor:
+        """`[T, H, D]`."""
+        return self.batch.query
+
+    @property
+    def key_cache(self) -> torch.Tensor:
+        """`[P, G, N, D]`."""
+        return self.batch.key_cache
+
+    @property
+    def value_cache(self) -> torch.Tensor:
+        """`[P, G, N, D]`."""
+        return self.batch.value_cache
+
+    @property
+    def key_scale(self) -> float:
+        """What numbers in `key_cache` are multiplied with; 1 but for 8-bit floats."""
+        return self.batch.key_scale
+
+    @property
+    def key_scales(self) -> torch.Tensor | None:
+        """`[P, G, N]` float32, the same of each token and KV head; None: 1."""
+        return self.batch.key_scales
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """`[>= R, M]` int32."""
+        return self.batch.block_table
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """`[R]` int32."""
+        return self.batch.seq_lens
+
+    @property
+    def shifted(self) -> bool:
+        """Whether rows of the table begin with the first block that the layer holds."""
+        return self.offsets is not None
+
+
+@dataclass(frozen=True)
+class ValueWrite:
+    """V of a step's new tokens, for a layer that keeps V elsewhere than beside K.
+
+    Attributes:
+        ops: the kernels of the device. layer: index of the layer, from the bottom.
+        values: `[>= T, G, D]`; the memory may be another's as soon as the layer has attended.
+        cache: `[P, G, N, D]`, where they go. slots: `[T]` int64, negative ones are padding.
+        scale: what the numbers in the cache are multiplied with; 1 but for 8-bit floats.
+    """
+
+    ops: Ops
+    layer: int
+    values: torch.Tensor
+    cache: torch.Tensor
+    slots: torch.Tensor
+    scale: float = 1.0

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid bench`: from the command line to a measure and its results."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_pyramid.tools.bench.options import (
+    MEASURES,
+    Cost,
+    EngineOptions,
+    SchedulerSteps,
+    add_flags,
+    parse,
+)
+from vllm_pyramid.tools.bench.shapes import SHAPES, shape_of_config
+from vllm_pyramid.tools.command_parts import check_writable
+
+
+def add_command(commands: Any) -> None:
+    """Add the sub-command, with its own sub-commands, to the parser of `vllm-pyramid`."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure throughput, capacity and latency side by side",
+        description="Measures policies side by side: the same prompts, the same cache memory, in "
+        "turns. The default model has random weights, so nothing is downloaded.",
+    )
+    measures = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
+    for name, model in MEASURES.items():
+        one = measures.add_parser(name, help=model.__doc__, description=model.__doc__)
+        add_flags(one, model)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point of the sub-command; 0 on success.
+
+    Raises:
+        ValueError: an option is wrong, or the measurement failed.
+    """
+    from rich.console import Console
+
+    console, options = Console(), parse(args.measure, vars(args))
+    if find_spec("pandas") is None:
+        raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
+    if isinstance(options, Cost):
+        return _run_cost(options, console)
+    samples = options.out / "samples.jsonl"
+    check_writable(options.out, (samples, options.json_file, options.csv_file))
+    if isinstance(options, SchedulerSteps):
+        return _run_scheduler(options, console)
+    return _run_engines(args.measure, options, console)
+
+
+def _run_engines(measure: str, options: EngineOptions, console: Any) -> int:
+    from vllm_pyramid.tools.bench.measures import run_measure
+    from vllm_pyramid.tools.bench.prepare import prepare
+    from vllm_pyramid.tools.child_process import ChildError, orderly_termination
+
+    with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
+        try:
+            with orderly_termination():
+                run_measure(measure, options, prepare(options, Path(folder)), console)
+        except ChildError as error:
+            raise ValueError(str(error)) from error
+        except KeyboardInterrupt:
+            kept = f"the same command goes on with what is finished, in {options.out}"
+            console.print(f"Interrupted: {kept if options.resumable else 'nothing of it is kept'}.")
+            return 130
+    return 0
+
+
+def _run_scheduler(options: SchedulerSteps, console: Any) -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_pyramid.tools.bench.report import write
+    from vllm_pyramid.tools.bench.scheduler import scheduler_rows
+    from vllm_pyramid.tools.command_parts import Progress
+
+    total = len(options.layers) * len(options.requests) * options.steps
+    with Progress(console, total) as progress:
+        rows = scheduler_rows(
+            options.layers, options.requests, options.steps, options.prompt_len, progress
+        )
+    write("scheduler", options, console, rows, {})
+    return 0
+
+
+def _run_cost(options: Cost, console: Any) -> int:
+    from vllm_pyramid.tools.bench.cost import MACHINES
+    from vllm_pyramid.tools.bench.cost_table import as_markdown, cost_rows, displayed
+    from vllm_pyramid.tools.bench.report import rich_table
+
+    known = options.model in SHAPES
+    shape = SHAPES[options.model] if known else shape_of_config(options.model)
+    machine = replace(MACHINES[options.machine], devices=options.devices)
+    rows = cost_rows(
+        shape,
+        machine,
+        options.prompt_lens,
+        options.budgets,
+        options.output_len,
+        options.request_rate,
+    )
+    if options.markdown:
+        print(as_markdown(rows), end="")
+        return 0
+    title = f"{options.model} on {options.devices} x {options.machine}, {options.output_len} out"
+    title += f"; engines for {options.request_rate:,.0f} requests/s"
+    text = displayed(rows)
+    console.print(rich_table(title, text.columns, text.to_numpy().tolist()))
+    return 0

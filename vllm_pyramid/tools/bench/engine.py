@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy's engine in a process of its own, that gets one task after the other.
+
+Started by `engines.py`. The first task says what to start, the others what to do; between tasks the
+process sleeps. vLLM's engine core runs in this process, so that every step can be timed and
+observed, and an idle engine takes no processor time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from vllm_pyramid.tools.bench.memory import evictions_counted
+from vllm_pyramid.tools.bench.profile import profile, refusal
+from vllm_pyramid.tools.bench.samples import Request, Sample, Step, Timing, engine_sample
+from vllm_pyramid.tools.bench.scheduler_state import (
+    BlockGrowth,
+    SchedulerLog,
+    finish_without_preemption,
+    steps_with_room,
+)
+from vllm_pyramid.tools.child_process import read_tasks, say
+
+_MACHINE_ROUNDS = 20
+_SETTLED_STEPS = 3  # without prefill: then no further request is admitted
+
+
+@dataclass
+class Talk:
+    """A conversation.
+
+    Attributes:
+        prompt: its latest. turns: what the user adds after that. ends: tokens of earlier prompts.
+    """
+
+    prompt: list[int]
+    turns: list[list[int]]
+    ends: list[int] = field(default_factory=list)
+
+
+def _sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
+    """Exactly so many tokens, the likeliest. `own`: of the request's own settings."""
+    from vllm import SamplingParams
+
+    if budget is not None:
+        own["kv_budget"] = budget
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=own or None,
+    )
+
+
+class Engine:
+    """Drives vLLM's engine step by step.
+
+    Args:
+        llm: a started `LLM`, vLLM's or ours, with its engine core in this process.
+        block_bytes: of a block of one layer of ours. All engines count blocks in this size.
+    """
+
+    def __init__(self, llm: Any, block_bytes: int) -> None:
+        self.client = llm.llm_engine
+        self.scheduler = self.client.engine_core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        cache = self.scheduler.kv_cache_config
+        groups = cache.kv_cache_groups
+        # Stock vLLM's blocks are of all layers, and may be of more tokens.
+        layers = sum(len(group.layer_names) for group in groups) // len(groups)
+        self.blocks_of_one = layers * groups[0].kv_cache_spec.page_size_bytes // block_bytes
+        self._reserved: list[Any] = []
+        self._sent: dict[str, float] = {}
+        self._count = 0
+        self._log = SchedulerLog(self.scheduler)
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of one layer that requests can have."""
+        return (self.pool.num_gpu_blocks - 1 - len(self._reserved)) * self.blocks_of_one
+
+    def reserve(self, blocks: int) -> None:
+        """Leave `blocks` blocks of one layer to requests, by allocating all others.
+
+        Raises:
+            ValueError: the pool has not as many.
+        """
+        self.pool.free_blocks(self._reserved)
+        self._reserved = []
+        if self.scheduler.kv_cache_manager.enable_caching:  # stock vLLM with its prefix cache
+            self.scheduler.reset_prefix_cache()
+        spare = self.pool_blocks - blocks
+        if spare < 0:
+            raise ValueError(f"the pool has {self.pool_blocks} blocks, not {blocks}")
+        self._reserved = self.pool.get_new_blocks(spare // self.blocks_of_one)
+
+    def _allocated(self) -> int:
+        free = self.pool.get_num_free_blocks() * self.blocks_of_one
+        return self.pool_blocks - free
+
+    def add(self, prompts: list[list[int]], max_tokens: int, budget: str | None) -> None:
+        """Send requests, all at once."""
+        params = _sampling(max_tokens, budget)
+        self._count += 1
+        for index, prompt in enumerate(prompts):
+            self._send(f"{self._count}-{index}", prompt, params)
+
+    def _send(self, name: str, prompt: list[int], params: Any) -> None:
+        self.client.add_request(name, {"prompt_token_ids": prompt}, params)
+        self._sent[name] = time.perf_counter()
+
+    def step(
+        self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0
+    ) -> Step:
+        """One batch of the engine, from the end of the one before to its own."""
+        ended = self._log.ended
+        ended.clear()
+        outputs: list[Any] = []
+        begin = time.perf_counter()
+        # With asynchronous scheduling the first call only sends a batch off.
+        while not ended and self.client.has_unfinished_requests():
+            outputs += self.client.step()
+        end = time.perf_counter()
+        if on_output is not None:
+            for output in outputs:
+                on_output(output, end)
+        return Step(
+            seconds=end - begin,
+            prompt_tokens=sum(batch.prompt_tokens for batch in ended),
+            decoding=max((batch.decoding for batch in ended), default=0),
+            waiting=bool(self.scheduler.waiting),
+            finished=finished,
+            blocks=self._allocated(),
+        )
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        budget: str | None,
+        on_finish: Callable[[], None],
+        later: list[list[list[int]]] | None = None,
+        concurrency: int | None = None,
+        resume: bool = False,
+    ) -> Sample:
+        """A whole job of requests or conversations.
+
+        Args:
+            later: of each prompt, what follows it: the next turn is sent when the one before has
+                been answered, and begins with it and its answer.
+            concurrency: prompts under way at once; None: all.
+            on_finish: called when the last turn of a prompt has been answered.
+            resume: requests say where the turns before them ended.
+
+        Raises:
+            RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
+        """
+        self._log.preemptions = 0
+        self._count += 1
+        talks = [
+            Talk(prompt, list(turns))
+            for prompt, turns in zip(prompts, later or [[]] * len(prompts), strict=True)
+        ]
+        waiting = list(enumerate(talks))
+        requests: list[Request] = []
+        steps: list[Step] = []
+        first: dict[str, float] = {}
+
+        def send(name: str, talk: Talk) -> None:
+            own = {"kv_turns": list(talk.ends)} if resume else {}
+            self._send(name, talk.prompt, _sampling(max_tokens, budget, **own))
+
+        def send_next() -> None:
+            if waiting:
+                index, talk = waiting.pop(0)
+                send(f"{self._count}-{index}-0", talk)
+
+        def on_output(output: Any, now: float) -> None:
+            name, tokens = output.request_id, output.outputs[0].token_ids
+            if tokens:
+                first.setdefault(name, now)
+            if not output.finished:
+                return
+            sent = self._sent.pop(name)
+            timing = Timing(first[name] - sent, now - sent, len(tokens))
+            report = output.kv_transfer_params or {}
+            evicted = report.get("evicted_tokens", 0) > 0
+            prompt_len = len(output.prompt_token_ids)
+            requests.append(Request(timing, prompt_len, output.num_cached_tokens or 0, evicted))
+            count, index, turn = map(int, name.split("-"))
+            talk = talks[index]
+            if talk.turns:
+                talk.ends.append(prompt_len)
+                talk.prompt = [*talk.prompt, *tokens, *talk.turns.pop(0)]
+                send(f"{count}-{index}-{turn + 1}", talk)
+                return
+            on_finish()
+            send_next()
+
+        for _ in range(concurrency or len(prompts)):
+            send_next()
+        while self.client.has_unfinished_requests():
+            steps.append(self.step(on_output, len(requests)))
+        wrong = [r.timing.tokens for r in requests if r.timing.tokens != max_tokens]
+        expected = len(prompts) + sum(map(len, later or []))
+        if len(requests) != expected or wrong:
+            raise RuntimeError(
+                f"{expected} requests for {max_tokens} tokens: {len(requests)} came back, "
+                f"of other lengths: {wrong}"
+            )
+        evicted = sum(request.evicted for request in requests)
+        if budget is not None and evicted != expected:
+            raise RuntimeError(
+                f"with the budget {budget} only {evicted} of {expected} requests report that "
+                "they evicted something"
+            )
+        return engine_sample(steps, requests, self._log.preemptions)
+
+    def fill(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        budget: str | None,
+        on_prefill: Callable[[int], None],
+    ) -> dict[str, Any]:
+        """Send requests and step until as many decode as are admitted.
+
+        Returns:
+            A sample, and `tokens_left`: the fewest that a request still has to generate;
+            `steps_left`: decode steps until a request would be preempted.
+
+        Raises:
+            RuntimeError: requests finished or were preempted before all were admitted that fit, or
+                did not evict.
+        """
+        self._log.preemptions = 0
+        evictions = evictions_counted(self.scheduler)
+        self.add(prompts, max_tokens, budget)
+        resident, before_queueing, idle, peak = 0, None, 0, 0
+        while idle < _SETTLED_STEPS:  # what an eviction frees is free a step later
+            step = self.step()
+            on_prefill(max(0, step.decoding - resident))
+            resident, peak = max(resident, step.decoding), max(peak, step.blocks)
+            idle = 0 if step.prompt_tokens else idle + 1
+            if idle and resident and before_queueing is None:
+                before_queueing = step.decoding
+        if self._log.preemptions or step.decoding != resident:
+            raise RuntimeError(
+                f"{self._log.preemptions} requests were preempted and "
+                f"{resident - step.decoding} finished before all that fit were admitted: give a "
+                "longer --output-len"
+            )
+        evicted = evictions_counted(self.scheduler) - evictions
+        if budget is not None and evicted < resident:
+            raise RuntimeError(
+                f"with the budget {budget} {resident} requests decode, and the scheduler counts "
+                f"{evicted} evictions"
+            )
+        running = [BlockGrowth.of(self.scheduler, request) for request in self.scheduler.running]
+        free = self.pool.get_num_free_blocks()
+        usable = self.pool.num_gpu_blocks - 1 - len(self._reserved)
+        tokens_left = min(r.max_tokens - r.num_output_tokens for r in self.scheduler.running)
+        return {
+            "resident_max": resident,
+            "to_their_end": finish_without_preemption(running, usable),
+            "before_queueing": before_queueing,
+            "decode_blocks": step.blocks,
+            "peak_blocks": peak,
+            "tokens_left": tokens_left,
+            "steps_left": steps_with_room(running, free, tokens_left),
+        }
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """`count` decode steps of the running requests.
+
+        Raises:
+            RuntimeError: a prompt was admitted or a request finished meanwhile.
+        """
+        steps = [self.step() for _ in range(count)]
+        batches = {step.decoding for step in steps}
+        if len(batches) != 1 or any(step.prompt_tokens for step in steps):
+            raise RuntimeError(
+                f"the requests that decode changed during the measurement: {sorted(batches)}"
+            )
+        return {"seconds": [step.seconds for step in steps], "batch": batches.pop()}
+
+    def profile(self, count: int) -> dict[str, Any]:
+        """As many decode steps, every other one with timers (see `profile.profile`)."""
+        return profile(self.client, lambda: self.steps(1)["seconds"][0], count)
+
+    def clear(self) -> None:
+        """End every request."""
+        self.client.abort_request(list(self._sent))
+        self._sent.clear()
+        core = self.client.engine_core.engine_core
+        # Asynchronous scheduling may have a batch under way, whose requests are gone.
+        while self.scheduler.has_requests() or core.batch_queue:
+            self.client.step()
+
+
+def start(task: dict[str, Any]) -> Engine:
+    """The engine that a task describes."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm.platforms import current_platform
+
+    args = dict(task["engine_args"])
+    if task["policy"] is None:
+        from vllm import LLM
+    else:
+        from vllm_pyramid import LLM
+
+        args["kv_policy"] = task["policy"]
+    if current_platform.is_cpu():
+        args.setdefault("enforce_eager", True)
+    return Engine(LLM(task["model"], **args), task["block_bytes"])
+
+
+def machine() -> dict[str, float]:
+    """Bytes/s of a streaming read and operations/s of a large bfloat16 product, of this device."""
+    import torch
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    device = "cpu" if on_cpu else "cuda"
+
+    def fastest(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(_MACHINE_ROUNDS):
+            begin = time.perf_counter()
+            function()
+            if not on_cpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    size = (256 if on_cpu else 4096) << 20
+    data = torch.ones(size // 8, dtype=torch.int64, device=device)
+    read: Callable[[], Any] = data.sum
+    if on_cpu:
+        from vllm_pyramid.kernels.cpu.library import load
+
+        library, threads = load(), torch.get_num_threads()
+        read = lambda: library.pyr_read(data.data_ptr(), size, threads)  # noqa: E731
+    edge = 1024 if on_cpu else 8192
+    left, right = (torch.randn(edge, edge, device=device).bfloat16() for _ in range(2))
+    return {"bandwidth": size / fastest(read), "flops": 2 * edge**3 / fastest(lambda: left @ right)}
+
+
+def main() -> None:
+    """Entry point of `python -m vllm_pyramid.tools.bench.engine`."""
+    engine: Engine | None = None
+    for task in read_tasks():
+        do = task.pop("do")
+        if do == "start":
+            engine = start(task)
+            say(done={"pool_blocks": engine.pool_blocks})
+            continue
+        assert engine is not None
+        methods: dict[str, Callable[..., Any]] = {
+            "machine": machine,
+            "reserve": engine.reserve,
+            "run": partial(engine.run, on_finish=lambda: say(progress=1)),
+            "fill": partial(engine.fill, on_prefill=lambda new: say(progress=new)),
+            "steps": engine.steps,
+            "profile": engine.profile,
+            "profile_refusal": partial(refusal, engine.client),
+            "clear": engine.clear,
+        }
+        say(done=methods[do](**task))
+
+
+if __name__ == "__main__":
+    main()

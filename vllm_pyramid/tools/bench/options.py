@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of each measure of `vllm-pyramid bench`.
+
+A measure is a pydantic model: its fields make the flags, their help and their validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from vllm_pyramid.frontend.settings import parse_engine_args
+from vllm_pyramid.tools.bench.job import PEERS
+from vllm_pyramid.tools.bench.shapes import SHAPES
+
+
+def _split(value: Any) -> Any:
+    """The parts of a list such as `full,snapkv`, each once."""
+    if not isinstance(value, str):
+        return value
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+
+
+def _executable(path: str) -> str:
+    if not os.access(path, os.X_OK):
+        raise ValueError(f"{path} is no program that can be run")
+    return path
+
+
+_List = (BeforeValidator(_split), Field(min_length=1))
+Names = Annotated[tuple[str, ...], *_List]
+Counts = Annotated[tuple[PositiveInt, ...], *_List]
+Rates = Annotated[tuple[PositiveFloat, ...], *_List]
+# Whole requests that the KV cache has room for. A prompt is held in full until it is processed.
+Requests = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+OnePool = Annotated[tuple[Requests, ...], *_List, Field(max_length=1)]
+AtLeastTwo = Annotated[int, Field(ge=2)]  # output tokens: prefill gives the first
+ROOM = "(prompt and output) that the cache has room for without eviction"
+FRESH = "start over, even if an interrupted run could go on"
+BUDGET = AliasChoices("budget", "budgets")
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True)
+
+
+class MeasureOptions(_Options):
+    """Of the measures that write results."""
+
+    out: Path = Field(
+        Path("bench-results"),
+        description="folder for all results; interrupted whole jobs (throughput without "
+        "--decode-only, pressure) go on there",
+    )
+    json_file: Path | None = Field(None, alias="json", description="write the rows there too")
+    csv_file: Path | None = Field(None, alias="csv", description="write the rows there too")
+    no_pictures: bool = Field(False, description="draw nothing (needs no matplotlib)")
+
+
+class EngineOptions(MeasureOptions):
+    """Of the measures that start engines or servers."""
+
+    model: str = Field(
+        "small",
+        description=f"a shape with random weights ({', '.join(SHAPES)}), `built-in`, a folder or a "
+        "Hugging Face name",
+    )
+    layers: PositiveInt | None = Field(None, description="of a shape, if not its own number")
+    policies: Names = Field(
+        ("stock", "pyramidkv"),
+        description="names, .yaml files, `stock` and `stock-prefix-caching` for vLLM without this "
+        "plugin, each with another type of KV cache if need be (`snapkv@fp8`); in throughput also "
+        f"{', '.join(PEERS)}; the others are compared with the first",
+    )
+    budgets: Names = Field(
+        ("12%",),
+        validation_alias=BUDGET,
+        description="tokens or per cent, one or several, for policies that evict",
+    )
+    prompt_len: PositiveInt = Field(2048, description="tokens")
+    output_len: AtLeastTwo = Field(64, description="tokens")
+    num_prompts: PositiveInt = Field(16, description="requests")
+    kv_swap_space: float | None = Field(
+        None,
+        gt=0,
+        lt=2**20,
+        allow_inf_nan=False,
+        description="GiB of host memory for V, of policies that keep it there (as much as the "
+        "cache)",
+    )
+    repetitions: PositiveInt = Field(3, description="of each measurement")
+    threads: PositiveInt | None = Field(
+        None, description="of each engine on the CPU (OMP_NUM_THREADS, or all)"
+    )
+    engine_args: Annotated[dict[str, Any], BeforeValidator(parse_engine_args)] = Field(
+        {}, description="JSON, further arguments of vllm_pyramid.LLM"
+    )
+    peer_python: Annotated[str, AfterValidator(_executable)] | None = Field(
+        None, description="Python of an environment with kvpress"
+    )
+
+    pools: OnePool = Field(
+        (4.0,), validation_alias="pool_prompts", description=f"whole requests {ROOM}"
+    )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt of the job."""
+        return self.prompt_len
+
+    @property
+    def resumable(self) -> bool:
+        """Whether an interrupted run goes on: where the repetitions are whole jobs."""
+        return False
+
+    @property
+    def rounds(self) -> list[tuple[float, int]]:
+        """Each pool with each number of a repetition."""
+        pools = self.pools or (float(self.num_prompts),)
+        return [(pool, number) for pool in pools for number in range(self.repetitions)]
+
+
+class Throughput(EngineOptions):
+    """tokens per second at equal cache memory"""
+
+    decode_only: bool = Field(
+        False,
+        description="only steady decoding: prefill what has room, then alternate in windows of "
+        "steps",
+    )
+    profile: bool = Field(
+        False, description="with --decode-only, on the CPU: also where the time of a step goes"
+    )
+    fresh: bool = Field(False, description=FRESH)
+
+    @property
+    def resumable(self) -> bool:
+        return not self.decode_only
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> Throughput:
+        if self.profile and not self.decode_only:
+            raise ValueError("--profile looks into decode steps: give --decode-only too")
+        return self
+
+
+class Capacity(EngineOptions):
+    """requests that decode at once, and before one has to wait"""
+
+
+class Latency(EngineOptions):
+    """time to the first token and per token over HTTP, at given request rates"""
+
+    pools: Annotated[tuple[Requests, ...], BeforeValidator(_split), Field(max_length=1)] = Field(
+        (),
+        validation_alias="pool_prompts",
+        description=f"whole requests {ROOM} (as many as requests)",
+    )
+    rates: Rates = Field((inf,), description="requests per second, `inf` for all at once")
+    max_concurrency: PositiveInt | None = Field(None, description="the most requests under way")
+
+
+class Pressure(EngineOptions):
+    """the whole job with less and less cache memory"""
+
+    pools: Annotated[tuple[Requests, ...], *_List] = Field(
+        (16.0, 8.0, 4.0, 2.0, 1.0), description=f"numbers of whole requests {ROOM}"
+    )
+    fresh: bool = Field(False, description=FRESH)
+
+    @property
+    def resumable(self) -> bool:
+        return True
+
+
+class Prefix(EngineOptions):
+    """conversations and shared system prompts, with prefix caching where a variant has it"""
+
+    policies: Names = Field(
+        ("stock-prefix-caching", "auto"),
+        description="names, .yaml files, `stock` and `stock-prefix-caching`; the others are "
+        "compared with the first",
+    )
+    prompt_len: PositiveInt = Field(1024, description="tokens that a user adds in each turn")
+    output_len: AtLeastTwo = Field(64, description="tokens of an answer")
+    num_prompts: PositiveInt = Field(8, description="conversations")
+    turns: PositiveInt = Field(
+        8, description="of a conversation, each sent when the one before has been answered"
+    )
+    shared_len: Annotated[int, Field(ge=0)] = Field(
+        0, description="tokens with which all conversations begin: a system prompt"
+    )
+    concurrency: PositiveInt | None = Field(
+        None, description="conversations under way at once (all)"
+    )
+    resume: bool = Field(
+        False,
+        description="requests of our policies say where their turns ended (kv_turns), so that each "
+        "goes on with what the turn before has kept",
+    )
+    pools: Annotated[tuple[Requests, ...], BeforeValidator(_split)] = Field(
+        (),
+        validation_alias="pool_prompts",
+        description="numbers of whole conversations that the cache has room for without eviction "
+        "(all)",
+    )
+    fresh: bool = Field(False, description=FRESH)
+
+    @property
+    def longest_prompt(self) -> int:
+        answers = (self.turns - 1) * self.output_len
+        return self.shared_len + self.turns * self.prompt_len + answers
+
+    @property
+    def resumable(self) -> bool:
+        return True
+
+
+class SchedulerSteps(MeasureOptions):
+    """step cost of the scheduler against layers and requests"""
+
+    layers: Counts = Field((8, 32), description="attention layers")
+    requests: Counts = Field((16, 64, 256), description="running requests")
+    steps: PositiveInt = Field(400, description="measured steps")
+    prompt_len: Annotated[int, Field(ge=64)] = Field(512, description="tokens")
+
+
+class Cost(_Options):
+    """what memory and arithmetic allow, on paper"""
+
+    model: str = Field("llama-3-8b", description="a shape, a folder or a Hugging Face name")
+    machine: Literal["h200"] = Field("h200", description="the machine")
+    devices: PositiveInt = Field(1, description="that share the model")
+    prompt_lens: Annotated[tuple[Annotated[int, Field(ge=16)], ...], *_List] = Field(
+        (8192, 32768, 131072), description="tokens"
+    )
+    budgets: Names = Field(("12%", "2048"), validation_alias=BUDGET, description="tokens or %")
+    output_len: PositiveInt = Field(256, description="tokens")
+    request_rate: PositiveFloat = Field(10000.0, description="requests per second of all engines")
+    markdown: bool = Field(False, description="print the table as Markdown")
+
+
+MEASURES: dict[str, type[_Options]] = {
+    "throughput": Throughput,
+    "capacity": Capacity,
+    "latency": Latency,
+    "pressure": Pressure,
+    "prefix": Prefix,
+    "scheduler": SchedulerSteps,
+    "cost": Cost,
+}
+
+
+def _flags(name: str, alias: str | AliasPath | AliasChoices | None) -> list[str]:
+    names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+    return [f"--{one}".replace("_", "-") for one in names]
+
+
+def _shown(value: Any) -> str:
+    """A default in a help text."""
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
+    """A flag for every field. What is not given is None."""
+    for name, field in model.model_fields.items():
+        flags = _flags(name, field.validation_alias)
+        text = field.description or ""
+        if field.default not in (None, False, {}):
+            text += f" ({_shown(field.default)})"
+        text = text.replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(*flags, dest=name, action="store_true", default=None, help=text)
+        else:
+            parser.add_argument(*flags, dest=name, metavar=flags[0].lstrip("-").upper(), help=text)
+
+
+def parse(measure: str, given: Mapping[str, Any]) -> Any:
+    """The options of a measure, from the namespace of its flags.
+
+    Raises:
+        ValueError: the first that is wrong, named by its flag.
+    """
+    model = MEASURES[measure]
+    values = {name: given[name] for name in model.model_fields if given.get(name) is not None}
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        said = first["msg"].removeprefix("Value error, ")
+        if not first["loc"] or said.startswith("--"):
+            raise ValueError(said) from None
+        name = str(first["loc"][0])
+        field = model.model_fields.get(name)
+        (flag, *_) = _flags(name, field.validation_alias if field is not None else None)
+        if first["type"] == "value_error":
+            raise ValueError(f"{flag}: {said}") from None
+        raise ValueError(f"{flag} {first['input']!r}: {said}") from None

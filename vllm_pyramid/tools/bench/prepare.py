@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the options to a job and its variants. What cannot run is refused here, before it starts."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from vllm_pyramid.compat.versions import runs_without_plugins, vllm_version
+from vllm_pyramid.tools.bench.job import KVPRESS, Job, Variant, variants_of
+from vllm_pyramid.tools.bench.options import EngineOptions, Latency, Prefix, Throughput
+from vllm_pyramid.tools.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
+from vllm_pyramid.tools.store import identity_of_model
+
+BUILT_IN = "built-in"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a measure needs.
+
+    Attributes:
+        variants: the first one is the baseline.
+        model: folder or name. random: its weights are made up. name: what identifies the model.
+        threads: of each engine; None where a GPU computes.
+        peer_python: Python of an environment with kvpress.
+    """
+
+    job: Job
+    variants: tuple[Variant, ...]
+    model: str
+    random: bool
+    name: str
+    threads: int | None
+    peer_python: str | None
+
+    def identity(self, measure: str) -> list[Any]:
+        """All that the results depend on, beside the pools and the number of repetitions."""
+        memories = [self.job.memory(variant) for variant in self.variants]
+        policies = [memory.definition for memory in memories if memory is not None]
+        versions = [metadata.version(name) for name in ("torch", "transformers")]
+        return [
+            *(identity_of_model(self.name), measure, asdict(self.job)),
+            *([asdict(variant) for variant in self.variants], policies),
+            *(processor(), self.threads, self.peer_python, [*versions, vllm_version()]),
+        ]
+
+
+def prepare(options: EngineOptions, folder: Path) -> Prepared:
+    """What the options describe.
+
+    Args:
+        folder: for the files of a model with random weights.
+
+    Raises:
+        ValueError: it cannot run; the message names the flag to change.
+    """
+    random = options.model in SHAPES
+    if random:
+        shape = named_shape(options.model, options.layers)
+        write_model(shape, folder)
+        model = str(folder)
+    else:
+        if options.layers is not None:
+            raise ValueError(
+                f"--layers is for the shapes {', '.join(SHAPES)}, not {options.model!r}"
+            )
+        from vllm_pyramid.tools.demo import model_path
+
+        model = str(model_path()) if options.model == BUILT_IN else options.model
+        shape = shape_of_config(model)
+    talks: dict[str, Any] = {}
+    if isinstance(options, Prefix):
+        talks = {
+            "turns": options.turns,
+            "shared_len": options.shared_len,
+            "concurrency": options.concurrency,
+            "resume": options.resume,
+            "prefix_caching": True,
+        }
+    job = Job(
+        shape=shape,
+        prompt_len=options.longest_prompt,
+        output_len=options.output_len,
+        num_prompts=options.num_prompts,
+        pool_prompts=max(pool for pool, _ in options.rounds),
+        engine_args=_with_one_attention(options.engine_args),
+        kv_swap_space=options.kv_swap_space,
+        **talks,
+    )
+    variants = variants_of(options.policies, options.budgets, job.prompt_len, shape)
+    _check_variants(options, job, variants)
+    name = options.model if random else model
+    threads = _threads(options.threads)
+    if isinstance(options, Throughput) and options.profile and threads is None:
+        raise ValueError(
+            "--profile times operators as they return, which means nothing on a GPU: use vLLM's "
+            "own profiler there (--profiler-config)"
+        )
+    return Prepared(job, tuple(variants), model, random, name, threads, options.peer_python)
+
+
+def _with_one_attention(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """The engines' arguments, so that all run one attention where vLLM alone would take another."""
+    import torch
+
+    named = "attention_backend" in engine_args
+    if named or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
+        return engine_args
+    print(
+        "attention: FLASH_ATTN in all engines, also of stock vLLM, which prefers FlashInfer on "
+        "this device; attention_backend in --engine-args says otherwise"
+    )
+    return {**engine_args, "attention_backend": "FLASH_ATTN"}
+
+
+def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant]) -> None:
+    """Raise ValueError where one of them cannot take part, or needs another argument."""
+    if job.kv_swap_space is not None and not any(map(job.v_on_host, variants)):
+        raise ValueError(
+            "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "
+            "out, or add kcache or a .yaml file with `swap_v: true`"
+        )
+    for memory in map(job.memory, variants) if job.resume else ():
+        if memory is not None and (reason := memory.policy.not_resumable) is not None:
+            raise ValueError(f"--resume and {memory.policy.name}: {reason}; leave out one of them")
+    if any(variant.is_stock for variant in variants) and not runs_without_plugins():
+        raise ValueError(
+            "this vLLM was built for CUDA and runs on this machine's CPU with vllm-pyramid's "
+            "attention alone: leave stock out of --policies, or install a CPU build of vLLM"
+        )
+    if not isinstance(options, Latency):  # servers get room for texts that are a little longer
+        for variant in variants:
+            for pool in options.pools:
+                job.check_room(variant, pool)
+    peers = [variant for variant in variants if variant.is_peer]
+    if peers and not isinstance(options, Throughput):
+        raise ValueError(
+            f"{peers[0].policy} generates outside of vLLM: it has no pool, queue or server, and "
+            "takes part in `bench throughput` alone"
+        )
+    if any(peer.policy.startswith(KVPRESS) for peer in peers) and not options.peer_python:
+        raise ValueError(
+            "kvpress needs another Transformers than vLLM: give --peer-python PATH, the Python of "
+            "an environment with kvpress 0.5.5 (scripts/kvpress_parity/run.sh makes one in "
+            "build/kvpress-venv)"
+        )
+
+
+def _threads(given: int | None) -> int | None:
+    """Of each engine: `--threads`, or OMP_NUM_THREADS, or all cores; None where a GPU computes."""
+    import torch
+
+    if torch.cuda.is_available():
+        if given is not None:
+            raise ValueError("--threads is for engines on the CPU; here a GPU computes")
+        return None
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    default = int(variable) if variable.isdigit() else 0
+    return given or default or len(os.sched_getaffinity(0))
+
+
+def processor() -> str:
+    """The names of the processor and of the GPU, if there is one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    cores = f"{name}, {len(os.sched_getaffinity(0))} cores"
+    import torch
+
+    return f"{torch.cuda.get_device_name()}; {cores}" if torch.cuda.is_available() else cores

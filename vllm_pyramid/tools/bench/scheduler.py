@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block table for each layer costs the scheduler, in decode steps without an engine.
+
+Four schedulers alternate step by step: vLLM's with one KV cache group for all layers, vLLM's with
+a group for each layer, and ours with a group for each layer and every request evicted to its
+budget, without and with prefix caching. The first one is the baseline. The prompts share nothing
+and differ in length, so that in each step some requests need a new block.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_pyramid.compat.side_channel import StepReport, attach_report
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.plugin import register
+from vllm_pyramid.scheduler.scheduler import PyramidScheduler
+from vllm_pyramid.tools.bench.memory import evictions_counted, evictions_to_report
+from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE
+from vllm_pyramid.tools.command_parts import Progress
+from vllm_pyramid.tools.demo import model_path
+
+ONE_GROUP, GROUPS, PYRAMID = "vLLM, one group", "vLLM, a group a layer", "vllm-pyramid"
+CACHING = "vllm-pyramid, prefix caching"
+COLUMNS = [
+    *("scheduler", "layers", "requests", "steps", "schedule_ms", "step_ms"),
+    *("schedule_ratio", "step_ratio", "blocks_held"),
+]
+
+
+class SchedulerDriver:
+    """A scheduler with all its requests decoding, and the times of its steps."""
+
+    def __init__(
+        self,
+        cls: type[Scheduler],
+        config: VllmConfig,
+        groups: list[KVCacheGroupSpec],
+        prompt_lens: list[int],
+        steps: int,
+    ) -> None:
+        hasher = None
+        if config.cache_config.enable_prefix_caching:
+            init_none_hash(sha256)
+            hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        blocks = sum(cdiv(length + steps + 2, BLOCK_SIZE) for length in prompt_lens)
+        config.cache_config.num_gpu_blocks = blocks * len(groups) + 1
+        self.scheduler = cls(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(config.cache_config.num_gpu_blocks, [], groups),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        for index, length in enumerate(prompt_lens):
+            params = SamplingParams(max_tokens=steps + 64, ignore_eos=True)
+            prompt = [index + 1] * length
+            self.scheduler.add_request(
+                Request(f"request-{index}", prompt, params, None, block_hasher=hasher)
+            )
+        while self.scheduler.waiting or any(r.is_prefill_chunk for r in self.scheduler.running):
+            self.step()
+        self.step()  # evicted blocks are freed in the step after the prompt's last
+        self.times: list[dict[str, float]] = []
+
+    def step(self) -> dict[str, float]:
+        """One `schedule` and `update_from_output`; milliseconds of the first and of both."""
+        start = time.perf_counter()
+        output = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        names = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[
+                [] if self.scheduler.requests[name].is_prefill_chunk else [2] for name in names
+            ],
+        )
+        if isinstance(self.scheduler, PyramidScheduler):
+            evicted = evictions_to_report(self.scheduler, names)
+            result = attach_report(result, StepReport(evicted, {}))
+        begin = time.perf_counter()
+        self.scheduler.update_from_output(output, result)
+        end = time.perf_counter()
+        schedule = 1000 * (scheduled - start)
+        return {"schedule_ms": schedule, "step_ms": schedule + 1000 * (end - begin)}
+
+    @property
+    def blocks_held(self) -> int:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+def _config(
+    requests: int, longest: int, additional: dict[str, Any], *, caching: bool = False
+) -> VllmConfig:
+    return EngineArgs(
+        model=str(model_path()),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        block_size=BLOCK_SIZE,
+        max_model_len=longest,
+        max_num_batched_tokens=8192,
+        max_num_seqs=requests,
+        enable_prefix_caching=caching,
+        async_scheduling=False,
+        additional_config=additional,
+    ).create_engine_config()
+
+
+def _groups(layers: int, per_layer: bool, own: bool) -> list[KVCacheGroupSpec]:
+    names = [f"layer.{layer}" for layer in range(layers)]
+    shape: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "num_kv_heads": 8,
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+    }
+    if own:
+        specs = [
+            LayerKVCacheSpec(layer_idx=layer, num_layers=layers, model_layer=layer, **shape)
+            for layer in range(layers)
+        ]
+        return [KVCacheGroupSpec([n], spec) for n, spec in zip(names, specs, strict=True)]
+    if per_layer:
+        return [KVCacheGroupSpec([name], FullAttentionSpec(**shape)) for name in names]
+    return [KVCacheGroupSpec(names, FullAttentionSpec(**shape))]
+
+
+def scheduler_rows(
+    layers: Sequence[int], requests: Sequence[int], steps: int, prompt_len: int, progress: Progress
+) -> pd.DataFrame:
+    """Every number of layers with every number of running requests: a row for each scheduler.
+
+    Args:
+        prompt_len: of the shortest prompt, at least 64.
+
+    Raises:
+        RuntimeError: not every request was evicted.
+    """
+    register()
+    frames = []
+    for depth, running in itertools.product(layers, requests):
+        progress.stage(f"{depth} layers, {running} requests")
+        frames.append(_compare(depth, running, steps, prompt_len, progress))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _compare(
+    layers: int, requests: int, steps: int, prompt_len: int, progress: Progress
+) -> pd.DataFrame:
+    """The four schedulers: medians, and their ratios to the first one's."""
+    prompt_lens = [prompt_len + index % BLOCK_SIZE for index in range(requests)]
+    longest = prompt_len + BLOCK_SIZE + steps + 128
+    stock = _config(requests, longest, {})
+    policy = {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 0}
+    ours = _config(requests, longest, policy)
+    sharing = _config(requests, longest, policy, caching=True)
+    drivers = {
+        ONE_GROUP: SchedulerDriver(
+            Scheduler, stock, _groups(layers, False, False), prompt_lens, steps
+        ),
+        GROUPS: SchedulerDriver(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
+        PYRAMID: SchedulerDriver(
+            PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps
+        ),
+        CACHING: SchedulerDriver(
+            PyramidScheduler, sharing, _groups(layers, True, True), prompt_lens, steps
+        ),
+    }
+    for name in (PYRAMID, CACHING):
+        if (evicted := evictions_counted(drivers[name].scheduler)) != requests:
+            raise RuntimeError(f"{name}: {evicted} of {requests} requests were evicted")
+    gc.collect()
+    gc.freeze()  # as the engine core does, so that collections do not walk the four pools
+    try:
+        for _ in range(steps):
+            for driver in drivers.values():
+                driver.times.append(driver.step())
+            progress.advance()
+    finally:
+        gc.unfreeze()
+    rows = pd.DataFrame(
+        {name: pd.DataFrame(driver.times).median() for name, driver in drivers.items()}
+    ).T
+    for name in ("schedule", "step"):
+        rows[f"{name}_ratio"] = rows[f"{name}_ms"] / rows[f"{name}_ms"].iloc[0]
+    held = [driver.blocks_held for driver in drivers.values()]
+    rows = rows.assign(layers=layers, requests=requests, steps=steps, blocks_held=held)
+    return rows.rename_axis("scheduler").reset_index()[COLUMNS]

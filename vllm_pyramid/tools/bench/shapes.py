@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models given by their shape. Speed does not depend on the weights, so random ones are enough."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vllm_pyramid.frontend.model_shape import DTYPE_BYTES, row_bytes
+
+BLOCK_SIZE = 16  # tokens of a KV cache block in every engine of the bench
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama model, in elements.
+
+    Attributes:
+        layers, hidden, mlp: depth, width, width of the MLP. heads, kv_heads, head_size: attention.
+        vocabulary: rows of the output layer. positions: the longest sequence.
+        dtype: of the weights. cache_dtype: of K and V in the cache, if another, as vLLM calls it.
+    """
+
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    positions: int = 32768
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer's matrices: Q, K, V, O, and the MLP's three."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.mlp
+
+    @property
+    def step_parameters(self) -> int:
+        """Weights that a decode step multiplies with: all layers and the output layer."""
+        return self.layers * self.layer_parameters + self.hidden * self.vocabulary
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def cache_row_bytes(self) -> int:
+        """Bytes of K, or of V, of one token and KV head in the cache."""
+        return row_bytes(self.head_size, self.cache_dtype or self.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.cache_row_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of one layer."""
+        return BLOCK_SIZE * self.token_bytes
+
+
+# Layers, hidden, MLP, query heads, KV heads, head size, vocabulary, positions.
+SHAPES = {
+    "small": Shape(8, 512, 1408, 8, 4, 64, 8192),
+    # The model's 8,192 positions, and room for answers to prompts of that length.
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49152, 8704),
+    "llama-3-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, 131072),
+    "llama-3-70b": Shape(80, 8192, 28672, 64, 8, 128, 128256, 131072),
+}
+
+
+def named_shape(name: str, layers: int | None) -> Shape:
+    """A shape of `SHAPES`, with another number of layers if one is given."""
+    shape = SHAPES[name]
+    return shape if layers is None else replace(shape, layers=layers)
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """A folder that vLLM loads with `load_format="dummy"`; the tokenizer is the built-in model's.
+
+    Its tokens are the first of the vocabulary: prompts of random token ids can be sent as text.
+    """
+    from vllm_pyramid.tools.demo import model_path
+
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.positions,
+        "rope_theta": 500000.0,
+        # Transformers 5 reads the base here, 4 beside it.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": shape.dtype,
+        "torch_dtype": shape.dtype,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(model_path()) / name, folder / name)
+
+
+def shape_of_config(model: str, dtype: str | None = None) -> Shape:
+    """The shape of a model from its configuration.
+
+    Raises:
+        ValueError: no readable configuration, or not a decoder with one MLP a layer.
+    """
+    from transformers import AutoConfig
+
+    from vllm_pyramid.frontend.model_shape import longest_of_model, shape_of_model
+
+    cache, _ = shape_of_model(model, dtype)
+    if cache.layers:
+        raise ValueError(
+            f"the cost model knows decoders in which every layer has full attention; of {model!r} "
+            "only some have: scripts/bench_hybrid.py compares such models with stock vLLM"
+        )
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    mlp = getattr(config, "intermediate_size", None)
+    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts")]
+    if mlp is None or any(experts):
+        raise ValueError(
+            f"the cost model knows decoders with one MLP a layer; the configuration of {model!r} "
+            "has experts or does not say the MLP's size"
+        )
+    return Shape(
+        layers=cache.num_layers,
+        hidden=config.hidden_size,
+        mlp=mlp,
+        heads=config.num_attention_heads,
+        kv_heads=cache.num_kv_heads,
+        head_size=cache.head_size,
+        vocabulary=config.vocab_size,
+        positions=longest_of_model(model) or 1 << 30,
+        dtype=cache.dtype,
+    )

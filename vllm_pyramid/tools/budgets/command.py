@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid budgets`: the command, and its table of layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vllm_pyramid.frontend.model_shape import CACHE_BYTES, CacheShape, shape_of_model, with_drafts
+from vllm_pyramid.frontend.settings import KVSettings, parse_policy_args
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy import Policy, RetentionPlan
+    from vllm_pyramid.tools.budgets.other_layers import BlockSize
+
+_MIB = 1024 * 1024
+_SIZES = ("num_layers", "num_kv_heads", "head_size", "dtype")
+
+
+def add_command(commands: Any) -> None:
+    """Add the sub-command to the parser of `vllm-pyramid`."""
+    parser = commands.add_parser(
+        "budgets", help="show what a policy keeps of a prompt, layer by layer"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="folder with a config.json, or a Hugging Face name")
+    source.add_argument("--num-layers", type=_positive, help="layers, where there is no model")
+    parser.add_argument("--num-kv-heads", type=_positive, help="with --num-layers (default 8)")
+    parser.add_argument("--head-size", type=_positive, help="with --num-layers (default 128)")
+    parser.add_argument(
+        "--dtype", choices=sorted(CACHE_BYTES), help="of the cache (default: the model's)"
+    )
+    parser.add_argument("--prompt-len", type=_positive, default=8192, help="tokens (default 8192)")
+    parser.add_argument(
+        "--kv-policy", default="pyramidkv", help="name or .yaml file (default pyramidkv)"
+    )
+    parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
+    parser.add_argument("--kv-min-tokens", help="the least that a share comes to (default: 256)")
+    parser.add_argument("--kv-policy-args", help="JSON, for example '{\"beta\": 14}'")
+    parser.add_argument(
+        "--block-size",
+        type=_positive,
+        help="tokens (default 16; of a model that keeps states what vLLM chooses)",
+    )
+    parser.add_argument(
+        "--speculative-config",
+        type=_json_object,
+        help="JSON, as vllm serve takes it: the draft model's cache counts too",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found
+
+
+def _run(args: argparse.Namespace) -> int:
+    from vllm_pyramid.tools.budgets.other_layers import choose_blocks
+
+    policy = KVSettings(
+        args.kv_policy,
+        args.kv_budget,
+        args.kv_min_tokens,
+        parse_policy_args(args.kv_policy_args),
+    ).policy()
+    if policy is None:
+        raise ValueError("--kv-policy none keeps everything, as vLLM does: name a policy")
+    shape, source = _cache_shape(args)
+    if args.speculative_config is not None:
+        shape = with_drafts(shape, args.model, args.speculative_config)
+    blocks = choose_blocks(args.model, shape, args.block_size)
+    block_size = shape.tokens_of_block(blocks.tokens)
+    largest_block = int(policy.block_sizes(shape.num_layers, block_size).max())
+    plan = policy.plan(args.prompt_len, shape.num_layers, largest_block)
+    if plan.is_open:
+        from vllm_pyramid.tools.budgets.open_lengths import show_open_budgets
+
+        show_open_budgets(policy, plan, source, shape, blocks, as_json=args.json)
+        return 0
+    report = _budget_report(policy, plan, shape, blocks, source)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_budgets(policy, report)
+    return 0
+
+
+def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
+    if args.model is not None:
+        if args.num_kv_heads or args.head_size:
+            raise ValueError(
+                "--num-kv-heads and --head-size come from the model: leave them out, or give "
+                "--num-layers instead of --model"
+            )
+        return shape_of_model(args.model, args.dtype)
+    assumed = [
+        f"{name} {value}"
+        for name, given, value in (
+            ("--num-kv-heads", args.num_kv_heads, "8"),
+            ("--head-size", args.head_size, "128"),
+            ("--dtype", args.dtype, "bfloat16"),
+        )
+        if given is None
+    ]
+    shape = CacheShape(
+        num_layers=args.num_layers,
+        num_kv_heads=args.num_kv_heads or 8,
+        head_size=args.head_size or 128,
+        dtype=args.dtype or "bfloat16",
+    )
+    note = f"a model of {args.num_layers} layers"
+    return shape, f"{note} (assumed: {', '.join(assumed)})" if assumed else note
+
+
+def _budget_report(
+    policy: Policy, plan: RetentionPlan, shape: CacheShape, blocks_of: BlockSize, source: str
+) -> dict[str, Any]:
+    from vllm_pyramid.tools.budgets.other_layers import beside
+
+    block_size = shape.tokens_of_block(blocks_of.tokens)
+    block_bytes = shape.page_bytes(blocks_of.tokens)
+    full_blocks = -(-plan.prompt_len // block_size) * shape.num_layers
+    sizes = policy.block_sizes(shape.num_layers, block_size)
+    by_layer = plan.blocks_in(sizes).tolist()
+    blocks, peak = sum(by_layer), int(plan.most_blocks(plan.prompt_len, sizes).sum())
+    swapped = [n for layer, n in enumerate(by_layer) if not policy.values.on_device(layer)]
+    return {
+        "source": source,
+        "policy": policy.name,
+        "budget": policy.budget.value,
+        "min_tokens": policy.min_tokens,
+        "budget_tokens": plan.budget_tokens,
+        "prompt_len": plan.prompt_len,
+        "block_size": block_size,
+        **{name: asdict(shape)[name] for name in _SIZES},
+        **beside(shape, plan.prompt_len, blocks_of, blocks, full_blocks),
+        "layers": [
+            {
+                "layer": shape.layers[layer] if shape.layers else layer,
+                "keep": int(plan.keep[layer]),
+                "held": int(plan.held[layer]),
+                "blocks": by_layer[layer],
+                "mib": by_layer[layer] * block_bytes / _MIB,
+            }
+            for layer in range(shape.num_layers)
+        ],
+        "total": {
+            "keep": int(plan.keep.sum()),
+            "held": int(plan.held.sum()),
+            "blocks": blocks,
+            "mib": blocks * block_bytes / _MIB,
+        },
+        "full": {
+            "keep": plan.prompt_len * shape.num_layers,
+            "blocks": full_blocks,
+            "mib": full_blocks * block_bytes / _MIB,
+        },
+        "blocks_share": blocks / full_blocks,
+        "peak": {
+            "blocks": peak,
+            "mib": peak * block_bytes / _MIB,
+            "evictions": [inner.prompt_len for inner in plan.inner],
+        },
+        "host_mib": sum(swapped) * block_bytes / _MIB,
+    }
+
+
+def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
+    from rich.bar import Bar
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_pyramid.tools.budgets.open_lengths import floor_sentence
+    from vllm_pyramid.tools.budgets.other_layers import beside_sentences
+
+    widest = max(row["held"] for row in report["layers"])
+    table = Table(
+        title=f"{report['policy']}, budget {report['budget']}, prompt of {report['prompt_len']} "
+        f"tokens, blocks of {report['block_size']}",
+        show_footer=True,
+    )
+    total, full = report["total"], report["full"]
+    table.add_column("layer", "total", justify="right")
+    table.add_column("kept", str(total["keep"]), justify="right")
+    table.add_column("held", str(total["held"]), justify="right")
+    table.add_column("blocks", str(total["blocks"]), justify="right")
+    table.add_column("MiB", f"{total['mib']:.2f}", justify="right")
+    table.add_column("tokens held", min_width=20, ratio=1)
+    for row in report["layers"]:
+        bar = Bar(size=widest, begin=0, end=row["held"], color="cyan")
+        cells = [str(row[key]) for key in ("layer", "keep", "held", "blocks")]
+        table.add_row(*cells, f"{row['mib']:.2f}", bar)
+    console = Console()
+    console.print(table)
+    console.print(f"For {report['source']}.", highlight=False)
+    console.print(
+        f"{report['num_layers']} layers x {report['num_kv_heads']} KV heads x "
+        f"{report['head_size']} ({report['dtype']}): {total['blocks']} of {full['blocks']} blocks, "
+        f"{total['mib']:.2f} of {full['mib']:.2f} MiB, {100 * report['blocks_share']:.1f} % of "
+        f"{'their' if 'other_layers' in report else 'the'} full cache.",
+        highlight=False,
+    )
+    for sentence in beside_sentences(report):
+        console.print(sentence, highlight=False)
+    peak = report["peak"]
+    who = "the layers that evict hold" if "other_layers" in report else "it holds"
+    points = peak["evictions"]
+    inside = ""
+    if points:
+        more = f", {points[1]}, ..., {points[-1]}" if len(points) > 2 else ""
+        inside = f", evicting at {points[0]}{more} tokens too ({len(points)} times)"
+    console.print(
+        f"While the prompt is processed {who} up to {peak['blocks']} blocks, "
+        f"{peak['mib']:.2f} MiB{inside}.",
+        highlight=False,
+    )
+    if report["host_mib"]:
+        console.print(
+            f"V in host memory: {report['host_mib']:.2f} MiB; a block of a layer whose V is there "
+            "holds K of twice the tokens.",
+            highlight=False,
+        )
+    console.print(
+        f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "
+        "with whole blocks filled up." + floor_sentence(policy),
+        highlight=False,
+    )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid budgets` where lengths depend on the prompt: what can be said beforehand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm_pyramid.frontend.model_shape import CacheShape
+from vllm_pyramid.policy import DeferredPlan, Policy
+from vllm_pyramid.tools.budgets.other_layers import BlockSize, beside, beside_sentences
+
+
+def show_open_budgets(
+    policy: Policy,
+    plan: DeferredPlan,
+    source: str,
+    shape: CacheShape,
+    chosen: BlockSize,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what an open plan promises, and why there is no table of layers."""
+    report = _report(policy, plan, source, shape, chosen)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+
+    from rich.console import Console
+
+    most = "" if plan.exact else "at most "
+    total = report["total"]
+    which = f"All {plan.num_layers} layers"
+    if shape.layers:
+        which += f" that evict ({', '.join(map(str, shape.layers))})"
+    more = "".join(f"\n{sentence}" for sentence in beside_sentences(report))
+    Console(soft_wrap=True).print(
+        f"{policy.name}, budget {policy.budget}, prompt of {plan.prompt_len} tokens, blocks of "
+        f"{report['block_size']}: the lengths depend on the prompt.\n"
+        f"For {source}.\n"
+        f"{which} together keep {most}{total['keep']} tokens per KV head "
+        f"({most}{plan.budget_tokens} on average), in at most {total['blocks']} of "
+        f"{report['full']['blocks']} blocks. Each layer keeps "
+        f"{plan.floor} (window and sinks) to {plan.prompt_len}; how many is solved from its "
+        "attention when the prompt has been processed.\n"
+        "A response says what was solved (kv_transfer_params: solved_tokens, kept_tokens); "
+        "`vllm-pyramid calibrate` measures the averages over your prompts and makes a policy of "
+        "them whose lengths are known beforehand." + floor_sentence(policy) + more,
+        highlight=False,
+    )
+
+
+def floor_sentence(policy: Policy) -> str:
+    """What is to be said of a share's floor; nothing where there is none."""
+    if not policy.min_tokens or policy.budget.percent is None or not policy.evicts:
+        return ""
+    return f" A share never comes to less than {policy.min_tokens} tokens (--kv-min-tokens)."
+
+
+def _report(
+    policy: Policy, plan: DeferredPlan, source: str, shape: CacheShape, chosen: BlockSize
+) -> dict[str, Any]:
+    total = plan.budget_tokens * plan.num_layers
+    # Of K and V: blocks of K alone have twice the tokens.
+    block_size = plan.block_size // (2 if policy.values.uses_swap_space else 1)
+    sizes = policy.block_sizes(plan.num_layers, block_size)
+    full = -(-plan.prompt_len // block_size) * plan.num_layers
+    # A layer begins and ends inside a block: its tokens touch at most two blocks more than fit.
+    whole = int((-(-plan.prompt_len // sizes)).sum())
+    blocks = min(whole, total // int(sizes.min()) + 2 * plan.num_layers)
+    return {
+        "source": source,
+        "policy": policy.name,
+        "budget": policy.budget.value,
+        "min_tokens": policy.min_tokens,
+        "budget_tokens": plan.budget_tokens,
+        "prompt_len": plan.prompt_len,
+        "block_size": block_size,
+        "num_layers": plan.num_layers,
+        "lengths": "solved from each prompt",
+        "total_is": "exact" if plan.exact else "at most",
+        "layer": {"least": plan.floor, "most": plan.prompt_len},
+        "total": {"least": plan.least * plan.num_layers, "keep": total, "blocks": blocks},
+        "full": {"keep": plan.prompt_len * plan.num_layers, "blocks": full},
+        **({"layers": shape.layers} if shape.layers else {}),
+        **beside(shape, plan.prompt_len, chosen, blocks, full),
+    }

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid calibrate`: the average of solved budgets as a policy with fixed shares.
+
+The prompts run through the real engine, which solves each of them; what a layer got of the tokens
+beyond window and sinks is its share. The mean of the shares over the prompts becomes a policy file
+with the allocator `shares`, whose lengths are known beforehand: no scores of other layers to wait
+for, nothing to solve per request (XKV's sampling, arXiv:2412.05896: budgets of one application look
+alike, Fig. 10).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args, parse_policy_args
+from vllm_pyramid.policy.served_settings import NO_POLICY
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy import Policy
+
+Shares = npt.NDArray[np.float64]
+_KEYS = ("prompt", "prompt_token_ids")
+_AT_ONCE = 8  # prompts between two moves of the progress bar
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to the parsers of `vllm-pyramid`."""
+    parser = commands.add_parser(
+        "calibrate", help="average solved budgets over your prompts into a policy file"
+    )
+    parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE.jsonl",
+        help='one JSON object a line, with "prompt" (text) or "prompt_token_ids"',
+    )
+    parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
+    parser.add_argument(
+        "--kv-policy", default="xkv", help="a policy that solves budgets (default xkv)"
+    )
+    parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.yaml", help="the policy")
+    parser.add_argument("--picture", metavar="FILE", help="the shares and their spread (PNG, SVG)")
+    parser.add_argument(
+        "--engine-args",
+        metavar="JSON",
+        help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
+    )
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured.
+
+    Attributes:
+        shares: `[prompts, layers]`, each row sums to 1: of the tokens beyond window and sinks.
+        skipped: prompts that fit into the budget, of which nothing was solved.
+    """
+
+    shares: Shares
+    skipped: int
+
+    @property
+    def mean(self) -> Shares:
+        """`[layers]`, sums to 1."""
+        mean: Shares = self.shares.mean(axis=0)
+        return mean
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The prompts of a JSON Lines file, as vLLM takes them.
+
+    Raises:
+        ValueError: unreadable, empty, or a line that is not such an object, with its number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts {path}: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not valid JSON: {error.msg}") from None
+        given = [key for key in _KEYS if isinstance(data, dict) and key in data]
+        kind = {"prompt": str, "prompt_token_ids": list}
+        if len(given) != 1 or not isinstance(data[given[0]], kind[given[0]]) or not data[given[0]]:
+            raise ValueError(
+                f'{path}, line {number}: one of "prompt" (a text) and "prompt_token_ids" (a list) '
+                "is needed, and not empty"
+            )
+        prompts.append({given[0]: data[given[0]]})
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    return prompts
+
+
+def collect(reports: Iterable[dict[str, Any]], floor: int) -> Calibration:
+    """Shares from the responses' reports.
+
+    Args:
+        reports: `kv_transfer_params` of the responses. floor: window and sinks of the policy.
+
+    Raises:
+        ValueError: no prompt was long enough to be solved.
+    """
+    rows, skipped = [], 0
+    for report in reports:
+        solved = report.get("solved_tokens")
+        chosen = np.array(solved if solved is not None else [], np.float64) - floor
+        if chosen.sum() <= 0:
+            skipped += 1
+            continue
+        rows.append(chosen / chosen.sum())
+    if not rows:
+        raise ValueError(
+            f"none of the {skipped} prompts is longer than the budget, so there was nothing to "
+            "solve: use longer prompts, or a smaller --kv-budget"
+        )
+    return Calibration(np.stack(rows), skipped)
+
+
+def policy_text(policy: Policy, calibration: Calibration, name: str, source: str) -> str:
+    """The policy file: everything as in `policy`, but fixed shares for its allocator."""
+    import yaml
+
+    number, layers = calibration.shares.shape
+    data = policy.model_dump(exclude_none=True)
+    data["name"] = name
+    data["description"] = f"Shares of {policy.name}, averaged over {number} prompts"
+    # Exact enough for any prompt, and short enough to be read and changed by hand.
+    shares = [round(float(share), 6) for share in calibration.mean]
+    data["allocator"] = {"kind": "shares", "shares": shares}
+    head = (
+        f"# Made by `vllm-pyramid calibrate` for a model of {layers} layers ({source}): the share "
+        f"that\n# each layer gets of the tokens beyond window and sinks, mean over {number} "
+        "prompts.\n"
+    )
+    return head + str(yaml.safe_dump(data, sort_keys=False, width=96, default_flow_style=None))
+
+
+def draw(calibration: Calibration, title: str, path: Path) -> None:
+    """A picture of the shares: mean, the middle half of the prompts, and all of them.
+
+    Raises:
+        ValueError: matplotlib is not installed, or cannot write such a file.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ValueError(
+            "--picture needs matplotlib: install it (pip install 'vllm-pyramid[bench]'), or leave "
+            "the picture out"
+        ) from None
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    layers = np.arange(calibration.shares.shape[1])
+    percent = 100 * calibration.shares
+    low, first, third, high = np.percentile(percent, [0, 25, 75, 100], axis=0)
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.fill_between(layers, low, high, alpha=0.15, color="tab:blue", label="all prompts")
+    axes.fill_between(layers, first, third, alpha=0.35, color="tab:blue", label="middle half")
+    axes.plot(layers, percent.mean(axis=0), color="tab:blue", marker="o", label="mean")
+    axes.axhline(100 / len(layers), color="grey", linestyle="--", label="all alike")
+    axes.set(
+        title=title, xlabel="layer, from the input side", ylabel="share of the tokens [%]", ylim=0
+    )
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot write the picture {path}: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _solve(
+    model: str, settings: KVSettings, prompts: Sequence[dict[str, Any]], engine_args: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Run the prompts through the engine; yields their reports."""
+    from vllm import SamplingParams
+
+    from vllm_pyramid import LLM
+
+    llm = LLM(model, **settings.to_additional_config(), **engine_args)
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    for start in range(0, len(prompts), _AT_ONCE):
+        chunk: Any = list(prompts[start : start + _AT_ONCE])
+        for output in llm.generate(chunk, params, use_tqdm=False):
+            report: dict[str, Any] | None = output.kv_transfer_params
+            assert report is not None, "a response without a report"
+            yield report
+
+
+def _policy_of(settings: KVSettings) -> Policy:
+    policy = settings.policy()
+    if policy is None or not policy.allocator.solves:
+        from vllm_pyramid.policy import load_presets
+
+        solving = [preset.name for preset in load_presets() if preset.allocator.solves]
+        raise ValueError(
+            f"policy {settings.kv_policy!r} knows its lengths beforehand, so there is nothing to "
+            f"calibrate: use one that solves them ({', '.join(solving)})"
+        )
+    policy.allocator.check_calibration(policy)
+    return policy
+
+
+def run(args: argparse.Namespace) -> int:
+    """The sub-command."""
+    # Short prompts have shares too.
+    settings = KVSettings(
+        args.kv_policy,
+        args.kv_budget,
+        kv_min_tokens=None if args.kv_policy == NO_POLICY else 0,
+        kv_policy_args=parse_policy_args(args.kv_policy_args),
+    )
+    policy = _policy_of(settings)
+    output = Path(args.output)
+    if output.suffix not in (".yaml", ".yml"):
+        raise ValueError(
+            f"the output {args.output!r} must end in .yaml, as --kv-policy asks for it"
+        )
+    if not output.parent.is_dir() or (args.picture and not Path(args.picture).parent.is_dir()):
+        raise ValueError("the folder of the output or of the picture does not exist")
+    prompts = read_prompts(Path(args.prompts))
+    engine_args = parse_engine_args(args.engine_args)
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console()
+    reports = []
+    with Progress(console=console) as progress:
+        task = progress.add_task("prompts", total=len(prompts))
+        for report in _solve(args.model, settings, prompts, engine_args):
+            reports.append(report)
+            progress.advance(task)
+    calibration = collect(reports, policy.window + policy.sinks)
+    from vllm_pyramid.policy import load_policy
+
+    own = load_policy(args.kv_policy, None, settings.kv_policy_args).min_tokens
+    made_from = policy.model_copy(update={"min_tokens": own})
+    output.write_text(
+        policy_text(made_from, calibration, output.stem, args.model), encoding="utf-8"
+    )
+    if args.picture:
+        draw(
+            calibration, f"{policy.name}, budget {policy.budget}: {args.model}", Path(args.picture)
+        )
+    spread = calibration.shares.std(axis=0) / np.maximum(calibration.mean, 1e-12)
+    console.print(
+        f"{output}: shares of {calibration.shares.shape[1]} layers over "
+        f"{len(calibration.shares)} prompts"
+        + (f" ({calibration.skipped} fitted into the budget)" if calibration.skipped else "")
+        + f"; standard deviation of a share {100 * spread.mean():.0f} % of its mean. Use it with "
+        f"--kv-policy {output}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid demo`, or `make demo`: one prompt of real text with three policies.
+
+A fact is hidden in the text and asked for at its end. For each policy: the answer, how many tokens
+every layer keeps, how many blocks the request holds before and after the eviction, and the speed.
+All numbers are the engine's own; where the engine does not report them, or did not evict, the
+demonstration fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from vllm_pyramid.policy import RECOMMENDED
+from vllm_pyramid.tools.command_parts import progress_bar
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.eval.engine import (
+    ChildError,
+    Request,
+    Work,
+    answer_all,
+    orderly_termination,
+)
+from vllm_pyramid.tools.eval.haystack import load_tokens
+from vllm_pyramid.tools.eval.phrases import FACTS
+from vllm_pyramid.tools.eval.result import Result
+from vllm_pyramid.tools.eval.task import begins_with
+from vllm_pyramid.tools.eval.words import make_name, make_number
+
+POLICIES = ("full", "streaming-llm", RECOMMENDED)  # the first evicts nothing
+SEED = 0
+DEPTH = 0.4  # of the hidden fact: beyond the reach of a policy that keeps what is recent
+BAR_WIDTH = 40
+
+
+def build_prompt(model: Path, tokens: int) -> tuple[str, str]:
+    """Real text of at most `tokens` tokens with a fact in it and a question, and the right answer.
+
+    Raises:
+        ValueError: `tokens` is too small for the question, or the model has no tokenizer.
+    """
+    rng = random.Random(SEED)
+    name, number = make_name(rng, held_out=True), make_number(rng, held_out=True)
+    fact = FACTS["code"]
+    question = fact.question(name).prompt
+    text = load_tokens(model).hide(rng, [fact.state(name, number)], question, tokens, [DEPTH])
+    return text, number
+
+
+def work_of(model: Path, prompt: str, max_tokens: int, policy: str, budget: str) -> Work:
+    """What one policy's engine is to do; the policy that evicts nothing has no budget."""
+    ids = load_tokens(model).encode(prompt)
+    request = Request(
+        key=policy,
+        prompt_token_ids=ids,
+        budget=None if policy == POLICIES[0] else budget,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+    )
+    return Work(
+        label=policy,
+        model=str(model),
+        kv_policy=policy,
+        kv_policy_args={},
+        policy_name=policy,
+        engine_args={
+            "max_model_len": len(ids) + max_tokens + 64,
+            "max_num_seqs": 4,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 256 << 20,
+            "disable_log_stats": False,  # the time stamps come with the statistics
+        },
+        requests=[request],
+        timed=True,
+    )
+
+
+def run_policy(work: Work, on_stage: Callable[[str], None]) -> Result:
+    """Run one policy in a process of its own; `on_stage` hears what it is doing.
+
+    Raises:
+        ChildError: the process failed (with the end of its log), gave no answer, or its engine
+            evicted nothing although the policy has a budget.
+    """
+    with closing(answer_all(work, on_stage)) as results:
+        answers = [result for _, result in results]
+    if not answers:
+        raise ChildError(f"the engine with {work.label!r} ended without an answer")
+    budget = work.requests[0].budget
+    if budget is not None and not answers[0].eviction.evicted_tokens:
+        raise ChildError(f"the engine with {work.label!r} evicted nothing at budget {budget}")
+    return answers[0]
+
+
+def show(console: Console, policy: str, result: Result, kv_budget: str | None, right: str) -> None:
+    """Print one policy's answer, bars, blocks and speed."""
+    eviction = result.eviction
+    title = policy if kv_budget is None else f"{policy}, budget {kv_budget}"
+    console.rule(f"[bold]{escape(title)}")
+    verdict = "[green]right" if begins_with(result.text, right) else f"[red]wrong: it is {right}"
+    console.print(Panel(escape(_printable(result.text)), title=f"answer ({verdict}[/])", width=80))
+    bars = Table(box=None, pad_edge=False)
+    bars.add_column("layer", justify="right")
+    bars.add_column("kept", justify="right")
+    bars.add_column(f"of {eviction.prompt_tokens:,} tokens, newest on the right", no_wrap=True)
+    for layer, kept in enumerate(eviction.kept_tokens):
+        bars.add_row(str(layer), f"{kept:,}", bar(kept, eviction.prompt_tokens))
+    console.print(bars)
+    layers = len(eviction.kept_tokens)
+    share = sum(eviction.kept_tokens) / (layers * eviction.prompt_tokens)
+    console.print(
+        f"tokens evicted  {eviction.evicted_tokens:,} over {layers} layers ({share:.1%} kept)\n"
+        f"blocks held     {eviction.blocks_before:,} before, {eviction.blocks_after:,} after "
+        f"({eviction.blocks_before - eviction.blocks_after:,} given back)\n"
+        f"speed           {result.decode_tokens_per_second:,.1f} tokens/s, one request, after a "
+        f"prefill of {result.prefill_seconds:.2f} s\n"
+    )
+
+
+def bar(kept: int, total: int, width: int = BAR_WIDTH) -> str:
+    """`kept` of `total` as a right-aligned bar of `width` characters; never empty if kept > 0."""
+    filled = max(1, round(width * kept / total)) if kept else 0
+    return f"[dim]{'·' * (width - filled)}[/dim][cyan]{'█' * filled}[/cyan]"
+
+
+def _printable(text: str) -> str:
+    """The first line, without control characters, which would disturb the terminal."""
+    text = text.strip().split("\n")[0]
+    return "".join(char if char.isprintable() else " " for char in text).strip() or "(nothing)"
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="vllm-pyramid demo", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a folder with a model (default: the built-in)")
+    parser.add_argument("--kv-budget", default="12%", help="tokens or per cent (default: 12%%)")
+    parser.add_argument("--prompt-tokens", type=int, default=3000)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    args = parser.parse_args(argv)
+    if args.max_tokens < 2:
+        parser.error("--max-tokens must be at least 2: the speed is that of the tokens after one")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m vllm_pyramid.tools.demo`; returns the exit status."""
+    args = parse_args(argv)
+    console = Console()
+    results: dict[str, Result] = {}
+    try:
+        model = args.model or model_path()
+        prompt, right = build_prompt(model, args.prompt_tokens)
+        console.print(
+            f"A fact is hidden in {args.prompt_tokens:,} tokens of Python's documentation and "
+            f"asked for at the end: {len(POLICIES)} policies, each in an engine of its own.\n"
+            f"Model: {'the built-in one' if args.model is None else escape(str(model))}\n"
+        )
+        with orderly_termination(), progress_bar(console) as progress:
+            bar_id = progress.add_task("starting", total=len(POLICIES))
+            for policy in POLICIES:
+                work = work_of(model, prompt, args.max_tokens, policy, args.kv_budget)
+                result = run_policy(work, lambda text: progress.update(bar_id, description=text))
+                show(console, policy, result, work.requests[0].budget, right)
+                results[policy] = result
+                progress.advance(bar_id)
+    except (OSError, RuntimeError, ValueError) as error:  # ChildError is a RuntimeError
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        return 1
+    _summary(console, results, right)
+    if args.model is None:
+        console.print(
+            "A real model that chats, without a download from a hub: vllm-pyramid model smollm2",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return 0
+
+
+def _summary(console: Console, results: dict[str, Result], right: str) -> None:
+    table = Table(title="In short")
+    table.add_column("policy")
+    for heading in ("answer", "tokens per layer, first to last", "blocks", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for policy, result in results.items():
+        kept = result.eviction.kept_tokens
+        table.add_row(
+            policy,
+            "right" if begins_with(result.text, right) else "wrong",
+            f"{kept[0]:,} … {kept[-1]:,}",
+            f"{result.eviction.blocks_before:,} → {result.eviction.blocks_after:,}",
+            f"{result.decode_tokens_per_second:,.1f}",
+        )
+    console.print(table)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores put together: a row for each task, metric, length, policy and budget.
+
+Rows are a pandas table with the columns `COLUMNS`, shown in the terminal and written as JSON, CSV
+and Markdown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from vllm_pyramid.tools.eval.run import Answer
+
+__all__ = [
+    "COLUMNS",
+    "as_json",
+    "as_markdown",
+    "rows_of",
+    "tables",
+    "titled",
+]
+
+# score: over all seeds' samples. low, high: its 95 % interval. n: samples over all seeds. memory:
+# cache blocks held after the last eviction, as a share of the full cache's. length: in tokens, 0
+# where each prompt of a file has its own.
+COLUMNS = [
+    "task", "metric", "policy", "budget", "length", "score", "low", "high", "n", "seeds", "memory",
+    "lower_is_better",
+]  # fmt: skip
+_GROUP = ["task", "length", "policy", "budget"]
+
+
+def rows_of(answers: Iterable[Answer]) -> pd.DataFrame:
+    """The rows, in the order of the answers."""
+    groups: dict[tuple[Any, ...], list[Answer]] = {}
+    for answer in answers:
+        key = (answer.task.name, answer.length, answer.policy, answer.budget)
+        groups.setdefault(key, []).append(answer)
+    rows = [
+        {
+            **dict(zip(_GROUP, key, strict=True)),
+            **asdict(figure),
+            "n": len(group),
+            "seeds": len({answer.seed for answer in group}),
+            "memory": fmean(answer.result.eviction.memory for answer in group),
+        }
+        for key, group in groups.items()
+        for figure in group[0].task.figures([a.sample for a in group], [a.result for a in group])
+    ]
+    return pd.DataFrame(rows).astype({"low": float, "high": float})[COLUMNS]
+
+
+def titled(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows, those of one table together, with `prompts`, how long they were, and `title`."""
+    prompts = [f"{n:,} tokens" if n else "lengths of the file" for n in rows["length"]]
+    rows = rows.assign(prompts=prompts)
+    rows["title"] = [
+        f"{row.task}, {row.prompts}: {row.metric} "
+        f"({'lower' if row.lower_is_better else 'higher'} is better, n = {row.n})"
+        for row in rows.itertuples()
+    ]
+    return rows
+
+
+def _grids(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Title and cells of every table, policies by budgets.
+
+    A policy that evicts nothing has its figure in the last column.
+    """
+    budgets = sorted(rows["budget"].unique(), key=lambda budget: bool(budget == "100%"))
+    for title, group in titled(rows).groupby("title", sort=False):
+        cells = group.assign(cell=list(map(_cell, group["score"], group["low"], group["high"])))
+        grid = cells.pivot(index="policy", columns="budget", values="cell")
+        grid = grid.reindex(index=group["policy"].unique(), columns=budgets)
+        yield str(title), grid.fillna("")
+
+
+def _cell(score: float, low: float, high: float) -> str:
+    return f"{score:.2f}" if pd.isna(low) else f"{score:.2f} ({low:.2f} to {high:.2f})"
+
+
+def tables(rows: pd.DataFrame) -> list[Table]:
+    """A table for each figure of a task and length."""
+    made = []
+    for title, grid in _grids(rows):
+        table = Table(title=title)
+        table.add_column("policy", no_wrap=True)
+        for budget in grid.columns:
+            table.add_column(budget, justify="right")
+        for policy, cells in grid.iterrows():
+            table.add_row(Text(str(policy)), *cells)  # arguments may look like markup
+        made.append(table)
+    return made
+
+
+def as_markdown(rows: pd.DataFrame) -> str:
+    """The same tables in Markdown."""
+    parts = []
+    for title, grid in _grids(rows):
+        lines = [f"**{title}**", "", f"| {' | '.join(['policy', *grid.columns])} |"]
+        lines.append("|---" + "|---:" * len(grid.columns) + "|")
+        lines += [f"| {policy} | {' | '.join(cells)} |" for policy, cells in grid.iterrows()]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(rows: pd.DataFrame, about: Mapping[str, str]) -> str:
+    """The rows, and beside them what was run, by which command."""
+    records = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    return json.dumps({"run": dict(about), "rows": records}, indent=1) + "\n"

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results in a file of JSON lines, each under a key, written as they come.
+
+That is how an interrupted `vllm-pyramid eval` or `bench` goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_pyramid.version import __version__
+
+__all__ = ["Store", "identity_of_model", "key_of"]
+
+
+class Store:
+    """The results of this and earlier runs.
+
+    Args:
+        path: is made if need be. fresh: forget what is in it.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            path.unlink(missing_ok=True)
+        self._known: dict[str, dict[str, Any]] = {}
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                # The last line of an interrupted run may be cut off.
+                if line.startswith("{") and line.endswith("}}"):
+                    entry = json.loads(line)
+                    self._known[entry["key"]] = entry["result"]
+        self._file = path.open("a", encoding="utf-8")
+        if path.stat().st_size and not path.read_text(encoding="utf-8").endswith("\n"):
+            self._file.write("\n")
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The result under a key; None if there is none."""
+        return self._known.get(key)
+
+    def put(self, key: str, result: dict[str, Any]) -> None:
+        """Keep a result."""
+        self._known[key] = result
+        self._file.write(json.dumps({"key": key, "result": result}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def key_of(*parts: Any) -> str:
+    """A short name for what JSON can write."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def identity_of_model(model: str) -> list[Any]:
+    """What changes with the model (its files' sizes and times, or its name) and with our code."""
+    folder = Path(model)
+    files: dict[str, Any] = {}
+    if folder.is_dir():
+        files = {
+            path.name: [path.stat().st_size, path.stat().st_mtime_ns]
+            for path in sorted(folder.iterdir())
+            if path.is_file()
+        }
+    return [__version__, hash_of_package(), model, files]
+
+
+def hash_of_package() -> str:
+    """Changes with every source file and compiled kernel of this package."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".so", ".yaml"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the host that a GPU addresses, and a stream of its own for copies to and from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+
+from vllm_pyramid.step.hooks import CopyStream, HostMemory
+
+# cudaHostRegister: for all contexts, and mapped into the device's addresses.
+_PORTABLE_AND_MAPPED = 3
+
+
+class CudaCopyStream:
+    """`hooks.CopyStream` of a GPU: an event on each side of every launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def launch(self, copy: Callable[..., None], *args: Any, **kwargs: Any) -> torch.cuda.Event:
+        """See `CopyStream`."""
+        self._stream.wait_event(torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self._stream):
+            copy(*args, **kwargs)
+        return self._stream.record_event()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """See `CopyStream`."""
+        torch.cuda.current_stream().wait_event(mark)
+
+
+class PinnedMemory(HostMemory):
+    """Pinned in place: PyTorch's own pinned memory is rounded up to a power of two.
+
+    Raises:
+        RuntimeError: the driver does not pin it.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self._memory = self.bytes
+        address = self._memory.data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED)
+        if int(error) or not self._memory.is_pinned():
+            raise RuntimeError(
+                f"the driver did not pin {num_bytes / 2**30:.3g} GiB of host memory (error "
+                f"{int(error)}): set a smaller --kv-swap-space, or raise the limit on locked memory"
+            )
+        self.bytes = get_accelerator_view_from_cpu_tensor(self._memory)
+
+    def release(self) -> None:
+        """Unpin it, when the device has done with it."""
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+
+
+def copies_of(device: torch.device) -> CopyStream | None:
+    """Of a worker on this device: a stream for copies, where it has a memory of its own."""
+    return CudaCopyStream(device) if device.type == "cuda" else None
+
+
+def host_memory_of(device: torch.device) -> Callable[[int], HostMemory]:
+    """What makes memory of the host that this device addresses."""
+    return PinnedMemory if device.type == "cuda" else HostMemory
