@@ -99,33 +99,65 @@ def test_no_module_imports_itself_through_others_even_lazily() -> None:
     assert not _cycle(graph())
 
 
-LAYERS = ["plans", "step", "methods", "policy"]
+# The folders from the bottom up: each imports those before it (docs/structure.md).
+ORDER = [
+    *("plan", "kernels", "policy", "step", "compat", "methods"),
+    *("kv_cache", "scheduler", "attention", "worker", "frontend", "tools"),
+]
+# What is loaded where torch and vLLM must not be names the records of a step for the type checker.
+LIGHT = ("policy", "methods", "frontend")
 
 
-@pytest.mark.parametrize("lower", LAYERS)
-def test_layers_import_downwards_only(lower: str) -> None:
-    """plans < step < methods < policy < scheduler, worker."""
-    above = {"plans": {"step", "methods", "policy"}, "step": {"methods", "policy"}}
-    upper = above.get(lower, {"policy"} if lower == "methods" else set()) | {"scheduler", "worker"}
+def _folder(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def test_only_entry_points_are_loose_and_every_folder_has_its_place() -> None:
+    loose = {name for name in trees() if name.count(".") == 1 and f"{name}." not in _prefixes()}
+    assert loose == {f"{PACKAGE}.{name}" for name in ("llm", "plugin", "version")}
+    assert {_folder(name) for name in trees()} - {"", "llm", "plugin", "version"} == set(ORDER)
+
+
+@cache
+def _prefixes() -> frozenset[str]:
+    return frozenset(f"{name.rpartition('.')[0]}." for name in trees())
+
+
+@pytest.mark.parametrize("lower", ORDER)
+def test_folders_import_downwards_only(lower: str) -> None:
+    """Lazy imports count too; those for the type checker are looked at below."""
+    above = set(ORDER[ORDER.index(lower) + 1 :])
     for module, targets in graph().items():
-        if not module.startswith(f"{PACKAGE}.{lower}"):
-            continue
-        wrong = {
-            target for target in targets if target.split(".")[1:2] and target.split(".")[1] in upper
-        }
-        assert not wrong, f"{module} imports {sorted(wrong)}"
+        if _folder(module) == lower:
+            wrong = {target for target in targets if _folder(target) in above}
+            assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def _type_checking_imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from (source for source, _ in _imports(node))
+
+
+def test_type_checking_stands_where_torch_must_not_load() -> None:
+    for module, tree in trees().items():
+        ours = [name for name in _type_checking_imports(tree) if name.startswith(PACKAGE)]
+        climbs = [
+            name
+            for name in ours
+            if module.count(".") and ORDER.index(_folder(name)) > ORDER.index(_folder(module))
+        ]
+        assert _folder(module) in LIGHT or not climbs, f"{module} climbs to {climbs}"
 
 
 def test_scheduler_and_worker_know_no_method() -> None:
-    """They import the contracts, and no name of a method stands in their source."""
-    contracts = {"hooks", "component", "scorer", "selectors", "allocator", "schedules", "values"}
+    """They import no method, and no name of one stands in their source."""
     words = ("thinn", "top_n", "swap", "solver", "h2o", "kcache", "keyformer", "accumulat")
     for module, tree in trees().items():
-        if module.split(".")[1:2] not in (["scheduler"], ["worker"]):
+        if _folder(module) not in ("scheduler", "kv_cache", "attention", "worker"):
             continue
         for target in graph()[module]:
-            parts = target.split(".")
-            assert parts[1] != "methods" or parts[2] in contracts, (module, target)
+            assert _folder(target) != "methods", (module, target)
         names = {
             node.id if isinstance(node, ast.Name) else node.attr
             for node in ast.walk(tree)
@@ -139,8 +171,7 @@ def test_plans_and_parts_are_told_apart_by_questions_not_by_class() -> None:
     """`isinstance` of a part or of an open plan stands in the modules that own it, and nowhere."""
     owned = ("Scorer", "Allocator", "Selector", "Schedule", "Values", "DeferredPlan")
     for module, tree in trees().items():
-        parts = module.split(".")
-        if parts[1:2] == ["methods"] or module.startswith(f"{PACKAGE}.step"):
+        if _folder(module) in ("methods", "policy", "step"):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":

@@ -31,7 +31,7 @@ class Family:
             unless `config` says another.
         options: the configuration beyond `_COMMON`.
         full_layers: numbers of the layers in the model that have full attention.
-        companions: what the other layers are: "sliding", "chunked", "mamba2", ... ("": none).
+        other_layers: what the other layers are: "sliding", "chunked", "mamba2", ... ("": none).
         config: the configuration's class where its name does not follow from `model`.
         notes: what is special about it.
         scaled_embeddings: the model itself multiplies embeddings by the root of the hidden size.
@@ -43,7 +43,7 @@ class Family:
     model: str
     options: dict[str, Any]
     full_layers: tuple[int, ...]
-    stock_groups: str = ""
+    other_layers: str = ""
     config: str = ""
     notes: str = ""
     scaled_embeddings: bool = False

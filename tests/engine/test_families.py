@@ -150,7 +150,7 @@ def test_family(
     def look(engine: Engine) -> None:
         check_pool(engine.coordinator)
         most_held["other_layers"] = max(
-            most_held["other_layers"], engine.coordinator.other_layers.held_blocks
+            most_held["other_layers"], engine.coordinator.stock_groups.held_blocks
         )
 
     outcomes = engine.run(jobs, look)

@@ -345,7 +345,7 @@ def test_a_draft_models_layers_keep_all_and_come_last() -> None:
     roles = roles_of({draft: larger, **stock}, policy, max_model_len=4096, drafts={draft})
     assert list(roles.specs) == [*roles.evicting, draft]
     assert len(roles.evicting) == 3
-    spec = roles.other_layers[draft]
+    spec = roles.stock_groups[draft]
     assert type(spec) is FullAttentionSpec and spec.block_size == 32
     assert spec.page_size_bytes == one.page_size_bytes
     reads = {"draft.layers.0.attn": next(iter(stock))}

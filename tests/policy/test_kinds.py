@@ -44,8 +44,9 @@ KINDS = {
 
 
 def _written() -> list[str]:
-    """All kinds that the source says, wherever in the folder."""
-    texts = [path.read_text() for path in FOLDER.rglob("*.py")]
+    """All kinds that the source says, wherever in the two folders."""
+    folders = (FOLDER, FOLDER.parent / "policy")
+    texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
     return [kind for text in texts for kind in re.findall(r"^    kind: .*= \"(\w+)\"", text, re.M)]
 
 
@@ -61,7 +62,9 @@ def test_the_kinds_of_a_section(section: str) -> None:
     assert base.section == section and KINDS[section] <= kinds.keys()
     assert list(kinds) == sorted(kinds)
     for kind, cls in kinds.items():
-        assert issubclass(cls, base) and cls.__module__.startswith("vllm_pyramid.methods.")
+        assert issubclass(cls, base) and cls.__module__.startswith(
+            ("vllm_pyramid.methods.", "vllm_pyramid.policy.")
+        )
         assert resolve_kind(base, kind) is cls
         cls.check_class()
         if all(field == "kind" or not f.is_required() for field, f in cls.model_fields.items()):
