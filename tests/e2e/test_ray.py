@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.one_device import (
+from tests.plumbing.one_device import (
     LENGTHS,
     Answers,
     answers_of_one_device,
@@ -23,8 +23,8 @@ from tests.e2e.one_device import (
     flags,
     kept,
 )
-from tests.e2e.ray_head import RayHead, ray_head
-from tests.e2e.server import Server, serving
+from tests.plumbing.ray_head import RayHead, ray_head
+from tests.plumbing.server import Server, serving
 
 pytestmark = [
     pytest.mark.engine,

@@ -16,7 +16,7 @@ import openai
 import pytest
 import torch
 
-from tests.e2e.server import Server, serving
+from tests.plumbing.server import Server, serving
 
 pytestmark = pytest.mark.engine
 

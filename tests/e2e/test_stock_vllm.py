@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.children import Child, greedy
 from tests.engine.support import random_prompts
+from tests.plumbing.children import Child, greedy
 
 pytestmark = pytest.mark.engine
 

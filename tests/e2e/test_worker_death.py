@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.one_device import LENGTHS, check_death, client_of, complete, flags
-from tests.e2e.server import members, serving
+from tests.plumbing.one_device import LENGTHS, check_death, client_of, complete, flags
+from tests.plumbing.server import members, serving
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.garbage import spare_collections
+from tests.plumbing.garbage import spare_collections
 from tests.scheduler.checks import check_pool
 
 _COUNTER = itertools.count()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.children import Child, greedy
 from tests.engine import models
 from tests.engine.support import EnginePool, Job
 from tests.engine.support import greedy as greedy_params
 from tests.engine.test_runner_v2 import BESIDE, DEEPER, POLICIES, REQUESTS, SETTINGS, SHAPE, prompts
+from tests.plumbing.children import Child, greedy
 
 pytestmark = pytest.mark.engine
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.children import Child, greedy
 from tests.engine import models
 from tests.engine.drafts import write_eagle
 from tests.engine.support import EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plans import THINS
+from tests.plumbing.children import Child, greedy
 
 pytestmark = pytest.mark.engine
 

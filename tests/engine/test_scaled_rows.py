@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.children import Child, greedy
 from tests.engine import models
 from tests.engine.drafts import write_eagle
 from tests.engine.families import make_family
@@ -27,6 +26,7 @@ from tests.engine.test_fp8 import Written, attention_layers
 from tests.engine.test_runner_v2 import BESIDE as OF_RUNNERS_BESIDE
 from tests.engine.test_runner_v2 import DRAFTS, EAGLE, HYBRID, SETTINGS, SHAPE
 from tests.engine.test_runner_v2 import POLICIES as OF_RUNNERS
+from tests.plumbing.children import Child, greedy
 
 pytestmark = pytest.mark.engine
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.children import Child, greedy
 from tests.engine.support import EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
+from tests.plumbing.children import Child, greedy
 
 pytestmark = pytest.mark.engine
 

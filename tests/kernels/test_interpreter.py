@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter computes the same with what `tests/e2e/interpreter.py` has it keep."""
+"""Triton's interpreter computes the same with what `tests/plumbing/interpreter.py` has it keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.e2e.interpreter import quicken
+from tests.plumbing.interpreter import quicken
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.e2e.child import pretend_triton_device, use_attention_of_cuda
+from tests.plumbing.child import pretend_triton_device, use_attention_of_cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:  # before vLLM looks for a device

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.e2e.interpreter import quicken
+from tests.plumbing.interpreter import quicken
 from vllm_pyramid.kernels.records import AttentionBatch
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine in a process of its own, for tests that need another environment than pytest's.
 
-    python tests/e2e/child.py REQUEST.json RESULT.json
+    python tests/plumbing/child.py REQUEST.json RESULT.json
 
 Nothing of vllm_pyramid is imported here: vLLM finds it by itself, as in a stock program. `REQUEST`
 holds `engines`, which are started one after the other, and `triton`. An engine has `llm` (arguments

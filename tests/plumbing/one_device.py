@@ -13,8 +13,8 @@ import numpy as np
 import openai
 import pytest
 
-from tests.e2e.server import Server
 from tests.engine.support import Job, greedy, random_prompts, start_engine
+from tests.plumbing.server import Server
 
 TOKENS = 12
 LENGTHS = (300, 181, 430, 212, 40)

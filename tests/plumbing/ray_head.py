@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.e2e.server import free_port, members
+from tests.plumbing.server import free_port, members
 
 
 class RayHead:
