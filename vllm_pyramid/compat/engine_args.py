@@ -138,7 +138,11 @@ def install() -> None:
 
         asks_prefix_caching = self.enable_prefix_caching is True  # None until vLLM has its default
         prepare_args(self, settings)
-        config = create_engine_config(self, *args, **kwargs)
+        types = self.dtype, self.kv_cache_dtype
+        try:
+            config = create_engine_config(self, *args, **kwargs)
+        finally:  # the same arguments may make an engine without a policy
+            self.dtype, self.kv_cache_dtype = types
         finish_config(config, settings, asks_prefix_caching=asks_prefix_caching)
         return config
 
@@ -149,7 +153,8 @@ def install() -> None:
         if settings is not None and settings.kv_policy != NO_POLICY:
             from vllm_pyramid.engine_config import prepare_for_model
 
-            prepare_for_model(self, model_config, settings)
+            if prepare_for_model(self, model_config, settings):
+                model_config = create_model_config(self)
         return model_config
 
     EngineArgs.create_model_config = create_model_config_with_policy  # type: ignore[method-assign]
