@@ -30,11 +30,11 @@ HABITS = re.compile(
     re.IGNORECASE,
 )
 # First words of a docstring that make it a fragment.
-NO_VERBS = frozenset(
-    "A All An As At By Each Every For From How If In It Its No Not Of On One See So That The "
-    "Their These This To What When Where Whether Which Who Whose Why With Tokens Blocks Bytes "
-    "Rows Requests".split()  # noqa: SIM905
-)
+_NOUNS = """
+A All An As At By Each Every For From How If In It Its No Not Of On One See So That The Their
+These This To What When Where Whether Which Who Whose Why With Tokens Blocks Bytes Rows Requests
+"""
+NO_VERBS = frozenset(_NOUNS.split())
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:

@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.engine.support import Engine, Job, Outcome, greedy, random_prompts
+from tests.engine.support import (
+    Engine,
+    Job,
+    Outcome,
+    assert_same_tokens,
+    greedy,
+    random_prompts,
+)
 from tests.scheduler.checks import check_pool
 
 
@@ -61,25 +70,26 @@ def traces(folder: Path, outcomes: Sequence[Outcome]) -> list[list[bytes]]:
 
 def conversation() -> list[list[Job]]:
     """Waves of requests that share prefixes in all the ways there are."""
+    answer = partial(greedy, logprobs=2)
     system, first, second, tail, short = random_prompts([300, 200, 150, 40, 90])
     own = {"kv_budget": 96}
     whole = {"kv_policy": "full"}
-    turn = Job([*system, *first], greedy(24))
+    turn = Job([*system, *first], answer(24))
     waves = [
-        [turn, Job([*system, *second], greedy(10), arrival=1)],
+        [turn, Job([*system, *second], answer(10), arrival=1)],
         # The same prompt again, with another budget, and whole; then a longer and a shorter one.
-        [Job(turn.prompt, greedy(12)), Job(turn.prompt, greedy(6, **own))],
-        [Job(turn.prompt, greedy(20, **whole)), Job([*turn.prompt, *tail], greedy(8))],
-        [Job([*system, *tail], greedy(8, **whole)), Job(system[:200], greedy(8))],
+        [Job(turn.prompt, answer(12)), Job(turn.prompt, answer(6, **own))],
+        [Job(turn.prompt, answer(20, **whole)), Job([*turn.prompt, *tail], answer(8))],
+        [Job([*system, *tail], answer(8, **whole)), Job(system[:200], answer(8))],
         # Two at once that compute the same, and one that is given up in the middle.
         [
-            Job([*tail, *second], greedy(6)),
-            Job([*tail, *second], greedy(6)),
-            Job([*tail, *second, *first], greedy(30), abort_after=3),
+            Job([*tail, *second], answer(6)),
+            Job([*tail, *second], answer(6)),
+            Job([*tail, *second, *first], answer(30), abort_after=3),
         ],
-        [Job([*tail, *second, *first], greedy(8)), Job([*tail, *second], greedy(3, **whole))],
+        [Job([*tail, *second, *first], answer(8)), Job([*tail, *second], answer(3, **whole))],
         # In one step: the second one reads what the first one has just written.
-        [Job(short, greedy(6)), Job(short, greedy(6))],
+        [Job(short, answer(6)), Job(short, answer(6))],
     ]
     return waves
 
@@ -96,21 +106,29 @@ def run_waves(engine: Engine, waves: list[list[Job]], on_step: Any) -> list[Outc
 
 def ask(engine: Engine, tokens: list[int], turns: list[int], answer: int = 40) -> Outcome:
     """One turn of a conversation."""
-    (outcome,) = engine.run([Job(tokens, greedy(answer, kv_turns=turns))])
+    (outcome,) = engine.run([Job(tokens, greedy(answer, logprobs=2, kv_turns=turns))])
     return outcome
 
 
 def talk(
-    engine: Engine, said: Sequence[list[int]], answer: int = 40, on_step: Any = None
+    engine: Engine,
+    said: Sequence[list[int]],
+    answer: int = 40,
+    on_step: Any = None,
+    like: Sequence[Outcome] = (),
 ) -> list[Outcome]:
-    """A conversation, turn by turn; what a response says goes into the next request."""
+    """A conversation, turn by turn; what a response says goes into the next request.
+
+    Args:
+        like: the outcomes of another engine, whose responses go there in place of this one's.
+    """
     tokens: list[int] = []
     turns: list[int] = []
     outcomes = []
-    for words in said:
+    for turn, words in enumerate(said):
         tokens = [*tokens, *words]
-        outcomes += engine.run([Job(tokens, greedy(answer, kv_turns=turns))], on_step)
-        tokens = [*tokens, *outcomes[-1].token_ids]
+        outcomes += engine.run([Job(tokens, greedy(answer, logprobs=2, kv_turns=turns))], on_step)
+        tokens = [*tokens, *(like[turn] if like else outcomes[-1]).token_ids]
         assert outcomes[-1].report["kv_turns"] == [*turns, len(outcomes[-1].job.prompt)]
         turns = outcomes[-1].report["kv_turns"]
     return outcomes
@@ -123,20 +141,40 @@ def kept_at_end(folder: Path, outcome: Outcome) -> list[bytes]:
         return [file[name].tobytes() for name in names]
 
 
+@dataclass
+class FourTurns:
+    """What came of four turns and the third once more: outcomes, and positions that they kept."""
+
+    outcomes: list[Outcome]
+    kept: list[list[bytes]]
+
+    def check_same(self, other: FourTurns) -> None:
+        """Check that answers are the same up to near ties, and all else without exception."""
+        assert_same_tokens(self.outcomes, other.outcomes)
+        reports = [[outcome.report for outcome in run.outcomes] for run in (self, other)]
+        assert reports[0] == reports[1]
+        assert self.kept == other.kept
+
+
 def four_turns(
-    engine: Engine, folder: Path, said: Sequence[int], *, hits: bool, on_step: Any = None
-) -> tuple[list[tuple[list[int], dict[str, Any]]], list[list[bytes]]]:
+    engine: Engine,
+    folder: Path,
+    said: Sequence[int],
+    *,
+    hits: bool,
+    on_step: Any = None,
+    like: FourTurns | None = None,
+) -> FourTurns:
     """Four turns, and the third once more; hits are all that was computed, in whole blocks of 16.
 
     Args:
         folder: of the engine's traces. said: tokens of what a user says in each turn; the ends of
-            all but the last one evict. hits: whether prefix caching is on.
-
-    Returns:
-        Of each request its answer and the rest of its report, and the positions that it kept.
+            all but the last one evict. hits: whether prefix caching is on. like: of an engine with
+            hits, whose answers these turns go on from.
     """
     answer = 40
-    outcomes = talk(engine, random_prompts(list(said), seed=3), answer, on_step)
+    prompts = random_prompts(list(said), seed=3)
+    outcomes = talk(engine, prompts, answer, on_step, like.outcomes if like else ())
     third = outcomes[2]
     outcomes.append(ask(engine, third.job.prompt, third.report["kv_turns"][:-1], answer))
     resumed = [outcome.report.pop("resumed_tokens") for outcome in outcomes]
@@ -145,6 +183,6 @@ def four_turns(
     assert resumed == (whole if hits else [0] * 5)
     assert [outcome.cached for outcome in outcomes] == resumed
     assert [outcome.report["inner_evictions"] for outcome in outcomes] == [0, 1, 2, 3, 2]
-    said_again = [(outcome.token_ids, outcome.report) for outcome in outcomes]
-    assert said_again[2] == said_again[4]
-    return said_again, [kept_at_end(folder, outcome) for outcome in outcomes]
+    assert outcomes[2].token_ids == outcomes[4].token_ids
+    assert outcomes[2].report == outcomes[4].report
+    return FourTurns(outcomes, [kept_at_end(folder, outcome) for outcome in outcomes])

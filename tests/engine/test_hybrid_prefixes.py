@@ -14,6 +14,8 @@ from tests.engine.hybrids import FAMILIES, SETTINGS, make_hybrid
 from tests.engine.support import (
     EnginePool,
     Job,
+    Outcome,
+    assert_same_tokens,
     greedy,
     is_compiled,
     random_prompts,
@@ -29,6 +31,7 @@ def test_tokens_and_what_is_kept_are_those_without_it(
     engines: EnginePool, tmp_path: Path, family: str, compiled: bool
 ) -> None:
     model = make_hybrid(family, tmp_path)
+    answered: dict[bool, list[Outcome]] = {}
     results = {}
     for caching in (True, False):
         folder = tmp_path / str(caching)
@@ -44,13 +47,15 @@ def test_tokens_and_what_is_kept_are_those_without_it(
         look = Rows(engine) if caching else None
         outcomes = run_waves(engine, conversation(), look)
         outcomes = [outcome for outcome in outcomes if outcome.output is not None]
+        answered[caching] = outcomes
         results[caching] = (
-            [(outcome.token_ids, outcome.report) for outcome in outcomes],
+            [outcome.report for outcome in outcomes],
             traces(folder, outcomes),
             cached_tokens(outcomes),
         )
         if look is not None:
             assert look.most > 20
+    assert_same_tokens(answered[True], answered[False])
     with_it, without = results[True], results[False]
     assert with_it[0] == without[0]
     assert with_it[1] == without[1] and any(with_it[1])
@@ -86,15 +91,19 @@ def test_windows_are_found_while_their_request_runs(engines: EnginePool, tmp_pat
     engine = engines.get(make_family("gemma3", tmp_path / "gemma3"), **SETTINGS)
     look = Rows(engine)
     prompt, more = random_prompts([500, 100], seed=2)
-    alone = engine.run([Job(prompt, greedy(20)), Job([*prompt, *more], greedy(8), arrival=200)])
+    alone = engine.run(
+        [
+            Job(prompt, greedy(20, logprobs=2)),
+            Job([*prompt, *more], greedy(8, logprobs=2), arrival=200),
+        ]
+    )
     assert engine.llm.reset_prefix_cache()
     jobs = [
-        Job(prompt, greedy(20)),
-        Job(prompt, greedy(20), arrival=6),
-        Job([*prompt, *more], greedy(8), arrival=7),
+        Job(prompt, greedy(20, logprobs=2)),
+        Job(prompt, greedy(20, logprobs=2), arrival=6),
+        Job([*prompt, *more], greedy(8, logprobs=2), arrival=7),
     ]
     outcomes = engine.run(jobs, look)
     assert cached_tokens(outcomes) == [0, 480, 496]
-    assert outcomes[0].token_ids == outcomes[1].token_ids == alone[0].token_ids
-    assert outcomes[2].token_ids == alone[1].token_ids
+    assert_same_tokens(outcomes, [alone[0], alone[0], alone[1]])
     engine.check_whole()

@@ -14,6 +14,8 @@ from tests.engine.conversations import Rows, cached_tokens, conversation, run_wa
 from tests.engine.support import (
     EnginePool,
     Job,
+    Outcome,
+    assert_same_tokens,
     count_preemptions,
     greedy,
     is_compiled,
@@ -62,6 +64,7 @@ def test_tokens_and_what_is_kept_are_those_without_it(
     policy: str,
     compiled: bool,
 ) -> None:
+    answered: dict[bool, list[Outcome]] = {}
     results = {}
     for caching in (True, False):
         folder = tmp_path / str(caching)
@@ -79,13 +82,15 @@ def test_tokens_and_what_is_kept_are_those_without_it(
         for outcome in outcomes:  # V of a hit is not written again, nor read by other chunks
             outcome.report.pop("v_bytes_written", None)
             outcome.report.pop("v_bytes_read", None)
+        answered[caching] = outcomes
         results[caching] = (
-            [(outcome.token_ids, outcome.report) for outcome in outcomes],
+            [outcome.report for outcome in outcomes],
             traces(folder, outcomes),
             cached_tokens(outcomes),
         )
         if look is not None:
             assert look.most > 20
+    assert_same_tokens(answered[True], answered[False])
     with_it, without = results[True], results[False]
     assert with_it[0] == without[0]
     assert with_it[1] == without[1] and (any(with_it[1]) or policy in ("full", "kcache"))
@@ -187,7 +192,8 @@ def test_preemption(
     `--kv-admission prompt`, so that requests really are preempted.
     """
     system, *tails = random_prompts([160, *range(60, 160, 10)], seed=4)
-    jobs = [Job([*system, *tail], greedy(90), arrival=2 * i) for i, tail in enumerate(tails)]
+    params = greedy(90, logprobs=2)
+    jobs = [Job([*system, *tail], params, arrival=2 * i) for i, tail in enumerate(tails)]
     found = {}
     for blocks in (2000, 230):
         engine = engines.get(
@@ -200,9 +206,9 @@ def test_preemption(
         look = None if asynchronous else Rows(engine)
         with count_preemptions(engine) as count:
             outcomes = run_waves(engine, [jobs], look)
-        found[blocks] = [outcome.token_ids for outcome in outcomes]
+        found[blocks] = outcomes
         assert bool(count["evicted"]) == (blocks == 230), count
-    assert found[2000] == found[230]
+    assert_same_tokens(found[230], found[2000])
 
 
 def test_nothing_is_lost_over_many_requests(

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine import drafts
-from tests.engine.conversations import Rows, four_turns, talk
+from tests.engine.conversations import FourTurns, Rows, four_turns, talk
 from tests.engine.families import make_family
 from tests.engine.hybrids import FAMILIES, SETTINGS, make_hybrid
 from tests.engine.support import (
@@ -18,6 +18,7 @@ from tests.engine.support import (
     EnginePool,
     Job,
     Outcome,
+    assert_same_tokens,
     count_preemptions,
     greedy,
     is_compiled,
@@ -38,7 +39,7 @@ def test_tokens_and_what_is_kept_are_those_without_it(
 ) -> None:
     """Hits change neither tokens nor reports nor what is kept."""
     model = make_hybrid(family, tmp_path)
-    found = []
+    found: list[FourTurns] = []
     for caching in (True, False):
         folder = tmp_path / str(caching)
         own = {"enable_prefix_caching": caching, "kv_trace": str(folder)}
@@ -46,9 +47,10 @@ def test_tokens_and_what_is_kept_are_those_without_it(
         assert is_compiled(engine) == compiled
         engine.shuffle_blocks()
         look = Rows(engine) if caching else None
-        found.append(four_turns(engine, folder, SAID, hits=caching, on_step=look))
+        like = next(iter(found), None)
+        found.append(four_turns(engine, folder, SAID, hits=caching, on_step=look, like=like))
         engine.check_whole()
-    assert found[0] == found[1]
+    found[0].check_same(found[1])
 
 
 def test_a_state_ends_anywhere_in_a_block(engines: EnginePool, tmp_path: Path) -> None:
@@ -58,15 +60,16 @@ def test_a_state_ends_anywhere_in_a_block(engines: EnginePool, tmp_path: Path) -
     for caching, asynchronous in ((False, False), (True, False), (True, True)):
         own = {"enable_prefix_caching": caching, "async_scheduling": asynchronous}
         engine = engines.get(model, **SETTINGS, **own)
-        said = []
+        said: list[Outcome] = []
         for answer in range(ANSWER, ANSWER + BLOCK):
             _, second = talk(engine, random_prompts([200, 40], seed=answer), answer)
             whole = (200 + answer - 1) // BLOCK * BLOCK
             assert second.report["resumed_tokens"] == (whole if caching else 0)
-            said.append(second.token_ids)
+            said.append(second)
         found.append(said)
         engine.check_whole()
-    assert found[0] == found[1] == found[2]
+    assert_same_tokens(found[1], found[0])
+    assert_same_tokens(found[2], found[0])
 
 
 def test_what_does_not_go_on_is_a_miss(engines: EnginePool, tmp_path: Path) -> None:
@@ -101,8 +104,12 @@ def test_what_does_not_go_on_is_a_miss(engines: EnginePool, tmp_path: Path) -> N
     engine.check_whole()
 
 
-def _crowd(engine: Engine, look: Any) -> list[Outcome]:
-    """Three turns of four conversations, side by side; one of the second turns is aborted."""
+def _crowd(engine: Engine, look: Any, like: Sequence[Outcome] = ()) -> list[Outcome]:
+    """Three turns of four conversations, side by side; one of the second turns is aborted.
+
+    Args:
+        like: what came of it in another engine, whose answers these turns go on from.
+    """
     tokens: list[list[int]] = [[]] * 4
     turns: list[list[int]] = [[]] * 4
     ended = []
@@ -112,7 +119,7 @@ def _crowd(engine: Engine, look: Any) -> list[Outcome]:
         said = random_prompts(list(lengths), seed=11 + turn)
         tokens = [[*before, *words] for before, words in zip(tokens, said, strict=True)]
         jobs = [
-            Job(prompt, greedy(answer, kv_turns=ends))
+            Job(prompt, greedy(answer, logprobs=2, kv_turns=ends))
             for prompt, ends in zip(tokens, turns, strict=True)
         ]
         if turn == 1:
@@ -121,8 +128,9 @@ def _crowd(engine: Engine, look: Any) -> list[Outcome]:
         turns = [[*ends, len(prompt)] for prompt, ends in zip(tokens, turns, strict=True)]
         for index, outcome in enumerate(outcomes):
             if outcome.output is not None:
-                tokens[index] = [*tokens[index], *outcome.token_ids]
                 ended.append(outcome)
+                answered = like[len(ended) - 1] if like else outcome
+                tokens[index] = [*tokens[index], *answered.token_ids]
     return ended
 
 
@@ -131,21 +139,22 @@ def test_who_is_preempted_or_aborted_says_the_same(engines: EnginePool, tmp_path
     model = make_family("gemma3", tmp_path / "gemma3")
     settings = {**SETTINGS, "max_model_len": 640, "max_num_batched_tokens": 64}
     settings["kv_admission"] = "prompt"
-    found = []
+    found: list[list[Outcome]] = []
     for blocks, caching in ((4000, False), (4000, True), (150, True)):
         own = {"num_gpu_blocks_override": blocks, "enable_prefix_caching": caching}
         engine = engines.get(model, **settings, **own)
         look = Rows(engine) if caching else None
         with count_preemptions(engine) as preemptions:
-            outcomes = _crowd(engine, look)
+            outcomes = _crowd(engine, look, next(iter(found), ()))
         assert (preemptions["all"] > 0) == (blocks == 150)
         assert len(outcomes) == 11
         resumed = [outcome.report["resumed_tokens"] > 0 for outcome in outcomes]
         expected = [False] * 4 + [True] * 7 if blocks == 4000 and caching else [False] * 11
         assert resumed == expected if blocks == 4000 else any(resumed)
-        found.append([outcome.token_ids for outcome in outcomes])
+        found.append(outcomes)
         engine.check_whole()
-    assert found[0] == found[1] == found[2]
+    assert_same_tokens(found[1], found[0])
+    assert_same_tokens(found[2], found[0])
 
 
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])

@@ -38,6 +38,11 @@ def cores_by_node() -> list[list[int]]:
     return [sorted(core.values()) for core in found.values() if core]
 
 
+def free_by_node() -> list[int]:
+    """Bytes that are free on each memory node that this process may use."""
+    return [get_memory_node_info(node).available_memory for node in get_visible_memory_node()]
+
+
 def memory_of_worker_node(workers: int) -> tuple[int, int, int]:
     """Of the memory node on which this worker computes: bytes, bytes that are free, and how many of
     this machine's `workers` have to share it."""

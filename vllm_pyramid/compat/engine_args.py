@@ -26,8 +26,11 @@ class ConfigHooks(Protocol):
             ValueError: naming the flag to change.
         """
 
-    def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> None:
+    def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> bool:
         """Check and change the arguments once the model's configuration has been read.
+
+        Returns:
+            Whether the arguments changed, so that `model_config` has to be made again.
 
         Raises:
             ValueError: naming the flag to change.
@@ -93,19 +96,23 @@ def install(front_end: FrontEnd) -> None:
     @functools.wraps(create_engine_config)
     def create_engine_config_with_policy(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         hooks = front_end.hooks_for(self)
-        if hooks is not None:
-            hooks.prepare_args(self)
-        config = create_engine_config(self, *args, **kwargs)
-        if hooks is not None:
-            hooks.finish_config(config)
+        if hooks is None:
+            return create_engine_config(self, *args, **kwargs)
+        hooks.prepare_args(self)
+        types = self.dtype, self.kv_cache_dtype
+        try:
+            config = create_engine_config(self, *args, **kwargs)
+        finally:  # the same arguments may make an engine without a policy
+            self.dtype, self.kv_cache_dtype = types
+        hooks.finish_config(config)
         return config
 
     @functools.wraps(create_model_config)
     def create_model_config_with_policy(self: EngineArgs) -> ModelConfig:
         model_config = create_model_config(self)
         hooks = front_end.hooks_for(self)
-        if hooks is not None:
-            hooks.prepare_for_model(self, model_config)
+        if hooks is not None and hooks.prepare_for_model(self, model_config):
+            model_config = create_model_config(self)
         return model_config
 
     EngineArgs.create_model_config = create_model_config_with_policy  # type: ignore[method-assign]

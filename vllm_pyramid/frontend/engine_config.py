@@ -72,14 +72,22 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
         defaults.choose(args)
 
 
-def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVSettings) -> None:
+def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVSettings) -> bool:
     """The same where the model matters: called when its configuration has been read.
+
+    Returns:
+        Whether `args` say something else of the model now than they did.
 
     Raises:
         ValueError: naming the flag to change.
     """
+    changed = False
+    if current_platform.device_type == "cpu":
+        from vllm_pyramid.frontend.weights import choose_weights
+
+        changed = choose_weights(args, model_config)
     if not has_states(model_config.hf_text_config, model_config.max_model_len):
-        return
+        return changed
     if args.enable_prefix_caching:
         raise ValueError(
             "a KV policy does not work with --enable-prefix-caching and this model yet: some of "
@@ -92,6 +100,7 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
             "kv-policy %s: prefix caching is off: layers of this model keep a state",
             settings.kv_policy,
         )
+    return changed
 
 
 def _check_backend(chosen: AttentionBackendEnum | str | None) -> None:

@@ -36,11 +36,11 @@ class PolicyConfig:
         self._asks_prefix_caching = args.enable_prefix_caching is True  # None: vLLM's default
         engine_config.prepare_args(args, self._settings)
 
-    def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> None:
-        """Do the same where the model matters."""
+    def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> bool:
+        """Do the same where the model matters; return whether the arguments changed."""
         from vllm_pyramid.frontend import engine_config
 
-        engine_config.prepare_for_model(args, model_config, self._settings)
+        return engine_config.prepare_for_model(args, model_config, self._settings)
 
     def finish_config(self, config: VllmConfig) -> None:
         """Check the finished configuration and put the policy's classes in place."""

@@ -50,9 +50,9 @@ def choose(args: EngineArgs) -> None:
     elif args.nnodes == 1 and replicas:
         bind = threads_to_bind(os.environ, workers, cores_by_node(), replicas)
         if bind is not None:
-            os.environ[BIND] = _chosen[BIND] = bind
+            chosen_for_children(BIND, bind)
             logger.info("threads: %s=%s; the environment may say otherwise", BIND, bind)
-    if _share_is_vllms(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    if share_is_vllms(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         args.additional_config = {**args.additional_config, MEMORY_KEY: max(1, replicas)}
 
 
@@ -68,7 +68,12 @@ def replicas_here(args: EngineArgs) -> int:
     return args.data_parallel_size
 
 
-_chosen: dict[str, str] = {}  # variables that this process owes to `choose`
+_chosen: dict[str, str] = {}  # variables that this process owes to `choose` and `choose_weights`
+
+
+def chosen_for_children(name: str, value: str) -> None:
+    """Set a variable of the environment until `withdraw`; started processes inherit it."""
+    os.environ[name] = _chosen[name] = value
 
 
 def withdraw() -> None:
@@ -118,7 +123,7 @@ def threads_to_bind(
     return "|".join(",".join(map(str, sorted(share))) for share in shares)
 
 
-def _share_is_vllms(args: EngineArgs) -> bool:
+def share_is_vllms(args: EngineArgs) -> bool:
     """Whether the share of the memory is a default of vLLM's, and no size was given either."""
     if args.kv_cache_memory_bytes is not None:
         return False

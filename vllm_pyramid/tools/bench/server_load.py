@@ -102,7 +102,7 @@ class Gauges:
         while not self._end.wait(self._interval):
             # A server that has ended is noticed by those who send requests to it.
             with contextlib.suppress(OSError):
-                totals = metrics(self._url, 10 * self._interval)
+                totals = metrics(self._url, 10 * LOOK_SECONDS)  # a busy server answers late
                 for name, metric in _GAUGES.items():
                     if value := int(totals.get(metric, 0)):
                         self.largest[name] = max(self.largest.get(name, 0), value)
