@@ -132,7 +132,7 @@ RUNNERS: list[Any] = []
 def check_step() -> None:
     """No graph stands for a step in which layers compute different tokens."""
     for runner in RUNNERS:
-        assert runner.retention.step.layout is None, "a graph in a step without graphs"
+        assert runner.tracker.step.layout is None, "a graph in a step without graphs"
 
 
 class Graph:
