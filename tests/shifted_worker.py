@@ -28,7 +28,7 @@ from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
-from vllm_pyramid.worker.runtime import PyramidRunnerMixin
+from vllm_pyramid.worker.step_tables import StepTables
 
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
 STEP_TOKENS = 1 << 12
@@ -226,7 +226,8 @@ class Worker:
         for table, layer in zip(self.shifted.tables, own, strict=True):
             data_of(table)[:rows] = layer[:, : table.shape[1]]  # as vLLM fills them
         lens = torch.from_numpy(computed + tokens)
-        PyramidRunnerMixin.shift_tables(self, put(lens), step, computed + tokens)  # type: ignore[arg-type]
+        tables: Any = SimpleNamespace(shifted=self.shifted)
+        StepTables.shift(tables, put(lens), step, computed + tokens)
         layout = step.layout
         entered = put(torch.arange(int(tokens.sum())))
         starts = torch.zeros(rows + 1, dtype=torch.int32)

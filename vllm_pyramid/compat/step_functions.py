@@ -107,8 +107,8 @@ def _attention(runner: Any) -> Iterator[Function]:
         for hooks in context.hooks:
             yield "eviction", hooks, "after_write"
             yield "eviction", hooks, "after_attention"
-        yield "policy", context.retention, "begin_step"
-        yield "policy", context.retention, "end_step"
+        yield "policy", context.tracker, "begin_step"
+        yield "policy", context.tracker, "end_step"
     for groups in runner.attn_groups:
         for group in groups:
             for builder in group.metadata_builders:
