@@ -61,7 +61,7 @@ class PipelineSync:
         torch.distributed.all_gather_object(of_all_stages, of_this_stage, group=self._group)
         return of_all_stages
 
-    def accumulate(self, evictions: StepEvictions) -> None:
+    def sum_over_stages(self, evictions: StepEvictions) -> None:
         """Add the evicted tokens of the stages before this one, and send the sum to the next."""
         if self.count == 1:
             return

@@ -204,7 +204,7 @@ class WorkerRuntime:
         """
         evictions = self.tracker.step.evictions
         if evictions is not None:
-            self.pipeline.accumulate(evictions)
+            self.pipeline.sum_over_stages(evictions)
         evicted, reports = self.tracker.end_step()
         if self._trace is not None and evictions is not None:
             self._trace.finish_step(evictions)
