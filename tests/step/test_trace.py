@@ -151,13 +151,13 @@ def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_later_evictions_are_written_as_positions_of_the_sequence(tmp_path: Path) -> None:
     policy = load_policy("h2o", 4, {"interval": 4, "fill_blocks": False})
-    retention = EvictionTracker(policy, NUM_LAYERS, 16, 2)
-    retention.add("r", 6, None)
+    tracker = EvictionTracker(policy, NUM_LAYERS, 16, 2)
+    tracker.add("r", 6, None)
     writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
 
     def compute(computed: int, scheduled: int, *places: list[int]) -> None:
         columns = [np.array([n], np.int32) for n in (6, computed, scheduled)]
-        step = retention.begin_step(["r"], *columns)
+        step = tracker.begin_step(["r"], *columns)
         assert step.evictions is not None
         for layer in range(NUM_LAYERS):
             kept = torch.tensor(places, dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model runners give to the layers, and what they refuse, with stand-ins for vLLM's."""
+"""What the runtime gives to the layers, and what it refuses, with stand-ins for vLLM's runner."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests import steps
-from tests.steps import make_call
 from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin
 from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
-from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
-from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker import adapter, worker_layers
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.adapter_v1 import TablesV1
@@ -160,6 +155,14 @@ def make_groups(order: Sequence[int] = (0, 1, 2)) -> CacheConfig:
     )
 
 
+def test_one_runtime_serves_all_calls_for_specs() -> None:
+    """vLLM asks again where it measures what CUDA graphs need."""
+    runner = Runner()
+    runtime = runner.pyramid
+    assert runner.get_kv_cache_spec() == runtime.layers.specs
+    assert runner.pyramid is runtime
+
+
 def test_tables_of_vllm_become_layers_of_one_tensor() -> None:
     runner = Runner()
     groups = make_groups(order=(2, 0, 1))  # a group's table is its layer's, in whatever order
@@ -286,38 +289,7 @@ def test_traces_start_when_the_worker_says_so(tmp_path: Path) -> None:
     assert silent.layers[NAMES[0]].impl.context.trace is None
 
 
-def make_evictions(rows: list[int]) -> StepEvictions:
-    kept_lens = np.arange(3 * len(rows)).reshape(3, len(rows)).tolist()
-    return steps.make_evictions([100 + index for index in range(len(rows))], kept_lens, rows=rows)
-
-
-def test_evictions_are_uploaded_once_a_step() -> None:
-    policy = load_policy("pyramidkv")
-    tables = torch.arange(8, dtype=torch.int32)[:, None].repeat(1, WIDTH)
-    step = make_evictions([4, 0, 7])
-    everyone, some = np.array([0, 1, 2]), np.array([0, 2])
-    layers = [step.batch(make_call(tables, layer=layer), policy, everyone) for layer in range(3)]
-    for batch in layers:
-        assert batch.query_ends is layers[0].query_ends
-        assert batch.keeps.untyped_storage().data_ptr() == (
-            layers[0].keeps.untyped_storage().data_ptr()
-        )
-    again = step.batch(make_call(tables), policy, everyone.copy())
-    assert again.query_ends is layers[0].query_ends
-    part = [step.batch(make_call(tables, layer=layer), policy, some) for layer in range(3)]
-    assert part[0].tables[:, 0].tolist() == [4, 7]
-    assert part[0].query_ends.tolist() == [100, 303]
-    assert part[0].lens.tolist() == part[0].host_lens.tolist() == [100, 102]
-    keeps = [[0, 2], [3, 5], [6, 8]]
-    assert [batch.keeps.tolist() for batch in part] == keeps
-    assert [batch.host_keeps.tolist() for batch in part] == keeps
-    assert {part[0].keeps.dtype, part[0].lens.dtype, part[0].query_ends.dtype} == {torch.int32}
-    assert step.batch(make_call(tables), policy, everyone).query_ends is layers[0].query_ends
-    later = make_evictions([1, 2, 3])  # the same choice in another step is something else
-    assert later.batch(make_call(tables), policy, everyone).tables[:, 0].tolist() == [1, 2, 3]
-
-
-# Policies that gather what queries give keys -----------------------------------------------------
+# What methods keep in addition to the cache -------------------------------------------------------
 
 
 def test_one_mass_for_all_layers() -> None:
@@ -449,7 +421,7 @@ def make_builder() -> Any:
     return builder
 
 
-def test_metadata_that_nobody_reads_is_built_once() -> None:
+def test_metadata_that_is_not_read_is_built_once() -> None:
     builder = make_builder()
     shifted = builder.context.shifted
     for _ in range(3):
@@ -480,33 +452,6 @@ def test_only_replays_of_full_graphs_are_such_steps() -> None:
         assert building("batch", mode, "tables") == "metadata"
     building("batch", CUDAGraphMode.FULL, "tables", for_capture=True)
     assert seen == [True, False, False, False] and not shifted.replays
-
-
-def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
-    for rows in (1, 3, 4, 1023):
-        shapes = [(5, 16), (3, 32), (3, 32)]  # of layers with V and without
-        shifted = ShiftedTables(slice(0, 3), rows, shapes, torch.device("cpu"))
-        assert [table.shape for table in shifted.tables] == [(rows, width) for width, _ in shapes]
-        assert shifted.lens.shape == (3, rows)
-        for layer in range(3):
-            for tensor in (shifted.tables, shifted.lens, shifted.skips):
-                part = tensor[layer].storage_offset() * tensor[layer].element_size()
-                assert part % 16 == 0
-
-
-def test_lengths_of_thinned_steps_keep_what_the_device_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The host counts drafts that were rejected; of a piece of a prompt it knows the length."""
-    monkeypatch.setattr(triton_tables, "shift_block_tables_", lambda *args, **more: None)
-    shifted = ShiftedTables(slice(0, 2), 4, [(WIDTH, 16)] * 2, torch.device("cpu"))
-    skips = np.array([[16, 0], [32, 16]], np.int32)
-    host_lens = np.array([100, 48], np.int32)  # one decodes, the other's piece is thinned
-    own_lens = np.array([[100, 48], [100, 30]], np.int32)
-    on_device = torch.tensor([97, 48], dtype=torch.int32)  # three drafts were rejected
-    shifted.update(on_device, skips, host_lens, own_lens)
-    assert shifted.lens[:, :2].tolist() == [[97 - 16, 48], [97 - 32, 30 - 16]]
-    assert shifted.max_lens is not None and shifted.max_lens.tolist() == [84, 68]
 
 
 def test_layers_share_the_scratch_of_split_attention(monkeypatch: pytest.MonkeyPatch) -> None:

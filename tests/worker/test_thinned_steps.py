@@ -136,7 +136,7 @@ def test_first_runner_forces_eager_steps_alone() -> None:
     for runner.thins in (True, False):
         assert runner._update_states(None) == "corrections"
         assert runner._determine_batch_execution_and_padding(5) == 5
-        # Of a capture or a warm-up, which are nobody's step.
+        # Of a capture or a warm-up, which are steps without requests.
         runner._determine_batch_execution_and_padding(5)
         runner._determine_batch_execution_and_padding(5, force_eager=True)
     assert runner.asked == [True, False, True, False, False, True]
@@ -192,7 +192,7 @@ def test_second_runner_dispatches_no_graph_to_such_a_step(worker: Worker) -> Non
 
 
 class _Allocated(TorchDispatchMode):
-    """Bytes of all that operators return and nobody else holds."""
+    """Counts the bytes of new tensors that operators return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class _Kernels(Host):
         return launched
 
 
-def test_what_a_layer_takes_beside_the_forward_pass_is_counted(
+def test_memory_of_a_layer_in_addition_to_the_forward_pass_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All that choosing and moving allocate, as if nothing of it were ever freed."""
