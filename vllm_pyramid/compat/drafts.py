@@ -129,10 +129,10 @@ class LayerwiseProposer:
         return common
 
     def _get_slot_mapping(self, num_tokens: int, *args: Any) -> dict[str, torch.Tensor]:
-        of_first: dict[str, torch.Tensor] = super()._get_slot_mapping(num_tokens, *args)  # type: ignore[misc]
+        mapping: dict[str, torch.Tensor] = super()._get_slot_mapping(num_tokens, *args)  # type: ignore[misc]
         for slots in self._slots.values():
             slots[self._filled : num_tokens] = PAD_SLOT_ID
-        return of_first | {name: slots[:num_tokens] for name, slots in self._slots.items()}
+        return mapping | {name: slots[:num_tokens] for name, slots in self._slots.items()}
 
 
 def take_own_tables(runner: Any, common: Any) -> None:

@@ -40,17 +40,17 @@ def rotary_of_layer(model: torch.nn.Module, name: str) -> Rotary | None:
     """
     modules = dict(model.named_modules())
     parent = modules.get(name.rpartition(".")[0])
-    found = getattr(parent, "rotary_emb", None)
-    if found is None:
+    rotary = getattr(parent, "rotary_emb", None)
+    if rotary is None:
         if parent is None or any(other.endswith("rotary_emb") for other in modules):
             raise ValueError(f"layer {name} has none next to its attention, where it is expected")
         return None
     if getattr(parent, "use_rope", True) is False or getattr(parent, "nope", False) is True:
         return None  # the module exists and is not applied
-    cache = getattr(found, "cos_sin_cache", None)
-    if not isinstance(cache, torch.Tensor) or getattr(found, "mrope_section", None):
-        raise ValueError(f"layer {name} has a {type(found).__name__}, which is not supported")
-    return Rotary(cache, halves=bool(found.is_neox_style))
+    cache = getattr(rotary, "cos_sin_cache", None)
+    if not isinstance(cache, torch.Tensor) or getattr(rotary, "mrope_section", None):
+        raise ValueError(f"layer {name} has a {type(rotary).__name__}, which is not supported")
+    return Rotary(cache, halves=bool(rotary.is_neox_style))
 
 
 def send_report(output: Any, evictions: dict[str, Eviction], methods: dict[str, Any]) -> Any:

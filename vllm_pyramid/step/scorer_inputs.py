@@ -130,8 +130,8 @@ class ScorerInputs:
     ) -> torch.Tensor:
         end = self.start + self.num_tokens
         rows = gather_scaled(cache, scales, self.block_row, self.start, end, torch.float32)
-        found = rows.transpose(0, 1)
-        return found if scale == 1.0 else found * scale
+        tokens = rows.transpose(0, 1)
+        return tokens if scale == 1.0 else tokens * scale
 
     @cached_property
     def keys(self) -> torch.Tensor:

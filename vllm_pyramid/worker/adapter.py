@@ -61,7 +61,7 @@ class RunnerAdapter:
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache as vLLM does, and bind the layers, which exist from then on."""
-        self.pyramid.before_cache(kv_cache_config.num_blocks)
+        self.pyramid.prepare_cache(kv_cache_config.num_blocks)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         self.pyramid.bind(self.attn_groups)
 

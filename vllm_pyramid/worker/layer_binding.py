@@ -108,8 +108,8 @@ class LayerBinding:
         if self._tracker.policy.values.on_device(layer):
             return None
         cache = attention_layer(self._config, name).kv_cache
-        found = (hooks.value_cache(layer, cache) for hooks in self._tracker.hooks)
-        return next(values for values in found if values is not None)
+        caches = (hooks.value_cache(layer, cache) for hooks in self._tracker.hooks)
+        return next(values for values in caches if values is not None)
 
     def release(self) -> None:
         """Take the contexts away from the layers, and with them their tables."""
@@ -165,13 +165,13 @@ def rotary_for_scorers(policy: Policy, model: torch.nn.Module, name: str) -> Rot
         ValueError: scorers cannot undo the layer's embedding.
     """
     policies = [policy] if policy.inside is None else [policy, policy.inside]
-    scorer = next((one.scorer for one in policies if one.scorer.needs_rotary), None)
-    if scorer is None:
+    scorers = [part.scorer for part in policies if part.scorer.needs_rotary]
+    if not scorers:
         return None
     try:
         return rotary_of_layer(model, name)
     except ValueError as error:
         raise ValueError(
-            f"policy {policy.name!r} has the scorer {scorer.kind!r}, which "
+            f"policy {policy.name!r} has the scorer {scorers[0].kind!r}, which "
             f"looks at queries without their rotary embedding: {error}"
         ) from error

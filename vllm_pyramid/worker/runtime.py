@@ -35,10 +35,10 @@ class WorkerRuntime:
 
     Its methods are called in this order:
 
-        start-up    memory, before_cache, bind (both twice if vLLM measures graphs first),
+        start-up    memory, prepare_cache, bind (both twice if vLLM measures graphs first),
                     compile_kernels, start_trace
-        each step   take_messages, add and remove, needs_eager_step, begin_step or idle_step,
-                    (the layers attend and evict, by their contexts), end_step
+        each step   take_messages, add_requests, needs_eager_step, begin_step or idle_step,
+                    (each layer attends and evicts, by its context), end_step
 
     Attributes:
         pipeline: this worker's place in the pipeline.
@@ -100,7 +100,7 @@ class WorkerRuntime:
 
     # Start-up -------------------------------------------------------------------------------------
 
-    def before_cache(self, num_blocks: int) -> None:
+    def prepare_cache(self, num_blocks: int) -> None:
         """Prepare for vLLM's allocation of a cache of `num_blocks` blocks.
 
         vLLM may allocate twice, first to measure what CUDA graphs need: what the first allocation
@@ -132,7 +132,7 @@ class WorkerRuntime:
             self._ranks.rank,
             self._ranks.size,
             self.layers.model_layers,
-            first_layer=self.layers.own.start,
+            first_layer=self.layers.stage.start,
             stage=self.pipeline.stage if self.pipeline.count > 1 else None,
         )
         self.binding.set_trace(self._trace)

@@ -58,7 +58,7 @@ class StepTables:
         block_sizes = {spec.layer_idx: spec.block_size for spec in self._layers.evicting.values()}
         self._free_runner_tables()  # before tables of the same size are allocated
         self.shifted = ShiftedTables(
-            self._layers.own,
+            self._layers.stage,
             rows,
             [(shapes[layer][1], block_sizes[layer]) for layer in sorted(shapes)],
             self._device,

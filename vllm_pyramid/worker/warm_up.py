@@ -45,8 +45,8 @@ def compile_kernels(
     kinds = set()
     for context, layer in layers:
         policy = context.tracker.policy
-        policies = [one for one in (policy, policy.inside) if one is not None and one.evicts]
-        queries = max((max(one.window, one.trace_window) for one in policies), default=0)
+        policies = [part for part in (policy, policy.inside) if part is not None and part.evicts]
+        queries = max((max(part.window, part.trace_window) for part in policies), default=0)
         queries = max(1, min(queries, max_model_len))
         call = _made_up_inputs(context, layer, queries, dtype)
         # Everything of a layer that kernels depend on.
@@ -56,11 +56,11 @@ def compile_kernels(
         if kind in kinds:
             continue
         kinds.add(kind)
-        for one in policies:
-            for length in lengths_of(one, max_model_len):
+        for part in policies:
+            for length in lengths_of(part, max_model_len):
                 # A front that differs from the policy's is selected by other kernels.
-                for front in (0, one.sinks + 1):
-                    _evict(call, one, length, front, context.tracker.num_layers, traces)
+                for front in (0, part.sinks + 1):
+                    _evict(call, part, length, front, context.tracker.num_layers, traces)
         starts = call.batch.query_start_loc.clamp(max=1)
         single = replace(call.batch, query=query[:1], query_start_loc=starts, max_query_len=1)
         for length in _powers_of_two(1, max_model_len):
@@ -80,12 +80,12 @@ def lengths_of(policy: Policy, max_model_len: int) -> list[int]:
     """
     least = policy.sinks + policy.window + 2
     longest = min(max_model_len, LONGEST + policy.window)
-    found = {
+    lengths = {
         min(power + more, longest)
         for power in _powers_of_two(least, LONGEST)
         for more in (0, policy.window)
     }
-    return sorted(length for length in {*found, least} if least <= length <= longest)
+    return sorted(length for length in {*lengths, least} if least <= length <= longest)
 
 
 def _powers_of_two(first: int, last: int) -> Iterator[int]:
@@ -125,15 +125,15 @@ def _evict(
 ) -> None:
     """Score, select and compact a prompt of `length` tokens, whose first `front` ones stay."""
     keeps = np.full(num_layers, policy.sinks + policy.window + 1)
-    one = np.ones(1, np.int32)
+    queries, tokens = np.array([[len(call.query)], [length]], np.int32)
     plan = RetentionPlan.of(length, 1, int(keeps[0]), keeps, fill_blocks=False, front=front)
     evictions = StepEvictions(
         request_ids=["made up"],
         rows=np.zeros(1, np.int64),
-        query_ends=one * len(call.query),
-        query_lens=one * len(call.query),
-        prompt_lens=one * length,
-        points=one * length,
+        query_ends=queries,
+        query_lens=queries,
+        prompt_lens=tokens,
+        points=tokens,
         plans=[plan],
         eviction_numbers=[1],
         end_numbers=[1],

@@ -28,13 +28,13 @@ class WorkerLayers:
 
     Attributes:
         roles: the roles of this worker's layers.
-        own: the numbers of this worker's layers that evict.
+        stage: the numbers of this worker's layers that evict.
         model_layers: the model's own number of each layer that evicts, of all stages.
         block_size: tokens of the largest block; multiples of it end blocks in all layers.
     """
 
     roles: LayerRoles
-    own: slice
+    stage: slice
     model_layers: list[int]
     block_size: int
 
@@ -69,10 +69,10 @@ class WorkerLayers:
         policy.check_layers(len(roles.evicting))
         if roles.stock_groups.keys() - drafts or roles.readers:
             policy.check_hybrid()
-        of_worker = roles.of_stage(stock)
-        layers = [spec.layer_idx for spec in of_worker.evicting.values()]
+        worker_roles = roles.of_stage(stock)
+        layers = [spec.layer_idx for spec in worker_roles.evicting.values()]
         return cls(
-            of_worker,
+            worker_roles,
             slice(layers[0], layers[-1] + 1),
             [spec.model_layer for spec in roles.evicting.values()],
             max(spec.block_size for spec in roles.evicting.values()),
