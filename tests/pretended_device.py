@@ -6,11 +6,12 @@
         x[torch.tensor([0])] = 1.0  # two waits: an index and a number of the host's
     assert device.waits == [...]
 
-Numbers are computed on the host, so results can be looked at (`data_of`). What PyTorch refuses for
-tensors of two devices is refused; what it does by waiting for the device (or by copying pageable
-memory, which waits too) is noted with the line of this package that asked for it.
+Numbers are computed on the host, so tests can read results (`data_of`). Operations on tensors of
+two devices are refused as PyTorch refuses them; operations for which PyTorch waits for the device
+(or copies pageable memory, which waits too) are recorded, with the line of this package that called
+them.
 
-The device's name is "meta", the only one beside "cpu" that PyTorch knows in all of its builds.
+The device's name is "meta", the only one apart from "cpu" that PyTorch knows in all of its builds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("meta")
-# The host cannot go on without a number of the device's.
+# Operations for which the host waits for a number of the device's.
 _READS = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"),
     *("_unique2", "unique_dim", "unique_consecutive", "bincount"),
@@ -33,7 +34,7 @@ _INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_"}
 
 
 class DeviceTensor(torch.Tensor):
-    """Says that it is on the device; `data_of` is where its numbers are."""
+    """A tensor that claims to be on the device; `data_of` returns its numbers."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> DeviceTensor:
@@ -58,7 +59,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def _caller() -> str:
-    """The line of this package that is at work."""
+    """Return the innermost line of this package on the stack."""
     for frame in reversed(traceback.extract_stack()):
         if "/vllm_pyramid/" in frame.filename:
             name = frame.filename.rpartition("/vllm_pyramid/")[2]
@@ -67,10 +68,10 @@ def _caller() -> str:
 
 
 class PretendedDevice(TorchDispatchMode):
-    """See the module.
+    """Lets PyTorch's operations work on the device's tensors while it is entered.
 
     Attributes:
-        waits: what would have waited, and the line.
+        waits: the operations that would have waited, each with its line.
     """
 
     device = DEVICE
@@ -91,11 +92,11 @@ class PretendedDevice(TorchDispatchMode):
         super().__exit__(*error)
 
     def put(self, data: torch.Tensor) -> torch.Tensor:
-        """The tensor as the device's; it shares the memory."""
+        """Return the tensor as one of the device; it shares the memory."""
         return DeviceTensor(data)
 
     def launch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A kernel: takes tensors of the device alone, and waits for nothing."""
+        """Return `function` as a kernel, which accepts tensors of the device alone."""
 
         def launched(*args: Any, **kwargs: Any) -> Any:
             for value in _tensors((args, kwargs)):
@@ -137,7 +138,7 @@ class PretendedDevice(TorchDispatchMode):
     def _check(
         self, name: str, given: list[Any], ours: list[Any], args: Any, kwargs: Any, moves: bool
     ) -> None:
-        """Note what waits; `moves`: the result is on the other side than what was given."""
+        """Record what waits; `moves`: the result is not where the arguments are."""
         hosts = [x for x in given if not isinstance(x, DeviceTensor)]
         if name == "copy_":
             moves = isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor)
@@ -171,7 +172,7 @@ class PretendedDevice(TorchDispatchMode):
 
 
 def data_of(value: Any) -> Any:
-    """The numbers of a tensor of the device; anything else as it is."""
+    """Return the numbers of a tensor of the device, and anything else as it is."""
     return value.on_host if isinstance(value, DeviceTensor) else value
 
 
@@ -183,7 +184,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """`change` of all that is in tuples, dictionaries and records of kernels' arguments."""
+    """Apply `change` to all items of tuples, dictionaries and records of kernels' arguments."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(change, x) for x in value))
     if isinstance(value, (tuple, list)):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side of steps whose attention reads shifted tables, as on CUDA, without vLLM.
+"""Steps of a worker whose attention reads shifted tables, as on CUDA, without vLLM.
 
-Kernels are the reference, vLLM's attention is left out.
+The kernels are the reference, and vLLM's attention is left out.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
-from vllm_pyramid.worker.runtime import PyramidRunnerMixin
+from vllm_pyramid.worker.step_tables import StepTables
 
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
 STEP_TOKENS = 1 << 12
 
 
 class Host:
-    """The same without any device."""
+    """Stands in for a device: everything is on the host."""
 
     device = torch.device("cpu")
 
@@ -47,7 +47,7 @@ class Host:
 
 
 def kernels(device: Any) -> Ops:
-    """The reference, which asks for what keeps the kernels of CUDA from reading back."""
+    """Return the reference, which requires the arguments that spare CUDA's kernels a read-back."""
     launched = {
         name: device.launch(getattr(reference, name))
         for name in dir(Ops)
@@ -94,7 +94,7 @@ def kernels(device: Any) -> Ops:
 
 
 class InnerLlama(torch.nn.Module):
-    """Has an inner module whose loop over the layers is known."""
+    """A model with an inner module whose loop over the layers is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +109,9 @@ class Worker:
         copies: whether the device has a memory of its own, and a stream for copies.
 
     Attributes:
-        outs: what attention by a method gave, of each step and layer. calls: those.
-        survived: of each step whose prompts are thinned the tokens that reach its last layer.
-        reports: of the steps.
+        outs: the outputs of a method's attention, of each step and layer. calls: their inputs.
+        survived: the tokens that reach the last layer, of each step whose prompts are thinned.
+        reports: the methods' reports of the steps.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Worker:
         ]
         shape = (self.layers, blocks, KV_HEADS, BLOCK, 2 * SIZE)
         self.cache = torch.randn(shape, generator=self.random)
-        order = torch.randperm(blocks - 1, generator=self.random) + 1  # block 0 is nobody's
+        order = torch.randperm(blocks - 1, generator=self.random) + 1  # no request uses block 0
         self.tables = order.int().view(self.layers, len(prompts), width)
         for layer, context in enumerate(self.contexts):
             if not policy.values.on_device(layer):
@@ -198,7 +198,7 @@ class Worker:
         self.evictions = 0
 
     def kv_cache(self, layer: int) -> torch.Tensor:
-        """`[P, G, N, 2 * D]` of K and V, or `[P, G, 2 * N, D]` of K alone."""
+        """Return the cache of K and V, `[P, G, N, 2 * D]`, or of K alone, `[P, G, 2 * N, D]`."""
         cache = self.cache[layer]
         if not self.tracker.policy.values.on_device(layer):
             cache = cache.view(*cache.shape[:2], 2 * BLOCK, SIZE)
@@ -206,7 +206,7 @@ class Worker:
         return whole
 
     def host_values(self) -> torch.Tensor | None:
-        """All V on the host."""
+        """Return all V on the host."""
         caches = [data_of(c.values) for c in self.contexts if c.values is not None]
         return caches[0] if caches else None
 
@@ -226,7 +226,8 @@ class Worker:
         for table, layer in zip(self.shifted.tables, own, strict=True):
             data_of(table)[:rows] = layer[:, : table.shape[1]]  # as vLLM fills them
         lens = torch.from_numpy(computed + tokens)
-        PyramidRunnerMixin.shift_tables(self, put(lens), step, computed + tokens)  # type: ignore[arg-type]
+        tables: Any = SimpleNamespace(shifted=self.shifted)
+        StepTables.shift(tables, put(lens), step, computed + tokens)
         layout = step.layout
         entered = put(torch.arange(int(tokens.sum())))
         starts = torch.zeros(rows + 1, dtype=torch.int32)
@@ -312,7 +313,7 @@ def thins_generated() -> Policy:
 
 
 def policies() -> list[Policy]:
-    """All presets that CUDA serves, and those with parts of their own."""
+    """Return all presets that CUDA serves, and some policies with other parts."""
     found = []
     for name in policy_names():
         policy = load_policy(name)

@@ -19,7 +19,8 @@ from vllm_pyramid.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
 from vllm_pyramid.step.ranks import OneRank, Ranks
-from vllm_pyramid.step.step import Step, StepEvictions
+from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 
@@ -35,7 +36,7 @@ def make_side(
     """The side of a worker on the CPU, whose layers have caches alike.
 
     Args:
-        retention: whose step is the current one. fields: of `WorkerSide`.
+        tracker: whose step is the current one. fields: of `WorkerSide`.
     """
     spec = SimpleNamespace(num_kv_heads=heads, block_size=block_size)
     of_side: dict[str, Any] = {
@@ -61,7 +62,7 @@ def make_tracker(
 
 
 def the_hooks(tracker: EvictionTracker, kind: type[WorkerHooks]) -> Any:
-    """The one of the retention's hooks that is of this class."""
+    """Return the one of the tracker's hooks that is of this class."""
     (found,) = [hooks for hooks in tracker.hooks if isinstance(hooks, kind)]
     return found
 
@@ -103,23 +104,32 @@ def make_evictions(
     kept_lens: Sequence[Sequence[int]] | None = None,
     *,
     plans: list[Plan] | None = None,
+    budget: int = 64,
     block_size: int = 16,
+    request_ids: list[str] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> StepEvictions:
-    """Whole prompts that end in one step, one behind the other.
+    """Return the evictions of whole prompts that end in one step, one behind the other.
 
     Args:
-        lens: tokens of each. helds: a layer, what it keeps of each; by default one layer keeps
-            everything. plans: instead of `kept_lens`.
+        lens: tokens of each. kept_lens: for each layer what it keeps of each; by default one layer
+            keeps everything. plans: instead of `kept_lens`.
+        rows: rows of the batch, by default the first ones.
     """
     prompt_lens = np.array(lens, np.int32)
     if plans is None:
-        plans = plans_of(prompt_lens, np.array(kept_lens or [lens], np.int32), budget=64)
+        plans = plans_of(prompt_lens, np.array(kept_lens or [lens], np.int32), budget=budget)
     return StepEvictions(
-        request_ids=[f"r{index}" for index in range(len(lens))],
-        rows=np.arange(len(lens)),
+        request_ids=request_ids or [f"r{index}" for index in range(len(lens))],
+        rows=np.arange(len(lens)) if rows is None else np.array(rows),
         query_ends=np.cumsum(prompt_lens, dtype=np.int32),
         query_lens=prompt_lens,
         prompt_lens=prompt_lens,
+        points=prompt_lens,
         plans=plans,
+        eviction_numbers=[1] * len(lens),
+        end_numbers=[plan.end_number for plan in plans],
+        previous_skips=np.zeros((plans[0].num_layers, len(lens)), np.int32),
         block_size=block_size,
+        copies=[None] * len(lens),
     )

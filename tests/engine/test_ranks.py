@@ -67,7 +67,7 @@ def test_two_ranks(tmp_path: Path, engines: EnginePool, monkeypatch: pytest.Monk
         child.kill()
     for name, result in zip(SERVED, results, strict=True):
         for rank in result["ranks"]:
-            assert "vllm_pyramid.worker.adapter_v2.PyramidRunnerV2" in rank["runner"]
+            assert "vllm_pyramid.worker.adapter_v2.AdapterV2" in rank["runner"]
             assert rank["one_tensor_of_tables"]
         assert len(result["ranks"]) == 2
         outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]

@@ -243,7 +243,7 @@ def test_runner(
         "2": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     }
     assert stock[runner] in result["runner"]
-    assert f"vllm_pyramid.worker.runner_v{runner}.PyramidRunnerV{runner}" in result["runner"]
+    assert f"vllm_pyramid.worker.adapter_v{runner}.AdapterV{runner}" in result["runner"]
     assert backend in result["modules"]
     layers = (DEEPER if policy == "thinned" else SHAPE)[1]["num_hidden_layers"]
     assert result["groups"] == layers + (policy == "eagle")

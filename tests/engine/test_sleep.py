@@ -55,7 +55,7 @@ def test_requests_outlive_sleep(
         engine.core.sleep(1, mode="keep")
         for cache in worker.model_runner.kv_caches:
             cache.fill_(torch.nan)
-        for hooks in worker.model_runner.hooks:
+        for hooks in worker.model_runner.pyramid.tracker.hooks:
             if (pages := getattr(hooks, "pages", None)) is not None:
                 pages.fill_(torch.nan)
         slept.append(len(engine.scheduler.waiting))

@@ -163,7 +163,7 @@ def test_evicted_tokens_are_summed_along_the_stages(monkeypatch: pytest.MonkeyPa
             request_ids=names, tokens_done=np.array([own[name] for name in names])
         )
         worker = PipelineSync(group, in_flight=3)
-        worker.all_reduce(evictions)
+        worker.sum_over_stages(evictions)
         sums = dict(zip(names, evictions.tokens_done.tolist(), strict=True))
         assert sums == {name: (stage + 1) * tokens for name, tokens in own.items()}
     assert worker.is_last and not wire

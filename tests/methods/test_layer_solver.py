@@ -25,7 +25,7 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.ranks import Ranks
-from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 pytestmark = pytest.mark.cpu

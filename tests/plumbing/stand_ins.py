@@ -132,7 +132,7 @@ RUNNERS: list[Any] = []
 def check_step() -> None:
     """No graph stands for a step in which layers compute different tokens."""
     for runner in RUNNERS:
-        assert runner.tracker.step.layout is None, "a graph in a step without graphs"
+        assert runner.pyramid.tracker.step.layout is None, "a graph in a step without graphs"
 
 
 class Graph:
@@ -236,7 +236,7 @@ def install_start_up(mode: str) -> None:
 
     def compile_or_warm_up_model(worker: Any) -> Any:
         runner = worker.model_runner
-        runner.compile_kernels()
+        runner.pyramid.compile_kernels()
         warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
         runner.capture_model()
         RUNNERS[:] = [runner]

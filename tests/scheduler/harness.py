@@ -408,7 +408,7 @@ class PlainWorker:
                     assert isinstance(plan, RetentionPlan)
                     self._leave_behind(self.rows[request_id], plan, blocks)
                 end, kept_lens = (
-                    step.evictions.prompt_lens[index],
+                    step.evictions.points[index],
                     step.evictions.kept_lens[:, index],
                 )
                 previous_skips = step.evictions.previous_skips[:, index]

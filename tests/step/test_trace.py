@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.plans import plans_of
+from tests import steps
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
@@ -25,16 +25,8 @@ HEADS = [NUM_KV_HEADS] * NUM_LAYERS
 def make_evictions(request_ids: list[str], prompt_len: int = 12) -> StepEvictions:
     """Layer 0 keeps 4 tokens, layer 1 everything, layer 2 keeps 8."""
     count = len(request_ids)
-    prompt_lens = np.full(count, prompt_len, np.int32)
-    kept_lens = np.tile(np.array([[4], [prompt_len], [8]], np.int32), (1, count))
-    return StepEvictions(
-        request_ids=request_ids,
-        rows=np.arange(count),
-        query_ends=np.arange(1, count + 1, dtype=np.int32) * prompt_len,
-        query_lens=np.full(count, prompt_len, np.int32),
-        prompt_lens=prompt_lens,
-        plans=plans_of(prompt_lens, kept_lens, budget=8),
-    )
+    kept_lens = [[4] * count, [prompt_len] * count, [8] * count]
+    return steps.make_evictions([prompt_len] * count, kept_lens, budget=8, request_ids=request_ids)
 
 
 def kept(seed: int, count: int, prompt_len: int = 12) -> torch.Tensor:
@@ -159,13 +151,13 @@ def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_later_evictions_are_written_as_positions_of_the_sequence(tmp_path: Path) -> None:
     policy = load_policy("h2o", 4, {"interval": 4, "fill_blocks": False})
-    retention = EvictionTracker(policy, NUM_LAYERS, 16, 2)
-    retention.add("r", 6, None)
+    tracker = EvictionTracker(policy, NUM_LAYERS, 16, 2)
+    tracker.add("r", 6, None)
     writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
 
     def compute(computed: int, scheduled: int, *places: list[int]) -> None:
         columns = [np.array([n], np.int32) for n in (6, computed, scheduled)]
-        step = retention.begin_step(["r"], *columns)
+        step = tracker.begin_step(["r"], *columns)
         assert step.evictions is not None
         for layer in range(NUM_LAYERS):
             kept = torch.tensor(places, dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model runners give to the layers, and what they refuse, with stand-ins for vLLM's."""
+"""What the runtime gives to the layers, and what it refuses, with stand-ins for vLLM's runner."""
 
 from __future__ import annotations
 
@@ -18,21 +18,17 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.plans import plans_of
-from tests.steps import make_call
 from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin
 from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
-from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
-from vllm_pyramid.step.step import StepEvictions
-from vllm_pyramid.worker import runtime as runner_module
-from vllm_pyramid.worker.adapter_v1 import PyramidRunnerV1
-from vllm_pyramid.worker.adapter_v2 import NotingReplays, PyramidRunnerV2
-from vllm_pyramid.worker.runtime import PyramidRunnerMixin
+from vllm_pyramid.worker import adapter, worker_layers
+from vllm_pyramid.worker.adapter import RunnerAdapter
+from vllm_pyramid.worker.adapter_v1 import TablesV1
+from vllm_pyramid.worker.adapter_v2 import MetadataBuilding, TablesV2
+from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
 pytestmark = pytest.mark.cpu
 
@@ -44,10 +40,9 @@ ROWS, WIDTH = 3, 8
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's groups of processes exist in workers alone."""
     group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
-    monkeypatch.setattr(runner_module, "get_tp_group", lambda: group)
-    monkeypatch.setattr(runner_module, "get_pp_group", lambda: group)
-    monkeypatch.setattr(runner_module, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(runner_module, "get_shared_kv_cache_layers", lambda config: {})
+    monkeypatch.setattr(adapter, "get_tp_group", lambda: group)
+    monkeypatch.setattr(adapter, "get_pp_group", lambda: group)
+    monkeypatch.setattr(worker_layers, "get_shared_kv_cache_layers", lambda config: {})
 
 
 def served(policy: str, **settings: Any) -> dict[str, Any]:
@@ -92,8 +87,26 @@ class StockRunner:
         self.tables = [torch.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in groups]
 
 
-class Runner(PyramidRunnerMixin, StockRunner):
-    """As far as vLLM asks it for its caches' specs."""
+class Tables:
+    """The tables of a `StockRunner`."""
+
+    tensors_per_group = 2
+
+    def __init__(self, runner: StockRunner) -> None:
+        self.runner = runner
+
+    def shape(self, group: int) -> tuple[int, int]:
+        return ROWS, WIDTH
+
+    def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
+        for group, table in tables.items():
+            self.runner.tables[group] = table
+
+
+class Runner(RunnerAdapter, StockRunner):
+    """Has been asked by vLLM for the specs of its caches."""
+
+    tables_class: Any = Tables
 
     def __init__(
         self,
@@ -119,12 +132,12 @@ class Runner(PyramidRunnerMixin, StockRunner):
     def get_model(self) -> torch.nn.Module:  # type: ignore[override]
         return torch.nn.Module()
 
-    def table_shape(self, group: int) -> tuple[int, int]:
-        return ROWS, WIDTH
+    def runner_tables(self) -> Any:
+        return self.tables_class(self)
 
-    def set_tables(self, tables: Mapping[int, torch.Tensor]) -> None:
-        for group, table in tables.items():
-            self.tables[group] = table
+    @property
+    def shifted(self) -> ShiftedTables | None:
+        return self.pyramid.tables.shifted
 
 
 class CacheConfig(list[Any]):
@@ -133,16 +146,21 @@ class CacheConfig(list[Any]):
     num_blocks = 30
 
 
-def make_groups(order: Sequence[int] = (0, 1, 2), **changes: Any) -> list[Any]:
-    return [
+def make_groups(order: Sequence[int] = (0, 1, 2)) -> CacheConfig:
+    return CacheConfig(
         SimpleNamespace(
-            layer_names=[NAMES[layer]],
-            metadata_builders=[OurBuilder()],
-            kernel_block_size=None,
-            **changes,
+            layer_names=[NAMES[layer]], metadata_builders=[OurBuilder()], kernel_block_size=None
         )
         for layer in order
-    ]
+    )
+
+
+def test_one_runtime_serves_all_calls_for_specs() -> None:
+    """vLLM asks again where it measures what CUDA graphs need."""
+    runner = Runner()
+    runtime = runner.pyramid
+    assert runner.get_kv_cache_spec() == runtime.layers.specs
+    assert runner.pyramid is runtime
 
 
 def test_tables_of_vllm_become_layers_of_one_tensor() -> None:
@@ -165,15 +183,15 @@ def test_tables_of_vllm_become_layers_of_one_tensor() -> None:
 def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their numbers in the model; vLLM leaves the groups of other stages' layers empty."""
     group = SimpleNamespace(rank_in_group=1, world_size=2, ranks=[0, 1], cpu_group=None)
-    monkeypatch.setattr(runner_module, "get_pp_group", lambda: group)
+    monkeypatch.setattr(adapter, "get_pp_group", lambda: group)
 
     def of_two_stages(self: Any, specs: dict[str, Any], readers: Any) -> list[Any]:
         return [({NAMES[0]: specs[NAMES[1]]}, {}), (specs, readers)]
 
-    monkeypatch.setattr(runner_module.PipelineSync, "layers_of_all", of_two_stages)
+    monkeypatch.setattr(PipelineSync, "layers_of_all", of_two_stages)
     monkeypatch.setattr(StockRunner, "own", NAMES[1:])
     runner = Runner()
-    assert runner.tracker.num_layers == len(NAMES)
+    assert runner.pyramid.tracker.num_layers == len(NAMES)
     groups = make_groups()
     runner.initialize_kv_cache(groups)
     assert runner.attn_groups[0] == []
@@ -182,7 +200,7 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
         context = groups[layer].metadata_builders[0].context
         assert context.layer == layer
         assert runner.tables[layer].data_ptr() == runner.shifted.tables[place].data_ptr()
-    runner.start_trace()
+    runner.pyramid.start_trace()
 
 
 def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:
@@ -255,76 +273,36 @@ def test_distances_that_eviction_loses_are_refused(policy: str) -> None:
 
 def test_traces_start_when_the_worker_says_so(tmp_path: Path) -> None:
     runner = Runner("xkv", kv_trace=str(tmp_path / "traces"))
-    assert len(runner.hooks) == 1
+    assert len(runner.pyramid.tracker.hooks) == 1
     groups = make_groups()
-    runner.initialize_kv_cache(CacheConfig(groups))
+    runner.initialize_kv_cache(groups)
     contexts = [group.metadata_builders[0].context for group in groups]
     assert [context.trace for context in contexts] == [None] * 3
     assert not (tmp_path / "traces").exists()
-    runner.start_trace()
+    runner.pyramid.start_trace()
     assert (tmp_path / "traces").is_dir()
     assert all(context.trace is contexts[0].trace is not None for context in contexts)
-    assert all(hooks.trace is contexts[0].trace for hooks in runner.hooks)
+    assert all(hooks.trace is contexts[0].trace for hooks in runner.pyramid.tracker.hooks)
     silent = Runner()
     silent.initialize_kv_cache(make_groups())
-    silent.start_trace()
+    silent.pyramid.start_trace()
     assert silent.layers[NAMES[0]].impl.context.trace is None
 
 
-def make_evictions(rows: list[int]) -> StepEvictions:
-    size = len(rows)
-    prompt_lens = np.arange(100, 100 + size, dtype=np.int32)
-    kept_lens = np.arange(3 * size, dtype=np.int32).reshape(3, size)
-    return StepEvictions(
-        request_ids=[str(row) for row in rows],
-        rows=np.array(rows, np.int64),
-        query_ends=np.arange(10, 10 + size, dtype=np.int32),
-        query_lens=np.full(size, 10, np.int32),
-        prompt_lens=prompt_lens,
-        plans=plans_of(prompt_lens, kept_lens, budget=64),
-    )
-
-
-def test_evictions_are_uploaded_once_a_step() -> None:
-    policy = load_policy("pyramidkv")
-    tables = torch.arange(8, dtype=torch.int32)[:, None].repeat(1, WIDTH)
-    step = make_evictions([4, 0, 7])
-    everyone, some = np.array([0, 1, 2]), np.array([0, 2])
-    layers = [step.batch(make_call(tables, layer=layer), policy, everyone) for layer in range(3)]
-    for batch in layers:
-        assert batch.query_ends is layers[0].query_ends
-        assert batch.keeps.untyped_storage().data_ptr() == (
-            layers[0].keeps.untyped_storage().data_ptr()
-        )
-    again = step.batch(make_call(tables), policy, everyone.copy())
-    assert again.query_ends is layers[0].query_ends
-    part = [step.batch(make_call(tables, layer=layer), policy, some) for layer in range(3)]
-    assert part[0].tables[:, 0].tolist() == [4, 7]
-    assert part[0].query_ends.tolist() == [10, 12]
-    assert part[0].lens.tolist() == part[0].host_lens.tolist() == [100, 102]
-    keeps = [[0, 2], [3, 5], [6, 8]]
-    assert [batch.keeps.tolist() for batch in part] == keeps
-    assert [batch.host_keeps.tolist() for batch in part] == keeps
-    assert {part[0].keeps.dtype, part[0].lens.dtype, part[0].query_ends.dtype} == {torch.int32}
-    assert step.batch(make_call(tables), policy, everyone).query_ends is layers[0].query_ends
-    later = make_evictions([1, 2, 3])  # the same choice in another step is something else
-    assert later.batch(make_call(tables), policy, everyone).tables[:, 0].tolist() == [1, 2, 3]
-
-
-# Policies that gather what queries give keys -----------------------------------------------------
+# What methods keep in addition to the cache -------------------------------------------------------
 
 
 def test_one_mass_for_all_layers() -> None:
     runner = Runner("h2o")
     groups = make_groups()
-    runner.initialize_kv_cache(CacheConfig(groups))
+    runner.initialize_kv_cache(groups)
     contexts = [group.metadata_builders[0].context for group in groups]
-    (mass,) = runner.hooks
+    (mass,) = runner.pyramid.tracker.hooks
     assert isinstance(mass, KeyMass) and all(context.hooks == [mass] for context in contexts)
     assert mass.pages.shape == (30, 2, 16) and mass.pages.dtype == torch.float32
     other = Runner("pyramidkv")
     groups = make_groups()
-    other.initialize_kv_cache(CacheConfig(groups))
+    other.initialize_kv_cache(groups)
     assert groups[0].metadata_builders[0].context.hooks == []
 
 
@@ -332,23 +310,25 @@ def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
     page = 16 * 2 * 64 * 2 * 2  # tokens, KV heads, head size, K and V, bytes
     for policy, expected in (("h2o", 1000 * page), ("pyramidkv", 1000 * (page + 4 * 16 * 2))):
         runner = Runner(policy)
-        assert {spec.page_size_bytes for spec in runner._roles.evicting.values()} == {page}
-        assert runner.room_for_cache(1000 * (page + 4 * 16 * 2)) == expected
+        assert {spec.page_size_bytes for spec in runner.pyramid.layers.evicting.values()} == {page}
+        assert runner.pyramid.memory.cache_bytes(1000 * (page + 4 * 16 * 2)) == expected
 
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "full"])
-@pytest.mark.parametrize("runner_class", [PyramidRunnerV1, PyramidRunnerV2])
-def test_tables_are_as_large_as_is_said(policy: str, runner_class: Any) -> None:
-    """1,024 tokens are 64 entries of 4 bytes: once a layer and row, or twice."""
-    runner = Runner(policy)
-    runner.tables_a_group = runner_class.tables_a_group
-    tables = runner_class.tables_a_group * 3 * ROWS * 64 * 4
-    assert runner.bytes_of_tables() == tables + 3 * (2 * ROWS * 4) + 3 * 512 * 8
-    assert (PyramidRunnerV1.tables_a_group, PyramidRunnerV2.tables_a_group) == (1, 2)
+@pytest.mark.parametrize("tables_class", [TablesV1, TablesV2])
+def test_tables_are_as_large_as_is_said(
+    monkeypatch: pytest.MonkeyPatch, policy: str, tables_class: Any
+) -> None:
+    """1,024 tokens are 64 entries of 4 bytes: once per layer and row, or twice."""
+    monkeypatch.setattr(Runner, "tables_class", tables_class)
+    tables = tables_class.tensors_per_group * 3 * ROWS * 64 * 4
+    expected = tables + 3 * (2 * ROWS * 4) + 3 * 512 * 8
+    assert Runner(policy).pyramid.memory.table_bytes() == expected
+    assert (TablesV1.tensors_per_group, TablesV2.tensors_per_group) == (1, 2)
 
 
 def test_vllm_still_makes_so_many_tables() -> None:
-    """What `bytes_of_tables` counts, of vLLM's own classes."""
+    """What `table_bytes` counts, of vLLM's own classes."""
     from vllm.v1.worker.gpu import block_table
 
     source = inspect.getsource(block_table.BlockTables.__init__)
@@ -441,7 +421,7 @@ def make_builder() -> Any:
     return builder
 
 
-def test_metadata_that_nobody_reads_is_built_once() -> None:
+def test_metadata_that_is_not_read_is_built_once() -> None:
     builder = make_builder()
     shifted = builder.context.shifted
     for _ in range(3):
@@ -461,44 +441,17 @@ def test_metadata_that_nobody_reads_is_built_once() -> None:
 def test_only_replays_of_full_graphs_are_such_steps() -> None:
     seen: list[bool] = []
     shifted = ShiftedTables(slice(0, 1), 2, [(WIDTH, 16)], torch.device("cpu"))
-    runner: Any = SimpleNamespace(shifted=shifted)
+    tables: Any = SimpleNamespace(shifted=shifted)
 
     def prepare(batch: Any, mode: Any, *args: Any, for_capture: bool, **kwargs: Any) -> str:
         seen.append(shifted.replays)
         return "metadata"
 
-    noting = NotingReplays(prepare, runner)
+    building = MetadataBuilding(prepare, tables)
     for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
-        assert noting("batch", mode, "tables") == "metadata"
-    noting("batch", CUDAGraphMode.FULL, "tables", for_capture=True)
+        assert building("batch", mode, "tables") == "metadata"
+    building("batch", CUDAGraphMode.FULL, "tables", for_capture=True)
     assert seen == [True, False, False, False] and not shifted.replays
-
-
-def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
-    for rows in (1, 3, 4, 1023):
-        shapes = [(5, 16), (3, 32), (3, 32)]  # of layers with V and without
-        shifted = ShiftedTables(slice(0, 3), rows, shapes, torch.device("cpu"))
-        assert [table.shape for table in shifted.tables] == [(rows, width) for width, _ in shapes]
-        assert shifted.lens.shape == (3, rows)
-        for layer in range(3):
-            for tensor in (shifted.tables, shifted.lens, shifted.skips):
-                part = tensor[layer].storage_offset() * tensor[layer].element_size()
-                assert part % 16 == 0
-
-
-def test_lengths_of_thinned_steps_keep_what_the_device_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The host counts drafts that were rejected; of a piece of a prompt it knows the length."""
-    monkeypatch.setattr(triton_tables, "shift_block_tables_", lambda *args, **more: None)
-    shifted = ShiftedTables(slice(0, 2), 4, [(WIDTH, 16)] * 2, torch.device("cpu"))
-    skips = np.array([[16, 0], [32, 16]], np.int32)
-    host_lens = np.array([100, 48], np.int32)  # one decodes, the other's piece is thinned
-    own_lens = np.array([[100, 48], [100, 30]], np.int32)
-    on_device = torch.tensor([97, 48], dtype=torch.int32)  # three drafts were rejected
-    shifted.update(on_device, skips, host_lens, own_lens)
-    assert shifted.lens[:, :2].tolist() == [[97 - 16, 48], [97 - 32, 30 - 16]]
-    assert shifted.max_lens is not None and shifted.max_lens.tolist() == [84, 68]
 
 
 def test_layers_share_the_scratch_of_split_attention(monkeypatch: pytest.MonkeyPatch) -> None:

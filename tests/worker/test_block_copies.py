@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that a step begins with: copied before it, and not zeroed behind that."""
+"""Blocks that a step begins with: copied before the step, and not zeroed afterwards."""
 
 from __future__ import annotations
 
@@ -12,43 +12,40 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from vllm_pyramid.compat.side_channel import attach_block_copies
-from vllm_pyramid.worker import runtime as runners
-from vllm_pyramid.worker.runtime import PyramidRunnerMixin
+from vllm_pyramid.worker import block_copies
+from vllm_pyramid.worker.block_copies import copy_blocks
 
 pytestmark = pytest.mark.cpu
+
+
+def copied(output: Any, stage: int) -> list[float]:
+    """Return the contents of six blocks, which held their own ids, after the step's copies."""
+    caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
+    copy_blocks(output, stage, caches, num_blocks=6, page_size_bytes=64)
+    contents: list[float] = caches[0][:, 0].tolist()
+    return contents
 
 
 @pytest.mark.parametrize("at_once", [1, 64])
 def test_what_was_copied_is_not_zeroed(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """vLLM zeroes new blocks where caches are of several types, and would do so afterwards."""
-    monkeypatch.setattr(runners, "COPIED_BYTES", at_once * 64)
-    runner: Any = object.__new__(PyramidRunnerMixin)
-    runner._roles = SimpleNamespace(evicting={"layer": SimpleNamespace(page_size_bytes=64)})
-    runner.kv_caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
-    runner.kv_cache_config = SimpleNamespace(num_blocks=6)
-    runner.stages = SimpleNamespace(stage=0)
+    monkeypatch.setattr(block_copies, "MAX_BYTES_AT_ONCE", at_once * 64)
     output: Any = SimpleNamespace(
         kv_cache_block_copies=[KVCacheBlockCopy(1, 3), KVCacheBlockCopy(2, 4)],
         new_block_ids_to_zero=[3, 5, 4],
     )
-    runner._copy_blocks(output)
+    assert copied(output, stage=0) == [0, 1, 2, 1, 2, 5]
     assert output.kv_cache_block_copies is None
     assert output.new_block_ids_to_zero == [5]
-    assert runner.kv_caches[0][:, 0].tolist() == [0, 1, 2, 1, 2, 5]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_copies_its_own_blocks(stage: int) -> None:
-    """A block id is that of a pool, and each pipeline stage has one."""
+    """A block id belongs to a pool, and each pipeline stage has its own pool."""
     copies = [[KVCacheBlockCopy(1, 3)], [KVCacheBlockCopy(2, 3), KVCacheBlockCopy(5, 4)]]
     output: Any = SimpleNamespace(kv_cache_block_copies=None, new_block_ids_to_zero=None)
     attach_block_copies(output, copies)
     assert output.kv_cache_block_copies is None, "it would go to all stages"
-    runner: Any = object.__new__(PyramidRunnerMixin)
-    runner._roles = SimpleNamespace(evicting={"layer": SimpleNamespace(page_size_bytes=64)})
-    runner.kv_caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
-    runner.kv_cache_config = SimpleNamespace(num_blocks=6)
-    runner.stages = SimpleNamespace(stage=stage)
-    runner._copy_blocks(pickle.loads(pickle.dumps(output)))  # as on the way to a worker
+    received = pickle.loads(pickle.dumps(output))  # as on the way to a worker
     expected = ([0, 1, 2, 1, 4, 5], [0, 1, 2, 2, 5, 5])
-    assert runner.kv_caches[0][:, 0].tolist() == expected[stage]
+    assert copied(received, stage) == expected[stage]

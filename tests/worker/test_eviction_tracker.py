@@ -113,10 +113,10 @@ def check(
     assert evictions.request_ids == [request_id for request_id, *_ in ending]
     assert evictions.rows.tolist() == [index for _, index, *_ in ending]
     assert evictions.query_ends.tolist() == [end for _, _, end, _ in ending]
-    assert evictions.prompt_lens.tolist() == [plan.prompt_len for *_, plan in ending]
+    assert evictions.points.tolist() == [plan.prompt_len for *_, plan in ending]
     assert evictions.budgets.tolist() == [plan.budget_tokens for *_, plan in ending]
     assert evictions.kept_lens.T.tolist() == [plan.held.tolist() for *_, plan in ending]
-    for array in (evictions.query_ends, evictions.prompt_lens, evictions.kept_lens, step.skips):
+    for array in (evictions.query_ends, evictions.points, evictions.kept_lens, step.skips):
         assert array.dtype == np.int32
     evictions.tokens_done += np.arange(len(ending))
     report = {
@@ -238,7 +238,7 @@ def test_a_solved_skip_holds_from_the_next_step_on() -> None:
     tracker.add("r", 64, None)
     evictions = begin(tracker, [("r", 64, 0, 64)]).evictions
     assert evictions is not None and evictions.unsolved.tolist() == [0]
-    assert evictions.gives.tolist() == [True]
+    assert evictions.is_reported.tolist() == [True]
     assert evictions.kept_lens[:, 0].tolist() == [64] * NUM_LAYERS, (
         "nothing is given before it is solved"
     )
@@ -346,7 +346,7 @@ def run_to(tracker: EvictionTracker, name: str, prompt_len: int, end: int) -> li
         if step.evictions is not None:
             evictions = step.evictions
             evictions.tokens_done += (
-                evictions.prompt_lens - evictions.previous_skips - evictions.kept_lens
+                evictions.points - evictions.previous_skips - evictions.kept_lens
             ).sum(axis=0)
             found.append((computed + scheduled, evictions, tracker.end_step()[0]))
     return found
@@ -384,9 +384,9 @@ def test_a_recomputed_request_evicts_at_the_same_points() -> None:
             again.append(step.evictions)
             tracker.end_step()
     for (_, before, _), evictions in zip(first, again, strict=True):
-        assert evictions.prompt_lens.tolist() == before.prompt_lens.tolist()
+        assert evictions.points.tolist() == before.points.tolist()
         assert evictions.kept_lens.tolist() == before.kept_lens.tolist()
-        assert evictions.numbers == before.numbers
+        assert evictions.eviction_numbers.tolist() == before.eviction_numbers.tolist()
 
 
 def test_points_that_give_nothing_are_seen_but_not_reported() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worker for CUDA does before and behind vLLM's, with stand-ins for vLLM's."""
+"""The worker for CUDA at start-up, with stand-ins for vLLM's worker and the runtime."""
 
 from __future__ import annotations
 
@@ -14,12 +14,27 @@ from vllm_pyramid.worker.gpu_worker import PyramidGpuWorker
 pytestmark = pytest.mark.cpu
 
 
-class Runner:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+class Memory:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
 
     def before_profile(self) -> None:
         self.calls.append("before the profile")
+
+    def table_bytes(self) -> int:
+        return 1000
+
+    def buffer_bytes(self) -> int:
+        return 500
+
+    def cache_bytes(self, available: int) -> int:
+        return available // 2
+
+
+class Runtime:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.memory = Memory(self.calls)
 
     def compile_kernels(self) -> None:
         self.calls.append("kernels of evictions")
@@ -27,19 +42,10 @@ class Runner:
     def start_trace(self) -> None:
         self.calls.append("traces")
 
-    def bytes_of_tables(self) -> int:
-        return 1000
-
-    def bytes_of_buffers(self) -> int:
-        return 500
-
-    def room_for_cache(self, available: int) -> int:
-        return available // 2
-
 
 def make_worker(kv_cache_memory_bytes: int | None = None, enable_jit_warmup: bool = True) -> Any:
     worker = object.__new__(PyramidGpuWorker)
-    worker.model_runner = Runner()
+    worker.model_runner = SimpleNamespace(pyramid=Runtime())
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=kv_cache_memory_bytes)
     kernels = SimpleNamespace(enable_jit_warmup=enable_jit_warmup)
     worker.vllm_config = SimpleNamespace(kernel_config=kernels)
@@ -52,7 +58,7 @@ def test_kernels_are_compiled_before_vllm_warms_up(
 ) -> None:
     """Behind vLLM's warm-up graphs are captured, and compilers are watched."""
     worker = make_worker(enable_jit_warmup=warms_up)
-    calls = worker.model_runner.calls
+    calls = worker.model_runner.pyramid.calls
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda self: calls.append("vLLM"))
     worker.compile_or_warm_up_model()
     assert calls == [*["kernels of evictions"] * warms_up, "vLLM", "traces"]
@@ -60,7 +66,7 @@ def test_kernels_are_compiled_before_vllm_warms_up(
 
 def test_tables_are_taken_out_of_what_vllm_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_worker()
-    calls = worker.model_runner.calls
+    calls = worker.model_runner.pyramid.calls
 
     def determine(self: Any) -> int:
         calls.append("vLLM")

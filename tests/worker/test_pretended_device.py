@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No policy waits for the device in a step: prompts in chunks, evictions, decoding, all presets.
 
-The same on the host must give the same cache.
+The same steps on the host must give the same cache.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm_pyramid.policy import Policy
 pytestmark = pytest.mark.cpu
 
 PROMPTS = {"a": 70, "b": 45, "c": 101}
-# Tokens of each step; all that a prompt needs at its end is in its last chunk.
+# Tokens of each step; the last chunk of a prompt has the queries that scorers look at.
 STEPS = [
-    {"a": 24, "b": 20},  # nothing ends, and nobody decodes
+    {"a": 24, "b": 20},  # no prompt ends, and no request decodes
     {"a": 24, "b": 25},
     {"a": 22, "b": 1, "c": 48},
     {"a": 1, "b": 1, "c": 53},
     *({"a": 1, "b": 1, "c": 1} for _ in range(10)),
 ]
-# The same where prompts come in pieces, with steps in which prompts decode beside them.
+# The same for prompts that are computed in pieces, some while other requests decode.
 PIECES = [
     {"a": 48, "b": 45},
     {"a": 22, "b": 1, "c": 48},
@@ -100,7 +100,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
     on_host = Worker(policy, same, PROMPTS, answer=len(steps), copies=False)
     for scheduled in steps:
         on_host.step(scheduled)
-    if policy.schedule.every and thins:  # groups have left the window, and blocks with them
+    if policy.schedule.every and thins:  # blocks have left the window
         assert worker.evictions > len(PROMPTS)
     assert on_host.evictions == worker.evictions and (worker.evictions > 0) == policy.evicts
     assert torch.equal(on_host.cache, worker.cache)

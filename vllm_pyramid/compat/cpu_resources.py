@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and cores of the host that this process can have.
+"""Memory and cores of the host that this process may use.
 
 Target: `vllm.utils.cpu_resource_utils`: get_cgroup_memory_limit, get_cgroup_memory_usage,
 get_allowed_cpu_list, get_visible_memory_node, get_memory_node_info. Why: a container's limit is
-below what the machine has, and vLLM sizes its own half of the memory by it; cores and nodes must be
-those that vLLM's worker will find. Remove when vLLM tells what is free.
+below the machine's memory, and vLLM sizes its own share by that limit; cores and nodes must be the
+same that vLLM's worker will find. Remove when vLLM reports free memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.utils.cpu_resource_utils import (
 
 
 def available_host_memory() -> int:
-    """Bytes; of the machine, or of the container where that has a limit."""
+    """Return the available bytes of the machine, or of the container where that has a limit."""
     available: int = psutil.virtual_memory().available
     limit = get_cgroup_memory_limit()
     if limit is not None:
@@ -29,7 +29,7 @@ def available_host_memory() -> int:
 
 
 def cores_by_node() -> list[list[int]]:
-    """For each memory node that this process may use, one logical CPU of every core there."""
+    """Return one logical CPU of every core, for each memory node that this process may use."""
     found: dict[int, dict[int, int]] = {node: {} for node in get_visible_memory_node()}
     for cpu in get_allowed_cpu_list():
         if cpu.numa_node in found:
@@ -44,8 +44,10 @@ def free_by_node() -> list[int]:
 
 
 def memory_of_worker_node(workers: int) -> tuple[int, int, int]:
-    """Of the memory node on which this worker computes: bytes, bytes that are free, and how many of
-    this machine's `workers` have to share it."""
+    """Return the size of this worker's memory node and its free bytes, and who shares them.
+
+    The third number is how many of this machine's `workers` share the node.
+    """
     nodes = get_visible_memory_node()
     node = get_allowed_cpu_list()[0].numa_node
     info = get_memory_node_info(node if node in nodes else nodes[0])

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft models under vLLM's first model runner, each of their layers with a block table of its own.
+"""Draft models under vLLM's first model runner, with a block table for each of their layers.
 
 Target: `GPUModelRunner.drafter`; of `SpecDecodeBaseProposer` `._draft_attn_layer_names`,
 `.draft_attn_groups`, `.kv_cache_gid`, `.initialize_attn_backend`, `.validate_same_kv_cache_group`,
-`.build_per_group_and_layer_attn_metadata`, `._get_slot_mapping`, `._get_positions`. Why: it wants
-all its layers in one KV cache group, and takes the tables of a standalone draft model from the
-first group, which is the target's. Remove when proposers ask for the tables of each group,
-as the second runner's do.
+`.build_per_group_and_layer_attn_metadata`, `._get_slot_mapping`, `._get_positions`. Why: the
+proposer requires all its layers in one KV cache group, and takes the tables of a standalone draft
+model from the first group, which is the target's. Remove when proposers ask for the tables of each
+group, as the second runner's do.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_pyramid.compat.runner import attention_layer
 
-# The block table of a KV cache group for so many requests: `[requests, M]` int32.
+# Returns the block table of a KV cache group for a number of requests: `[requests, M]` int32.
 Tables = Callable[[int, int], torch.Tensor]
 
 
 def draft_layers(config: VllmConfig, target: torch.nn.Module, names: Collection[str]) -> set[str]:
-    """Of attention layers those that are not the target model's but a draft model's."""
+    """Return those of the attention layers `names` that belong to a draft model."""
     if config.speculative_config is None:
         return set()
     modules = set(target.modules())
@@ -34,7 +34,7 @@ def draft_layers(config: VllmConfig, target: torch.nn.Module, names: Collection[
 
 
 def extend_drafter(runner: Any, tables: Tables) -> None:
-    """Let a runner's proposer follow one group a layer, if it has layers with a cache."""
+    """Let a runner's proposer use a group for each of its layers, if it has layers with a cache."""
     drafter: Any = getattr(runner, "drafter", None)
     has_layers = bool(getattr(drafter, "_draft_attn_layer_names", None))
     if has_layers and not isinstance(drafter, LayerwiseProposer):
@@ -44,10 +44,10 @@ def extend_drafter(runner: Any, tables: Tables) -> None:
 
 
 class LayerwiseProposer:
-    """Goes in front of a proposer's class.
+    """Precedes a proposer's class.
 
     Attributes:
-        tables: block tables by group and number of requests.
+        tables: returns block tables by group and number of requests.
     """
 
     tables: Tables
@@ -56,15 +56,15 @@ class LayerwiseProposer:
     vllm_config: VllmConfig
     _draft_attn_layer_names: set[str]
     _slot_mapping_buffer: torch.Tensor
-    _slots: dict[str, torch.Tensor]  # of layers behind the first
-    _filled: int = 0  # of these
+    _slots: dict[str, torch.Tensor]  # slot mappings of the layers after the first
+    _filled: int = 0  # entries of each that the latest step has written
     _get_positions: Callable[[int], torch.Tensor]
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
-        """They never are in one."""
+        """Accept layers in different groups."""
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
-        """The base's for one layer at a time, which gives each its own group."""
+        """Initialize one layer at a time, so that each gets its own attention group."""
         names, groups = self._draft_attn_layer_names, []
         for name in sorted(names):
             self._draft_attn_layer_names = {name}
@@ -76,8 +76,8 @@ class LayerwiseProposer:
             raise ValueError(f"layers of the draft model have blocks of {sorted(sizes)} tokens")
         if len(groups) > 1 and self.vllm_config.model_config.uses_mrope:
             raise ValueError(
-                "a draft model of several layers beside a model whose positions are not those of "
-                "tokens (M-RoPE) does not work with a KV policy yet: leave --speculative-config out"
+                "a draft model of several layers does not work with a KV policy yet where the "
+                "model's positions are not those of tokens (M-RoPE): leave --speculative-config out"
             )
         self.kv_cache_gid = groups[0].kv_cache_group_id
         self._slots = {
@@ -88,22 +88,26 @@ class LayerwiseProposer:
     def build_per_group_and_layer_attn_metadata(
         self, common_attn_metadata: Any, draft_index: int = 0
     ) -> tuple[list[object], dict[str, object]]:
-        """Each layer's with its own table; `common_attn_metadata` is of the first layer."""
-        of_groups, of_layers = [], {}
+        """Build each layer's metadata from its own table.
+
+        Args:
+            common_attn_metadata: with the table of the first layer.
+        """
+        all_metadata, by_layer = [], {}
         for group in self.draft_attn_groups:
             (name,) = group.layer_names
             common = common_attn_metadata
             if name in self._slots:
-                common = self._of_group(group, common_attn_metadata)
+                common = self._with_tables_of(group, common_attn_metadata)
             metadata = group.build_metadata_for_drafting(
                 common_attn_metadata=common, draft_index=draft_index
             )
-            of_groups.append(metadata)
-            of_layers[name] = metadata
-        return of_groups, of_layers
+            all_metadata.append(metadata)
+            by_layer[name] = metadata
+        return all_metadata, by_layer
 
-    def _of_group(self, group: Any, common: Any) -> Any:
-        """What a step is for another layer than the first: its table and its slots."""
+    def _with_tables_of(self, group: Any, common: Any) -> Any:
+        """Return the step's metadata with the table and slots of a layer after the first."""
         count = len(common.slot_mapping)
         table = self.tables(group.kv_cache_group_id, common.num_reqs)
         size = group.kv_cache_spec.block_size
@@ -117,22 +121,22 @@ class LayerwiseProposer:
         )
         entries = (positions // size).clamp(max=table.shape[1] - 1)
         slots = table[requests, entries].long() * size + positions % size
-        own = self._slots[group.layer_names[0]]
-        own[:count] = slots.masked_fill_(common.slot_mapping < 0, PAD_SLOT_ID)
+        slot_mapping = self._slots[group.layer_names[0]]
+        slot_mapping[:count] = slots.masked_fill_(common.slot_mapping < 0, PAD_SLOT_ID)
         self._filled = count
         common = copy(common)
-        common.block_table_tensor, common.slot_mapping = table, own[:count]
+        common.block_table_tensor, common.slot_mapping = table, slot_mapping[:count]
         return common
 
     def _get_slot_mapping(self, num_tokens: int, *args: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = super()._get_slot_mapping(num_tokens, *args)  # type: ignore[misc]
+        mapping: dict[str, torch.Tensor] = super()._get_slot_mapping(num_tokens, *args)  # type: ignore[misc]
         for slots in self._slots.values():
             slots[self._filled : num_tokens] = PAD_SLOT_ID
-        return found | {name: slots[:num_tokens] for name, slots in self._slots.items()}
+        return mapping | {name: slots[:num_tokens] for name, slots in self._slots.items()}
 
 
 def take_own_tables(runner: Any, common: Any) -> None:
-    """Give what a proposer is told of a step the tables of its own first layer, in place."""
+    """Replace, in place, the tables in a proposer's metadata by those of its own first layer."""
     drafter = getattr(runner, "drafter", None)
     if common is None or not isinstance(drafter, LayerwiseProposer):
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our methods on vLLM's model runners, and the layers they are bound to.
+"""An adapter in front of the class of vLLM's model runner, and the layers that it binds.
 
 Target: the class of `worker.model_runner`; `static_forward_context`, `attn_groups`; the inner
 output of `AsyncModelRunnerOutput`. Why: workers create their runner themselves and choose between
-three classes. A subclass made from whichever it is, given to the finished object, adds methods
-without copying any constructor. Remove when vLLM has a `runner_cls`.
+three classes. A subclass of the adapter and the runner's class, assigned to the finished object,
+overrides methods without copying any constructor. Remove when vLLM has a `runner_cls`.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from vllm_pyramid.plan import Eviction
 from vllm_pyramid.step.rotary import Rotary
 
 
-def extend_runner(runner: Any, mixin: type) -> None:
-    """Give the runner the mixin's methods, before its own in the method resolution order."""
+def extend_runner(runner: Any, adapter: type) -> None:
+    """Let the methods of the class `adapter` precede the runner's own."""
     cls = type(runner)
-    runner.__class__ = type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
+    runner.__class__ = type(f"{adapter.__name__}{cls.__name__}", (adapter, cls), {})
 
 
 def attention_layer(config: VllmConfig, name: str) -> Any:
-    """The attention module that vLLM registered under `name`."""
+    """Return the attention module that vLLM registered under `name`."""
     return config.compilation_config.static_forward_context[name]
 
 
 def rotary_of_layer(model: torch.nn.Module, name: str) -> Rotary | None:
-    """The rotary embedding beside the attention layer `name`; None where there is none.
+    """Return the rotary embedding of the attention layer `name`; None where it has none.
 
     Raises:
-        ValueError: one whose rotation is not a function of a token's place alone.
+        ValueError: its rotation is not known to be a function of a token's position alone.
     """
     modules = dict(model.named_modules())
     parent = modules.get(name.rpartition(".")[0])
-    found = getattr(parent, "rotary_emb", None)
-    if found is None:
+    rotary = getattr(parent, "rotary_emb", None)
+    if rotary is None:
         if parent is None or any(other.endswith("rotary_emb") for other in modules):
-            raise ValueError(f"that of layer {name} is not where it is looked for")
+            raise ValueError(f"layer {name} has none next to its attention, where it is expected")
         return None
     if getattr(parent, "use_rope", True) is False or getattr(parent, "nope", False) is True:
-        return None  # it is there and not applied
-    cache = getattr(found, "cos_sin_cache", None)
-    if not isinstance(cache, torch.Tensor) or getattr(found, "mrope_section", None):
-        raise ValueError(f"layer {name} has a {type(found).__name__}, which is not known here")
-    return Rotary(cache, halves=bool(found.is_neox_style))
+        return None  # the module exists and is not applied
+    cache = getattr(rotary, "cos_sin_cache", None)
+    if not isinstance(cache, torch.Tensor) or getattr(rotary, "mrope_section", None):
+        raise ValueError(f"layer {name} has a {type(rotary).__name__}, which is not supported")
+    return Rotary(cache, halves=bool(rotary.is_neox_style))
 
 
 def send_report(output: Any, evictions: dict[str, Eviction], methods: dict[str, Any]) -> Any:

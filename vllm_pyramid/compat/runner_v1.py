@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's first model runner lets another one have a word, under public names.
+"""Points in a step of vLLM's first model runner at which the adapter is called.
 
 Target: `GPUModelRunner._update_states`, `._determine_batch_execution_and_padding`,
-`._build_attention_metadata`. Why: which requests come and go, whether a step may be a graph, and
-what it holds, right before the metadata of the layers is built. Remove with `runner`.
+`._build_attention_metadata`. Why: the adapter must know which requests come and go, must keep some
+steps out of CUDA graphs, and must see a step right before the metadata of its layers is built.
+Remove with `runner`.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from vllm_pyramid.compat.drafts import take_own_tables
 
 
 class RunnerV1Points:
-    """Goes in front of the runner's class."""
+    """Precedes the runner's class; the adapter overrides the methods with public names."""
 
-    _without_graphs = False
+    _step_is_eager = False
 
     def requests_change(self, scheduler_output: SchedulerOutput) -> None:
-        """Requests have ended or come, as the scheduler says."""
+        """Called when requests have finished or come, before vLLM updates its state."""
 
-    def runs_without_graphs(self) -> bool:
-        """Whether no graph may stand for the step of the requests that are there now."""
+    def needs_eager_step(self) -> bool:
+        """Return whether the step of the current requests must run without CUDA graphs."""
         return False
 
-    def metadata_is_due(
+    def before_metadata(
         self, num_reqs: int, num_rows: int, scheduled: dict[str, int] | None
     ) -> None:
-        """The metadata of the step's layers is about to be built.
+        """Called before the metadata of the step's layers is built.
 
         Args:
             num_reqs: requests of the step. num_rows: with the padding of a captured batch.
@@ -40,14 +41,14 @@ class RunnerV1Points:
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         self.requests_change(scheduler_output)
         corrections = super()._update_states(scheduler_output)  # type: ignore[misc]
-        self._without_graphs = self.runs_without_graphs()
+        self._step_is_eager = self.needs_eager_step()
         return corrections
 
     def _determine_batch_execution_and_padding(
         self, *args: Any, force_eager: bool = False, **kwargs: Any
     ) -> Any:
-        """vLLM calls it for steps without real requests, too."""
-        force_eager, self._without_graphs = force_eager or self._without_graphs, False
+        """Decide as vLLM does, which calls this for steps without real requests, too."""
+        force_eager, self._step_is_eager = force_eager or self._step_is_eager, False
         return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
             *args, force_eager=force_eager, **kwargs
         )
@@ -61,8 +62,8 @@ class RunnerV1Points:
         num_reqs_padded: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        self.metadata_is_due(num_reqs, num_reqs_padded or num_reqs, num_scheduled_tokens)
-        of_layers, of_drafts = super()._build_attention_metadata(  # type: ignore[misc]
+        self.before_metadata(num_reqs, num_reqs_padded or num_reqs, num_scheduled_tokens)
+        metadata, draft_metadata = super()._build_attention_metadata(  # type: ignore[misc]
             num_tokens,
             num_reqs,
             *args,
@@ -70,5 +71,5 @@ class RunnerV1Points:
             num_reqs_padded=num_reqs_padded,
             **kwargs,
         )
-        take_own_tables(self, of_drafts)
-        return of_layers, of_drafts
+        take_own_tables(self, draft_metadata)
+        return metadata, draft_metadata

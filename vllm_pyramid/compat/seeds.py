@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded requests whose prompts come in chunks, on the CPU.
+"""Seeded requests whose prompts are computed in chunks, on the CPU.
 
-A step that ends in the middle of a prompt samples a token that is thrown away, and vLLM turns the
-request's generator back, so that a seed gives the same text however the prompt was cut. It does so
-by the generator's offset, which only CUDA's have: on the CPU the same line raises, and ends the
-engine. Here the generator's whole state is kept and put back instead.
+A step that ends inside a prompt samples a token that is discarded, and vLLM resets the request's
+generator, so that a seed gives the same text whatever the chunks. It resets the generator's offset,
+which only generators of CUDA have: on the CPU the same line raises an error that ends the engine.
+Here the generator's whole state is saved and restored instead.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 
 def install() -> None:
-    """Put the wrappers in place. Idempotent.
+    """Wrap the two methods. Idempotent.
 
-    Target: `CPUModelRunner._sample` and `_bookkeeping_sync` (inherited). Remove when vLLM turns
-    generators back without `set_offset` on the CPU.
+    Target: `CPUModelRunner._sample` and `_bookkeeping_sync` (inherited). Remove when vLLM resets
+    generators without `set_offset` on the CPU.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -26,17 +26,17 @@ def install() -> None:
         return
     sample, bookkeeping = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
-    def discarded(runner: Any) -> list[int]:
-        """Rows whose sampled token is thrown away and that have a generator of their own."""
+    def discarded_rows(runner: Any) -> list[int]:
+        """Return the rows with a generator of their own whose sampled token is discarded."""
         generators = runner.input_batch.generators
         if not generators:
             return []
         mask = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
         return [row for row in np.flatnonzero(mask).tolist() if row in generators]
 
-    def sample_and_turn_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_and_restore(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
-        states = {row: generators[row].get_state() for row in discarded(self)}
+        states = {row: generators[row].get_state() for row in discarded_rows(self)}
         output = sample(self, *args, **kwargs)
         for row, state in states.items():
             generators[row].set_state(state)
@@ -44,11 +44,11 @@ def install() -> None:
 
     def bookkeeping_without_offsets(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
-        hidden = {row: generators.pop(row) for row in discarded(self)}
+        removed = {row: generators.pop(row) for row in discarded_rows(self)}
         try:
             return bookkeeping(self, *args, **kwargs)
         finally:
-            generators.update(hidden)
+            generators.update(removed)
 
-    CPUModelRunner._sample = sample_and_turn_back
+    CPUModelRunner._sample = sample_and_restore
     CPUModelRunner._bookkeeping_sync = bookkeeping_without_offsets

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which functions of vLLM's engine, model runner and model make up which part of a step.
+"""The functions of vLLM's engine, model runner and model that make up the parts of a step.
 
 Target: methods of the objects of a finished engine whose core is in this process, replaced on the
 objects themselves, and only while a step is profiled. Why: vLLM's own timers (`record_function`
 scopes) see neither single operators nor our kernels, and PyTorch's profiler costs more than the
-small operators it would measure. Remove when vLLM reports the parts of a step.
+small operators that it would measure. Remove when vLLM reports the parts of a step.
 
-On the CPU an operator has done its work when it returns; elsewhere these times would mean nothing.
+On the CPU an operator has finished when it returns; on other devices these times mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["step_functions"]
 
 Function = tuple[str, Any, str]  # part, object, name of its method
 
-# Modules that are one operation of the model, by the package of vLLM that they are from.
+# Parts of a step by the package of vLLM whose modules are a single operation.
 _LAYERS = "vllm.model_executor.layers."
 _KINDS = {
     "layernorm": "norm",
@@ -33,16 +33,17 @@ _KINDS = {
 
 
 def step_functions(client: Any) -> list[Function]:
-    """The functions that make up a step of `client`, each with its part and the object it is of.
+    """Return the functions of a step of `client`, each with its part and its object.
 
-    Functions call one another: a part's time is that of its functions without those of other parts
-    that they call. Layers share objects; each function is named once.
+    Functions call one another: a part's time is that of its functions, without the functions of
+    other parts that they call. Layers share objects; each function is listed once.
 
     Args:
         client: vLLM's `LLMEngine`, with its core in this process.
 
     Raises:
-        ValueError: this engine's parts cannot be told apart; the message says what to change.
+        ValueError: the parts of this engine's steps cannot be measured; the message says what to
+            change.
     """
     core = client.engine_core.engine_core
     runner = _runner(core)
@@ -82,7 +83,7 @@ def _runner(core: Any) -> Any:
         )
     if runner.vllm_config.compilation_config.mode != CompilationMode.NONE:
         raise ValueError(
-            "--profile cannot tell operators apart that were compiled with one another: leave "
+            "--profile cannot measure single operators that were compiled together: leave "
             "enforce_eager out of --engine-args"
         )
     if core.async_scheduling:
@@ -94,7 +95,7 @@ def _runner(core: Any) -> Any:
 
 
 def _attention(runner: Any) -> Iterator[Function]:
-    """Our attention, and what the policy does beside it."""
+    """Yield the functions of our attention, and those of the policy."""
     for layer in runner.vllm_config.compilation_config.static_forward_context.values():
         if (impl := getattr(layer, "impl", None)) is None:
             continue
@@ -116,10 +117,10 @@ def _attention(runner: Any) -> Iterator[Function]:
 
 
 def _linear(model: torch.nn.Module) -> Iterator[Function]:
-    """Products with weights, the output layer's among them.
+    """Yield the products with weights, that of the output layer included.
 
     Raises:
-        ValueError: a layer multiplies in another way.
+        ValueError: the product of a layer is not known.
     """
     for name, module in model.named_modules():
         if hasattr(module, "cpu_linear"):
@@ -132,7 +133,7 @@ def _linear(model: torch.nn.Module) -> Iterator[Function]:
 
 
 def _operators(model: torch.nn.Module) -> Iterator[Function]:
-    """The small operators of the layers, and the look-up of embeddings."""
+    """Yield the small operators of the layers, and the look-up of embeddings."""
     for module in model.modules():
         origin = type(module).__module__
         kind = origin.removeprefix(_LAYERS).split(".")[0] if origin.startswith(_LAYERS) else ""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between two layers of vLLM's models, rows leave.
+"""A forward pass of vLLM's models in which tokens are dropped between two layers.
 
 Target: the class of a model's inner module (`model.model`), its `layers`, `norm` and
 `embed_input_ids`. Why: the loop over the layers is inside `forward`, which is compiled as a whole
-for every number of tokens that enter it, and has no hook between two layers. In steps in which a
-prompt is thinned the loop below takes its place, uncompiled; all other steps go vLLM's way. Remove
+for every number of input tokens, and has no hook between two layers. In steps in which a prompt is
+thinned the loop below takes its place, uncompiled; all other steps run vLLM's `forward`. Remove
 when models call a hook between layers.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-# The inner modules whose `forward` is: embed, layers(positions, hidden states, residual), norm.
+# Inner modules whose `forward` calls embed, layers(positions, hidden states, residual) and norm.
 _INNER = {
     "vllm.model_executor.models.llama.LlamaModel": "Llama",
     "vllm.model_executor.models.mistral.MistralModel": "Mistral",
     "vllm.model_executor.models.qwen2.Qwen2Model": "Qwen2",
     "vllm.model_executor.models.qwen3.Qwen3Model": "Qwen3",
 }
-# Architectures of checkpoints that vLLM serves with them.
+# The architectures of checkpoints that vLLM serves with these modules.
 ARCHITECTURES = (
     "InternLM3ForCausalLM",
     "LLaMAForCausalLM",
@@ -42,10 +42,10 @@ ARCHITECTURES = (
 
 
 class _ThinnedLayers:
-    """Goes in front of an inner module's class.
+    """Precedes an inner module's class.
 
     Attributes:
-        kv_step: gives the current step.
+        kv_step: returns the current step.
         kv_is_profiled: whether vLLM is measuring what its largest step takes.
     """
 
@@ -73,13 +73,16 @@ class _ThinnedLayers:
 
 
 def _take(layout: StepLayout) -> torch.Tensor | None:
-    """What survives the layer that has just run, once."""
+    """Take the survivors of the layer that has just run out of the layout."""
     survivors, layout.survivors = layout.survivors, None
     return survivors
 
 
 def _all_survive(positions: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
-    """Of a step that takes as much memory as any: all rows of all layers are gathered."""
+    """Return the arguments of `_forward` for a step that gathers all rows in all layers.
+
+    No step needs more memory.
+    """
     tokens = len(positions)
     return tokens, partial(torch.arange, tokens, device=positions.device)
 
@@ -92,41 +95,41 @@ def _forward(
     positions: torch.Tensor,
     inputs_embeds: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Hidden states of the step's tokens; zeros for those that left on the way, and for padding.
+    """Return the hidden states of the step's tokens; zeros for dropped tokens and for padding.
 
-    Logits are taken of each request's last token alone, which never leaves.
+    Logits are computed of each request's last token alone, which is never dropped.
 
     Args:
-        tokens: of the step; what is behind them in the inputs is padding.
-        survivors_of_layer: called behind each layer; see `StepLayout.survivors`.
+        tokens: tokens of the step; the inputs behind them are padding.
+        survivors_of_layer: called after each layer; see `StepLayout.survivors`.
     """
     hidden = model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-    entered = len(hidden)
+    num_inputs = len(hidden)
     hidden, positions, residual = hidden[:tokens], positions[:tokens], None
     rows = torch.arange(tokens, device=hidden.device)
     for layer in model.layers:
         hidden, residual = layer(positions, hidden, residual)
         if (survivors := survivors_of_layer()) is not None:
             hidden, residual, positions, rows = (
-                of_all.index_select(0, survivors) for of_all in (hidden, residual, positions, rows)
+                tensor.index_select(0, survivors) for tensor in (hidden, residual, positions, rows)
             )
     hidden, _ = model.norm(hidden, residual)
-    result = hidden.new_zeros(entered, hidden.shape[1])
+    result = hidden.new_zeros(num_inputs, hidden.shape[1])
     return result.index_copy_(0, rows, hidden)
 
 
 def thin_between_layers(
     model: Any, step: Callable[[], Step], policy: str, *, is_profiled: bool = False
 ) -> None:
-    """Let rows leave the forward pass of `model` as the step's layout says. Idempotent.
+    """Let the forward pass of `model` drop the tokens that the step's layout names. Idempotent.
 
     Args:
-        step: gives the current step. policy: its name, for messages.
-        is_profiled: until the next call every forward pass, whose memory vLLM measures, is
-            preceded by one of the same tokens through the loop here.
+        step: returns the current step. policy: the policy's name, for messages.
+        is_profiled: whether every forward pass, while vLLM measures its memory, is preceded by one
+            of the same tokens through the loop here, until the next call.
 
     Raises:
-        ValueError: vLLM's code for this model has another loop over its layers.
+        ValueError: the loop over the layers is not known for this model.
     """
     inner: Any = getattr(model, "model", None)
     if isinstance(inner, _ThinnedLayers):
@@ -145,9 +148,9 @@ def thin_between_layers(
 
 
 def refusal(policy: str, model: str) -> str:
-    """Why a model cannot be served with a policy that thins prompts between layers."""
+    """Return why a model cannot be served with a policy that thins prompts between layers."""
     return (
-        f"policy {policy!r} lets tokens leave the forward pass between layers, which is built for "
-        f"vLLM's {', '.join(_INNER.values())} models; this one is {model}: choose another policy, "
-        "such as pyramidkv"
+        f"policy {policy!r} drops tokens between layers of the forward pass, which is supported "
+        f"for vLLM's {', '.join(_INNER.values())} models; this one is {model}: choose another "
+        "policy, such as pyramidkv"
     )

@@ -92,7 +92,7 @@ class Scorer(Component):
 
         if type(self).scores is not Scorer.scores:
             return self.scores(batch)[0]
-        shape = len(batch.chosen), batch.call.key_cache.shape[1], batch.longest
+        shape = len(batch.shortened), batch.call.key_cache.shape[1], batch.longest
         return torch.zeros(shape, device=batch.call.query.device)
 
     def probed(self, view: ScorerInputs) -> torch.Tensor | None:

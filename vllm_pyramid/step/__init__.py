@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's step is made of: shared by the model runners and by the methods.
+"""The records of a worker's step, which the runtime, the attention layers and the methods share.
 
-Step            the requests of the step, what each has given up, who evicts now
-LayerCall       one layer's attention call: query, caches, table, softmax
-EvictionBatch   the requests that evict in one layer, where the attention is
-LayerView       one of them, as a scorer sees it
+Step             the requests of the step, what each has skipped, which come to an eviction
+StepEvictions    the requests that come to an eviction
+AttentionInputs  the inputs of one layer's attention: query, caches, table, softmax
+EvictionBatch    the requests that one layer shortens, on the device of the attention
+ScorerInputs     one of them, for a scorer
 """

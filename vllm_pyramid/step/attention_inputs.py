@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's attention call in a step."""
+"""The inputs of one layer's attention in a step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one layer's attention works on. Shape legend as in `kernels/records.py`.
+    """The inputs of one layer's attention. Shape legend as in `kernels/records.py`.
 
     Attributes:
         ops: the kernels of the device.
         layer: index of the layer, from the bottom.
         batch: the step's queries, and the layer's cache, table and lengths.
-        softmax: of the layer.
-        ranks: that share the KV heads; None for one.
-        rotary: of this layer, or None where it has none or nobody knows it.
-        offsets: `[R]` int32, tokens that each row of the table begins behind; None where every row
-            begins with the request's first token.
+        softmax: the layer's softmax.
+        ranks: the ranks that share the KV heads; None for one.
+        rotary: the layer's rotary embedding; None where it has none or no scorer needs it.
+        offsets: `[R]` int32, the tokens in front of the first one of each row of the table; None
+            where every row begins with the request's first token.
         log_sum_exp: `[T, H]` float32 of this attention, or None.
-        rows: what compaction moves of K and of V, `[P, G, N, row]` each, where a token's row holds
+        rows: K and V as compaction moves them, `[P, G, N, row]` each, where a token's row holds
             more than its numbers; None: the caches.
     """
 
@@ -46,7 +46,7 @@ class AttentionInputs:
 
     @property
     def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as they are moved and copied: whole rows."""
+        """K and V as compaction moves and copies them: whole rows."""
         return (self.key_cache, self.value_cache) if self.rows is None else self.rows
 
     @property
@@ -66,12 +66,12 @@ class AttentionInputs:
 
     @property
     def key_scale(self) -> float:
-        """What numbers in `key_cache` are multiplied with; 1 but for 8-bit floats."""
+        """The factor of the numbers in `key_cache`; 1 except for 8-bit floats."""
         return self.batch.key_scale
 
     @property
     def key_scales(self) -> torch.Tensor | None:
-        """`[P, G, N]` float32, the same of each token and KV head; None: 1."""
+        """`[P, G, N]` float32, the factor of each token and KV head; None: 1."""
         return self.batch.key_scales
 
     @property
@@ -92,13 +92,13 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class ValueWrite:
-    """V of a step's new tokens, for a layer that keeps V elsewhere than beside K.
+    """V of a step's new tokens, for a layer that keeps V elsewhere than next to K.
 
     Attributes:
         ops: the kernels of the device. layer: index of the layer, from the bottom.
-        values: `[>= T, G, D]`; the memory may be another's as soon as the layer has attended.
-        cache: `[P, G, N, D]`, where they go. slots: `[T]` int64, negative ones are padding.
-        scale: what the numbers in the cache are multiplied with; 1 but for 8-bit floats.
+        values: `[>= T, G, D]`; the memory may be reused as soon as the layer has attended.
+        cache: `[P, G, N, D]`, written at `slots`. slots: `[T]` int64, negative ones are padding.
+        scale: the factor of the numbers in the cache; 1 except for 8-bit floats.
     """
 
     ops: Ops

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that evict in one layer, on the device of the attention."""
+"""The requests that one layer shortens, on the device of the attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.step import StepEvictions
+    from vllm_pyramid.step.step_evictions import StepEvictions
     from vllm_pyramid.step.trace import TraceWriter
     from vllm_pyramid.step.window_mass import WindowMass
 
@@ -27,24 +27,26 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class EvictionBatch:
-    """S requests that evict in one layer. Places count from the first entry of `tables`.
+    """S requests that one layer shortens. Places count from the first entry of `tables`.
 
-    A layer that has evicted before is looked at from its first block on; the first `dead_prefixes`
-    tokens of that block were evicted before.
+    Tables begin with the first block that the layer holds, in which tokens may have been evicted
+    before.
 
     Attributes:
         call: the layer's attention.
-        policy: what evicts: the engine's, or inside prompts the one that it has for there.
-        evictions: of the step. chosen: `[S]` indices into them.
+        policy: the engine's policy, or the one that it has for evictions inside prompts.
+        evictions: the step's evictions. shortened: `[S]` indices into them.
         tables: `[S, M]` int32. query_ends: `[S]` int32, one behind a request's last query.
-        lens: `[S]` int32, tokens in the tables. deads: `[S]` int32. keeps: `[S]` int32, that stay.
-        host_lens, host_deads, host_keeps: the same on the host.
+        lens: `[S]` int32, tokens in the tables.
+        dead_prefixes: `[S]` int32, the first tokens of the tables, which were evicted before.
+        keeps: `[S]` int32, tokens that stay.
+        host_lens, host_dead_prefixes, host_keeps: the same on the host.
     """
 
     call: AttentionInputs
     policy: Policy
     evictions: StepEvictions
-    chosen: npt.NDArray[np.int64]
+    shortened: npt.NDArray[np.int64]
     tables: torch.Tensor
     query_ends: torch.Tensor
     lens: torch.Tensor
@@ -56,7 +58,7 @@ class EvictionBatch:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest table."""
+        """The tokens of the longest table."""
         return int(self.host_lens.max())
 
     @property
@@ -66,26 +68,27 @@ class EvictionBatch:
 
     @property
     def plans(self) -> Sequence[Plan]:
-        """S plans."""
-        return [self.evictions.plans[index] for index in self.chosen]
+        """The S plans."""
+        return [self.evictions.plans[index] for index in self.shortened]
 
     # What stays in any case -----------------------------------------------------------------------
 
     def _protected(self) -> npt.NDArray[np.int32]:
-        """First and last tokens that stay in any case, by the policy or by a plan: `[2, S]`."""
-        first, last = self.policy.sinks, self.policy.window
-        result = np.empty((2, len(self.chosen)), np.int32)
+        """Return the first and last tokens that stay in any case: `[2, S]`."""
+        sinks, window = self.policy.sinks, self.policy.window
+        result = np.empty((2, len(self.shortened)), np.int32)
         for index, plan in enumerate(self.plans):
-            result[:, index] = first, last
+            result[:, index] = sinks, window
             if isinstance(plan, RetentionPlan):
                 layer = self.call.layer
-                result[:, index] = max(first, plan.front[layer]), max(last, plan.recent[layer])
+                result[:, index] = max(sinks, plan.front[layer]), max(window, plan.recent[layer])
         return result
 
     def protects_more_than(self, window: int, sinks: int) -> bool:
-        """Whether more than `sinks` first and `window` last tokens, from place 0 on, are safe.
+        """Return whether kernels must be told more than `sinks` first and `window` last tokens.
 
-        True, too, where tokens are dead, or so few stay that not even these find room.
+        That is so where a plan protects more tokens, where tokens were evicted before, and where a
+        request keeps fewer tokens than `sinks + window`.
         """
         fronts, recents = self._protected()
         return bool(
@@ -96,23 +99,23 @@ class EvictionBatch:
         )
 
     def protect(self, scores: torch.Tensor) -> torch.Tensor:
-        """Mark what stays in any case with +inf and dead tokens with -inf, in a copy.
+        """Return a copy with +inf for tokens that stay in any case and -inf for dead tokens.
 
         Args:
             scores: `[S, G, >= longest]`.
         """
-        # A score of -inf is no reason to keep a dead token in its place.
+        # A token whose score is -inf must still be preferred to a dead one.
         scores = scores.clamp(min=torch.finfo(torch.float32).min)
         device, columns = scores.device, torch.arange(scores.shape[2], device=scores.device)
         fronts, recents = upload(self._protected(), device)
-        # More than there is to keep cannot be protected: the most recent go first.
+        # No more tokens can be protected than are kept: the most recent have precedence.
         recents = recents.minimum(self.keeps)
         fronts = fronts.minimum(self.keeps - recents)
         alive = columns >= self.dead_prefixes[:, None]
-        certain = (columns < (self.dead_prefixes + fronts)[:, None]) | (
+        protected = (columns < (self.dead_prefixes + fronts)[:, None]) | (
             columns >= (self.lens - recents)[:, None]
         )
-        scores.masked_fill_((alive & certain)[:, None], torch.inf)
+        scores.masked_fill_((alive & protected)[:, None], torch.inf)
         return scores.masked_fill_(~alive[:, None], -torch.inf)
 
     # Evicting -------------------------------------------------------------------------------------
@@ -120,23 +123,23 @@ class EvictionBatch:
     def shorten(
         self, scores: torch.Tensor, trace: TraceWriter | None, mass: WindowMass | None
     ) -> torch.Tensor:
-        """Select, and move the survivors of every request to the tail of its range.
+        """Select the survivors of every request, and move them to the tail of its range.
 
         Args:
             scores: as of `Scorer.scores`.
-            trace: where kept positions go. mass: of the window, if there is a trace.
+            trace: receives the kept positions. mass: the window's, if there is a trace.
 
         Returns:
-            What was kept, as of `ops.select`.
+            The places that were kept, as of `ops.select`.
         """
         call, layer = self.call, self.call.layer
         kept = self.policy.selector.kept(scores, self)
         if trace is not None and mass is not None:
             recalls = mass.recall(kept, self.lens, self.keeps)
             places = kept - self.dead_prefixes[:, None, None]
-            for row, index in enumerate(self.chosen.tolist()):
-                held = places[row, :, : self.host_keeps[row]]
-                trace.record(self.evictions, index, layer, held, recalls[row])
+            for row, index in enumerate(self.shortened.tolist()):
+                kept_places = places[row, :, : self.host_keeps[row]]
+                trace.record(self.evictions, index, layer, kept_places, recalls[row])
         call.ops.compact(
             *call.moved,
             self.tables,
@@ -145,63 +148,45 @@ class EvictionBatch:
             self.keeps,
             max_keep=self.max_keep,
         )
-        self.evictions.tokens_done[self.chosen] += (
+        self.evictions.tokens_done[self.shortened] += (
             self.host_lens - self.host_dead_prefixes - self.host_keeps
         )
         return kept
 
     # One request at a time ------------------------------------------------------------------------
 
-    def view(self, row: int) -> ScorerInputs:
-        """Request `row` as a scorer sees it."""
-        call, end = self.call, int(self.evictions.query_ends[self.chosen[row]])
-        count = int(self.evictions.query_lens[self.chosen[row]])
-        heads = call.key_cache.shape[1]
-        return ScorerInputs(
+    def scorer_inputs(self, row: int) -> ScorerInputs:
+        """Return request `row` for a scorer."""
+        call, evictions, index = self.call, self.evictions, int(self.shortened[row])
+        end, count = int(evictions.query_ends[index]), int(evictions.query_lens[index])
+        return ScorerInputs.of_request(
+            call,
+            self.policy,
+            num_layers=len(evictions.kept_lens),
             num_tokens=int(self.host_lens[row] - self.host_dead_prefixes[row]),
-            window=self.policy.window,
-            sinks=self.policy.sinks,
-            num_query_heads=call.query.shape[1],
-            num_kv_heads=heads,
-            head_size=call.query.shape[2],
-            first_kv_head=heads * (call.ranks.rank if call.ranks is not None else 0),
-            layer=call.layer,
-            num_layers=len(self.evictions.kept_lens),
-            scale=call.softmax.scale,
-            soft_cap=call.softmax.soft_cap,
             queries=call.query[end - count : end],
-            key_cache=call.key_cache,
-            value_cache=call.value_cache,
             block_row=self.tables[row],
             start=int(self.host_dead_prefixes[row]),
-            key_scale=call.batch.key_scale,
-            value_scale=call.batch.value_scale,
-            key_scales=call.batch.key_scales,
-            value_scales=call.batch.value_scales,
-            logit_sinks=call.softmax.sinks,
-            whole=self.evictions.numbers[self.chosen[row]] == 1,
-            last_position=int(self.evictions.prompt_lens[self.chosen[row]]) - 1,
-            prompt_len=int(self.evictions.of_prompts[self.chosen[row]]),
-            rotary=call.rotary,
-            knows_rotary=self.policy.scorer.needs_rotary,
-            ranks=call.ranks,
+            whole=bool(evictions.eviction_numbers[index] == 1),
+            last_position=int(evictions.points[index]) - 1,
+            prompt_len=int(evictions.prompt_lens[index]),
         )
 
     def score_each(self, kind: str, score: Callable[[ScorerInputs], torch.Tensor]) -> torch.Tensor:
-        """`score` of every request, in the columns of its table: `[S, G, longest]` float32.
+        """Score one request at a time, into the columns of its table: `[S, G, longest]` float32.
 
         Raises:
-            ValueError: a result that is not `[G, T]` float32, or has NaN.
+            ValueError: a result is not `[G, T]` float32, or has NaN.
         """
         heads = self.call.key_cache.shape[1]
         out = torch.full(
-            (len(self.chosen), heads, self.longest), -torch.inf, device=self.call.query.device
+            (len(self.shortened), heads, self.longest), -torch.inf, device=self.call.query.device
         )
-        for row in range(len(self.chosen)):
-            view = self.view(row)
-            scores = score(view)
-            check_scores(kind, scores, heads, view.num_tokens)
-            out[row, :, view.start : view.start + view.num_tokens] = scores
+        for row in range(len(self.shortened)):
+            inputs = self.scorer_inputs(row)
+            scores = score(inputs)
+            check_scores(kind, scores, heads, inputs.num_tokens)
+            out[row, :, inputs.start : inputs.start + inputs.num_tokens] = scores
         return out
 
     def select_each(
@@ -210,27 +195,27 @@ class EvictionBatch:
         select: Callable[[torch.Tensor, int], torch.Tensor],
         scores: torch.Tensor,
     ) -> torch.Tensor:
-        """`select` for every request: `[S, G, max_keep]` int32, ascending, -1 behind `keeps`.
+        """Select of one request at a time: `[S, G, max_keep]` int32, ascending, -1 behind `keeps`.
 
         Raises:
-            ValueError: a result that is not `[G, keep]` different places.
+            ValueError: a result is not `[G, keep]` different places.
         """
         marked = self.protect(_widened(scores, self.longest))
         heads = scores.shape[1]
         out = torch.full(
-            (len(self.chosen), heads, self.max_keep), -1, dtype=torch.int32, device=scores.device
+            (len(self.shortened), heads, self.max_keep), -1, dtype=torch.int32, device=scores.device
         )
-        for row in range(len(self.chosen)):
+        for row in range(len(self.shortened)):
             start, end = int(self.host_dead_prefixes[row]), int(self.host_lens[row])
             keep = int(self.host_keeps[row])
-            chosen = select(marked[row, :, start:end], keep)
-            check_selection(kind, chosen, heads, keep, end - start)
-            out[row, :, :keep] = chosen.sort(dim=-1).values.int() + start
+            selected = select(marked[row, :, start:end], keep)
+            check_selection(kind, selected, heads, keep, end - start)
+            out[row, :, :keep] = selected.sort(dim=-1).values.int() + start
         return out
 
 
 def _widened(scores: torch.Tensor, columns: int) -> torch.Tensor:
-    """`scores` with columns of -inf behind: those of the window may be missing."""
+    """Return `scores` with columns of -inf behind: those of the window may be missing."""
     missing = columns - scores.shape[2]
     return (
         torch.nn.functional.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
@@ -238,7 +223,7 @@ def _widened(scores: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 class WrongResultError(ValueError):
-    """A scorer or a selector returned something else than it should; the message says what."""
+    """A scorer or a selector returned a result of the wrong type, shape or values."""
 
 
 def check_scores(kind: str, scores: Any, heads: int, tokens: int, function: str = "score") -> None:
@@ -250,28 +235,29 @@ def check_scores(kind: str, scores: Any, heads: int, tokens: int, function: str 
         raise WrongResultError(
             f"the scorer {kind!r} returned {list(scores.shape)} {scores.dtype}: {wanted}"
         )
-    nan = scores.isnan().any()
+    has_nan = scores.isnan().any()
     reason = f"the scorer {kind!r} returned NaN, which cannot be ranked"
     if scores.device.type != "cpu":
-        torch._assert_async(~nan, reason)  # without waiting for the device
-    elif nan:
+        torch._assert_async(~has_nan, reason)  # without waiting for the device
+    elif has_nan:
         raise WrongResultError(reason)
 
 
-def check_selection(kind: str, chosen: Any, heads: int, keep: int, tokens: int) -> None:
-    """Raise WrongResultError unless `chosen` is `[heads, keep]` different places below `tokens`."""
+def check_selection(kind: str, selected: Any, heads: int, keep: int, tokens: int) -> None:
+    """Raise WrongResultError unless `selected` is `[heads, keep]` different places of `tokens`."""
     wanted = f"`select` must return [G, keep] = [{heads}, {keep}] different places below {tokens}"
-    if not isinstance(chosen, torch.Tensor) or chosen.shape != (heads, keep):
-        shape = list(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__
-        raise WrongResultError(f"the selector {kind!r} returned {shape}: {wanted}")
-    if chosen.is_floating_point() or keep == 0:
+    if not isinstance(selected, torch.Tensor) or selected.shape != (heads, keep):
+        is_tensor = isinstance(selected, torch.Tensor)
+        returned = list(selected.shape) if is_tensor else type(selected).__name__
+        raise WrongResultError(f"the selector {kind!r} returned {returned}: {wanted}")
+    if selected.is_floating_point() or keep == 0:
         if keep:
-            raise WrongResultError(f"the selector {kind!r} returned {chosen.dtype}: {wanted}")
+            raise WrongResultError(f"the selector {kind!r} returned {selected.dtype}: {wanted}")
         return
-    order = chosen.sort(dim=-1).values
+    order = selected.sort(dim=-1).values
     wrong = (order[:, 0] < 0).any() | (order[:, -1] >= tokens).any()
     wrong = wrong | (order[:, 1:] == order[:, :-1]).any()
-    if chosen.device.type != "cpu":
+    if selected.device.type != "cpu":
         torch._assert_async(~wrong, f"the selector {kind!r}: {wanted}")
     elif wrong:
         raise WrongResultError(f"the selector {kind!r} returned wrong places: {wanted}")

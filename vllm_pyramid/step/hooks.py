@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from vllm_pyramid.step.attention_inputs import AttentionInputs, ValueWrite
     from vllm_pyramid.step.eviction_batch import EvictionBatch
     from vllm_pyramid.step.ranks import Ranks
-    from vllm_pyramid.step.step import Step, StepEvictions, WorkerRequest
+    from vllm_pyramid.step.step import Step, WorkerRequest
+    from vllm_pyramid.step.step_evictions import StepEvictions
     from vllm_pyramid.step.trace import TraceWriter
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Try a policy's scorer and selector on a made-up request, before an engine depends on them.
 
-A class of the user's own that returns the wrong thing is then one sentence at start-up, not the end
-of a server that has been answering.
+A user's own class that returns a wrong result is then refused at start-up with one sentence, and
+does not end a running server.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from vllm_pyramid.step.scorer_inputs import ScorerInputs
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
 
-_TOKENS = 40  # of the request, beyond window and sinks
+_TOKENS = 40  # of the request, in addition to window and sinks
 
 
 def probe(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> None:
-    """Score and select once, on the CPU, by one thread.
+    """Score and select once, on the CPU, with one thread.
 
-    More threads would be started in the front end, and a process that is forked from it afterwards
-    would wait for them for ever.
+    Threads that the front end starts do not exist in a process that is forked from it afterwards,
+    which would wait for them for ever.
 
     Args:
         num_heads, num_kv_heads: of a worker.
 
     Raises:
-        ValueError: the scorer or the selector failed, or returned something else than it should.
+        ValueError: the scorer or the selector failed, or returned a wrong result.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -41,19 +41,19 @@ def probe(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> 
         torch.set_num_threads(threads)
 
 
-def _probe(policy: Policy, view: ScorerInputs) -> None:
-    scorer, selector, num_kv_heads = policy.scorer, policy.selector, view.num_kv_heads
+def _probe(policy: Policy, inputs: ScorerInputs) -> None:
+    scorer, selector, num_kv_heads = policy.scorer, policy.selector, inputs.num_kv_heads
     try:
-        scores = scorer.probed(view)
+        scores = scorer.probed(inputs)
         if scores is None:
-            scores = torch.rand(num_kv_heads, view.num_tokens)
+            scores = torch.rand(num_kv_heads, inputs.num_tokens)
         else:
-            check_scores(scorer.kind, scores, num_kv_heads, view.num_tokens, scorer.asked)
+            check_scores(scorer.kind, scores, num_kv_heads, inputs.num_tokens, scorer.asked)
         keep = policy.window + policy.sinks + _TOKENS // 2
         scores = scores.clone()
-        scores[:, : policy.sinks] = scores[:, view.num_tokens - policy.window :] = torch.inf
-        if (chosen := selector.probed(scores, keep)) is not None:
-            check_selection(selector.kind, chosen, num_kv_heads, keep, view.num_tokens)
+        scores[:, : policy.sinks] = scores[:, inputs.num_tokens - policy.window :] = torch.inf
+        if (selected := selector.probed(scores, keep)) is not None:
+            check_selection(selector.kind, selected, num_kv_heads, keep, inputs.num_tokens)
     except WrongResultError:
         raise
     except Exception as error:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scorer sees: one request in one layer, at an eviction."""
+"""The inputs of a scorer: one request in one layer, at an eviction."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -14,6 +14,8 @@ from vllm_pyramid.kernels.gather_tokens import gather_scaled
 from vllm_pyramid.kernels.reference_mass import with_sinks
 
 if TYPE_CHECKING:
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.attention_inputs import AttentionInputs
     from vllm_pyramid.step.ranks import Ranks
     from vllm_pyramid.step.rotary import Rotary
 
@@ -28,22 +30,24 @@ class ScorerInputs:
     The first `sinks` and the last `window` of the T tokens are kept whatever their score.
 
     Attributes:
-        num_tokens: T. window, sinks: of the policy.
+        num_tokens: T. window, sinks: the policy's.
         num_query_heads: H. num_kv_heads: G. head_size: D.
         first_kv_head: place of this rank's first KV head among those of all ranks.
-        layer: index from the bottom. num_layers: of the model.
-        scale: of the logits. soft_cap: of the logits, 0 for none.
-        queries: `[W, H, D]`, rotary embedding applied: those of this step, of which the last
-            stands at the last token. W is at least `window` where the scorer needs queries.
-        key_cache, value_cache, block_row, start: where the tokens lie; see `keys` and `values`.
-        key_scale, value_scale, key_scales, value_scales: what the caches' numbers are multiplied
-            with, to give those; see `AttentionBatch`.
+        layer: the layer's index, from the bottom. num_layers: layers of the model that evict.
+        scale: scale of the logits. soft_cap: cap of the logits, 0 for none.
+        queries: `[W, H, D]`, rotary embedding applied: the request's queries of this step, of which
+            the last stands at the last token. W is at least `window` where the scorer needs
+            queries.
+        key_cache, value_cache, block_row, start: where `keys` and `values` are gathered from.
+        key_scale, value_scale, key_scales, value_scales: factors of the numbers in the caches; see
+            `AttentionBatch`.
         logit_sinks: `[H]` learned sinks, or None.
         whole: whether nothing was evicted before: then the T tokens are the request's first ones,
             and a token's place is its position.
-        last_position: of the last query. prompt_len: tokens of the prompt.
-        rotary: of the layer; None where it has none. knows_rotary: whether it was asked for.
-        ranks: that share the heads; None for one.
+        last_position: position of the last query. prompt_len: tokens of the prompt.
+        rotary: the layer's rotary embedding; None where it has none.
+        knows_rotary: whether `rotary` is set where the layer has one; see `Scorer.needs_rotary`.
+        ranks: the ranks that share the heads; None for one.
     """
 
     num_tokens: int
@@ -74,13 +78,60 @@ class ScorerInputs:
     knows_rotary: bool = False
     ranks: Ranks | None = None
 
+    @classmethod
+    def of_request(
+        cls,
+        call: AttentionInputs,
+        policy: Policy,
+        *,
+        num_layers: int,
+        num_tokens: int,
+        queries: torch.Tensor,
+        block_row: torch.Tensor,
+        start: int,
+        whole: bool,
+        last_position: int,
+        prompt_len: int,
+    ) -> Self:
+        """Return one request of a layer's attention; arguments as the attributes."""
+        heads = call.key_cache.shape[1]
+        return cls(
+            num_tokens=num_tokens,
+            window=policy.window,
+            sinks=policy.sinks,
+            num_query_heads=call.query.shape[1],
+            num_kv_heads=heads,
+            head_size=call.query.shape[2],
+            first_kv_head=heads * (call.ranks.rank if call.ranks is not None else 0),
+            layer=call.layer,
+            num_layers=num_layers,
+            scale=call.softmax.scale,
+            soft_cap=call.softmax.soft_cap,
+            queries=queries,
+            key_cache=call.key_cache,
+            value_cache=call.value_cache,
+            block_row=block_row,
+            start=start,
+            key_scale=call.batch.key_scale,
+            value_scale=call.batch.value_scale,
+            key_scales=call.batch.key_scales,
+            value_scales=call.batch.value_scales,
+            logit_sinks=call.softmax.sinks,
+            whole=whole,
+            last_position=last_position,
+            prompt_len=prompt_len,
+            rotary=call.rotary,
+            knows_rotary=policy.scorer.needs_rotary,
+            ranks=call.ranks,
+        )
+
     def _gather(
         self, cache: torch.Tensor, scale: float, scales: torch.Tensor | None
     ) -> torch.Tensor:
         end = self.start + self.num_tokens
         rows = gather_scaled(cache, scales, self.block_row, self.start, end, torch.float32)
-        found = rows.transpose(0, 1)
-        return found if scale == 1.0 else found * scale
+        tokens = rows.transpose(0, 1)
+        return tokens if scale == 1.0 else tokens * scale
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -105,18 +156,18 @@ class ScorerInputs:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """The number of query heads that share a KV head."""
         return self.num_query_heads // self.num_kv_heads
 
     def window_queries(self, count: int | None = None) -> torch.Tensor:
-        """The last `count` queries, `[count, H, D]` float32; None: the window's."""
+        """Return the last `count` queries, `[count, H, D]` float32; None: the window's."""
         return self.queries[-self._count(count) :].float()
 
     def _count(self, count: int | None) -> int:
-        """How many queries are meant.
+        """Return `count`, or the window's queries where it is None.
 
         Raises:
-            ValueError: the step does not have so many.
+            ValueError: the step has fewer queries.
         """
         count = max(self.window, 1) if count is None else count
         if count > len(self.queries):
@@ -127,13 +178,13 @@ class ScorerInputs:
         return count
 
     def slices(self, count: int) -> list[slice]:
-        """The queries, `count` at a time: what is `[H, W, T]` at once may not fit."""
+        """Split the queries into `count` at a time, where `[H, W, T]` might not fit into memory."""
         return [
             slice(i, min(i + count, len(self.queries))) for i in range(0, len(self.queries), count)
         ]
 
     def logits(self, count: int | None = None) -> torch.Tensor:
-        """What the last `count` queries give each key before the softmax, `[H, count, T]`.
+        """Return the logits of the last `count` queries and all keys, `[H, count, T]`.
 
         Scaled and capped; -inf where a key comes after the query.
         """
@@ -141,29 +192,29 @@ class ScorerInputs:
         return self.logits_of(slice(len(self.queries) - count, len(self.queries)))
 
     def logits_of(self, which: slice) -> torch.Tensor:
-        """The same of some queries, by their place in `queries`."""
+        """Return the logits of some queries, by their place in `queries`; as of `logits`."""
         queries = self.queries[which].float()
         grouped = queries.unflatten(1, (self.num_kv_heads, self.group))
         logits = torch.einsum("wgqd,gtd->gqwt", grouped, self.keys).flatten(0, 1) * self.scale
         if self.soft_cap:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        own = torch.arange(which.start, which.stop, device=queries.device)
-        later = self.places > self.num_tokens - len(self.queries) + own[:, None]
+        query_places = torch.arange(which.start, which.stop, device=queries.device)
+        later = self.places > self.num_tokens - len(self.queries) + query_places[:, None]
         return logits.masked_fill_(later, -math.inf)
 
     def attention(self, count: int | None = None) -> torch.Tensor:
-        """The attention of the last `count` queries over all T keys: `[H, count, T]`."""
+        """Return the attention of the last `count` queries to all T keys: `[H, count, T]`."""
         count = self._count(count)
         return self.attention_of(slice(len(self.queries) - count, len(self.queries)))
 
     def attention_of(self, which: slice) -> torch.Tensor:
-        """The same of some queries; what goes to learned sinks is missing from its sum."""
+        """Return the attention of some queries, which sums to less than 1 with learned sinks."""
         logits = self.logits_of(which)
         total = with_sinks(logits.logsumexp(dim=-1), self.logit_sinks)
         return logits.sub_(total[..., None]).exp_()
 
     def unrotated_queries(self, count: int | None = None) -> torch.Tensor:
-        """The last `count` queries before their rotary embedding, `[count, H, D]` float32."""
+        """Return the last `count` queries without rotary embedding, `[count, H, D]` float32."""
         queries = self.window_queries(count)
         self._check_rotary()
         if self.rotary is None:
@@ -173,12 +224,12 @@ class ScorerInputs:
     def _check_rotary(self) -> None:
         if not self.knows_rotary:
             raise ValueError(
-                "a scorer looks at what is behind the rotary embedding: declare "
+                "a scorer looks at queries or keys without their rotary embedding: declare "
                 "`needs_rotary = True` in its class"
             )
 
     def at_future_positions(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """`x`, `[..., D]` without rotary embedding, at the next `count` positions on average."""
+        """Return the mean of `x`, `[..., D]`, rotated to each of the next `count` positions."""
         self._check_rotary()
         if self.rotary is None:
             return x
@@ -186,14 +237,14 @@ class ScorerInputs:
         return self.rotary.mean_turn(x, torch.arange(first, first + count, device=x.device))
 
     def mean_of_heads(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over all query heads of all ranks: `[H, T]` to `[T]`."""
+        """Return the mean over all query heads of all ranks: `[H, T]` to `[T]`."""
         if self.ranks is None or self.ranks.size == 1:
             return values.mean(dim=0)
         total = self.ranks.broadcast(self.ranks.all_reduce(values.sum(dim=0)))
         return total / (self.num_query_heads * self.ranks.size)
 
     def reduce_groups(self, values: torch.Tensor, how: str = "mean") -> torch.Tensor:
-        """From one number a query head to one a KV head: `[H, T]` to `[G, T]`.
+        """Reduce the numbers of query heads to those of KV heads: `[H, T]` to `[G, T]`.
 
         Args:
             how: `mean`, `max` or `sum` over the query heads of a group.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--kv-trace DIR`: what every request kept, for whoever wants to check or plot it."""
+"""`--kv-trace DIR`: files with the positions that every request kept."""
 
 from __future__ import annotations
 
@@ -13,45 +13,52 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.step_evictions import StepEvictions
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 def _file_name(request_id: str) -> str:
-    """The request's name where it can be one; clients choose it, so it may be anything."""
+    """Return the request's id as a file name; clients choose ids, which may hold any characters."""
     name = re.sub(r"^\.|[^A-Za-z0-9_.-]", "_", request_id)[:128]
     if name != request_id:
-        name += f"-{zlib.crc32(request_id.encode()):08x}"  # two odd names stay two files
+        name += f"-{zlib.crc32(request_id.encode()):08x}"  # so that two ids stay two files
     return name
 
 
 class TraceWriter:
-    """Writes one `.npz` an eviction into a folder, at the end of its step.
+    """Writes one `.npz` file for each eviction into a folder, at the end of its step.
 
-    The file of a prompt's end has the request's name and holds `request_id`, `prompt_len`, `budget`
-    (mean tokens a layer asked for), `layers` (`[L]` int32, the model's own numbers of the layers
-    that evict, which are counted from 0 here), `held` (`[L]` int32, tokens kept per KV head),
-    `kept_<layer>`
-    (`[G, held[layer]]` int32, ascending positions; layers and requests that kept everything too)
-    and `recall_<layer>` (`[G]` float32, the share of the attention of the prompt's last queries to
-    the tokens before them that the kept ones hold: `ops.recall.kept_mass`; 1 where everything was
-    kept, NaN for a prompt that is not longer than the window, and for one that was thinned between
-    layers, whose full attention nobody computed). With tensor parallelism each rank
-    writes its own KV heads into `<request>-rank<r>.npz`, and with pipeline parallelism each stage
-    its own layers into `<request>-stage<s>.npz`. A name that is too long for a file, or
-    has characters that a file's cannot have, is shortened and gets a checksum. A request that is
-    preempted and evicts again replaces its files.
+    The file of the eviction at a prompt's end is named after the request and holds
 
-    A policy that evicts inside the prompt or during generation too adds a file for each of these
-    evictions, named `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole
-    sequence, `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN (also at the
-    end of a prompt that was evicted from before: nobody has its full attention).
+        request_id, prompt_len
+        budget          mean tokens per layer that the request asked for
+        layers          `[L]` int32, the model's own numbers of the layers that evict, which are
+                        counted from 0 here
+        held            `[L]` int32, tokens kept per KV head
+        kept_<layer>    `[G, held[layer]]` int32, ascending positions; also of layers and requests
+                        that kept everything
+        recall_<layer>  `[G]` float32, the kept tokens' share of the attention that the prompt's
+                        last queries pay to the tokens before them (`kernels.recall.kept_mass`); 1
+                        where everything was kept; NaN for a prompt that is not longer than the
+                        window, and where full attention was not computed: of a prompt that was
+                        thinned between layers, or evicted from before its end
+
+    With tensor parallelism each rank writes its own KV heads into `<request>-rank<r>.npz`, and with
+    pipeline parallelism each stage its own layers into `<request>-stage<s>.npz`. An id that is too
+    long for a file name, or has other characters, is shortened and gets a checksum. A request that
+    is preempted and evicts again replaces its files.
+
+    An eviction inside the prompt or during generation has a file of its own, named
+    `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence,
+    `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN.
 
     Args:
-        folder: made if need be. num_kv_heads: of each of this worker's layers, on this rank.
-        rank: of this worker. world_size: ranks that share the KV heads. layers: see above.
-        first_layer: of this worker's. stage: of the pipeline; None where there is one.
+        folder: created if it is missing.
+        num_kv_heads: KV heads of each of this worker's layers, on this rank.
+        rank: this worker's rank. world_size: ranks that share the KV heads. layers: see above.
+        first_layer: number of this worker's first layer.
+        stage: this worker's pipeline stage; None where there is one.
     """
 
     def __init__(
@@ -72,10 +79,10 @@ class TraceWriter:
         self.suffix += f"-rank{rank}" if world_size > 1 else ""
         self._placed: dict[str, list[torch.Tensor]] = {}
         self._open: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
-        # The tokens computed at a request's latest eviction, and what each layer has held since,
-        # `[G, held]`; only of requests that will evict again.
+        # The tokens computed at a request's latest eviction, and the positions that each layer kept
+        # there, `[G, held]`; only of requests that may evict again.
         self._holds: dict[str, tuple[int, dict[int, np.ndarray]]] = {}
-        # Requests that hold what nobody knows the positions of.
+        # Requests that hold tokens whose positions are not known.
         self._untraceable: set[str] = set()
 
     def record(
@@ -86,14 +93,14 @@ class TraceWriter:
         positions: torch.Tensor,
         recall: torch.Tensor,
     ) -> None:
-        """Take what request `index` keeps in `layer`, and its recall.
+        """Record what request `index` keeps in `layer`, and its recall.
 
         Args:
             positions: `[G, held]`, places among the tokens that the layer held until now; at a
                 prompt's end these are the prompt's positions.
         """
         request_id = evictions.request_ids[index]
-        if request_id in self._untraceable and evictions.numbers[index] > 1:
+        if request_id in self._untraceable and evictions.eviction_numbers[index] > 1:
             return
         layers = self._open.setdefault(request_id, {})
         places = positions.cpu().numpy()
@@ -102,32 +109,32 @@ class TraceWriter:
         layers[layer] = (kept, recall.cpu().numpy().copy())
 
     def place(self, request_id: str, layers: list[torch.Tensor]) -> None:
-        """A method that evicts by itself says what a request holds at its prompt's end.
+        """Record what a request holds at its prompt's end, for a method that evicts by itself.
 
         Args:
-            layers: of each layer the positions, `[held]` int32, ascending: all heads hold the same.
+            layers: the positions of each layer, `[held]` int32, ascending, the same in all heads.
         """
         self._placed[request_id] = layers
 
     def _held_before(self, evictions: StepEvictions, index: int, layer: int) -> np.ndarray:
-        """The positions that the layer held before this eviction: `[G, prompt_len - before]`."""
-        end, heads = int(evictions.prompt_lens[index]), self.num_kv_heads[layer]
-        if evictions.numbers[index] == 1:
+        """Return the positions that the layer held before this eviction: `[G, tokens]`."""
+        end, heads = int(evictions.points[index]), self.num_kv_heads[layer]
+        if evictions.eviction_numbers[index] == 1:
             return np.tile(np.arange(end, dtype=np.int32), (heads, 1))
         start, older = self._holds[evictions.request_ids[index]]
         newer = np.tile(np.arange(start, end, dtype=np.int32), (heads, 1))
         return np.concatenate([older[layer], newer], axis=1)
 
     def resume(self, request_id: str, origin: str, point: int) -> None:
-        """A request begins with what another one left: its file says which positions these are.
+        """Read which positions a request holds that begins with the cache of an earlier one.
 
         Args:
-            origin: the other one. point: tokens computed at its eviction.
+            origin: the earlier request. point: tokens computed at its eviction.
         """
         layers = self._kept_at(origin, point)
         if layers is None:
             logger.warning(
-                "no trace of request %s: it goes on from request %s, whose own is no longer in %s",
+                "no trace of request %s: it resumes request %s, whose own trace is no longer in %s",
                 *(request_id, origin, self.folder),
             )
             self._untraceable.add(request_id)
@@ -136,7 +143,7 @@ class TraceWriter:
         self._holds[request_id] = point, layers
 
     def _kept_at(self, origin: str, point: int) -> dict[int, np.ndarray] | None:
-        """What each layer of a request kept at an eviction, by its file; None if there is none."""
+        """Return what each layer of a request kept at an eviction; None if it has no file."""
         for end, name in ((f"@{point}", "computed"), ("", "prompt_len")):
             path = self.folder / f"{_file_name(origin)}{end}{self.suffix}.npz"
             if not path.exists():
@@ -151,22 +158,22 @@ class TraceWriter:
         return None
 
     def forget(self, request_id: str) -> None:
-        """The request has finished."""
+        """Forget a request, which has finished."""
         self._untraceable.discard(request_id)
         self._holds.pop(request_id, None)
         self._placed.pop(request_id, None)
 
     def finish_step(self, evictions: StepEvictions) -> None:
-        """Write the requests that came to an eviction, once all layers of the step are done."""
+        """Write the files of the step's evictions, once all layers have run."""
         for index, request_id in enumerate(evictions.request_ids):
-            if evictions.numbers[index] == 1:
-                self._untraceable.discard(request_id)  # it was preempted, and holds its own now
+            if evictions.eviction_numbers[index] == 1:
+                self._untraceable.discard(request_id)  # preempted, and computed again
             elif request_id in self._untraceable:
                 continue
             layers = self._open.pop(request_id, {})
-            end, number = int(evictions.prompt_lens[index]), evictions.numbers[index]
-            of_prompt = evictions.from_end[index] == 0
-            arrays: dict[str, Any] = {"prompt_len" if of_prompt else "computed": end}
+            end, at_prompt_end = int(evictions.points[index]), evictions.at_prompt_end[index]
+            is_whole = at_prompt_end and evictions.eviction_numbers[index] == 1
+            arrays: dict[str, Any] = {"prompt_len" if at_prompt_end else "computed": end}
             placed = self._placed.pop(request_id, None)
             for layer, heads in self.num_kv_heads.items():
                 if placed is not None:
@@ -175,13 +182,13 @@ class TraceWriter:
                 elif layer not in layers:
                     layers[layer] = (
                         self._held_before(evictions, index, layer),
-                        np.full(heads, 1.0 if of_prompt and number == 1 else np.nan, np.float32),
+                        np.full(heads, 1.0 if is_whole else np.nan, np.float32),
                     )
                 arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = layers[layer]
             plan = evictions.plans[index]
-            if not of_prompt or plan.every:
+            if not at_prompt_end or plan.every:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
-            name = _file_name(request_id) + ("" if of_prompt else f"@{end}") + self.suffix
+            name = _file_name(request_id) + ("" if at_prompt_end else f"@{end}") + self.suffix
             partial = self.folder / f".{name}.part"
             with partial.open("wb") as file:
                 np.savez_compressed(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the host's arrays to the device's tensors."""
+"""Copies of the host's arrays on the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A tensor of `values` on the device; on the CPU it shares their memory.
+    """Return a tensor of `values` on the device; on the CPU it shares their memory.
 
-    The copy goes through pinned memory and does not wait. The allocator of pinned memory keeps the
-    source until the device has read it.
+    The copy goes through pinned memory, and the host does not wait for it. The allocator of pinned
+    memory keeps the source until the device has read it.
     """
     tensor = torch.from_numpy(values)
     if device.type == "cpu":

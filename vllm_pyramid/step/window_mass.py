@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of a prompt's last queries, for traces: what share of it the kept tokens hold."""
+"""The attention mass of a prompt's last queries, for traces: what share the kept tokens hold."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowMass:
-    """One layer's attention mass, taken before anything in it moves.
+    """One layer's attention mass, computed before its tokens move.
 
     Attributes:
-        window: queries it is summed over.
-        rows: `[E]` int64 on the host, which of the S requests have it: those whose prompt ends and
-            was whole, if its last chunk had enough queries; fewer come only with prompts that are
-            shorter than the window.
+        window: queries that the mass is summed over.
+        rows: `[E]` int64 on the host, which of the S requests have a mass: those whose prompt ends
+            and was whole, and has more tokens than the window.
         mass: `[E, G, >= context]` float32, None if E is 0.
     """
 
@@ -37,9 +36,9 @@ class WindowMass:
     def recall(
         self, kept: torch.Tensor, prompt_lens: torch.Tensor, keeps: torch.Tensor
     ) -> torch.Tensor:
-        """What the kept tokens hold, `[S, G]` float32 on the host (see `ops.recall.kept_mass`).
+        """Return the share of the kept tokens, `[S, G]` float32 on the host; NaN without a mass.
 
-        NaN for prompts without mass.
+        See `kernels.recall.kept_mass`.
 
         Args:
             kept: `[S, G, K]` int32. prompt_lens, keeps: `[S]` int32.
@@ -55,13 +54,13 @@ class WindowMass:
 
 
 def window_mass(batch: EvictionBatch) -> WindowMass:
-    """The mass of one layer for the requests of `batch`."""
+    """Compute the mass of one layer for the requests of `batch`."""
     call, evictions, window = batch.call, batch.evictions, batch.policy.trace_window
-    lens = evictions.prompt_lens[batch.chosen]
-    of_whole = np.array(evictions.numbers)[batch.chosen] == 1
-    at_prompt_end = of_whole & (evictions.from_end[batch.chosen] == 0)
-    enough = (evictions.query_lens[batch.chosen] >= window) & (lens > window)
-    rows = np.flatnonzero(at_prompt_end & enough)
+    lens, is_first = evictions.points, evictions.eviction_numbers == 1
+    has_queries = (evictions.query_lens >= window) & (lens > window)
+    has_mass = is_first & evictions.at_prompt_end & has_queries
+    rows = np.flatnonzero(has_mass[batch.shortened])
+    lens = lens[batch.shortened]
     if rows.size == 0:
         return WindowMass(window, rows, None)
     index = upload(rows, call.query.device)

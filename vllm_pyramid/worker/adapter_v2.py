@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's second model runner (the default on CUDA) with a policy."""
+"""The adapter to vLLM's second model runner, the default on CUDA."""
 
 from __future__ import annotations
 
@@ -11,18 +11,42 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_pyramid.worker.runtime import PyramidRunnerMixin
+from vllm_pyramid.worker.adapter import RunnerAdapter
+from vllm_pyramid.worker.step_tables import StepTables
 
 
-class NotingReplays:
-    """In place of `ModelState.prepare_attn`, which builds the metadata of all layers.
+class TablesV2:
+    """The two block tables of each group: of all requests, and of the step's, in batch order."""
+
+    tensors_per_group = 2
+
+    def __init__(self, runner: AdapterV2) -> None:
+        self._runner = runner  # its `block_tables` are replaced in every initialization
+
+    def shape(self, group: int) -> tuple[int, int]:
+        """See `RunnerTables`."""
+        rows, width = self._runner.block_tables.block_tables[group].gpu.shape
+        return rows, width
+
+    def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
+        """Replace the step's tables, and the addresses that vLLM's gathering kernel writes to."""
+        block_tables = self._runner.block_tables
+        for group, table in tables.items():
+            block_tables.input_block_tables[group] = table
+        block_tables.init_block_table_layout_tensors()
+
+
+class MetadataBuilding:
+    """Takes the place of `ModelState.prepare_attn`, which builds the metadata of all layers.
+
+    It tells the shifted tables when a full graph is about to be replayed, which reads no metadata.
 
     Args:
-        prepare: vLLM's. runner: whose tables are told that a full graph is about to be replayed.
+        prepare: vLLM's.
     """
 
-    def __init__(self, prepare: Callable[..., Any], runner: PyramidRunnerV2) -> None:
-        self.prepare, self.runner = prepare, runner
+    def __init__(self, prepare: Callable[..., Any], tables: StepTables) -> None:
+        self._prepare, self._tables = prepare, tables
 
     def __call__(
         self,
@@ -32,32 +56,32 @@ class NotingReplays:
         for_capture: bool = False,
         **kwargs: Any,
     ) -> Any:
-        shifted = self.runner.shifted
+        shifted = self._tables.shifted
         if shifted is not None:
             shifted.replays = mode == CUDAGraphMode.FULL and not for_capture
         try:
-            return self.prepare(input_batch, mode, *args, for_capture=for_capture, **kwargs)
+            return self._prepare(input_batch, mode, *args, for_capture=for_capture, **kwargs)
         finally:
             if shifted is not None:
                 shifted.replays = False
 
 
-class LeavingOutGraphs:
-    """In place of `CudaGraphManager.dispatch`, which chooses the graph of a step, or none.
+class GraphDispatch:
+    """Takes the place of `CudaGraphManager.dispatch`, which chooses the graph of a step, or none.
 
     Args:
-        dispatch: vLLM's. runner: which knows whether the step may be a graph.
+        dispatch: vLLM's. runner: knows whether the step must be eager.
     """
 
-    def __init__(self, dispatch: Callable[..., Any], runner: PyramidRunnerV2) -> None:
-        self.dispatch, self.runner = dispatch, runner
+    def __init__(self, dispatch: Callable[..., Any], runner: AdapterV2) -> None:
+        self._dispatch, self._runner = dispatch, runner
 
     def __call__(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        found = self.dispatch(num_reqs, num_tokens, *args, **kwargs)
-        if not self.runner.without_graphs:
-            return found
+        graph = self._dispatch(num_reqs, num_tokens, *args, **kwargs)
+        if not self._runner.step_is_eager:
+            return graph
         return replace(
-            found,
+            graph,
             cg_mode=CUDAGraphMode.NONE,
             num_tokens=num_tokens,
             num_reqs=num_reqs,
@@ -65,90 +89,73 @@ class LeavingOutGraphs:
         )
 
 
-class PyramidRunnerV2(PyramidRunnerMixin):
+class AdapterV2(RunnerAdapter):
     """Reads the step from the input batch and `req_states`, when block tables are gathered.
 
     Attributes:
-        without_graphs: whether the step that has been gathered must run without graphs.
+        step_is_eager: whether the step that has been gathered must run without CUDA graphs.
     """
 
-    without_graphs = False
-    cudagraph_manager: Any
+    step_is_eager = False
     block_tables: Any
-    req_states: Any
+    cudagraph_manager: Any
     model_state: Any
-    tables_a_group = 2  # of all requests, and of the step's
+    req_states: Any
+
+    def runner_tables(self) -> TablesV2:
+        """Return the tables of `block_tables`."""
+        return TablesV2(self)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """See the base."""
+        """Initialize as vLLM does; graphs and metadata of steps go through the runtime."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         state = self.model_state
-        if not isinstance(state.prepare_attn, NotingReplays):
-            state.prepare_attn = NotingReplays(state.prepare_attn, self)
-        manager = self.cudagraph_manager  # a new one in every initialisation
-        manager.dispatch = LeavingOutGraphs(manager.dispatch, self)
+        if not isinstance(state.prepare_attn, MetadataBuilding):
+            state.prepare_attn = MetadataBuilding(state.prepare_attn, self.pyramid.tables)
+        manager = self.cudagraph_manager  # a new one in every initialization
+        manager.dispatch = GraphDispatch(manager.dispatch, self)
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, which comes right before the step's graph is chosen."""
-        found = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
-        state, _ = found
-        self.without_graphs = state is not None and self.tracker.without_graphs(
+        """Gather as vLLM does, right before it chooses the step's graph."""
+        gathered = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
+        state, _ = gathered
+        self.step_is_eager = state is not None and self.pyramid.needs_eager_step(
             state.req_ids, state.num_computed_prefill_tokens_np
         )
-        return found
-
-    def table_shape(self, group: int) -> tuple[int, int]:
-        """See the base. vLLM keeps two tables a group: of all requests, and of the step's."""
-        rows, width = self.block_tables.block_tables[group].gpu.shape
-        return rows, width
-
-    def set_tables(self, tables: Mapping[int, torch.Tensor]) -> None:
-        """The step's tables, and the addresses that vLLM's gathering kernel writes to."""
-        for group, table in tables.items():
-            self.block_tables.input_block_tables[group] = table
-        self.block_tables.init_block_table_layout_tensors()
+        return gathered
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
-        self.take_messages(scheduler_output)
-        for request_id in scheduler_output.finished_req_ids:
-            self.forget_request(request_id)
+        """Remove requests from the runtime and from vLLM's state."""
+        num_blocks = self.kv_cache_config.num_blocks
+        self.pyramid.take_messages(scheduler_output, self.kv_caches, num_blocks)
         super().finish_requests(scheduler_output)  # type: ignore[misc]
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        for request in scheduler_output.scheduled_new_reqs:  # resumed ones come again
-            params = request.sampling_params
-            self.tracker.add(
-                request.req_id,
-                request.prompt_len,
-                params.extra_args if params is not None else None,
-            )
+        """Add requests to the runtime and to vLLM's state; resumed ones are added again."""
+        self.pyramid.add_requests(scheduler_output.scheduled_new_reqs)
         super().add_requests(scheduler_output)  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: Any) -> Any:
-        """vLLM's tables and slot mappings; then the step's retention."""
+        """Gather block tables and slots as vLLM does, and begin the step in the runtime."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)  # type: ignore[misc]
-        computed, scheduled = input_batch.num_computed_tokens_np, input_batch.num_scheduled_tokens
-        step = self.tracker.begin_step(
+        self.pyramid.begin_step(
             input_batch.req_ids,
             self.req_states.prompt_len.np[input_batch.idx_mapping_np],
-            computed,
-            scheduled,
+            input_batch.num_computed_tokens_np,
+            input_batch.num_scheduled_tokens,
+            input_batch.seq_lens[: input_batch.num_reqs_after_padding],
         )
-        rows = input_batch.num_reqs_after_padding
-        self.shift_tables(input_batch.seq_lens[:rows], step, computed + scheduled)
         return block_tables, slot_mappings
 
     def prepare_dummy_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same for profiling and warm-up: nobody has skipped anything."""
+        """Do the same for profiling and warm-up, in which no request has skipped anything."""
         result = super().prepare_dummy_attn(input_batch, *args, **kwargs)  # type: ignore[misc]
-        num_rows = input_batch.num_reqs
-        self.shift_tables(input_batch.seq_lens[:num_rows], self.tracker.idle_step(num_rows))
+        num_reqs = input_batch.num_reqs
+        self.pyramid.idle_step(num_reqs, input_batch.seq_lens[:num_reqs])
         return result
 
     def capture_model(self, *args: Any, **kwargs: Any) -> int:
-        """vLLM's. It builds metadata without `prepare_attn`, so no earlier step may be left."""
-        self.tracker.idle_step(0)
-        if self.shifted is not None:
-            self.shifted.forget_step()
+        """Capture graphs as vLLM does, which builds their metadata without `prepare_attn`."""
+        self.pyramid.before_capture()
         num_bytes: int = super().capture_model(*args, **kwargs)  # type: ignore[misc]
         return num_bytes

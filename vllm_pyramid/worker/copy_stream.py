@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the host that a GPU addresses, and a stream of its own for copies to and from it."""
+"""Host memory that a GPU addresses, and a stream for copies to and from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PORTABLE_AND_MAPPED = 3
 
 
 class CudaCopyStream:
-    """`hooks.CopyStream` of a GPU: an event on each side of every launch."""
+    """The `hooks.CopyStream` of a GPU: an event on each side of every launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -34,10 +34,10 @@ class CudaCopyStream:
 
 
 class PinnedMemory(HostMemory):
-    """Pinned in place: PyTorch's own pinned memory is rounded up to a power of two.
+    """Host memory that is pinned in place: PyTorch would round it up to a power of two.
 
     Raises:
-        RuntimeError: the driver does not pin it.
+        RuntimeError: the driver does not pin the memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -53,16 +53,16 @@ class PinnedMemory(HostMemory):
         self.bytes = get_accelerator_view_from_cpu_tensor(self._memory)
 
     def release(self) -> None:
-        """Unpin it, when the device has done with it."""
+        """Unpin the memory, once the device has finished its work."""
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
 def copies_of(device: torch.device) -> CopyStream | None:
-    """Of a worker on this device: a stream for copies, where it has a memory of its own."""
+    """Return a stream for copies, where the device has a memory of its own."""
     return CudaCopyStream(device) if device.type == "cuda" else None
 
 
 def host_memory_of(device: torch.device) -> Callable[[int], HostMemory]:
-    """What makes memory of the host that this device addresses."""
+    """Return the class of host memory that this device addresses."""
     return PinnedMemory if device.type == "cuda" else HostMemory

@@ -29,12 +29,13 @@ class PyramidCpuWorker(CPUWorker):
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
-        """vLLM's, less what the policy keeps beside the cache, and no more than it allows."""
-        available: int = self.model_runner.room_for_cache(super().determine_available_memory())
-        return available
+        """Return what vLLM finds, less what the policy keeps for each block of the cache."""
+        available = super().determine_available_memory()
+        cache_bytes: int = self.model_runner.pyramid.memory.cache_bytes(available)
+        return cache_bytes
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's; the requests of its own that it warms up with leave no trace."""
+        """Warm up as vLLM does; its warm-up requests leave no trace."""
         times = super().compile_or_warm_up_model()
-        self.model_runner.start_trace()
+        self.model_runner.pyramid.start_trace()
         return times

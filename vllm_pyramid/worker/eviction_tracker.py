@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of the requests that a worker knows, and what follows from them in each step.
 
-The worker is never told which blocks were freed. It needs no telling: the skip of a layer follows
-from the request's plan and the tokens computed before the step began. So preemption resets it by
-itself. A request evicts at the end of its prompt and, where the plan says so, at points inside it
-and every so many tokens after it; a step never computes tokens on both sides of such a point.
+The scheduler never tells the worker which blocks it has freed: the skip of a layer follows from the
+request's plan and the tokens computed before the step. So a preemption resets the skips by itself.
+A request evicts at the end of its prompt and, where its plan says so, at points inside the prompt
+and at a fixed interval after it; a step never computes tokens on both sides of such a point.
 
-A plan is a function of the prompt length, on which scheduler and workers agree without a message,
-or it is open until the step that ends the prompt solves it (`methods/solved`). The worker then goes
-by its own result from the next step on, whether or not the scheduler has heard of it by then. After
-a preemption it is open again.
+A plan is a function of the prompt length, which scheduler and workers compute without a message, or
+it is open until the step that ends the prompt solves it (`methods/solved`). From the next step on
+the worker uses its own result, whether or not the scheduler has received it. After a preemption the
+plan is open again.
 
 Shape legend: L layers, R requests of the step.
 """
@@ -26,7 +26,8 @@ from vllm_pyramid.plan import Eviction, Plan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import for_request
 from vllm_pyramid.step.hooks import WorkerHooks
-from vllm_pyramid.step.step import Step, StepEvictions, WorkerRequest
+from vllm_pyramid.step.step import Step, WorkerRequest
+from vllm_pyramid.step.step_evictions import StepEvictions
 
 IntArray = npt.NDArray[np.int32]
 
@@ -35,12 +36,12 @@ class EvictionTracker:
     """The requests that a model runner knows, and the current step.
 
     Args:
-        policy: the engine's policy. num_layers: L. block_size: tokens of a cache block.
+        policy: the engine's policy. num_layers: L. block_size: tokens of the largest cache block.
         max_num_reqs: rows of the runner's batch.
 
     Attributes:
-        hooks: of the methods at work; set once the runner has made them.
-        copies: of the step's evictions, the blocks that take copies of what they overwrite, by
+        hooks: the hooks of the policy's methods; set by the runtime, which makes them.
+        copies: the blocks that receive copies of what an eviction of the step overwrites, by
             request id; set from the scheduler's output.
     """
 
@@ -52,19 +53,21 @@ class EvictionTracker:
         self.hooks: list[WorkerHooks] = []
         self.copies: dict[str, list[int]] = {}
         self._requests: dict[str, WorkerRequest] = {}
-        self._num_open = 0  # of requests whose plan was open when they came
-        # The skips of the request in each row, refreshed only when a row changes hands or its
-        # request has evicted: a decode step over hundreds of requests then costs a few array
-        # operations, not a Python loop over them.
+        self._num_open = 0  # requests whose initial plan is open
+        # The plan and skips of the request in each row of the batch, updated only where the row has
+        # another request or its request has evicted: a decode step over hundreds of requests then
+        # costs a few array operations, and no Python loop over the requests.
         self._row_plan: list[Plan | None] = [None] * max_num_reqs
         self._row_skips = np.zeros((max_num_reqs, num_layers), np.int32)
-        self._row_number = np.zeros(max_num_reqs, np.int64)  # of the eviction that they are of
-        self._row_every = np.zeros(max_num_reqs, np.int64)
-        self._row_inner = np.zeros(max_num_reqs, np.int64)  # `Step.inner`
-        self._row_evicts = np.zeros(max_num_reqs, bool)
+        # Of the eviction that `_row_skips` hold after; -1: the row's plan has changed.
+        self._row_number = np.zeros(max_num_reqs, np.int64)
+        # As `Step.intervals`, `Step.inner_evictions` and `Step.evicting`.
+        self._row_interval = np.zeros(max_num_reqs, np.int64)
+        self._row_inner = np.zeros(max_num_reqs, np.int64)
+        self._row_evicting = np.zeros(max_num_reqs, bool)
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
-        """A request has come (or come back): make its plan."""
+        """Make the plan of a request that has arrived, or that was preempted and comes again."""
         served = for_request(self.policy, extra_args)
         plan = served.plan(prompt_len, self.num_layers, self.block_size)
         self.remove(request_id)
@@ -72,16 +75,16 @@ class EvictionTracker:
         self._num_open += plan.is_open
 
     def remove(self, request_id: str) -> None:
-        """A request has finished."""
+        """Forget a request, which has finished."""
         if (request := self._requests.pop(request_id, None)) is not None:
             self._num_open -= request.initial.is_open
             for hooks in self.hooks:
                 hooks.forget(request_id)
 
-    def without_graphs(self, request_ids: Sequence[str], computed: IntArray) -> bool:
-        """Whether the step that is about to begin must run without CUDA graphs.
+    def needs_eager_step(self, request_ids: Sequence[str], computed: IntArray) -> bool:
+        """Return whether the step that is about to begin must run without CUDA graphs.
 
-        Args: as of `begin_step`, in any order; behind prompts `computed` may be anything.
+        Args: as of `begin_step`, in any order; behind a prompt `computed` may be any number.
         """
         return any(
             hooks.without_graphs((self._requests[name] for name in request_ids), computed)
@@ -95,7 +98,7 @@ class EvictionTracker:
         computed: IntArray,
         scheduled: IntArray,
     ) -> Step:
-        """Work out the step's skips and evictions, and let the methods begin it.
+        """Compute the step's skips and evictions, and let the methods begin it.
 
         Args:
             request_ids: R names, in batch order; each was given to `add`.
@@ -111,16 +114,16 @@ class EvictionTracker:
             plan = request.plan
             if self._row_plan[row] is not plan:
                 self._row_plan[row] = plan
-                self._row_every[row] = plan.every
+                self._row_interval[row] = plan.every
                 self._row_inner[row] = len(plan.inner)
-                self._row_evicts[row] = plan.evicts
+                self._row_evicting[row] = plan.evicts
                 self._row_number[row] = -1
-        before = self._numbers(requests, prompt_lens, computed)
+        before = self._eviction_numbers(requests, prompt_lens, computed)
         for row in np.flatnonzero(before != self._row_number[:num_reqs]).tolist():
             self._row_number[row] = before[row]
             self._row_skips[row] = requests[row].plan.skip_after(int(before[row]))
         skips = np.ascontiguousarray(self._row_skips[:num_reqs].T)
-        after = self._numbers(requests, prompt_lens, computed + scheduled)
+        after = self._eviction_numbers(requests, prompt_lens, computed + scheduled)
         ending = np.flatnonzero(after > before)
         evictions = None
         if ending.size:
@@ -134,22 +137,26 @@ class EvictionTracker:
             scheduled,
             before,
             self._row_inner[:num_reqs],
-            self._row_every[:num_reqs],
-            self._row_evicts[:num_reqs],
+            self._row_interval[:num_reqs],
+            self._row_evicting[:num_reqs],
         )
         for hooks in self.hooks:
             hooks.begin_step(self.step)
         return self.step
 
-    def _numbers(
+    def _eviction_numbers(
         self, requests: Sequence[WorkerRequest], prompt_lens: IntArray, computed: IntArray
     ) -> npt.NDArray[np.int64]:
-        """`RetentionPlan.evictions_by` of all rows: `[R]`."""
-        every, count = self._row_every[: len(computed)], self._row_inner[: len(computed)]
-        past = computed.astype(np.int64) - prompt_lens
-        later = np.where(every > 0, past // np.maximum(every, 1), 0)
-        numbers = np.where(past >= 0, count + 1 + later, 0)
-        for row in np.flatnonzero((past < 0) & (count > 0)).tolist():
+        """Return the number of evictions by `computed` tokens of all rows, `[R]`.
+
+        It is `RetentionPlan.evictions_by`, with a Python loop only over unfinished prompts that
+        have evictions inside.
+        """
+        intervals, inner = self._row_interval[: len(computed)], self._row_inner[: len(computed)]
+        past_prompt = computed.astype(np.int64) - prompt_lens
+        later = np.where(intervals > 0, past_prompt // np.maximum(intervals, 1), 0)
+        numbers = np.where(past_prompt >= 0, inner + 1 + later, 0)
+        for row in np.flatnonzero((past_prompt < 0) & (inner > 0)).tolist():
             numbers[row] = requests[row].plan.evictions_by(int(computed[row]))
         return numbers
 
@@ -162,48 +169,59 @@ class EvictionTracker:
         numbers: npt.NDArray[np.int64],
         skips: IntArray,
     ) -> StepEvictions:
-        """Of the rows `ending`, which come to the evictions `numbers`, `[R]`, in this step."""
-        plans = [requests[row].plan for row in ending]
+        """Return the evictions of the rows `ending`, whose numbers are among `numbers`, `[R]`."""
+        records = [requests[row] for row in ending.tolist()]
+        eviction_numbers = numbers[ending].tolist()
         after = computed + scheduled
-        for row, plan in zip(ending.tolist(), plans, strict=True):
+        for row, record in zip(ending.tolist(), records, strict=True):
+            plan = record.plan
             assert not plan.evicts or after[row] == plan.next_eviction(computed[row]), (
                 "a chunk crosses an eviction"
             )
-        of_ending = [int(numbers[row]) for row in ending]
-        pairs = list(zip(plans, of_ending, strict=True))
-        from_end = np.array([number - plan.end_number for plan, number in pairs])
-        previous_skips = skips[:, ending]
-        giving = np.array(
-            [
-                plan.is_open or bool((plan.skip_after(number) != before).any())
-                for (plan, number), before in zip(pairs, previous_skips.T, strict=True)
-            ]
-        )
-        inside = self.policy.inside or self.policy
-        for policy, there in ((self.policy, from_end >= 0), (inside, from_end < 0)):
-            if policy.scorer.needs_queries:
-                short = scheduled[ending[giving & there]] < policy.window
-                assert not short.any(), "a last prompt chunk is shorter than the observation window"
-        ends = [plan.computed_at(number) for plan, number in pairs]
-        return StepEvictions(
-            request_ids=[requests[row].request_id for row in ending],
+        evicting = [
+            (record.plan, number) for record, number in zip(records, eviction_numbers, strict=True)
+        ]
+        evictions = StepEvictions(
+            request_ids=[record.request_id for record in records],
             rows=ending,
             query_ends=np.cumsum(scheduled, dtype=np.int32)[ending],
             query_lens=scheduled[ending].astype(np.int32),
-            prompt_lens=np.array(ends, np.int32),
-            plans=[plan.after(number) for plan, number in pairs],
-            numbers=of_ending,
-            from_end=from_end,
-            previous_skips=previous_skips,
-            of_prompts=np.array([requests[row].initial.prompt_len for row in ending], np.int32),
+            prompt_lens=np.array([record.initial.prompt_len for record in records], np.int32),
+            points=np.array([plan.computed_at(number) for plan, number in evicting], np.int32),
+            plans=[plan.after(number) for plan, number in evicting],
+            eviction_numbers=eviction_numbers,
+            end_numbers=[plan.end_number for plan, _ in evicting],
+            previous_skips=skips[:, ending],
             block_size=self.block_size,
-            copies=[self.copies.get(requests[row].request_id) for row in ending],
+            copies=[self.copies.get(record.request_id) for record in records],
         )
+        self._check_queries(evictions, evicting)
+        return evictions
+
+    def _check_queries(
+        self, evictions: StepEvictions, evicting: Sequence[tuple[Plan, int]]
+    ) -> None:
+        """Assert that requests which give something up have the queries that scorers look at."""
+        skips_change = np.array(
+            [
+                plan.is_open or bool((plan.skip_after(number) != previous).any())
+                for (plan, number), previous in zip(
+                    evicting, evictions.previous_skips.T, strict=True
+                )
+            ]
+        )
+        inside, policy = evictions.inside_prompt, self.policy
+        for part, is_part in ((policy, ~inside), (policy.inside or policy, inside)):
+            if part.scorer.needs_queries:
+                is_short = evictions.query_lens[skips_change & is_part] < part.window
+                assert not is_short.any(), (
+                    "a last prompt chunk is shorter than the observation window"
+                )
 
     def end_step(self) -> tuple[dict[str, Eviction], dict[str, Any]]:
-        """The reports to the scheduler, once: evictions by request, and those of the methods.
+        """Return the reports to the scheduler: evictions by request, and those of the methods.
 
-        Solved plans hold from now on.
+        Called once a step; plans that it has solved hold from now on.
         """
         step = self.step
         for hooks in self.hooks:
@@ -223,7 +241,7 @@ class EvictionTracker:
         return evictions, reports
 
     def idle_step(self, num_reqs: int) -> Step:
-        """A step without real requests (profiling, warm-up, graph capture)."""
+        """Begin a step without real requests: profiling, warm-up or graph capture."""
         self.step = Step.nothing(self.num_layers, num_reqs)
         for hooks in self.hooks:
             hooks.end_step(self.step)

@@ -9,12 +9,16 @@ from vllm_pyramid.compat.runner import extend_runner
 
 
 def extend_with_policy(runner: Any, uses_v2: bool) -> None:
-    """Give the runner the methods of ours; `uses_v2` says which of vLLM's two it is."""
+    """Put the adapter in front of the runner's class.
+
+    Args:
+        uses_v2: whether it is vLLM's second runner; the modules of the other are not imported.
+    """
     if uses_v2:
-        from vllm_pyramid.worker.adapter_v2 import PyramidRunnerV2
+        from vllm_pyramid.worker.adapter_v2 import AdapterV2
 
-        extend_runner(runner, PyramidRunnerV2)
+        extend_runner(runner, AdapterV2)
     else:
-        from vllm_pyramid.worker.adapter_v1 import PyramidRunnerV1
+        from vllm_pyramid.worker.adapter_v1 import AdapterV1
 
-        extend_runner(runner, PyramidRunnerV1)
+        extend_runner(runner, AdapterV1)

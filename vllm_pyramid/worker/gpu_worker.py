@@ -26,16 +26,17 @@ class PyramidGpuWorker(Worker):
         extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
-        """vLLM's, less what the policy keeps beside the cache, and no more than it allows.
+        """Return what vLLM finds, less the policy's tables and buffers and its share of each block.
 
-        Where the user says how large the cache is, tables and buffers come on top of it.
+        Tables and buffers are not subtracted from a cache whose size the user has set.
         """
         is_fixed = self.cache_config.kv_cache_memory_bytes is not None
-        self.model_runner.before_profile()
+        memory = self.model_runner.pyramid.memory
+        memory.before_profile()
         available = super().determine_available_memory()
         if not is_fixed:
-            tables = self.model_runner.bytes_of_tables()
-            buffers = self.model_runner.bytes_of_buffers()
+            tables = memory.table_bytes()
+            buffers = memory.buffer_bytes()
             available -= tables + buffers
             logger.info(
                 "kv-policy: %.2f GiB are for the block tables of all layers and %.2f GiB for the "
@@ -45,17 +46,17 @@ class PyramidGpuWorker(Worker):
                 buffers / 2**30,
                 available / 2**30,
             )
-        room: int = self.model_runner.room_for_cache(available)
-        return room
+        cache_bytes: int = memory.cache_bytes(available)
+        return cache_bytes
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's; the requests of its own that it warms up with leave no trace.
+        """Compile the kernels of evictions, then warm up as vLLM does, without a trace.
 
-        Before that, so that graphs are captured last and vLLM's watch on compilers begins behind
-        it, the kernels of evictions are compiled, unless kernels are not to be (`--enforce-eager`).
+        The kernels come first because vLLM captures graphs and begins to watch compilers at the end
+        of its warm-up. They are not compiled where vLLM compiles none (`--enforce-eager`).
         """
         if self.vllm_config.kernel_config.enable_jit_warmup:
-            self.model_runner.compile_kernels()
+            self.model_runner.pyramid.compile_kernels()
         times = super().compile_or_warm_up_model()
-        self.model_runner.start_trace()
+        self.model_runner.pyramid.start_trace()
         return times

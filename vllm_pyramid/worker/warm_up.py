@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of evictions before the first request, by evictions that are made up.
+"""Compile the kernels of evictions before the first request, by made-up evictions.
 
-Triton compiles a kernel for each set of its constants, and a constant may follow from a length. A
-request that is the first with such a length would wait for the compiler, and so would all others in
-its step; with vLLM's `--jit-monitor-mode error` the engine would end. So each kernel is launched
-here with all lengths that make a difference. The tables are of block 0, vLLM's null block: it
-belongs to nobody, and what is moved in it is read by nobody.
+Triton compiles a kernel for each set of its constants, and a constant may follow from a length. The
+first request with such a length would wait for the compiler, with all others in its step; with
+vLLM's `--jit-monitor-mode error` the engine would end. So each kernel is launched here with all
+lengths that lead to different constants. The tables hold block 0 alone, vLLM's null block, which no
+request uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
-from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.window_mass import window_mass
 
 # No constant of a kernel follows from a length beyond this.
@@ -36,31 +36,31 @@ def compile_kernels(
     *,
     traces: bool = False,
 ) -> None:
-    """Launch what evictions launch, once for each kind of layer.
+    """Launch the kernels of evictions, once for each kind of layer.
 
     Args:
         layers: contexts with vLLM's attention layers, whose caches exist. dtype: of the queries.
-        traces: also what is launched for a trace.
+        traces: whether to launch the kernels of traces, too.
     """
     kinds = set()
     for context, layer in layers:
         policy = context.tracker.policy
-        policies = [one for one in (policy, policy.inside) if one is not None and one.evicts]
-        queries = max((max(one.window, one.trace_window) for one in policies), default=0)
+        policies = [part for part in (policy, policy.inside) if part is not None and part.evicts]
+        queries = max((max(part.window, part.trace_window) for part in policies), default=0)
         queries = max(1, min(queries, max_model_len))
-        call = _made_up_call(context, layer, queries, dtype)
-        # All of what kernels are told of a layer.
+        call = _made_up_inputs(context, layer, queries, dtype)
+        # Everything of a layer that kernels depend on.
         query, cache, softmax = call.query, call.key_cache, call.softmax
         switches = softmax.soft_cap != 0, softmax.sinks is not None
         kind = (query.shape[1:], cache.shape[1:], cache.stride(), cache.dtype, switches)
         if kind in kinds:
             continue
         kinds.add(kind)
-        for one in policies:
-            for length in lengths_of(one, max_model_len):
-                # Another front than the policy's is another way to select.
-                for front in (0, one.sinks + 1):
-                    _evict(call, one, length, front, context.tracker.num_layers, traces)
+        for part in policies:
+            for length in lengths_of(part, max_model_len):
+                # A front that differs from the policy's is selected by other kernels.
+                for front in (0, part.sinks + 1):
+                    _evict(call, part, length, front, context.tracker.num_layers, traces)
         starts = call.batch.query_start_loc.clamp(max=1)
         single = replace(call.batch, query=query[:1], query_start_loc=starts, max_query_len=1)
         for length in _powers_of_two(1, max_model_len):
@@ -73,23 +73,23 @@ def compile_kernels(
 
 
 def lengths_of(policy: Policy, max_model_len: int) -> list[int]:
-    """Tokens of prompts whose evictions together launch every variant.
+    """Return lengths of prompts whose evictions together launch every variant.
 
-    The constants that follow from a length are powers of two not below it, or not below what is in
-    front of the window.
+    The constants that follow from a length are the next power of two of the length, or of the
+    tokens in front of the window.
     """
     least = policy.sinks + policy.window + 2
     longest = min(max_model_len, LONGEST + policy.window)
-    found = {
+    lengths = {
         min(power + more, longest)
         for power in _powers_of_two(least, LONGEST)
         for more in (0, policy.window)
     }
-    return sorted(length for length in {*found, least} if least <= length <= longest)
+    return sorted(length for length in {*lengths, least} if least <= length <= longest)
 
 
 def _powers_of_two(first: int, last: int) -> Iterator[int]:
-    """From the greatest that is at most `first` to the first that is at least `last`."""
+    """Yield powers of two: from the greatest up to `first` to the least from `last` on."""
     power = 1 << (first.bit_length() - 1)
     yield power
     while power < last:
@@ -97,10 +97,10 @@ def _powers_of_two(first: int, last: int) -> Iterator[int]:
         yield power
 
 
-def _made_up_call(
+def _made_up_inputs(
     context: LayerContext, layer: Any, queries: int, dtype: torch.dtype
 ) -> AttentionInputs:
-    """The attention of one request whose blocks are all block 0, with the layer's own cache."""
+    """Return the attention of one request whose blocks are all block 0, in the layer's cache."""
     assert context.shifted is not None, "kernels are compiled where tables are shifted"
     impl, shifted = layer.impl, context.shifted
     width = shifted.tables[shifted.place(context.layer)].shape[1]
@@ -125,15 +125,21 @@ def _evict(
 ) -> None:
     """Score, select and compact a prompt of `length` tokens, whose first `front` ones stay."""
     keeps = np.full(num_layers, policy.sinks + policy.window + 1)
-    one = np.ones(1, np.int32)
+    queries, tokens = np.array([[len(call.query)], [length]], np.int32)
     plan = RetentionPlan.of(length, 1, int(keeps[0]), keeps, fill_blocks=False, front=front)
     evictions = StepEvictions(
         request_ids=["made up"],
         rows=np.zeros(1, np.int64),
-        query_ends=one * len(call.query),
-        query_lens=one * len(call.query),
-        prompt_lens=one * length,
+        query_ends=queries,
+        query_lens=queries,
+        prompt_lens=tokens,
+        points=tokens,
         plans=[plan],
+        eviction_numbers=[1],
+        end_numbers=[1],
+        previous_skips=np.zeros((num_layers, 1), np.int32),
+        block_size=call.key_cache.shape[2],
+        copies=[None],
     )
     batch = evictions.batch(call, policy, np.zeros(1, np.int64))
     if traces:

@@ -26,7 +26,8 @@ import torch
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch, check_scores
 from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.step.step import Step, StepEvictions
+from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
@@ -87,10 +88,11 @@ class KeyMass(WorkerHooks):
 
     def begin_step(self, step: Step) -> None:
         """Work out from which query on the next eviction of each request looks."""
-        inner = step.next_inner()
-        past = np.maximum(step.numbers - step.inner, 0)  # evictions at the end and behind it
-        point = step.prompt_lens + past * step.every
-        looks = (past == 0) | (step.every > 0)
+        inner = step.next_inner_eviction()
+        # Evictions at the prompt's end and behind it.
+        past = np.maximum(step.eviction_numbers - step.inner_evictions, 0)
+        point = step.prompt_lens + past * step.intervals
+        looks = (past == 0) | (step.intervals > 0)
         if self.inside:
             point, looks = inner, inner >= 0
         elif self.policy.inside is not None and self.policy.inside.scorer == self.scorer:
@@ -98,14 +100,14 @@ class KeyMass(WorkerHooks):
         first = np.zeros_like(point)
         if self.scorer.history is not None:
             first = np.maximum(point - self.scorer.history, 0)
-        looks = step.may_evict & looks & self.counts(step)
+        looks = step.evicting & looks & self.counts(step)
         self.first_queries = np.where(looks, first, NO_QUERY).astype(np.int32)
         self._uploaded = None
         step.wants_log_sum_exp = True  # saves the pass over K that would find it
 
     def counts(self, step: Step) -> npt.NDArray[np.bool_]:
         """Which requests of the step are gathered for: `[R]`."""
-        return np.ones(len(step.numbers), bool)
+        return np.ones(len(step.eviction_numbers), bool)
 
     def after_write(self, layer: int, slots: torch.Tensor) -> None:
         """See the base: nothing has been given yet to the keys that are written."""
@@ -141,7 +143,7 @@ class KeyMass(WorkerHooks):
         assert self.first_queries is not None
         step, block_size = self.side.step(), self.pages.shape[2]
         for row, first_query in enumerate(self.first_queries.tolist()):
-            view = step.view(call, self.policy, row, first_query)
+            view = step.scorer_inputs(call, self.policy, row, first_query)
             if view is None:
                 continue
             given = self.scorer.observe(view)

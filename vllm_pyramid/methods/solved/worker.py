@@ -24,7 +24,7 @@ from vllm_pyramid.plan import DeferredPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
-from vllm_pyramid.step.step import StepEvictions
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.upload import upload
 from vllm_pyramid.step.window_mass import WindowMass, window_mass
 
@@ -53,7 +53,7 @@ def _alike(evictions: StepEvictions) -> list[npt.NDArray[np.int64]]:
     one long prompt, many short ones would cost as much as long ones.
     """
     unsolved = evictions.unsolved
-    size = np.ceil(np.log2(evictions.prompt_lens[unsolved]))
+    size = np.ceil(np.log2(evictions.points[unsolved]))
     return [unsolved[size == some] for some in np.unique(size)]
 
 

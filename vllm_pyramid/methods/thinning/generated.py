@@ -49,7 +49,7 @@ class GeneratedMass(KeyMass):
 
     def counts(self, step: Step) -> npt.NDArray[np.bool_]:
         """Prompts are thinned by what their pieces say."""
-        return step.numbers > 0
+        return step.eviction_numbers > 0
 
     def shared(self, mass: torch.Tensor) -> torch.Tensor:
         """The sum over all heads of all ranks, in each head: `[S, G, T]`."""
@@ -62,7 +62,7 @@ class GeneratedMass(KeyMass):
         evictions = self.side.step().evictions
         if evictions is None:
             return
-        numbers = np.array(evictions.numbers)
+        numbers = evictions.eviction_numbers
         past = np.flatnonzero(numbers > 1)
         if not past.size:
             return

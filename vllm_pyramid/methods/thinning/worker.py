@@ -118,7 +118,7 @@ class Thinner(WorkerHooks):
         self._step = None
         rows: list[int] = []
         pieces: list[Piece] = []
-        for row in np.flatnonzero(step.numbers == 0).tolist():
+        for row in np.flatnonzero(step.eviction_numbers == 0).tolist():
             piece = step.requests[row].plan.piece_at(int(step.computed[row]))
             if piece is not None:
                 rows.append(row)
@@ -169,7 +169,7 @@ class Thinner(WorkerHooks):
         if step.evictions is None:
             return
         for index, row in enumerate(step.evictions.rows.tolist()):
-            if step.evictions.numbers[index] == 1 and step.evictions.plans[index].pieces:
+            if step.evictions.eviction_numbers[index] == 1 and step.evictions.plans[index].pieces:
                 request = step.requests[row]
                 step.evictions.tokens_done[index] = _of(request).given
                 if self.trace is not None:

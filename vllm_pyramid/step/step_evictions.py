@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a step that come to an eviction.
+
+Shape legend: L layers, E requests that come to an eviction, S of these that one layer shortens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_pyramid.kernels.records import FP8_DTYPES
+from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.policy import Policy
+
+IntArray = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
+
+
+class StepEvictions:
+    """E requests that come to an eviction in this step, whether or not a layer shortens them.
+
+    Attributes:
+        kept_lens: `[L, E]` int32, tokens that stay in each layer; all of them while a plan is open.
+        budgets: `[E]` int32, mean tokens per layer of the plans; of an open one once it is solved.
+        unsolved: indices of the requests whose plan was open when the step began.
+        solved: indices of the others.
+        inside_prompt: `[E]` bool, whether the eviction comes before the prompt's end.
+        at_prompt_end: `[E]` bool, whether it comes at the prompt's end.
+        is_reported: `[E]` bool, whether the scheduler hears of the eviction: the request's plan
+            shortens a layer, or was open.
+        tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
+
+    Args:
+        request_ids: E names.
+        rows: `[E]` int64, their rows of the batch.
+        query_ends: `[E]` int32, one behind their last query in the step's query tensor.
+        query_lens: `[E]` int32, their queries in the step: in a prompt, the chunk up to here.
+        prompt_lens: `[E]` int32, tokens of their prompts.
+        points: `[E]` int32, tokens computed at the eviction, which the step computes last.
+        plans: E plans of this eviction; open ones until they are solved in this step.
+        eviction_numbers: E numbers: which eviction of its request it is, from 1.
+        end_numbers: E numbers of the eviction at the request's prompt's end.
+        previous_skips: `[L, E]` int32, the skips that held until now.
+        block_size: tokens of the largest cache block.
+        copies: E lists of blocks that receive copies of what a request's first eviction overwrites,
+            layer by layer (`RetentionPlan.blocks_behind`); None where nothing is to be copied.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_ids: list[str],
+        rows: Indices,
+        query_ends: IntArray,
+        query_lens: IntArray,
+        prompt_lens: IntArray,
+        points: IntArray,
+        plans: list[Plan],
+        eviction_numbers: Sequence[int],
+        end_numbers: Sequence[int],
+        previous_skips: IntArray,
+        block_size: int,
+        copies: Sequence[list[int] | None],
+    ) -> None:
+        self.request_ids = request_ids
+        self.rows = rows
+        self.query_ends, self.query_lens = query_ends, query_lens
+        self.prompt_lens, self.points = prompt_lens, points
+        self.plans = plans
+        self.eviction_numbers = np.array(eviction_numbers, np.int64)
+        self.inside_prompt = self.eviction_numbers < np.array(end_numbers)
+        self.at_prompt_end = self.eviction_numbers == np.array(end_numbers)
+        self.previous_skips = previous_skips
+        self.block_size = block_size
+        self.copies = copies
+        self.kept_lens: IntArray = np.stack([plan.held for plan in plans], axis=1)
+        self.budgets = np.array([plan.budget_tokens for plan in plans], np.int32)
+        self.tokens_done = np.zeros(len(request_ids), np.int64)
+        visible = points - previous_skips
+        assert (self.kept_lens <= visible).all(), (
+            "a layer is to keep more tokens than it has: the allocator or schedule of this policy "
+            "does not fall back to fewer tokens as more are computed"
+        )
+        is_open = np.array([plan.is_open for plan in plans], bool)
+        self.unsolved: Indices = np.flatnonzero(is_open)
+        self.solved: list[int] = np.flatnonzero(~is_open).tolist()
+        self.is_reported: npt.NDArray[np.bool_] = is_open | np.any(self.kept_lens < visible, axis=0)
+        # Prompts that are computed in pieces have evicted while the layers ran.
+        self._is_done = np.array([bool(plan.pieces) for plan in plans], bool)
+        self._on_device: dict[bytes, _DeviceEvictions] = {}
+        self._copies_on_device: dict[int, torch.Tensor] = {}
+
+    def shortened(self, layer: int) -> Indices:
+        """Return the indices of the requests that this layer shortens now, without open plans."""
+        visible = self.points - self.previous_skips[layer]
+        return np.flatnonzero((self.kept_lens[layer] < visible) & ~self._is_done)
+
+    def batch(self, call: AttentionInputs, policy: Policy, shortened: Indices) -> EvictionBatch:
+        """Return the requests `shortened`, `[S]` indices, as one layer evicts from them.
+
+        Layers mostly shorten the same requests; each set of them that some layer shortens is
+        copied to the device when the first such layer asks for it.
+        """
+        previous_skips = self.previous_skips[:, shortened]
+        first_blocks = previous_skips // self.block_size
+        lens = self.points[shortened] - first_blocks * self.block_size
+        dead_prefixes = previous_skips - first_blocks * self.block_size
+        key, device = shortened.tobytes(), call.query.device
+        if (on_device := self._on_device.get(key)) is None:
+            on_device = self._on_device[key] = _DeviceEvictions(
+                rows=upload(self.rows[shortened], device),
+                query_ends=upload(self.query_ends[shortened], device),
+                keeps=upload(np.ascontiguousarray(self.kept_lens[:, shortened]), device),
+                first_blocks=(
+                    upload(first_blocks.astype(np.int64), device) if first_blocks.any() else None
+                ),
+                lens=upload(np.ascontiguousarray(lens), device),
+                dead_prefixes=upload(np.ascontiguousarray(dead_prefixes), device),
+            )
+        layer = call.layer
+        tables = call.block_table.index_select(0, on_device.rows)
+        if on_device.first_blocks is not None and not call.shifted:
+            columns = torch.arange(tables.shape[1], device=device)
+            columns = on_device.first_blocks[layer][:, None] + columns
+            tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
+        return EvictionBatch(
+            call,
+            policy,
+            self,
+            shortened,
+            tables,
+            on_device.query_ends,
+            on_device.lens[layer],
+            on_device.dead_prefixes[layer],
+            on_device.keeps[layer],
+            host_lens=lens[layer],
+            host_dead_prefixes=dead_prefixes[layer],
+            host_keeps=self.kept_lens[layer, shortened],
+        )
+
+    def copy_blocks(self, call: AttentionInputs, indices: Iterable[int]) -> None:
+        """Copy the blocks of a layer that these evictions will overwrite, for other requests.
+
+        Where a layer keeps everything, these are all its blocks: the request goes on with them.
+        """
+        if not any(self.copies):
+            return
+        device = call.key_cache.device
+        for index in indices:
+            blocks, plan = self.copies[index], self.plans[index]
+            if not blocks:
+                continue
+            assert isinstance(plan, RetentionPlan) and self.eviction_numbers[index] == 1
+            if (targets := self._copies_on_device.get(index)) is None:
+                targets = upload(np.array(blocks, np.int64), device)
+                self._copies_on_device[index] = targets
+            count = int(plan.blocks_behind[call.layer])
+            start = int(plan.blocks_behind[: call.layer].sum())
+            end = plan.prompt_len // plan.block_size
+            sources = call.block_table[int(self.rows[index]), end - count : end].long()
+            targets = targets[start : start + count]
+            for cache in call.moved:
+                if cache.dtype in FP8_DTYPES:  # not every device can index those
+                    cache = cache.view(torch.uint8)
+                cache[targets] = cache[sources]
+
+    def resolve(self, index: int, keep: npt.NDArray[np.int64]) -> None:
+        """Replace the open plan of a request by the lengths that were solved for it.
+
+        Args:
+            keep: `[L]` tokens, window and sinks included.
+
+        Raises:
+            ValueError: the lengths exceed what the plan has promised.
+        """
+        plan = self.plans[index]
+        assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
+        resolved = plan.resolve(keep)
+        self.plans[index] = resolved
+        self.kept_lens[:, index] = resolved.held
+        self.budgets[index] = resolved.budget_tokens
+
+
+@dataclass(frozen=True)
+class _DeviceEvictions:
+    """S of a step's evicting requests on the device of the attention, copied once for all layers.
+
+    Attributes:
+        rows, query_ends: `[S]`.
+        keeps: `[L, S]`. first_blocks: `[L, S]`, the first block that each layer holds; None where
+            all layers hold all blocks. lens, dead_prefixes: `[L, S]`, counted from that block.
+    """
+
+    rows: torch.Tensor
+    query_ends: torch.Tensor
+    keeps: torch.Tensor
+    first_blocks: torch.Tensor | None
+    lens: torch.Tensor
+    dead_prefixes: torch.Tensor

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapters to both of vLLM's model runners have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.worker.pipeline_sync import PipelineSync
+from vllm_pyramid.worker.ranks import TensorParallelRanks
+from vllm_pyramid.worker.runtime import WorkerRuntime
+from vllm_pyramid.worker.step_tables import RunnerTables
+
+
+class RunnerAdapter:
+    """Precedes a model runner's class; its methods call vLLM's and the runtime's.
+
+    Attributes:
+        pyramid: the runtime, made when vLLM first asks for the layers' specs. The other attributes
+            are the runner's.
+    """
+
+    pyramid: WorkerRuntime
+    attn_groups: list[list[Any]]
+    device: torch.device
+    get_model: Callable[[], torch.nn.Module]
+    kv_cache_config: KVCacheConfig
+    kv_caches: list[torch.Tensor]
+    vllm_config: VllmConfig
+
+    def runner_tables(self) -> RunnerTables:
+        """Return this runner's block tables."""
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return a spec of its own for each layer that evicts, so that each gets its own group.
+
+        vLLM asks again where it measures what CUDA graphs need.
+        """
+        stock: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        if not hasattr(self, "pyramid"):
+            settings = ServedSettings.of(self.vllm_config)
+            assert settings is not None, "this worker is only chosen when a policy was asked for"
+            self.pyramid = WorkerRuntime(
+                self.vllm_config,
+                settings,
+                self.device,
+                self.get_model,
+                stock,
+                self.runner_tables(),
+                PipelineSync(get_pp_group(), self.vllm_config.max_concurrent_batches),
+                TensorParallelRanks(get_tp_group()),
+            )
+        return self.pyramid.layers.specs
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache as vLLM does, and bind the layers, which exist from then on."""
+        self.pyramid.prepare_cache(kv_cache_config.num_blocks)
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        self.pyramid.bind(self.attn_groups)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as vLLM does; the step's evictions are attached to the output."""
+        return self.pyramid.end_step(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block tables that vLLM fills in each step and attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_pyramid.attention.shifted_tables import ShiftedTables
+from vllm_pyramid.step.step import Step
+from vllm_pyramid.worker.worker_layers import WorkerLayers
+
+
+class RunnerTables(Protocol):
+    """The block tables of one of vLLM's model runners, by KV cache group.
+
+    Attributes:
+        tensors_per_group: device tensors `[R_max, M]` that the runner keeps for each group.
+    """
+
+    tensors_per_group: int
+
+    def shape(self, group: int) -> tuple[int, int]:
+        """Return rows and entries of the table that attention reads: `(R_max, M)`."""
+
+    def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
+        """Let vLLM fill, and attention read, these tensors `[R_max, M]`."""
+
+
+class StepTables:
+    """Block tables of the layers that evict, shifted where attention kernels know nothing of skips.
+
+    Attributes:
+        shifted: takes the place of the runner's own tables; None where kernels know skips.
+
+    Args:
+        runner: the runner's tables.
+    """
+
+    def __init__(self, runner: RunnerTables, layers: WorkerLayers, device: torch.device) -> None:
+        self.shifted: ShiftedTables | None = None
+        self._runner, self._layers, self._device = runner, layers, device
+        self._groups: dict[int, int] = {}
+
+    def shift_in_place_of(self, groups: Mapping[int, int]) -> ShiftedTables:
+        """Replace the runner's tables by those of one `ShiftedTables`.
+
+        Args:
+            groups: the number of the layer of each KV cache group that evicts.
+        """
+        self._groups = dict(groups)
+        shapes = {layer: self._runner.shape(group) for group, layer in groups.items()}
+        (rows,) = {rows for rows, _ in shapes.values()}
+        block_sizes = {spec.layer_idx: spec.block_size for spec in self._layers.evicting.values()}
+        self._free_runner_tables()  # before tables of the same size are allocated
+        self.shifted = ShiftedTables(
+            self._layers.stage,
+            rows,
+            [(shapes[layer][1], block_sizes[layer]) for layer in sorted(shapes)],
+            self._device,
+        )
+        self._runner.replace({group: self.of_layer(layer) for group, layer in groups.items()})
+        return self.shifted
+
+    def release(self) -> None:
+        """Free the shifted tables, so that two generations of tables never exist together."""
+        if self.shifted is not None:
+            self._free_runner_tables()
+            self.shifted = None
+
+    def _free_runner_tables(self) -> None:
+        empty = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._runner.replace(dict.fromkeys(self._groups, empty))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # no part of a small cached block can serve a large tensor
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        """Return the step's block table of a layer, `[R_max, M]`, as its attention reads it."""
+        assert self.shifted is not None, "only attention that reads shifted tables is asked"
+        return self.shifted.tables[self.shifted.place(layer)]
+
+    def shift(
+        self,
+        seq_lens: torch.Tensor,
+        step: Step,
+        host_lens: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Shift the tables that vLLM has just filled, where the attention kernels need it.
+
+        Args: as in `ShiftedTables.update`.
+        """
+        if self.shifted is None:
+            return
+        if (layout := step.layout) is None:
+            self.shifted.update(seq_lens, step.skips, host_lens)
+        else:
+            self.shifted.update(seq_lens, layout.skips, host_lens, layout.seq_lens)
+
+    def forget_step(self) -> None:
+        """Forget the lengths of the last step, before graphs are captured without a step."""
+        if self.shifted is not None:
+            self.shifted.forget_step()

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a worker: which of them evict, and the KV cache specs of all."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
+
+from vllm_pyramid.compat.drafts import draft_layers
+from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.worker.pipeline_sync import PipelineSync
+
+
+@dataclass(frozen=True)
+class WorkerLayers:
+    """The layers of one worker, and what it must know of the layers of other pipeline stages.
+
+    Layers that evict are numbered from the bottom of the model, across all stages.
+
+    Attributes:
+        roles: the roles of this worker's layers.
+        stage: the numbers of this worker's layers that evict.
+        model_layers: the model's own number of each layer that evicts, of all stages.
+        block_size: tokens of the largest block; multiples of it end blocks in all layers.
+    """
+
+    roles: LayerRoles
+    stage: slice
+    model_layers: list[int]
+    block_size: int
+
+    @classmethod
+    def collect(
+        cls,
+        config: VllmConfig,
+        model: torch.nn.Module,
+        policy: Policy,
+        stock: Mapping[str, KVCacheSpec],
+        pipeline: PipelineSync,
+    ) -> Self:
+        """Assign roles to the layers of all pipeline stages; all workers call it at the same time.
+
+        Args:
+            model: the target model. stock: vLLM's spec of each of this worker's layers.
+
+        Raises:
+            ValueError: the policy cannot serve a model with these layers.
+        """
+        readers = get_shared_kv_cache_layers(config)
+        stages = pipeline.layers_of_all(stock, readers)
+        drafts = draft_layers(config, model, {*stock, *readers})
+        roles = roles_of(
+            dict(ChainMap(*(dict(layers) for layers, _ in stages))),
+            policy,
+            config.model_config.max_model_len,
+            dict(ChainMap(*(dict(readers) for _, readers in stages))),
+            [layers.keys() for layers, _ in stages] if pipeline.count > 1 else (),
+            drafts,
+        )
+        policy.check_layers(len(roles.evicting))
+        if roles.stock_groups.keys() - drafts or roles.readers:
+            policy.check_hybrid()
+        worker_roles = roles.of_stage(stock)
+        layers = [spec.layer_idx for spec in worker_roles.evicting.values()]
+        return cls(
+            worker_roles,
+            slice(layers[0], layers[-1] + 1),
+            [spec.model_layer for spec in roles.evicting.values()],
+            max(spec.block_size for spec in roles.evicting.values()),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers that evict, of all stages."""
+        return len(self.model_layers)
+
+    @property
+    def evicting(self) -> dict[str, LayerKVCacheSpec]:
+        """The specs of this worker's layers that evict, by layer name, from the bottom."""
+        return self.roles.evicting
+
+    @property
+    def readers(self) -> dict[str, list[str]]:
+        """The layers that read the cache of a layer that evicts, by its name, from the bottom."""
+        return self.roles.readers
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """The specs of all layers of this worker: one KV cache group for each layer that evicts."""
+        return self.roles.specs
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a block, the same in all layers that evict."""
+        return next(iter(self.evicting.values())).page_size_bytes
