@@ -12,10 +12,21 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from vllm_pyramid.compat.side_channel import attach_block_copies
+from vllm_pyramid.step.hooks import CacheHooks, MethodHooks
 from vllm_pyramid.worker import runtime as runners
 from vllm_pyramid.worker.runtime import PyramidRunnerMixin
 
 pytestmark = pytest.mark.cpu
+
+
+class Pool(CacheHooks):
+    """A number for each block."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.arange(6)
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self.numbers[targets] = self.numbers[sources]
 
 
 @pytest.mark.parametrize("at_once", [1, 64])
@@ -27,6 +38,9 @@ def test_what_was_copied_is_not_zeroed(monkeypatch: pytest.MonkeyPatch, at_once:
     runner.kv_caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
     runner.kv_cache_config = SimpleNamespace(num_blocks=6)
     runner.stages = SimpleNamespace(stage=0)
+    runner.device = torch.device("cpu")
+    pool = Pool()
+    runner.hooks = MethodHooks([pool])
     output: Any = SimpleNamespace(
         kv_cache_block_copies=[KVCacheBlockCopy(1, 3), KVCacheBlockCopy(2, 4)],
         new_block_ids_to_zero=[3, 5, 4],
@@ -35,6 +49,7 @@ def test_what_was_copied_is_not_zeroed(monkeypatch: pytest.MonkeyPatch, at_once:
     assert output.kv_cache_block_copies is None
     assert output.new_block_ids_to_zero == [5]
     assert runner.kv_caches[0][:, 0].tolist() == [0, 1, 2, 1, 2, 5]
+    assert pool.numbers.tolist() == [0, 1, 2, 1, 2, 5], "what is kept of blocks follows them"
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -49,6 +64,7 @@ def test_a_stage_copies_its_own_blocks(stage: int) -> None:
     runner.kv_caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
     runner.kv_cache_config = SimpleNamespace(num_blocks=6)
     runner.stages = SimpleNamespace(stage=stage)
+    runner.hooks = MethodHooks()
     runner._copy_blocks(pickle.loads(pickle.dumps(output)))  # as on the way to a worker
     expected = ([0, 1, 2, 1, 4, 5], [0, 1, 2, 2, 5, 5])
     assert runner.kv_caches[0][:, 0].tolist() == expected[stage]

@@ -104,11 +104,12 @@ def _attention(runner: Any) -> Iterator[Function]:
         if context is None:
             continue
         yield "eviction", context, "evict"
-        for hooks in context.hooks:
+        for hooks in context.hooks.after_write:
             yield "eviction", hooks, "after_write"
+        for hooks in context.hooks.after_attention:
             yield "eviction", hooks, "after_attention"
-        yield "policy", context.retention, "begin_step"
-        yield "policy", context.retention, "end_step"
+        yield "policy", context.tracker, "begin_step"
+        yield "policy", context.tracker, "end_step"
     for groups in runner.attn_groups:
         for group in groups:
             for builder in group.metadata_builders:

@@ -117,26 +117,34 @@ class EvictionBatch:
 
     # Evicting -------------------------------------------------------------------------------------
 
-    def shorten(
-        self, scores: torch.Tensor, trace: TraceWriter | None, mass: WindowMass | None
+    def select(
+        self,
+        scores: torch.Tensor,
+        trace: TraceWriter | None = None,
+        mass: WindowMass | None = None,
     ) -> torch.Tensor:
-        """Select, and move the survivors of every request to the tail of its range.
+        """Return the places that stay, as of `ops.select`: `[S, G, max_keep]` int32.
 
         Args:
             scores: as of `Scorer.scores`.
-            trace: where kept positions go. mass: of the window, if there is a trace.
-
-        Returns:
-            What was kept, as of `ops.select`.
+            trace: writes kept positions. mass: of the window, if there is a trace.
         """
-        call, layer = self.call, self.call.layer
         kept = self.policy.selector.kept(scores, self)
         if trace is not None and mass is not None:
             recalls = mass.recall(kept, self.lens, self.keeps)
             places = kept - self.dead_prefixes[:, None, None]
             for row, index in enumerate(self.chosen.tolist()):
                 held = places[row, :, : self.host_keeps[row]]
-                trace.record(self.evictions, index, layer, held, recalls[row])
+                trace.record(self.evictions, index, self.call.layer, held, recalls[row])
+        return kept
+
+    def compact(self, kept: torch.Tensor) -> None:
+        """Move the survivors of every request to the tail of its range.
+
+        Args:
+            kept: as of `select`.
+        """
+        call = self.call
         call.ops.compact(
             *call.moved,
             self.tables,
@@ -148,7 +156,6 @@ class EvictionBatch:
         self.evictions.tokens_done[self.chosen] += (
             self.host_lens - self.host_dead_prefixes - self.host_keeps
         )
-        return kept
 
     # One request at a time ------------------------------------------------------------------------
 

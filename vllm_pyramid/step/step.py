@@ -26,6 +26,7 @@ from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import CacheHooks, StepNeeds
 
 IntArray = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
@@ -195,7 +196,9 @@ class StepEvictions:
             host_keeps=self.kept_lens[layer, chosen],
         )
 
-    def copy_blocks(self, call: AttentionInputs, indices: Iterable[int]) -> None:
+    def copy_blocks(
+        self, call: AttentionInputs, indices: Iterable[int], pools: Sequence[CacheHooks] = ()
+    ) -> None:
         """Copy what these evictions will overwrite in a layer, whole blocks up to their last token.
 
         Where a layer keeps everything that is all of it: the request goes on with it.
@@ -222,6 +225,14 @@ class StepEvictions:
                 if cache.dtype in FP8_DTYPES:  # not every device can index those
                     cache = cache.view(torch.uint8)
                 cache[targets] = cache[sources]
+            for pool in pools:
+                pool.copy_blocks(sources, targets)
+
+    def open_plan(self, index: int) -> DeferredPlan:
+        """Return a request's plan, whose lengths are to be solved in this step."""
+        plan = self.plans[index]
+        assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
+        return plan
 
     def resolve(self, index: int, keep: npt.NDArray[np.int64]) -> None:
         """The lengths of a request are solved: `keep` is `[L]`, window and sinks included.
@@ -229,9 +240,7 @@ class StepEvictions:
         Raises:
             ValueError: they break the plan's promise.
         """
-        plan = self.plans[index]
-        assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
-        resolved = plan.resolve(keep)
+        resolved = self.open_plan(index).resolve(keep)
         self.plans[index] = resolved
         self.kept_lens[:, index] = resolved.held
         self.budgets[index] = resolved.budget_tokens
@@ -287,6 +296,13 @@ class Step:
     def nothing(cls, num_layers: int, num_reqs: int) -> Step:
         """A step in which every request has its whole cache and none ends its prompt."""
         return cls(np.zeros((num_layers, num_reqs), np.int32))
+
+    def add_needs(self, needs: StepNeeds) -> None:
+        """Give the step what a method needs of it."""
+        self.wants_log_sum_exp |= needs.wants_log_sum_exp
+        if needs.layout is not None:
+            assert self.layout is None, "two methods choose the tokens that each layer computes"
+            self.layout = needs.layout
 
     def next_inner(self) -> Numbers:
         """`[R]` tokens at each request's next eviction inside its prompt; -1 where none comes."""

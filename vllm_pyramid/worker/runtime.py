@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
+from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.compat.cache_specs import set_scales_of_tokens
@@ -30,10 +31,11 @@ from vllm_pyramid.compat.runner import (
 from vllm_pyramid.compat.side_channel import read_block_copies, read_copies, read_origins
 from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
 from vllm_pyramid.policy.served_settings import ServedSettings
-from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+from vllm_pyramid.step.hooks import MethodHooks, WorkerContext
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.trace import TraceWriter
+from vllm_pyramid.step.upload import upload
 from vllm_pyramid.worker.copy_stream import copies_of, host_memory_of
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
@@ -70,7 +72,7 @@ class PyramidRunnerMixin:
     get_model: Callable[[], torch.nn.Module]
     tracker: EvictionTracker
     stages: PipelineSync
-    hooks: list[WorkerHooks]
+    hooks: MethodHooks
     shifted: ShiftedTables | None = None
     tables_a_group: int  # that vLLM keeps on the device for each KV cache group
     _settings: ServedSettings
@@ -115,23 +117,21 @@ class PyramidRunnerMixin:
             block_size=block_size,
             max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs + 1,
         )
-        self.hooks = policy.worker_hooks(
-            WorkerSide(
-                self.vllm_config,
-                self.device,
-                specs,
-                self.tracker.block_size,
-                _TensorParallelRanks(get_tp_group()),
-                model=self.get_model,
-                step=lambda: self.tracker.step,
-                swap_space_bytes=settings.swap_space_bytes,
-                allow_device_sync=gpu_sync_allowed,
-                host_memory=host_memory_of(self.device),
-                copies=copies_of(self.device),
-                table=self._table,
-            )
+        context = WorkerContext(
+            self.vllm_config,
+            self.device,
+            specs,
+            self.tracker.block_size,
+            _TensorParallelRanks(get_tp_group()),
+            model=self.get_model,
+            step=lambda: self.tracker.step,
+            swap_space_bytes=settings.swap_space_bytes,
+            allow_device_sync=gpu_sync_allowed,
+            host_memory=host_memory_of(self.device),
+            copies=copies_of(self.device),
+            table=self._table,
         )
-        self.tracker.hooks = self.hooks
+        self.hooks = self.tracker.hooks = MethodHooks(policy.worker_hooks(context))
         return self._roles.specs
 
     def table_shape(self, group: int) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class PyramidRunnerMixin:
             self._drop_tables()
             self.shifted = None
             self._contexts = {}
-        for hooks in self.hooks:
+        for hooks in self.hooks.cache:
             hooks.allocate(kv_cache_config.num_blocks)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         set_scales_of_tokens(self.vllm_config.compilation_config.static_forward_context.values())
@@ -167,9 +167,9 @@ class PyramidRunnerMixin:
         What some methods gather grows with the cache's blocks, so it takes its share.
         """
         page = next(iter(self._roles.evicting.values())).page_size_bytes
-        if own := sum(hooks.bytes_beside_block() for hooks in self.hooks):
+        if own := sum(hooks.bytes_per_block() for hooks in self.hooks.cache):
             available = available * page // (page + own)
-        for hooks in self.hooks:
+        for hooks in self.hooks.cache:
             available = hooks.limit_cache(available)
         return available
 
@@ -187,12 +187,12 @@ class PyramidRunnerMixin:
 
     def before_profile(self) -> None:
         """vLLM is about to measure what its largest step takes: let it be as large as ours."""
-        for hooks in self.hooks:
+        for hooks in self.hooks.cache:
             hooks.before_profile()
 
     def bytes_of_buffers(self) -> int:
         """Device memory that methods take beside the cache, however large it is."""
-        return sum(hooks.bytes_beside_cache() for hooks in self.hooks)
+        return sum(hooks.bytes_of_buffers() for hooks in self.hooks.cache)
 
     def compile_kernels(self) -> None:
         """Compile every variant of the kernels of evictions, so that no request waits for one."""
@@ -218,9 +218,16 @@ class PyramidRunnerMixin:
             ValueError: a layer whose attention an evicted cache would falsify.
         """
         tracker, ranks = self.tracker, _TensorParallelRanks(get_tp_group())
+        deferred = DeferredEviction.of(tracker.policy, self.hooks, len(self._roles.evicting))
         self._contexts = {
             name: LayerContext(
-                tracker, spec.layer_idx, self.hooks, ranks, self._rotary_of(name), self._trace
+                tracker,
+                spec.layer_idx,
+                self.hooks,
+                ranks,
+                self._rotary_of(name),
+                self._trace,
+                deferred=deferred,
             )
             for name, spec in self._roles.evicting.items()
         }
@@ -306,12 +313,12 @@ class PyramidRunnerMixin:
         if self.tracker.policy.values.on_device(layer):
             return None
         cache = attention_layer(self.vllm_config, name).kv_cache
-        found = (hooks.value_cache(layer, cache) for hooks in self.hooks)
+        found = (hooks.value_cache(layer, cache) for hooks in self.hooks.cache)
         return next(values for values in found if values is not None)
 
     def _check_attention(self, name: str, group: Any, impl: Any) -> None:
         for part, needed in (
-            (impl, ("context",)),
+            (impl, ("context", "called_hooks")),
             *(
                 (builder, ("context", "reads_shifted_tables"))
                 for builder in group.metadata_builders
@@ -323,6 +330,8 @@ class PyramidRunnerMixin:
                     "follow a KV policy: serve this model with --kv-policy none, or without "
                     "settings that give some layers another attention backend"
                 )
+        policy = self.tracker.policy
+        self.hooks.check_called(type(impl).__qualname__, impl.called_hooks(policy))
         if group.kernel_block_size is not None:
             raise RuntimeError(
                 f"the attention of layer {name} splits the cache's blocks of "
@@ -376,6 +385,11 @@ class PyramidRunnerMixin:
         for start in range(0, len(copies), count):
             piece = list(copies[start : start + count])
             copy_kv_cache_blocks_inplace(self.kv_caches, self.kv_cache_config.num_blocks, piece)
+            if self.hooks.copy_blocks:
+                pairs = np.array([(one.src_block_id, one.dst_block_id) for one in piece], np.int64)
+                sources, targets = upload(pairs.T.copy(), self.device)
+                for hooks in self.hooks.copy_blocks:
+                    hooks.copy_blocks(sources, targets)
         scheduler_output.kv_cache_block_copies = None
         if new := scheduler_output.new_block_ids_to_zero:  # with caches of several types
             filled = {copy.dst_block_id for copy in copies}
