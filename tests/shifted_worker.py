@@ -6,7 +6,7 @@ The kernels are the reference, and vLLM's attention is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +19,16 @@ from vllm.model_executor.models.llama import LlamaModel
 from tests.plans import THINS
 from tests.plumbing.stand_ins import LateCopies
 from tests.pretended_device import data_of
-from tests.steps import make_call, make_side
-from vllm_pyramid.attention.layer_context import LayerContext
+from tests.steps import make_call, make_context
+from vllm_pyramid.attention.deferred import DeferredEviction
+from vllm_pyramid.attention.layer_context import LayerContext, own_inputs
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy, policy_names
+from vllm_pyramid.step.attention_inputs import CacheWrite
+from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 from vllm_pyramid.worker.step_tables import StepTables
@@ -107,6 +110,7 @@ class Worker:
     Args:
         prompts: their lengths by name. answer: tokens that may follow them.
         copies: whether the device has a memory of its own, and a stream for copies.
+        more: makes hooks that work in addition to the policy's.
 
     Attributes:
         outs: the outputs of a method's attention, of each step and layer. calls: their inputs.
@@ -122,6 +126,7 @@ class Worker:
         answer: int = 32,
         *,
         copies: bool = True,
+        more: Sequence[Callable[[WorkerContext], WorkerHooks]] = (),
     ) -> None:
         self.device, self.prompts = device, prompts
         self.ops = kernels(device) if copies else reference
@@ -135,7 +140,7 @@ class Worker:
         blocks = self.layers * len(prompts) * width + 1
         self.tracker = EvictionTracker(policy, self.layers, max(sizes), len(prompts) + 1)
         self.copies = LateCopies() if policy.attends and copies else None
-        side = make_side(
+        context = make_context(
             self.layers,
             heads=KV_HEADS,
             block_size=max(sizes),
@@ -169,14 +174,18 @@ class Worker:
             table=lambda layer: self.shifted.tables[layer],
             model=InnerLlama,
         )
-        self.tracker.hooks = policy.worker_hooks(side)
-        for hooks in self.tracker.hooks:
+        own = [make(context) for make in more]
+        self.hooks = self.tracker.hooks = MethodHooks([*policy.worker_hooks(context), *own])
+        for hooks in self.hooks.cache:
             hooks.allocate(blocks)
         self.shifted = ShiftedTables(slice(0, self.layers), len(prompts), shapes, device.device)
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
+        deferred = DeferredEviction.of(policy, self.hooks, self.layers)
         self.contexts = [
-            LayerContext(self.tracker, layer, self.tracker.hooks, None, rotary, None, self.shifted)
+            LayerContext(
+                self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred
+            )
             for layer in range(self.layers)
         ]
         shape = (self.layers, blocks, KV_HEADS, BLOCK, 2 * SIZE)
@@ -186,7 +195,7 @@ class Worker:
         for layer, context in enumerate(self.contexts):
             if not policy.values.on_device(layer):
                 cache = self.kv_cache(layer)
-                found = (hooks.value_cache(layer, cache) for hooks in self.tracker.hooks)
+                found = (hooks.value_cache(layer, cache) for hooks in self.hooks.cache)
                 context.values = next(found)
         # At the same addresses in every step, as vLLM's.
         self.slots = torch.zeros(self.layers, STEP_TOKENS, dtype=torch.int64)
@@ -256,14 +265,13 @@ class Worker:
             query = torch.randn(count, HEADS, SIZE, generator=self.random)
             own_slots = self.slots[layer][: len(slots)].copy_(slots)
             written = context.slots(put(own_slots))
+            given = value.clone()
             if elsewhere and self.copies is not None:
                 self.ops.write_rows(put(key), caches[0], put(own_slots))
-                given = value.clone()
-                context.write_values(self.ops, put(given), put(own_slots), cache=caches[1])
-                given.fill_(torch.nan)  # a graph uses its memory for something else
             else:
-                self.ops.reshape_and_cache(put(key), put(value), *caches, written)
-            context.after_write(written)
+                self.ops.reshape_and_cache(put(key), put(given), *caches, written)
+            context.after_write(CacheWrite(self.ops, layer, put(key), put(given), *caches, written))
+            given.fill_(torch.nan)  # a graph uses its memory for something else
             call = make_call(
                 self.shifted.tables[layer][:rows],
                 layer=layer,
@@ -280,12 +288,15 @@ class Worker:
             maxima = most_queries, int(self.shifted.max_lens[layer])
             batch = replace(call.batch, max_query_len=maxima[0], max_seq_len=maxima[1])
             call = replace(call, batch=batch)
-            if elsewhere:
+            attended = context.before_attention(call)
+            if self.hooks.attend:
                 out = torch.full_like(query, torch.nan)
-                assert context.attend(call, put(out))
-                self.calls.append(call)
-                self.outs.append(out)
-            context.after_attention(call)
+                if context.attend(attended, put(out)):
+                    self.calls.append(attended)
+                    self.outs.append(out)
+                else:
+                    assert not elsewhere
+            context.after_attention(own_inputs(call, attended))
             if layout is not None and layout.survivors is not None:
                 entered, layout.survivors = entered.index_select(0, layout.survivors), None
         if layout is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's side and its layers' attention calls, without vLLM."""
+"""What methods know of a worker, and its layers' attention calls, without vLLM."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
-from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
 from vllm_pyramid.step.ranks import OneRank, Ranks
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 
-def make_side(
+def make_context(
     num_layers: int,
     *,
     heads: int = 2,
@@ -32,14 +32,14 @@ def make_side(
     tracker: EvictionTracker | None = None,
     ranks: Ranks | None = None,
     **fields: Any,
-) -> WorkerSide:
-    """The side of a worker on the CPU, whose layers have caches alike.
+) -> WorkerContext:
+    """The context of a worker on the CPU, whose layers have caches alike.
 
     Args:
-        tracker: whose step is the current one. fields: of `WorkerSide`.
+        tracker: whose step is the current one. fields: of `WorkerContext`.
     """
     spec = SimpleNamespace(num_kv_heads=heads, block_size=block_size)
-    of_side: dict[str, Any] = {
+    given: dict[str, Any] = {
         "config": None,
         "device": torch.device("cpu"),
         "specs": [spec] * num_layers,
@@ -48,7 +48,7 @@ def make_side(
         "model": torch.nn.Module,
         "step": lambda: tracker.step if tracker else Step.nothing(num_layers, 0),
     }
-    return WorkerSide(**{**of_side, **fields})
+    return WorkerContext(**{**given, **fields})
 
 
 def make_tracker(
@@ -56,8 +56,8 @@ def make_tracker(
 ) -> EvictionTracker:
     """A worker's requests, with the hooks of the policy's methods, as the runner makes them."""
     tracker = EvictionTracker(policy, num_layers, block_size, max_num_reqs)
-    side = make_side(num_layers, heads=heads, block_size=block_size, tracker=tracker)
-    tracker.hooks = policy.worker_hooks(side)
+    context = make_context(num_layers, heads=heads, block_size=block_size, tracker=tracker)
+    tracker.hooks = MethodHooks(policy.worker_hooks(context))
     return tracker
 
 

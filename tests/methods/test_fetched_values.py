@@ -10,6 +10,7 @@ import torch
 
 from tests.shifted_worker import Host, Worker, launch_tables
 from vllm_pyramid.methods.host_values.fetch import FetchedValues
+from vllm_pyramid.methods.host_values.worker import FetchedValueCache
 from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
@@ -26,22 +27,23 @@ def make_worker(monkeypatch: pytest.MonkeyPatch, *, copies: bool = True) -> Work
 
 def fetched_of(worker: Worker) -> FetchedValues:
     (hooks,) = worker.tracker.hooks
-    fetched: FetchedValues = hooks._fetched  # type: ignore[attr-defined]
+    assert isinstance(hooks, FetchedValueCache)
+    fetched: FetchedValues = hooks._fetched
     return fetched
 
 
 def test_memory_is_counted_and_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_worker(monkeypatch)
-    (hooks,) = worker.tracker.hooks
+    (hooks,) = worker.tracker.hooks.cache
     fetched = fetched_of(worker)
     buffers = [*fetched._new, *fetched._buffers, fetched._workspace]
-    assert hooks.bytes_beside_cache() == sum(buffer.nbytes for buffer in buffers) > 2**27
+    assert hooks.bytes_of_buffers() == sum(buffer.nbytes for buffer in buffers) > 2**27
     hooks.allocate(50)  # vLLM makes its cache a second time
     assert [buffer.data_ptr() for buffer in buffers] == [
         buffer.data_ptr() for buffer in [*fetched._new, *fetched._buffers, fetched._workspace]
     ]
     on_cpu = make_worker(monkeypatch, copies=False)
-    assert on_cpu.tracker.hooks[0].bytes_beside_cache() == 0
+    assert on_cpu.tracker.hooks.cache[0].bytes_of_buffers() == 0
 
 
 def test_more_prompts_than_the_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,4 +117,4 @@ def test_steps_without_requests_give_zeros(monkeypatch: pytest.MonkeyPatch) -> N
     worker.tracker.idle_step(1)
     out = torch.full_like(call.query, torch.nan)
     assert worker.contexts[1].attend(call, out) and not out.any()
-    assert worker.tracker.hooks[0].report() is None
+    assert worker.tracker.end_step() == ({}, {})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.steps import make_side
+from tests.steps import make_context
 from vllm_pyramid.compat import cpu_resources
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.host_values import worker
@@ -39,14 +39,14 @@ def make_cache(
         SimpleNamespace(page_size_bytes=PAGE, block_size=16 if layer == 0 else 32, layer_idx=layer)
         for layer in range(LAYERS)
     ]
-    side = make_side(
+    context = make_context(
         LAYERS,
         config=config,
         device=torch.device(device),
         specs=specs,
         swap_space_bytes=served.swap_space_bytes,
     )
-    (found,) = served.policy.worker_hooks(side)
+    (found,) = served.policy.worker_hooks(context)
     assert isinstance(found, HostValueCache)
     return found
 
@@ -100,7 +100,7 @@ def test_a_length_that_vllm_will_fit_is_not_checked_before(host: Any) -> None:
     cache = make_cache(swap_space=pages * PAGE / GIB)
     with pytest.raises(ValueError, match="max_model_len 4096"):
         cache.limit_cache(18 * GIB)
-    cache.side.config.model_config.original_max_model_len = -1
+    cache.context.config.model_config.original_max_model_len = -1
     assert cache.limit_cache(18 * GIB) == pages * PAGE
 
 
@@ -123,8 +123,8 @@ def test_a_containers_limit_counts(
 def test_a_step_reports_what_it_moved_once() -> None:
     """V of new tokens, in all layers that keep it on the host, of all ranks."""
     cache = make_cache(ranks=2)
-    assert cache.report() is None
-    for spec in cache.side.specs:
+    assert cache.end_step(Step.nothing(LAYERS, 0)) is None
+    for spec in cache.context.specs:
         spec.head_size, spec.num_kv_heads, spec.dtype = 32, 4, torch.float32
     policy = cache.policy
     plan = policy.plan(50, LAYERS, 32)
@@ -141,14 +141,14 @@ def test_a_step_reports_what_it_moved_once() -> None:
     assert cache._top_ns.tolist() == [0, 128, 0]
     cache._value_rows += torch.tensor([5, 7, 9])
     row = 32 * 4 * 2
-    report = cache.report()
+    report = cache.end_step(step)
     assert report == StepTraffic(
         ["prompt", "decodes", "full"],
         [count * row * 4 * (LAYERS - 1) for count in (30, 1, 1)],
         [5 * row, 7 * row, 9 * row],
         [0, 1, 1],
     )
-    assert cache.report() is None
+    assert cache.end_step(step) is None
     step.scheduled = np.array([31, 1, 1], np.int32)
     with pytest.raises(AssertionError, match="crosses the end of a prompt"):
         cache.begin_step(step)

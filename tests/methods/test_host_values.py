@@ -65,14 +65,16 @@ def test_host_memory_that_is_not_there_is_refused() -> None:
 def test_traffic_is_summed_by_request() -> None:
     traffic = SwapTraffic()
     alive = {"a", "b"}.__contains__
-    traffic.took_step(StepTraffic(["a", "b", "gone"], [100, 10, 1], [100, 70, 3], [0, 1, 1]), alive)
-    traffic.took_step(StepTraffic(["b", "a"], [10, 10], [50, 60], [1, 1]), alive)
+    traffic.on_step_report(
+        StepTraffic(["a", "b", "gone"], [100, 10, 1], [100, 70, 3], [0, 1, 1]), alive
+    )
+    traffic.on_step_report(StepTraffic(["b", "a"], [10, 10], [50, 60], [1, 1]), alive)
     assert traffic.totals() == {"v_bytes_written": 131, "v_bytes_read": 283}
-    assert traffic.finished("a") == {
+    assert traffic.on_request_finished("a") == {
         "v_bytes_written": 110, "v_bytes_read": 160, "v_bytes_read_per_token": 60.0,
     }  # fmt: skip
-    assert traffic.finished("b")["v_bytes_read_per_token"] == 60.0
-    assert traffic.finished("b") == traffic.finished("gone") == {
+    assert traffic.on_request_finished("b")["v_bytes_read_per_token"] == 60.0
+    assert traffic.on_request_finished("b") == traffic.on_request_finished("gone") == {
         "v_bytes_written": 0, "v_bytes_read": 0, "v_bytes_read_per_token": 0.0,
     }  # fmt: skip
 

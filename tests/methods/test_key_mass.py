@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.steps import make_call, make_evictions, make_side, make_tracker, the_hooks
+from tests.steps import make_call, make_context, make_evictions, make_tracker, the_hooks
 from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
@@ -21,6 +21,7 @@ from vllm_pyramid.methods.thinning.generated import MARK, GeneratedMass
 from vllm_pyramid.plan import IntArray, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.schedules import IntervalSchedule
+from vllm_pyramid.step.attention_inputs import CacheWrite
 
 pytestmark = pytest.mark.cpu
 
@@ -121,7 +122,11 @@ class Walk:
             values, values + 0.5, self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:], slots
         )
         if self.mass is not None:
-            self.mass.after_write(layer, torch.cat([slots, torch.tensor([-1])]))
+            padded = torch.cat([slots, torch.tensor([-1])])
+            caches = self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:]
+            self.mass.after_write(
+                CacheWrite(self.ops, layer, values, values + 0.5, *caches, padded)
+            )
         end = start + count
         for head in range(HEADS):
             held = self.held[layer, name, head]
@@ -195,7 +200,7 @@ def test_evictions_against_lists(ops: Ops, policy: str, args: dict[str, Any]) ->
 
 def make_mass(policy: Policy, num_blocks: int, heads: int = HEADS) -> KeyMass:
     assert isinstance(policy.scorer, AccumulatingScorer)
-    mass = KeyMass(policy, policy.scorer, make_side(1, heads=heads, block_size=BLOCK))
+    mass = KeyMass(policy, policy.scorer, make_context(1, heads=heads, block_size=BLOCK))
     mass.allocate(num_blocks)
     return mass
 
@@ -228,7 +233,7 @@ def test_smallest_counts_stay_and_older_ones_of_equals() -> None:
     evictions = make_evictions([7], plans=[policy.plan(7, 1, BLOCK)], block_size=BLOCK)
     call = make_call(torch.tensor([[1, 3]], dtype=torch.int32), ops=cpu)
     batch = evictions.batch(call, policy, np.array([0]))
-    scores = mass.scores(batch)
+    scores = mass.score(batch)
     assert scores is not None
     assert policy.selector.kept(scores, batch).tolist() == [[[1, 2, 4, 6]]]
 
@@ -237,8 +242,8 @@ def test_a_group_is_marked_once_for_all_heads() -> None:
     """The best of the leaving group by the sum over the heads, ties to the lower position."""
     args = {"schedule": "thin_generated", "gen_interval": 3, "gen_window": 6}
     policy = load_policy("pyramidinfer", None, args)
-    side = make_side(1, heads=HEADS, block_size=BLOCK)
-    mass, _ = policy.worker_hooks(side)
+    context = make_context(1, heads=HEADS, block_size=BLOCK)
+    mass, _ = policy.worker_hooks(context)
     assert isinstance(mass, GeneratedMass)
     mass.allocate(12)
     mass.pages.fill_(0.5)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.steps import make_call, make_side
+from tests.steps import make_call, make_context
+from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
@@ -18,12 +19,12 @@ from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.recall import window_statistics
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.solve import best_lengths, least_lengths, minimum_budgets
-from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.worker import LayerSolver
 from vllm_pyramid.plan import DeferredPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
@@ -34,12 +35,13 @@ LAYERS, KV_HEADS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 4, 16, 8
 SCALE = HEAD_SIZE**-0.5
 
 
-def make_solver(policy: Policy, ranks: Ranks | None = None) -> LayerSolver:
-    """As the policy makes it for a worker."""
-    (solver,) = policy.worker_hooks(make_side(LAYERS, block_size=BLOCK, ranks=ranks))
-    assert isinstance(solver, LayerSolver) and isinstance(policy.allocator, SolvingAllocator)
-    assert solver.solver is policy.allocator
-    return solver
+def make_solver(policy: Policy, ranks: Ranks | None = None) -> DeferredEviction:
+    """As a worker makes it from the policy."""
+    hooks = MethodHooks(policy.worker_hooks(make_context(LAYERS, block_size=BLOCK, ranks=ranks)))
+    deferred = DeferredEviction.of(policy, hooks, LAYERS)
+    assert deferred is not None and isinstance(deferred.method, LayerSolver)
+    assert deferred.method.solver is policy.allocator
+    return deferred
 
 
 class Step:
@@ -91,11 +93,11 @@ class Step:
         self,
         ops: Ops,
         layers: Iterable[int] = range(LAYERS),
-        solver: LayerSolver | None = None,
+        solver: DeferredEviction | None = None,
     ) -> None:
         solver = solver or make_solver(self.policy)
         for layer in layers:
-            solver.after_eviction(self.call(layer, ops), self.evictions)
+            solver.add_layer(self.call(layer, ops), self.evictions, None)
 
     def keep(self, row: int) -> list[int]:
         plan = self.evictions.plans[row]
@@ -220,7 +222,8 @@ def test_solved_and_averaged_prompts_in_one_step() -> None:
     assert step.evictions.unsolved.tolist() == [1]
     solver = make_solver(step.policy)
     for layer in range(LAYERS):
-        LayerContext(step.retention, layer, [solver]).evict(step.call(layer), step.evictions)
+        context = LayerContext(step.retention, layer, deferred=solver)
+        context.evict(step.call(layer), step.evictions)
         averaged = step.evictions.plans[0]
         assert isinstance(averaged, RetentionPlan)
         assert step.evictions.tokens_done[0] == averaged.skip[: layer + 1].sum()

@@ -73,7 +73,7 @@ def test_a_request_counts_once_and_only_if_it_was_sampled() -> None:
     assert sampled.shares_for("s", "") == ((1.0, 0.0, 0.0), 1)
     assert sampled.shares_for("t", "other") is None
     for name in ("r", "s", "t"):
-        assert sampled.finished(name) == {}
+        assert sampled.on_request_finished(name) == {}
     assert not sampled._of_request
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.steps import make_context
 from vllm_pyramid.methods.thinning import DecayAllocator
 from vllm_pyramid.methods.thinning.generated import GeneratedMass
 from vllm_pyramid.methods.thinning.worker import Thinner
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.step.ranks import OneRank
 
 pytestmark = pytest.mark.cpu
 
@@ -194,14 +193,13 @@ def test_generated_tokens_by_hand() -> None:
 
 
 def test_who_gathers_while_it_generates() -> None:
-    spec = SimpleNamespace(num_kv_heads=2)
-    side: Any = SimpleNamespace(specs=[spec] * 4, block_size=16, ranks=OneRank(), device="cpu")
+    context = make_context(4)
     policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
     assert policy.works_in_every_step and policy.min_last_chunk == 1
-    assert [type(hooks) for hooks in policy.worker_hooks(side)] == [GeneratedMass, Thinner]
+    assert [type(hooks) for hooks in policy.worker_hooks(context)] == [GeneratedMass, Thinner]
     once = load_policy("pyramidinfer")
     assert not once.works_in_every_step and once.min_last_chunk == 2
-    assert [type(hooks) for hooks in once.worker_hooks(side)] == [Thinner]
+    assert [type(hooks) for hooks in once.worker_hooks(context)] == [Thinner]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.accumulated.gather import KeyMass
+from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
+from vllm_pyramid.step.hooks import LAYER_HOOKS
 from vllm_pyramid.worker import adapter, worker_layers
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.adapter_v1 import TablesV1
@@ -55,6 +57,10 @@ def served(policy: str, **settings: Any) -> dict[str, Any]:
 class OurImpl:
     context = None
     alibi_slopes: Any = None
+
+    @classmethod
+    def called_hooks(cls, policy: Policy) -> frozenset[str]:
+        return LAYER_HOOKS
 
 
 class OurBuilder:
@@ -292,18 +298,27 @@ def test_traces_start_when_the_worker_says_so(tmp_path: Path) -> None:
 # What methods keep in addition to the cache -------------------------------------------------------
 
 
+def test_a_hook_that_attention_does_not_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = LAYER_HOOKS - {"after_write"}
+    monkeypatch.setattr(OurImpl, "called_hooks", classmethod(lambda cls, policy: called))
+    said = "the method accumulated has the hook `after_write`, which the attention back end OurImpl"
+    with pytest.raises(ValueError, match=said):
+        Runner("h2o").initialize_kv_cache(make_groups())
+    Runner("pyramidkv").initialize_kv_cache(make_groups())
+
+
 def test_one_mass_for_all_layers() -> None:
     runner = Runner("h2o")
     groups = make_groups()
     runner.initialize_kv_cache(groups)
     contexts = [group.metadata_builders[0].context for group in groups]
     (mass,) = runner.pyramid.tracker.hooks
-    assert isinstance(mass, KeyMass) and all(context.hooks == [mass] for context in contexts)
+    assert isinstance(mass, KeyMass) and all(list(context.hooks) == [mass] for context in contexts)
     assert mass.pages.shape == (30, 2, 16) and mass.pages.dtype == torch.float32
     other = Runner("pyramidkv")
     groups = make_groups()
     other.initialize_kv_cache(groups)
-    assert groups[0].metadata_builders[0].context.hooks == []
+    assert not list(groups[0].metadata_builders[0].context.hooks)
 
 
 def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:

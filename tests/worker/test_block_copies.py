@@ -12,16 +12,27 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from vllm_pyramid.compat.side_channel import attach_block_copies
+from vllm_pyramid.step.hooks import CacheHooks
 from vllm_pyramid.worker import block_copies
 from vllm_pyramid.worker.block_copies import copy_blocks
 
 pytestmark = pytest.mark.cpu
 
 
-def copied(output: Any, stage: int) -> list[float]:
+class Pool(CacheHooks):
+    """A number for each block."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.arange(6)
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self.numbers[targets] = self.numbers[sources]
+
+
+def copied(output: Any, stage: int, *pools: Pool) -> list[float]:
     """Return the contents of six blocks, which held their own ids, after the step's copies."""
     caches = [torch.arange(6.0).repeat_interleave(16).view(6, 16).clone()]
-    copy_blocks(output, stage, caches, num_blocks=6, page_size_bytes=64)
+    copy_blocks(output, stage, caches, num_blocks=6, page_size_bytes=64, pools=pools)
     contents: list[float] = caches[0][:, 0].tolist()
     return contents
 
@@ -34,7 +45,9 @@ def test_what_was_copied_is_not_zeroed(monkeypatch: pytest.MonkeyPatch, at_once:
         kv_cache_block_copies=[KVCacheBlockCopy(1, 3), KVCacheBlockCopy(2, 4)],
         new_block_ids_to_zero=[3, 5, 4],
     )
-    assert copied(output, stage=0) == [0, 1, 2, 1, 2, 5]
+    pool = Pool()
+    assert copied(output, 0, pool) == [0, 1, 2, 1, 2, 5]
+    assert pool.numbers.tolist() == [0, 1, 2, 1, 2, 5], "what is kept of blocks follows them"
     assert output.kv_cache_block_copies is None
     assert output.new_block_ids_to_zero == [5]
 

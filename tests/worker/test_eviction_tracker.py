@@ -420,7 +420,7 @@ def test_which_queries_count() -> None:
         assert mass.first_queries.tolist() == expected
         tracker.idle_step(len(rows))
         assert mass.first_queries is None
-    assert make_tracker(make()[0], NUM_LAYERS, BLOCK_SIZE, MAX_REQS).hooks == []
+    assert not list(make_tracker(make()[0], NUM_LAYERS, BLOCK_SIZE, MAX_REQS).hooks)
 
 
 def test_rows_change_hands() -> None:

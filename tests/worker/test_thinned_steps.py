@@ -249,14 +249,14 @@ def test_memory_of_a_layer_in_addition_to_the_forward_pass_is_counted(
     worker.step({"a": 48, "b": 45})
     assert max(found) > 4 * 2 * 48 * KV_HEADS  # scores of both
     # Counted for as many pieces and tokens as a step has room for.
-    scheduler = worker_side(thinner).config.scheduler_config
+    scheduler = context_of(thinner).config.scheduler_config
     monkeypatch.setattr(scheduler, "max_num_batched_tokens", 93)
     scheduler.max_num_seqs = 2
-    assert max(found) <= thinner.bytes_beside_cache() < 2 * max(found)
+    assert max(found) <= thinner.bytes_of_buffers() < 2 * max(found)
 
 
-def worker_side(thinner: Any) -> Any:
-    return thinner._side
+def context_of(thinner: Any) -> Any:
+    return thinner._context
 
 
 class _Layer:
@@ -290,9 +290,9 @@ def test_the_profile_runs_what_is_not_compiled_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(inner), "__call__", stock)
     hooks = Worker(load_policy("pyramidinfer", None, THINS), Host(), PROMPTS).tracker.hooks
     (thinner,) = hooks
-    side = worker_side(thinner)
-    monkeypatch.setattr(side, "model", lambda: model)
-    monkeypatch.setattr(side, "step", lambda: Step.nothing(4, 0))
+    context = context_of(thinner)
+    monkeypatch.setattr(context, "model", lambda: model)
+    monkeypatch.setattr(context, "step", lambda: Step.nothing(4, 0))
     tokens = torch.arange(STEP_TOKENS)
     thinner.before_profile()
     inner(tokens, tokens)

@@ -22,6 +22,7 @@ from vllm_pyramid.attention import backend_cuda
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import tables as triton_tables
+from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
@@ -154,6 +155,7 @@ def test_nothing_changes_but_the_null_block(
     assert not any(table.any() for table in worker.shifted.tables)
     assert not worker.tracker._requests
     for hooks in worker.tracker.hooks:
+        assert isinstance(hooks, KeyMass)
         assert not hooks.pages[1:].any()
 
 

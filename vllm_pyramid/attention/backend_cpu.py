@@ -19,13 +19,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
+from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext, own_inputs
 from vllm_pyramid.compat.backend_names import CPU_BLOCK_SIZE, FP8_CACHES
 from vllm_pyramid.compat.cache_specs import scales_of
 from vllm_pyramid.kernels import get_ops
 from vllm_pyramid.kernels.cpu.checks import MAX_HEAD_SIZE
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
+from vllm_pyramid.step.hooks import LAYER_HOOKS
 
 
 class PyramidCpuBackend(AttentionBackend):
@@ -193,6 +195,11 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         self._fp8 = FP8_CACHES.get(kv_cache_dtype)
         self.ops = get_ops("cpu")
 
+    @classmethod
+    def called_hooks(cls, policy: Policy) -> frozenset[str]:
+        """Return the hooks of layers that are called in every step: all, as there are no graphs."""
+        return LAYER_HOOKS
+
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one.
 
@@ -238,8 +245,20 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             key_scale=key_scale,
             value_scale=value_scale,
         )
-        if context is not None:
-            context.after_write(slot_mapping)
+        if context is not None and context.hooks.after_write:
+            context.after_write(
+                CacheWrite(
+                    self.ops,
+                    context.layer,
+                    key,
+                    value,
+                    key_cache,
+                    value_cache,
+                    slot_mapping,
+                    key_scale,
+                    value_scale,
+                )
+            )
 
     def forward(
         self,
@@ -280,7 +299,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             key_scale=key_scale,
             value_scale=value_scale,
         )
-        call = AttentionInputs(
+        inputs = AttentionInputs(
             self.ops,
             context.layer if context is not None else 0,
             batch,
@@ -289,8 +308,14 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             rotary=context.rotary if context is not None else None,
             log_sum_exp=log_sum_exp,
         )
-        if context is None or not context.attend(call, out):
-            self.ops.paged_attention(out, batch, self.softmax, log_sum_exp=log_sum_exp)
-        if context is not None:
-            context.after_attention(call)
+        if context is None:
+            self._attend(inputs, out)
+            return output
+        attended = context.before_attention(inputs)
+        if not context.attend(attended, out):
+            self._attend(attended, out)
+        context.after_attention(own_inputs(inputs, attended))
         return output
+
+    def _attend(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
+        self.ops.paged_attention(out, inputs.batch, inputs.softmax, log_sum_exp=inputs.log_sum_exp)

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
+from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext, own_inputs
 from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.compat.cache_specs import scales_of
 from vllm_pyramid.kernels import get_ops
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
+from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.served_settings import ServedSettings
-from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
+from vllm_pyramid.step.hooks import LAYER_HOOKS
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,22 @@ def parts_of_scaled_rows(kv_cache: torch.Tensor, dtype: torch.dtype) -> CachePar
         {"key_scales": floats[..., half // 4 - 1], "value_scales": floats[..., -1]},
         (words[..., : half // 4], words[..., half // 4 :]),
     )
+
+
+def metadata_of(inputs: AttentionInputs, metadata: Any) -> Any:
+    """Return a copy of the stock metadata with the table and lengths that a method chose.
+
+    The stock kernels of Triton and FlashAttention find all that they read of a batch under these
+    names. Schedules and graphs of the step are of its own table; our builders make none.
+    """
+    batch = inputs.batch
+    assert batch.max_query_len is not None and batch.max_seq_len is not None
+    chosen = copy.copy(metadata)
+    chosen.block_table = batch.block_table
+    chosen.query_start_loc = batch.query_start_loc
+    chosen.seq_lens = batch.seq_lens
+    chosen.max_query_len, chosen.max_seq_len = batch.max_query_len, batch.max_seq_len
+    return chosen
 
 
 class PyramidBuilderMixin:
@@ -152,6 +170,20 @@ class PyramidImplMixin:
     logits_soft_cap: float
     kv_cache_dtype: str
 
+    @classmethod
+    def called_hooks(cls, policy: Policy) -> frozenset[str]:
+        """Return the hooks of layers that are called in every step.
+
+        A captured graph of a whole step leaves all of them out. Where a policy works during
+        prompts alone, steps that only decode may be such graphs: what gathers from prompts is
+        called, what attends is not.
+        """
+        if policy.works_in_every_step or policy.attends:
+            return LAYER_HOOKS
+        if any(part.works_during_prompt for part in policy.parts):
+            return frozenset({"after_write", "after_attention"})
+        return frozenset()
+
     def do_kv_cache_update(
         self,
         layer: Any,
@@ -160,7 +192,10 @@ class PyramidImplMixin:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """See vLLM's; nothing has been given yet to the keys that are written."""
+        """Write the step's keys and values, `[T, G, D]`, to their slots, by vLLM's kernel.
+
+        Where V lies elsewhere, our own writes K, and a method writes V.
+        """
         context = self.context
         if context is not None:
             slot_mapping = context.slots(slot_mapping)
@@ -168,14 +203,23 @@ class PyramidImplMixin:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         else:
             parts = self._parts(layer, kv_cache)
-            key_scale, value_scale = (
-                parts.scales.get(f"{of}_scale", 1.0) for of in ("key", "value")
+            key_scale = parts.scales.get("key_scale", 1.0)
+            get_ops(key.device.type).write_rows(key, parts.keys, slot_mapping, scale=key_scale)
+        if context is not None and context.hooks.after_write:
+            parts = self._parts(layer, kv_cache)
+            context.after_write(
+                CacheWrite(
+                    get_ops(key.device.type),
+                    context.layer,
+                    key,
+                    value,
+                    parts.keys,
+                    parts.values,
+                    slot_mapping,
+                    key_scale=parts.scales.get("key_scale", 1.0),
+                    value_scale=parts.scales.get("value_scale", 1.0),
+                )
             )
-            ops = get_ops(key.device.type)
-            ops.write_rows(key, parts.keys, slot_mapping, scale=key_scale)
-            context.write_values(ops, value, slot_mapping, cache=parts.values, scale=value_scale)
-        if context is not None:
-            context.after_write(slot_mapping)
 
     def forward(
         self,
@@ -189,27 +233,32 @@ class PyramidImplMixin:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See vLLM's; `kv_cache` is `[P, G, N, 2 * D]`, K then V in a token's row (`_parts`).
+        """Attend by vLLM's kernel or a method, then let the policy gather and evict.
 
-        Where V lies elsewhere it is `[P, G, N, D]`, and a method attends in vLLM's place.
+        Args:
+            query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`, K then V in a token's row (`_parts`);
+                `[P, G, N, D]` where V lies elsewhere, and a method attends in vLLM's place.
+            output: `[T, H, D]`, written. args, kwargs: scales of fused output quantisation.
         """
-        context, result = self.context, output
-        elsewhere = context is not None and context.values is not None
-        if attn_metadata is None or not elsewhere:
-            result = super().forward(  # type: ignore[misc]
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+
+        def attend(query: torch.Tensor, metadata: Any) -> torch.Tensor:
+            result: torch.Tensor = super(PyramidImplMixin, self).forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
             )
+            return result
+
         if attn_metadata is None or attn_metadata.kv_step is None:
-            return result
+            return attend(query, attn_metadata)
+        context = self.context
         assert context is not None, "the layer was not bound"
-        if attn_metadata.kv_step.evictions is None and not context.hooks:
-            return result
-        if elsewhere and any(scale is not None for scale in (*args, *kwargs.values())):
-            raise NotImplementedError("fused output quantisation goes with V beside K alone")
+        if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
+            return attend(query, attn_metadata)
+        if context.hooks.attend and any(scale is not None for scale in (*args, *kwargs.values())):
+            raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
         tokens = query[: attn_metadata.num_actual_tokens]
         # The layer's shifted row begins with the first block that it holds.
-        call = self.call_of(
+        inputs = self.call_of(
             layer,
             tokens,
             kv_cache,
@@ -221,9 +270,17 @@ class PyramidImplMixin:
             max_query_len=attn_metadata.max_query_len,
             max_seq_len=attn_metadata.max_seq_len,
         )
-        if elsewhere and not context.attend(call, output[: len(tokens)]):
-            raise RuntimeError(f"V of layer {context.layer} lies elsewhere, and nobody attends")
-        context.after_attention(call)
+        result, attended = output, context.before_attention(inputs)
+        if not context.attend(attended, output[: len(tokens)]):
+            if context.values is not None:
+                raise RuntimeError(
+                    f"V of layer {context.layer} lies elsewhere, and no method attends"
+                )
+            if attended is inputs:
+                result = attend(query, attn_metadata)
+            else:
+                result = attend(query, metadata_of(attended, attn_metadata))
+        context.after_attention(own_inputs(inputs, attended))
         return result
 
     def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:

@@ -3,58 +3,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+import torch
 
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
-from vllm_pyramid.step.hooks import WorkerHooks
+from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
-from vllm_pyramid.step.window_mass import window_mass
+from vllm_pyramid.step.window_mass import WindowMass, window_mass
+
+_NO_HOOKS = MethodHooks()
 
 
 def evict_layer(
     policy: Policy,
-    call: AttentionInputs,
+    inputs: AttentionInputs,
     evictions: StepEvictions,
-    hooks: Sequence[WorkerHooks] = (),
+    hooks: MethodHooks = _NO_HOOKS,
     trace: TraceWriter | None = None,
 ) -> None:
     """Move the survivors of every request that evicts in this step to the tail of its range.
 
-    Runs after the layer's attention, so all that it had was attended to. Prompts whose lengths are
-    solved still hold everything here; who solves them evicts from them, in all layers together.
+    Runs after the layer's attention, which has seen all that the layer held. Requests whose plans
+    are deferred still hold everything here; `DeferredEviction` evicts from them, in all layers
+    together.
 
     Args:
-        hooks: of the methods at work: one of them may have gathered scores.
+        hooks: of the policy's methods: one of them may have gathered scores.
     """
-    evictions.copy_blocks(call, evictions.solved)
-    shortened = evictions.shortened(call.layer)
+    evictions.copy_blocks(inputs, evictions.solved, hooks.copy_blocks)
+    shortened = evictions.shortened(inputs.layer)
     inside = evictions.inside_prompt[shortened]
-    of_inside = policy.inside or policy
-    for chooses, chosen in ((policy, shortened[~inside]), (of_inside, shortened[inside])):
-        if chosen.size:
-            _shorten(chooses, call, evictions, chosen, hooks, trace)
+    for chooses, scorer, chosen in (
+        (policy, hooks.scorer, shortened[~inside]),
+        (policy.inside or policy, hooks.scorer_inside, shortened[inside]),
+    ):
+        if not chosen.size:
+            continue
+        batch = evictions.batch(inputs, chooses, chosen)
+        mass = window_mass(batch) if trace is not None else None
+        scores = scorer.score(batch) if scorer is not None else None
+        if scores is None:
+            scores, _ = chooses.scorer.scores(batch)
+        shorten(batch, scores, hooks, trace, mass)
 
 
-def _shorten(
-    policy: Policy,
-    call: AttentionInputs,
-    evictions: StepEvictions,
-    chosen: npt.NDArray[np.int64],
-    hooks: Sequence[WorkerHooks],
+def shorten(
+    batch: EvictionBatch,
+    scores: torch.Tensor,
+    hooks: MethodHooks,
     trace: TraceWriter | None,
+    mass: WindowMass | None,
 ) -> None:
-    """The requests `chosen`, `[S]` indices, go by one policy."""
-    batch = evictions.batch(call, policy, chosen)
-    mass = window_mass(batch) if trace is not None else None
-    gathered = (method.scores(batch) for method in hooks)
-    scores = next((found for found in gathered if found is not None), None)
-    if scores is None:
-        scores, _ = policy.scorer.scores(batch)
-    kept = batch.shorten(scores, trace, mass)
-    for method in hooks:
-        method.moved(batch, kept)
+    """Select the tokens that stay, and compact; methods are asked before and told behind it.
+
+    Args:
+        scores: as of `Scorer.scores`. mass: of the window, if there is a trace.
+    """
+    kept = batch.select(scores, trace, mass)
+    for method in hooks.before_compact:
+        method.before_compact(batch, kept)
+    batch.compact(kept)
+    for method in hooks.after_compact:
+        method.after_compact(batch, kept)

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
-from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.policy.policy import Policy
-from vllm_pyramid.step.attention_inputs import AttentionInputs, ValueWrite
-from vllm_pyramid.step.hooks import WorkerHooks
+from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
+from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step import Step
@@ -38,77 +38,94 @@ class LayerContext:
     """One attention layer's place in the policy.
 
     Attributes:
-        retention: the runner's, shared by all layers. layer: index of this one, from the bottom.
-        hooks: of the methods at work, shared by all layers.
+        tracker: the runner's, shared by all layers. layer: index of this one, from the bottom.
+        hooks: of the policy's methods, shared by all layers.
         ranks: that share the KV heads; None for one.
         rotary: of this layer; None where it has none.
-        trace: where kept positions go, or None; set when the worker's warm-up is over.
+        trace: writes kept positions, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
-        values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: beside K.
+        deferred: evictions that wait for the last layer, shared by all layers; None where the
+            policy's plans are never deferred.
+        values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: V is in the pages.
         has_readers: whether layers above attend to this one's cache; it evicts after the last.
     """
 
     tracker: StepSource
     layer: int
-    hooks: list[WorkerHooks] = field(default_factory=list)
+    hooks: MethodHooks = field(default_factory=MethodHooks)
     ranks: Ranks | None = None
     rotary: Rotary | None = None
     trace: TraceWriter | None = None
     shifted: ShiftedTables | None = None
+    deferred: DeferredEviction | None = None
     values: torch.Tensor | None = None
     has_readers: bool = False
     _attended: AttentionInputs | None = None
 
     @property
     def step(self) -> Step:
-        """The current one."""
+        """The step that runs now."""
         return self.tracker.step
 
     def slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """Of the step's slots those that this layer writes."""
+        """Return those of the step's slots that this layer writes."""
         layout = self.step.layout
         return slot_mapping if layout is None else layout.slots(self.layer, slot_mapping)
 
-    def write_values(self, ops: Ops, values: torch.Tensor, slots: torch.Tensor, **own: Any) -> None:
-        """V of the layer's new tokens goes where a method keeps it; `own`: of `ValueWrite`."""
-        write = ValueWrite(ops, self.layer, values, slots=slots, **own)
-        for hooks in self.hooks:
-            hooks.write_values(write)
+    def after_write(self, write: CacheWrite) -> None:
+        """Tell methods of the layer's new tokens, which have been written."""
+        for hooks in self.hooks.after_write:
+            hooks.after_write(write)
 
-    def after_write(self, slots: torch.Tensor) -> None:
-        """The layer's new tokens have been written."""
-        for hooks in self.hooks:
-            hooks.after_write(self.layer, slots)
+    def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return what the layer attends to, which methods may have chosen."""
+        for hooks in self.hooks.before_attention:
+            inputs = hooks.before_attention(inputs)
+        return inputs
 
-    def attend(self, call: AttentionInputs, out: torch.Tensor) -> bool:
-        """Let a method attend in place of the layer's attention; whether one did."""
-        return any(hooks.attend(call, out) for hooks in self.hooks)
+    def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
+        """Let a method attend in place of the back end, and return whether one did."""
+        return any(hooks.attend(inputs, out) for hooks in self.hooks.attend)
 
-    def after_attention(self, call: AttentionInputs) -> None:
-        """The layer has attended: gather and evict as the policy and the step ask."""
-        for hooks in self.hooks:
-            hooks.after_attention(call)
+    def after_attention(self, inputs: AttentionInputs) -> None:
+        """Let methods look at the layer, which has attended; then evict where the step asks for it.
+
+        Args:
+            inputs: as they were before `before_attention`.
+        """
+        for hooks in self.hooks.after_attention:
+            hooks.after_attention(inputs)
         if self.step.evictions is None:
             return
         if self.has_readers:
             # The layers in between may use the memory of these queries again.
-            batch = replace(call.batch, query=call.query.clone())
-            self._attended = replace(call, batch=batch)
+            batch = replace(inputs.batch, query=inputs.query.clone())
+            self._attended = replace(inputs, batch=batch)
         else:
-            self.evict(call, self.step.evictions)
+            self.evict(inputs, self.step.evictions)
 
     def after_last_reader(self) -> None:
-        """The last layer that reads this one's cache has attended."""
+        """Evict where the step asks for it: the last layer that reads this cache has attended."""
         if self.step.evictions is not None:
             assert self._attended is not None
             self.evict(self._attended, self.step.evictions)
         self._attended = None
 
-    def evict(self, call: AttentionInputs, evictions: StepEvictions) -> None:
-        """Evict in this layer, what methods add included."""
-        evict_layer(self.tracker.policy, call, evictions, self.hooks, self.trace)
-        for hooks in self.hooks:
-            hooks.after_eviction(call, evictions)
+    def evict(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
+        """Evict from this layer, or from all layers with the last one where that was deferred."""
+        evict_layer(self.tracker.policy, inputs, evictions, self.hooks, self.trace)
+        if self.deferred is not None:
+            self.deferred.add_layer(inputs, evictions, self.trace)
+        for hooks in self.hooks.after_eviction:
+            hooks.after_eviction(inputs, evictions)
+
+
+def own_inputs(inputs: AttentionInputs, attended: AttentionInputs) -> AttentionInputs:
+    """Return the layer's inputs for what comes behind an attention to `attended`.
+
+    Where a method chose what was attended to, the log-sum-exp is not that of the whole cache.
+    """
+    return inputs if attended is inputs else replace(inputs, log_sum_exp=None)
 
 
 @dataclass
@@ -125,11 +142,15 @@ class ReaderContext:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of, name)
 
-    def attend(self, call: AttentionInputs, out: torch.Tensor) -> bool:
-        """See `LayerContext`."""
-        return self.of.attend(call, out)
+    def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return what the layer attends to, chosen by the hooks of the layer that it reads."""
+        return self.of.before_attention(inputs)
 
-    def after_attention(self, call: AttentionInputs) -> None:
-        """See `LayerContext`."""
+    def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
+        """Let a method attend as in the layer that this one reads."""
+        return self.of.attend(inputs, out)
+
+    def after_attention(self, inputs: AttentionInputs) -> None:
+        """Let the layer that this one reads evict, if no other reads it after this one."""
         if self.is_last:
             self.of.after_last_reader()

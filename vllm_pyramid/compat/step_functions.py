@@ -105,8 +105,9 @@ def _attention(runner: Any) -> Iterator[Function]:
         if context is None:
             continue
         yield "eviction", context, "evict"
-        for hooks in context.hooks:
+        for hooks in context.hooks.after_write:
             yield "eviction", hooks, "after_write"
+        for hooks in context.hooks.after_attention:
             yield "eviction", hooks, "after_attention"
         yield "policy", context.tracker, "begin_step"
         yield "policy", context.tracker, "end_step"

@@ -16,6 +16,7 @@ than at the end, and another scorer chooses.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+    from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
 
 
 def _tokens_behind(policy: Policy) -> int:
@@ -192,12 +193,9 @@ class EvictionPoints(Chunk):
                 "prompt (chunk.tokens); leave them out, or ask with kv_policy full"
             )
 
-    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         """What a scorer of its own gathers between points."""
         inside = policy.inside
         if inside is None or inside.scorer == policy.scorer:
             return None
-        hooks = inside.scorer.worker_hooks(inside, side)
-        if hooks is not None:
-            hooks.inside = True
-        return hooks
+        return inside.scorer.worker_hooks(inside, replace(context, inside=True))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from vllm_pyramid.plan import Budget
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
 
 class Component(BaseModel):
@@ -140,10 +140,14 @@ class Component(BaseModel):
 
     # In the engine ------------------------------------------------------------------------------
 
-    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
-        """What this part does in a worker's steps; None: nothing."""
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
+        """Return what this part does in a worker's steps, or None.
+
+        The object's class derives from those of `CacheHooks`, `StepHooks`, `LayerHooks` and
+        `EvictionHooks` (`step/hooks/`) whose functions it overrides.
+        """
         return None
 
     def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
-        """What this part does in the scheduler; None: nothing."""
+        """Return what this part does in the scheduler, or None."""
         return None

@@ -38,7 +38,7 @@ from vllm_pyramid.policy.selectors import Selector, TopKSelector
 from vllm_pyramid.policy.values import DeviceValues, Values
 
 if TYPE_CHECKING:
-    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
 # Queries whose attention a trace reports on where the policy scores with none: PyramidKV's 8.
 TRACE_WINDOW = 8
@@ -359,9 +359,9 @@ class Policy(BaseModel):
 
     # In the engine ------------------------------------------------------------------------------
 
-    def worker_hooks(self, side: WorkerSide) -> list[WorkerHooks]:
+    def worker_hooks(self, context: WorkerContext) -> list[WorkerHooks]:
         """What the parts do in a worker beside scoring, in the order of the parts."""
-        found = [part.worker_hooks(self, side) for part in self.parts]
+        found = [part.worker_hooks(self, context) for part in self.parts]
         return [hooks for hooks in found if hooks is not None]
 
     def scheduler_hooks(self, num_layers: int) -> list[SchedulerHooks]:

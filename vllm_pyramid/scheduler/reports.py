@@ -144,7 +144,7 @@ class Reports(SchedulerPoints):
         if (least := self.coordinator.min_tokens(request.request_id)) is not None:
             report["kv_min_tokens"] = least
         for hooks in self.hooks:
-            report |= hooks.finished(request.request_id)
+            report |= hooks.on_request_finished(request.request_id)
         return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

@@ -130,7 +130,7 @@ class PyramidSchedulerMixin(Reports):
         )
         if served.error is None:
             for hooks in self.hooks:
-                if fields := hooks.arrived(request.request_id, served.application, plan):
+                if fields := hooks.on_request_added(request.request_id, served.application, plan):
                     plan = self._replan(request, served, plan, fields)
         shares = self.kv_cache_manager.enable_caching
         self.coordinator.set_plan(
@@ -285,7 +285,7 @@ class PyramidSchedulerMixin(Reports):
         report = read_report(model_runner_output)
         for hooks in self.hooks:
             if hooks.name in report.methods:
-                hooks.took_step(report.methods[hooks.name], self.requests.__contains__)
+                hooks.on_step_report(report.methods[hooks.name], self.requests.__contains__)
         for request_id, eviction in report.evictions.items():
             request = self.requests.get(request_id)
             if request is None or request.num_stale_output_tokens > 0:
@@ -295,7 +295,7 @@ class PyramidSchedulerMixin(Reports):
             if resolved is None:
                 continue
             for hooks in self.hooks:
-                hooks.evicted(request_id, self.coordinator.plan_of(request_id), resolved)
+                hooks.on_eviction(request_id, self.coordinator.plan_of(request_id), resolved)
             if self._admission is not None:
                 number = self.coordinator.confirmed_number(request_id)
                 self._admission.evicted(request_id, resolved, number)

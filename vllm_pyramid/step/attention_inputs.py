@@ -91,19 +91,24 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True)
-class ValueWrite:
-    """V of a step's new tokens, for a layer that keeps V elsewhere than next to K.
+class CacheWrite:
+    """One layer's new tokens in a step. Shape legend as in `kernels/records.py`.
 
     Attributes:
         ops: the kernels of the device. layer: index of the layer, from the bottom.
-        values: `[>= T, G, D]`; the memory may be reused as soon as the layer has attended.
-        cache: `[P, G, N, D]`, written at `slots`. slots: `[T]` int64, negative ones are padding.
-        scale: the factor of the numbers in the cache; 1 except for 8-bit floats.
+        keys, values: `[>= T, G, D]`; the memory may be another's as soon as the layer has attended.
+        key_cache, value_cache: `[P, G, N, D]`, where they go.
+        slots: `[T]` int64, `block * N + row`; negative ones are padding, which is not written.
+        key_scale, value_scale: what the numbers in the caches are multiplied with; 1 but for 8-bit
+            floats.
     """
 
     ops: Ops
     layer: int
+    keys: torch.Tensor
     values: torch.Tensor
-    cache: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
     slots: torch.Tensor
-    scale: float = 1.0
+    key_scale: float = 1.0
+    value_scale: float = 1.0

@@ -120,26 +120,34 @@ class EvictionBatch:
 
     # Evicting -------------------------------------------------------------------------------------
 
-    def shorten(
-        self, scores: torch.Tensor, trace: TraceWriter | None, mass: WindowMass | None
+    def select(
+        self,
+        scores: torch.Tensor,
+        trace: TraceWriter | None = None,
+        mass: WindowMass | None = None,
     ) -> torch.Tensor:
-        """Select the survivors of every request, and move them to the tail of its range.
+        """Return the places that stay, as of `ops.select`: `[S, G, max_keep]` int32.
 
         Args:
             scores: as of `Scorer.scores`.
-            trace: receives the kept positions. mass: the window's, if there is a trace.
-
-        Returns:
-            The places that were kept, as of `ops.select`.
+            trace: writes kept positions. mass: of the window, if there is a trace.
         """
-        call, layer = self.call, self.call.layer
         kept = self.policy.selector.kept(scores, self)
         if trace is not None and mass is not None:
             recalls = mass.recall(kept, self.lens, self.keeps)
             places = kept - self.dead_prefixes[:, None, None]
             for row, index in enumerate(self.shortened.tolist()):
-                kept_places = places[row, :, : self.host_keeps[row]]
-                trace.record(self.evictions, index, layer, kept_places, recalls[row])
+                held = places[row, :, : self.host_keeps[row]]
+                trace.record(self.evictions, index, self.call.layer, held, recalls[row])
+        return kept
+
+    def compact(self, kept: torch.Tensor) -> None:
+        """Move the survivors of every request to the tail of its range.
+
+        Args:
+            kept: as of `select`.
+        """
+        call = self.call
         call.ops.compact(
             *call.moved,
             self.tables,
@@ -151,7 +159,6 @@ class EvictionBatch:
         self.evictions.tokens_done[self.shortened] += (
             self.host_lens - self.host_dead_prefixes - self.host_keeps
         )
-        return kept
 
     # One request at a time ------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from vllm_pyramid.step.step_evictions import StepEvictions
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import StepNeeds
 
 IntArray = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
@@ -121,6 +122,13 @@ class Step:
             intervals=numbers,
             evicting=np.zeros(0, bool),
         )
+
+    def add_needs(self, needs: StepNeeds) -> None:
+        """Give the step what a method needs of it."""
+        self.wants_log_sum_exp |= needs.wants_log_sum_exp
+        if needs.layout is not None:
+            assert self.layout is None, "two methods choose the tokens that each layer computes"
+            self.layout = needs.layout
 
     def next_inner_eviction(self) -> Numbers:
         """Return the tokens at each request's next eviction inside its prompt, `[R]`; -1: none."""

@@ -22,6 +22,7 @@ from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import CacheHooks
 
 IntArray = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
@@ -149,10 +150,15 @@ class StepEvictions:
             host_keeps=self.kept_lens[layer, shortened],
         )
 
-    def copy_blocks(self, call: AttentionInputs, indices: Iterable[int]) -> None:
+    def copy_blocks(
+        self, call: AttentionInputs, indices: Iterable[int], pools: Sequence[CacheHooks] = ()
+    ) -> None:
         """Copy the blocks of a layer that these evictions will overwrite, for other requests.
 
         Where a layer keeps everything, these are all its blocks: the request goes on with them.
+
+        Args:
+            pools: of methods, which follow their blocks.
         """
         if not any(self.copies):
             return
@@ -174,6 +180,14 @@ class StepEvictions:
                 if cache.dtype in FP8_DTYPES:  # not every device can index those
                     cache = cache.view(torch.uint8)
                 cache[targets] = cache[sources]
+            for pool in pools:
+                pool.copy_blocks(sources, targets)
+
+    def open_plan(self, index: int) -> DeferredPlan:
+        """Return a request's plan, whose lengths are to be solved in this step."""
+        plan = self.plans[index]
+        assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
+        return plan
 
     def resolve(self, index: int, keep: npt.NDArray[np.int64]) -> None:
         """Replace the open plan of a request by the lengths that were solved for it.
@@ -184,9 +198,7 @@ class StepEvictions:
         Raises:
             ValueError: the lengths exceed what the plan has promised.
         """
-        plan = self.plans[index]
-        assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
-        resolved = plan.resolve(keep)
+        resolved = self.open_plan(index).resolve(keep)
         self.plans[index] = resolved
         self.kept_lens[:, index] = resolved.held
         self.budgets[index] = resolved.budget_tokens

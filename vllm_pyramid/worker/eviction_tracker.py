@@ -25,7 +25,7 @@ import numpy.typing as npt
 from vllm_pyramid.plan import Eviction, Plan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import for_request
-from vllm_pyramid.step.hooks import WorkerHooks
+from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.step_evictions import StepEvictions
 
@@ -50,7 +50,7 @@ class EvictionTracker:
         self.num_layers = num_layers
         self.block_size = block_size
         self.step = Step.nothing(num_layers, 0)
-        self.hooks: list[WorkerHooks] = []
+        self.hooks = MethodHooks()
         self.copies: dict[str, list[int]] = {}
         self._requests: dict[str, WorkerRequest] = {}
         self._num_open = 0  # requests whose initial plan is open
@@ -78,7 +78,7 @@ class EvictionTracker:
         """Forget a request, which has finished."""
         if (request := self._requests.pop(request_id, None)) is not None:
             self._num_open -= request.initial.is_open
-            for hooks in self.hooks:
+            for hooks in self.hooks.forget:
                 hooks.forget(request_id)
 
     def needs_eager_step(self, request_ids: Sequence[str], computed: IntArray) -> bool:
@@ -88,7 +88,7 @@ class EvictionTracker:
         """
         return any(
             hooks.without_graphs((self._requests[name] for name in request_ids), computed)
-            for hooks in self.hooks
+            for hooks in self.hooks.without_graphs
         )
 
     def begin_step(
@@ -140,8 +140,9 @@ class EvictionTracker:
             self._row_interval[:num_reqs],
             self._row_evicting[:num_reqs],
         )
-        for hooks in self.hooks:
-            hooks.begin_step(self.step)
+        for hooks in self.hooks.begin_step:
+            if (needs := hooks.begin_step(self.step)) is not None:
+                self.step.add_needs(needs)
         return self.step
 
     def _eviction_numbers(
@@ -224,26 +225,23 @@ class EvictionTracker:
         Called once a step; plans that it has solved hold from now on.
         """
         step = self.step
-        for hooks in self.hooks:
-            hooks.end_step(step)
+        reports: dict[str, Any] = {}
+        for hooks in self.hooks.end_step:
+            if (report := hooks.end_step(step)) is not None:
+                assert hooks.name and hooks.name not in reports, f"{type(hooks)} needs a name"
+                reports[hooks.name] = report
         evictions = step.report()
         if step.evictions is not None:
             for index in step.evictions.unsolved.tolist():
                 request = step.requests[int(step.evictions.rows[index])]
                 assert request.initial.is_open
                 request.plan = step.evictions.plans[index]
-        step.evictions = None
-        reports: dict[str, Any] = {}
-        for hooks in self.hooks:
-            if (report := hooks.report()) is not None:
-                assert hooks.name and hooks.name not in reports, f"{type(hooks)} needs a name"
-                reports[hooks.name] = report
+        step.evictions = step.layout = None
         return evictions, reports
 
     def idle_step(self, num_reqs: int) -> Step:
         """Begin a step without real requests: profiling, warm-up or graph capture."""
         self.step = Step.nothing(self.num_layers, num_reqs)
-        for hooks in self.hooks:
+        for hooks in self.hooks.end_step:
             hooks.end_step(self.step)
-            hooks.report()
         return self.step

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
 from vllm_pyramid.compat.runner import attention_layer, rotary_of_layer
 from vllm_pyramid.policy.policy import Policy
@@ -54,6 +55,7 @@ class LayerBinding:
             ValueError: an evicted cache would falsify the attention of a layer.
         """
         tracker = self._tracker
+        deferred = DeferredEviction.of(tracker.policy, tracker.hooks, len(self._layers.evicting))
         self.contexts = {
             name: LayerContext(
                 tracker,
@@ -62,6 +64,7 @@ class LayerBinding:
                 self._ranks,
                 rotary_for_scorers(tracker.policy, self._get_model(), name),
                 trace,
+                deferred=deferred,
             )
             for name, spec in self._layers.evicting.items()
         }
@@ -108,7 +111,7 @@ class LayerBinding:
         if self._tracker.policy.values.on_device(layer):
             return None
         cache = attention_layer(self._config, name).kv_cache
-        caches = (hooks.value_cache(layer, cache) for hooks in self._tracker.hooks)
+        caches = (hooks.value_cache(layer, cache) for hooks in self._tracker.hooks.cache)
         return next(values for values in caches if values is not None)
 
     def release(self) -> None:
@@ -137,13 +140,14 @@ def check_attention(name: str, group: Any, impl: Any, tracker: EvictionTracker) 
     builders = [
         (builder, ("context", "reads_shifted_tables")) for builder in group.metadata_builders
     ]
-    for part, needed in ((impl, ("context",)), *builders):
+    for part, needed in ((impl, ("context", "called_hooks")), *builders):
         if not all(hasattr(part, attribute) for attribute in needed):
             raise RuntimeError(
                 f"layer {name} has the attention {type(part).__qualname__}, which does not "
                 "follow a KV policy: serve this model with --kv-policy none, or without "
                 "settings that give some layers another attention backend"
             )
+    tracker.hooks.check_called(type(impl).__qualname__, impl.called_hooks(tracker.policy))
     if group.kernel_block_size is not None:
         raise RuntimeError(
             f"the attention of layer {name} splits the cache's blocks of "

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from vllm.config import VllmConfig
 
-from vllm_pyramid.step.hooks import WorkerHooks
+from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.worker.worker_layers import WorkerLayers
 
 
@@ -22,10 +20,10 @@ class WorkerMemory:
         self,
         config: VllmConfig,
         layers: WorkerLayers,
-        hooks: Sequence[WorkerHooks],
+        hooks: MethodHooks,
         tensors_per_group: int,
     ) -> None:
-        self._config, self._layers, self._hooks = config, layers, hooks
+        self._config, self._layers, self._hooks = config, layers, hooks.cache
         self._tensors_per_group = tensors_per_group
 
     def before_profile(self) -> None:
@@ -50,7 +48,7 @@ class WorkerMemory:
 
     def buffer_bytes(self) -> int:
         """Return the bytes that methods allocate whatever the size of the cache."""
-        return sum(hooks.bytes_beside_cache() for hooks in self._hooks)
+        return sum(hooks.bytes_of_buffers() for hooks in self._hooks)
 
     def cache_bytes(self, available: int) -> int:
         """Return how many of the `available` bytes the KV cache may take.
@@ -58,7 +56,7 @@ class WorkerMemory:
         What a method gathers for each block takes its share, and a method may limit the cache.
         """
         page = self._layers.page_size_bytes
-        if gathered := sum(hooks.bytes_beside_block() for hooks in self._hooks):
+        if gathered := sum(hooks.bytes_per_block() for hooks in self._hooks):
             available = available * page // (page + gathered)
         for hooks in self._hooks:
             available = hooks.limit_cache(available)

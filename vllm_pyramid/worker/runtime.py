@@ -16,7 +16,7 @@ from vllm_pyramid.compat.cache_specs import set_scales_of_tokens
 from vllm_pyramid.compat.runner import send_report
 from vllm_pyramid.compat.side_channel import read_copies, read_origins
 from vllm_pyramid.policy.served_settings import ServedSettings
-from vllm_pyramid.step.hooks import WorkerSide
+from vllm_pyramid.step.hooks import MethodHooks, WorkerContext
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.copy_stream import copies_of, host_memory_of
@@ -77,22 +77,21 @@ class WorkerRuntime:
             max_num_reqs=config.scheduler_config.max_num_seqs + 1,
         )
         self.tables = StepTables(runner_tables, self.layers, device)
-        tracker.hooks = policy.worker_hooks(
-            WorkerSide(
-                config,
-                device,
-                list(self.layers.evicting.values()),
-                tracker.block_size,
-                ranks,
-                model=get_model,
-                step=lambda: tracker.step,
-                swap_space_bytes=settings.swap_space_bytes,
-                allow_device_sync=gpu_sync_allowed,
-                host_memory=host_memory_of(device),
-                copies=copies_of(device),
-                table=self.tables.of_layer,
-            )
+        context = WorkerContext(
+            config,
+            device,
+            list(self.layers.evicting.values()),
+            tracker.block_size,
+            ranks,
+            model=get_model,
+            step=lambda: tracker.step,
+            swap_space_bytes=settings.swap_space_bytes,
+            allow_device_sync=gpu_sync_allowed,
+            host_memory=host_memory_of(device),
+            copies=copies_of(device),
+            table=self.tables.of_layer,
         )
+        tracker.hooks = MethodHooks(policy.worker_hooks(context))
         self.binding = LayerBinding(config, get_model, self.layers, tracker, self.tables, ranks)
         self.memory = WorkerMemory(
             config, self.layers, tracker.hooks, runner_tables.tensors_per_group
@@ -107,7 +106,7 @@ class WorkerRuntime:
         bound is released before the second.
         """
         self.binding.release()
-        for hooks in self.tracker.hooks:
+        for hooks in self.tracker.hooks.cache:
             hooks.allocate(num_blocks)
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> None:
@@ -151,7 +150,8 @@ class WorkerRuntime:
         """
         self.tracker.copies = read_copies(scheduler_output)
         stage, page_size_bytes = self.pipeline.stage, self.layers.page_size_bytes
-        copy_blocks(scheduler_output, stage, kv_caches, num_blocks, page_size_bytes)
+        pools = self.tracker.hooks.copy_blocks
+        copy_blocks(scheduler_output, stage, kv_caches, num_blocks, page_size_bytes, pools)
         if self._trace is not None:
             for request_id, (origin, point) in read_origins(scheduler_output).items():
                 self._trace.resume(request_id, origin, point)

@@ -64,7 +64,7 @@ def compile_kernels(
         starts = call.batch.query_start_loc.clamp(max=1)
         single = replace(call.batch, query=query[:1], query_start_loc=starts, max_query_len=1)
         for length in _powers_of_two(1, max_model_len):
-            for hooks in context.hooks:
+            for hooks in context.hooks.cache:
                 batch = replace(single, max_seq_len=length)
                 hooks.compile_kernels(replace(call, batch=batch))
     shifted = layers[0][0].shifted
@@ -146,4 +146,4 @@ def _evict(
         window_mass(batch)
     scores = policy.scorer.compiled(batch)
     if not front or scores.shape[2] >= length:  # scores without a window know no other front
-        batch.shorten(scores, None, None)
+        batch.compact(batch.select(scores))

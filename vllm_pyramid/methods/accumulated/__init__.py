@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+    from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
@@ -86,11 +86,10 @@ class AccumulatingScorer(Scorer):
                 f"{every} tokens: a history window must not reach beyond the eviction before"
             )
 
-    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
-        """See the base."""
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.accumulated.gather import KeyMass
 
-        return KeyMass(policy, self, side)
+        return KeyMass(policy, self, context)
 
 
 class AccumulatedAttentionScorer(AccumulatingScorer):

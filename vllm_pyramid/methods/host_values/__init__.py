@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
 TOP_N_KEY = "kv_top_n"  # of requests
 
@@ -102,11 +102,12 @@ class HostValues(Values):
         top_n = keys.pop(TOP_N_KEY, None)
         return self if top_n is None else self.model_copy(update={"top_n": top_n})
 
-    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
-        """See the base."""
-        from vllm_pyramid.methods.host_values.worker import HostValueCache
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
+        from vllm_pyramid.methods.host_values.worker import FetchedValueCache, HostValueCache
 
-        return HostValueCache(policy, self, side)
+        if context.copies is None:
+            return HostValueCache(policy, self, context)
+        return FetchedValueCache(policy, self, context)
 
     def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
         """See the base."""

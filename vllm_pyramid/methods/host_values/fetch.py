@@ -27,8 +27,8 @@ import torch
 
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import Choosers
-from vllm_pyramid.step.attention_inputs import AttentionInputs, ValueWrite
-from vllm_pyramid.step.hooks import CopyStream, WorkerSide
+from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
+from vllm_pyramid.step.hooks import CopyStream, WorkerContext
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
@@ -96,18 +96,18 @@ class FetchedValues:
     """The buffers, the copies under way, and attention.
 
     Args:
-        side: of the worker. first_layer: the lowest one whose V is on the host.
+        context: of the worker. first_layer: the lowest one whose V is on the host.
         renormalize: of `Ops.topn_attention`.
     """
 
-    def __init__(self, side: WorkerSide, first_layer: int, renormalize: bool) -> None:
-        assert side.copies is not None and side.table is not None
-        self.side, self.renormalize = side, renormalize
-        self._copies: CopyStream = side.copies
-        self._table = side.table
-        spec = side.specs[first_layer]
+    def __init__(self, context: WorkerContext, first_layer: int, renormalize: bool) -> None:
+        assert context.copies is not None and context.table is not None
+        self.context, self.renormalize = context, renormalize
+        self._copies: CopyStream = context.copies
+        self._table = context.table
+        spec = context.specs[first_layer]
         self.first_layer, self.block_size = first_layer, spec.block_size
-        config = side.config
+        config = context.config
         longest = config.model_config.max_model_len
         self._pages = -(-longest // self.block_size)
         self._page_bytes = spec.page_size_bytes
@@ -134,7 +134,7 @@ class FetchedValues:
         self._caches = {}
         if self._new:
             return
-        device = self.side.device
+        device = self.context.device
         with torch.inference_mode(False):
             self._new = [
                 torch.empty(self._new_shape, dtype=self._dtype, device=device) for _ in range(2)
@@ -175,7 +175,7 @@ class FetchedValues:
         self._there: list[Any] = [None, None]
         self._used_last = 0
 
-    def write(self, write: ValueWrite) -> None:
+    def write(self, write: CacheWrite) -> None:
         """V of new tokens goes to the host, behind the layers that follow.
 
         By way of a memory of ours: graphs reuse theirs between two layers.
@@ -187,7 +187,7 @@ class FetchedValues:
         new = self._new[place][:count]
         new.copy_(write.values[:count])
         self._last = self._written[place] = self._copies.launch(
-            write.ops.write_rows, new, write.cache, write.slots, scale=write.scale
+            write.ops.write_rows, new, write.value_cache, write.slots, scale=write.value_scale
         )
 
     def attend(self, call: AttentionInputs, out: torch.Tensor) -> tuple[Numbers, Numbers] | None:
@@ -305,7 +305,7 @@ class FetchedValues:
         self, rows: slice, most: tuple[int, int], before: Numbers, queries: Numbers, tokens: slice
     ) -> _Rows:
         """Requests whose V is fetched: each gets pages of the buffer, one behind the other."""
-        size, device = self.block_size, self.side.device
+        size, device = self.block_size, self.context.device
         bases = np.concatenate([[0], np.cumsum(-(-(before + queries) // size))])[:-1]
         # Pages that hold something already: in the buffer, row and entry of the table.
         held = -(-before // size)
@@ -328,7 +328,7 @@ class FetchedValues:
         self, rows: slice, most: tuple[int, int], chooses: npt.NDArray[np.bool_], queries: Numbers
     ) -> _Rows:
         """Requests that read V where it lies."""
-        device, top_ns = self.side.device, self._top_ns[rows]
+        device, top_ns = self.context.device, self._top_ns[rows]
         choosers = None
         if chooses.any():
             counts = np.where(chooses, queries, 0)

@@ -45,7 +45,7 @@ class SwapTraffic(SchedulerHooks):
         self._requests: dict[str, _Moved] = {}
         self._written = self._read = 0
 
-    def took_step(self, report: StepTraffic, is_alive: Callable[[str], bool]) -> None:
+    def on_step_report(self, report: StepTraffic, is_alive: Callable[[str], bool]) -> None:
         """Take a step's report. Of requests that have ended only the totals are counted."""
         for name, written, read, decoded in zip(*report, strict=True):
             self._written += written
@@ -59,7 +59,7 @@ class SwapTraffic(SchedulerHooks):
                 moved.read_decoding += read
                 moved.decoded += decoded
 
-    def finished(self, request_id: str) -> dict[str, Any]:
+    def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """The report of a request that ends, which is forgotten.
 
         `v_bytes_read_per_token` is the mean of the tokens behind the prompt that went through the

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerHooks, WorkerSide
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
 
 class SolvingAllocator(Allocator):
@@ -142,11 +142,10 @@ class SolvingAllocator(Allocator):
             fill_blocks=policy.fill_blocks,
         )
 
-    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
-        """See the base."""
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.solved.worker import LayerSolver
 
-        return LayerSolver(policy, self, side)
+        return LayerSolver(policy, self, context)
 
     def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
         """See the base."""

@@ -49,7 +49,9 @@ class SampledShares(SchedulerHooks):
         self._of_request: dict[str, _Application] = {}  # sampled ones that are not solved yet
         self._averaged: dict[str, int] = {}  # requests with averaged shares: prompts they are of
 
-    def arrived(self, request_id: str, application: str, plan: Plan) -> dict[str, Any] | None:
+    def on_request_added(
+        self, request_id: str, application: str, plan: Plan
+    ) -> dict[str, Any] | None:
         """Let the request be solved, or give it its application's average."""
         if not plan.is_open:
             return None
@@ -59,13 +61,11 @@ class SampledShares(SchedulerHooks):
         shares, self._averaged[request_id] = found
         return {"kind": "shares", "shares": shares}
 
-    def evicted(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
-        """See the base."""
+    def on_eviction(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
         if isinstance(plan, DeferredPlan):
             self.add(request_id, plan, resolved)
 
-    def finished(self, request_id: str) -> dict[str, Any]:
-        """See the base."""
+    def on_request_finished(self, request_id: str) -> dict[str, Any]:
         self._of_request.pop(request_id, None)
         prompts = self._averaged.pop(request_id, None)
         return {} if prompts is None else {"averaged_over": prompts}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.eviction_batch import EvictionBatch
-    from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+    from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
 
 Integers = npt.NDArray[np.int64]
 _STEPS = 40  # of the bisection: finer than a token in any prompt
@@ -94,13 +94,12 @@ class RecentEnsembleScorer(AccumulatingScorer):
             "depends on the budget"
         )
 
-    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
-        """See the base."""
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         if not isinstance(policy.schedule, ThinGeneratedSchedule):
             return None
         from vllm_pyramid.methods.thinning.generated import GeneratedMass
 
-        return GeneratedMass(policy, self, policy.schedule, side)
+        return GeneratedMass(policy, self, policy.schedule, context)
 
 
 def _only_together(policy: Policy) -> ValueError:
@@ -185,12 +184,11 @@ class DecayAllocator(Allocator):
                 '{"kv_policy": "full"} along'
             )
 
-    def worker_hooks(self, policy: Policy, side: WorkerSide) -> WorkerHooks | None:
-        """See the base."""
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.thinning.worker import Thinner
 
         assert isinstance(policy.scorer, RecentEnsembleScorer)
-        return Thinner(policy, policy.scorer, self, side)
+        return Thinner(policy, policy.scorer, self, context)
 
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget

@@ -21,7 +21,7 @@ import torch
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.hooks import WorkerSide
+from vllm_pyramid.step.hooks import WorkerContext
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
@@ -42,10 +42,10 @@ class GeneratedMass(KeyMass):
         policy: Policy,
         scorer: RecentEnsembleScorer,
         schedule: ThinGeneratedSchedule,
-        side: WorkerSide,
+        context: WorkerContext,
     ) -> None:
-        super().__init__(policy, scorer, side)
-        self.schedule, self.ranks = schedule, side.ranks
+        super().__init__(policy, scorer, context)
+        self.schedule, self.ranks = schedule, context.ranks
 
     def counts(self, step: Step) -> npt.NDArray[np.bool_]:
         """Prompts are thinned by what their pieces say."""
@@ -56,10 +56,10 @@ class GeneratedMass(KeyMass):
         total = self.ranks.broadcast(self.ranks.all_reduce(mass.sum(dim=1, keepdim=True)))
         return total.repeat(1, mass.shape[1], 1)
 
-    def after_attention(self, call: AttentionInputs) -> None:
+    def after_attention(self, inputs: AttentionInputs) -> None:
         """Gather, then mark the groups that leave the window in this step."""
-        super().after_attention(call)
-        evictions = self.side.step().evictions
+        super().after_attention(inputs)
+        evictions = self.context.step().evictions
         if evictions is None:
             return
         numbers = evictions.eviction_numbers
@@ -69,10 +69,12 @@ class GeneratedMass(KeyMass):
         schedule = self.schedule
         groups = numbers[past] - 1 - schedule.gen_window // schedule.every
         winners = [
-            schedule.kept_of_group(group, self.side.num_layers)[call.layer] if group > 0 else -1
+            schedule.kept_of_group(group, self.context.num_layers)[inputs.layer]
+            if group > 0
+            else -1
             for group in groups.tolist()
         ]
-        batch = evictions.batch(call, self.policy, past)
+        batch = evictions.batch(inputs, self.policy, past)
         self.mark_group(batch, np.array(winners, np.int32))
 
     def mark_group(self, batch: EvictionBatch, winners: npt.NDArray[np.int32]) -> None:

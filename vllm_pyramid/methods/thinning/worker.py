@@ -20,7 +20,13 @@ from vllm_pyramid.kernels.records import RecentBatch
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plan import IntArray, Piece
 from vllm_pyramid.step.attention_inputs import AttentionInputs
-from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
+from vllm_pyramid.step.hooks import (
+    CacheHooks,
+    LayerHooks,
+    StepHooks,
+    StepNeeds,
+    WorkerContext,
+)
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
 
@@ -44,7 +50,7 @@ class _Thinned:
     positions: ThinnedPositions = field(default_factory=ThinnedPositions)
 
 
-class Thinner(WorkerHooks):
+class Thinner(CacheHooks, StepHooks, LayerHooks):
     """Chooses and moves survivors, layer by layer; one object for all layers of a runner."""
 
     name = "thinning"
@@ -54,57 +60,66 @@ class Thinner(WorkerHooks):
         policy: Policy,
         scorer: RecentEnsembleScorer,
         allocator: DecayAllocator,
-        side: WorkerSide,
+        context: WorkerContext,
     ) -> None:
         self.distance_weight = scorer.distance_weight
         self._tokens = allocator.piece_tokens
         # Pieces of fewer tokens than that give up none.
-        self._least = allocator.min_context + side.block_size
-        self.ranks = side.ranks
-        self._policy, self._side = policy, side
+        self._least = allocator.min_context + context.block_size
+        self.ranks = context.ranks
+        self._policy, self._context = policy, context
         self._step: StepThinning | None = None
 
     def before_profile(self) -> None:
         """A step that thins takes other memory than a compiled one: let vLLM measure both."""
         thin_between_layers(
-            self._side.model(), self._side.step, self._policy.name, is_profiled=True
+            self._context.model(), self._context.step, self._policy.name, is_profiled=True
         )
 
     def allocate(self, num_blocks: int) -> None:
         """The model exists by now: let rows leave between its layers."""
-        thin_between_layers(self._side.model(), self._side.step, self._policy.name)
+        thin_between_layers(self._context.model(), self._context.step, self._policy.name)
 
-    def bytes_beside_cache(self) -> int:
+    def bytes_of_buffers(self) -> int:
         """Beside what a forward pass takes: scores, and what is chosen by them, of one layer."""
-        config, piece = self._side.config, self._tokens
+        config, piece = self._context.config, self._tokens
         tokens = config.scheduler_config.max_num_batched_tokens
         rows = config.scheduler_config.max_num_seqs
         # As many pieces as find room, each of them as wide as the longest.
         pieces = min(rows, max(tokens // self._least, 1))
         heads = config.model_config.get_num_attention_heads(config.parallel_config)
-        kv_heads, size = self._side.specs[0].num_kv_heads, self._side.block_size
+        kv_heads, size = self._context.specs[0].num_kv_heads, self._context.block_size
         entries = -(-config.model_config.max_model_len // size)
         of_scores = 4 * pieces * min(piece, tokens) * (kv_heads + _NUMBERS_OF_A_TOKEN)
         return of_scores + 2 * 4 * pieces * entries + (4 * heads + 4 * 8) * tokens
 
-    def compile_kernels(self, call: AttentionInputs) -> None:
+    def compile_kernels(self, inputs: AttentionInputs) -> None:
         """See the base: a piece of two tokens, whose scores are as wide as asked for.
 
         `compact` is compiled for evictions.
         """
-        assert call.batch.max_seq_len is not None
-        device, width = call.query.device, min(call.batch.max_seq_len, LONGEST_KIND)
+        assert inputs.batch.max_seq_len is not None
+        device, width = inputs.query.device, min(inputs.batch.max_seq_len, LONGEST_KIND)
         one = torch.ones(1, dtype=torch.int32, device=device)
         recent = RecentBatch(
-            *(call.query[:1], call.key_cache, call.block_table, one, 2 * one, 0 * one, one, one),
+            *(
+                inputs.query[:1],
+                inputs.key_cache,
+                inputs.block_table,
+                one,
+                2 * one,
+                0 * one,
+                one,
+                one,
+            ),
             max_context=width,
             max_recent=1,
-            key_scale=call.key_scale,
-            key_scales=call.key_scales,
+            key_scale=inputs.key_scale,
+            key_scales=inputs.key_scales,
         )
-        mass = call.ops.recent_mass(recent, call.softmax, distance_weight=self.distance_weight)
+        mass = inputs.ops.recent_mass(recent, inputs.softmax, distance_weight=self.distance_weight)
         scores = mass.sum(dim=1, keepdim=True)
-        call.ops.select(scores, one, one, window=0, max_keep=1)
+        inputs.ops.select(scores, one, one, window=0, max_keep=1)
 
     def without_graphs(self, requests: Iterable[WorkerRequest], computed: IntArray) -> bool:
         """See the base: rows leave where graphs know of none."""
@@ -113,8 +128,8 @@ class Thinner(WorkerHooks):
             for request, done in zip(requests, computed.tolist(), strict=True)
         )
 
-    def begin_step(self, step: Step) -> None:
-        """The pieces of the step; a plan that has any wants each of them whole in one step."""
+    def begin_step(self, step: Step) -> StepNeeds | None:
+        """Find the step's pieces; a plan that has any wants each of them whole in one step."""
         self._step = None
         rows: list[int] = []
         pieces: list[Piece] = []
@@ -123,22 +138,24 @@ class Thinner(WorkerHooks):
             if piece is not None:
                 rows.append(row)
                 pieces.append(piece)
-        if rows:
-            self._step = step.layout = StepThinning(
-                [step.requests[row] for row in rows],
-                np.array(rows, np.int64),
-                pieces,
-                np.asarray(step.scheduled, np.int32),
-                np.asarray(step.computed, np.int32),
-                step.skips,
-            )
-            step.wants_log_sum_exp = True  # saves what follows a pass over K
+        if not rows:
+            return None
+        self._step = StepThinning(
+            [step.requests[row] for row in rows],
+            np.array(rows, np.int64),
+            pieces,
+            np.asarray(step.scheduled, np.int32),
+            np.asarray(step.computed, np.int32),
+            step.skips,
+        )
+        # The log-sum-exp saves what follows a pass over K.
+        return StepNeeds(wants_log_sum_exp=True, layout=self._step)
 
-    def after_attention(self, call: AttentionInputs) -> None:
+    def after_attention(self, inputs: AttentionInputs) -> None:
         """Thin the step's pieces in one layer."""
         if (step := self._step) is None:
             return
-        layer, device = call.layer, call.query.device
+        layer, device = inputs.layer, inputs.query.device
         enters, held = step.enters[layer], step.held[layer]
         dropping = np.flatnonzero(held < enters)
         moving = np.flatnonzero((step.starts + enters < step.ends) | (held < enters))
@@ -148,11 +165,11 @@ class Thinner(WorkerHooks):
             width = int(held.max())
             kept = torch.arange(width, dtype=torch.int32, device=device).repeat(len(held), 1)
             if dropping.size:
-                chosen = self._choose(call, step, dropping)
+                chosen = self._choose(inputs, step, dropping)
                 kept[step.index_on(dropping, device), : chosen.shape[1]] = chosen
         if moving.size:
             assert kept is not None
-            _move(call, step, moving, kept)
+            _move(inputs, step, moving, kept)
             if dropping.size and layer + 1 < len(step.enters):
                 step.survivors = _survivors(step, layer, dropping, kept)
         for index, (request, piece) in enumerate(zip(step.requests, step.pieces, strict=True)):
@@ -165,7 +182,7 @@ class Thinner(WorkerHooks):
 
     def end_step(self, step: Step) -> None:
         """Say what the prompts that end have given up, piece by piece."""
-        self._step = step.layout = None
+        self._step = None
         if step.evictions is None:
             return
         for index, row in enumerate(step.evictions.rows.tolist()):
@@ -176,16 +193,16 @@ class Thinner(WorkerHooks):
                     self.trace.place(request.request_id, _of(request).positions.layers())
 
     def _choose(
-        self, call: AttentionInputs, step: StepThinning, dropping: npt.NDArray[np.int64]
+        self, inputs: AttentionInputs, step: StepThinning, dropping: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """Rows that stay of each piece that gives some up, `[S, max(held)]` int32, ascending."""
-        device, layer = call.query.device, call.layer
+        device, layer = inputs.query.device, inputs.layer
         enters = step.enters[layer, dropping]
-        pieces = step.pieces_on(dropping, device, shifted=call.shifted)
+        pieces = step.pieces_on(dropping, device, shifted=inputs.shifted)
         recent = RecentBatch(
-            call.query,
-            call.key_cache,
-            call.block_table.index_select(0, pieces.rows),
+            inputs.query,
+            inputs.key_cache,
+            inputs.block_table.index_select(0, pieces.rows),
             pieces.query_ends[layer],
             pieces.lens[layer],
             pieces.skips[layer],
@@ -193,14 +210,14 @@ class Thinner(WorkerHooks):
             pieces.contexts[layer],
             max_context=int((enters - step.recents[dropping]).max()),
             max_recent=int(step.recents[dropping].max()),
-            key_scale=call.key_scale,
-            key_scales=call.key_scales,
+            key_scale=inputs.key_scale,
+            key_scales=inputs.key_scales,
         )
-        mass = call.ops.recent_mass(
+        mass = inputs.ops.recent_mass(
             recent,
-            call.softmax,
+            inputs.softmax,
             distance_weight=self.distance_weight,
-            log_sum_exp=call.log_sum_exp,
+            log_sum_exp=inputs.log_sum_exp,
         )
         scores = torch.full((len(enters), 1, int(enters.max())), torch.inf, device=device)
         # All ranks must let the same tokens go: what one of them keeps the others need too.
@@ -208,7 +225,7 @@ class Thinner(WorkerHooks):
         column = torch.arange(total.shape[1], device=device)
         always = (column >= pieces.contexts[layer][:, None]) | (column < pieces.sinks[:, None])
         scores[:, 0, : total.shape[1]] = total.masked_fill(always, torch.inf)
-        kept = call.ops.select(
+        kept = inputs.ops.select(
             scores,
             pieces.enters[layer],
             pieces.held[layer],
@@ -224,21 +241,21 @@ def _of(request: WorkerRequest) -> _Thinned:
 
 
 def _move(
-    call: AttentionInputs, step: StepThinning, moving: npt.NDArray[np.int64], kept: torch.Tensor
+    inputs: AttentionInputs, step: StepThinning, moving: npt.NDArray[np.int64], kept: torch.Tensor
 ) -> None:
     """Move what stays, of this piece and of those before it, to the tail of the piece."""
-    device, layer = kept.device, call.layer
-    pieces = step.pieces_on(moving, device, shifted=call.shifted)
+    device, layer = kept.device, inputs.layer
+    pieces = step.pieces_on(moving, device, shifted=inputs.shifted)
     starts, before = pieces.starts[layer][:, None], pieces.before[layer][:, None]
     most = int((step.before[layer, moving] + step.held[layer, moving]).max())
     column = torch.arange(most, dtype=torch.int32, device=device)[None]
     place = (column - before).clamp(0, kept.shape[1] - 1)
     new = starts + kept[step.index_on(moving, device)].gather(1, place.long())
     positions = torch.where(column < before, starts - before + column, new)
-    call.ops.compact(
-        *call.moved,
-        call.block_table.index_select(0, pieces.rows),
-        positions[:, None].expand(-1, call.key_cache.shape[1], -1),
+    inputs.ops.compact(
+        *inputs.moved,
+        inputs.block_table.index_select(0, pieces.rows),
+        positions[:, None].expand(-1, inputs.key_cache.shape[1], -1),
         pieces.ends[layer],
         pieces.kept[layer],
         max_keep=most,

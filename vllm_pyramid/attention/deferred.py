@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evictions whose lengths are solved from the scores of all layers.
+
+    layer 0 .. L-2    attention, scores: kept until the step's last layer has attended
+    layer L-1         attention, scores -> solve -> select and compact all layers
+
+No layer is shortened before the last one has attended, and the next step's skips are those that
+were solved here. What is kept meanwhile is `[S, G, context]` float32 a layer for the S prompts that
+end: 32 bytes a prompt token and layer for 8 KV heads.
+
+Shape legend: L layers, S prompts that are solved, G KV heads of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_pyramid.attention.evict import shorten
+from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.hooks import EvictionHooks, MethodHooks
+from vllm_pyramid.step.step_evictions import StepEvictions
+from vllm_pyramid.step.trace import TraceWriter
+from vllm_pyramid.step.upload import upload
+from vllm_pyramid.step.window_mass import WindowMass, window_mass
+
+
+@dataclass(frozen=True)
+class ScoredLayer:
+    """A layer that waits for the last one.
+
+    Attributes:
+        batch: its requests, without queries. scores: `[S, G, columns]`.
+        evidence: see `EvictionHooks.evidence`. mass: of the window, if there is a trace.
+    """
+
+    batch: EvictionBatch
+    scores: torch.Tensor
+    evidence: torch.Tensor
+    mass: WindowMass | None
+
+
+class DeferredEviction:
+    """The layers of a step that wait for the last one; one object for all layers of a worker.
+
+    Args:
+        policy: the engine's. hooks: of its methods. method: the one that solves lengths.
+        num_layers: L.
+    """
+
+    def __init__(
+        self, policy: Policy, hooks: MethodHooks, method: EvictionHooks, num_layers: int
+    ) -> None:
+        self.policy, self.hooks, self.method = policy, hooks, method
+        self.num_layers = num_layers
+        self._evictions: StepEvictions | None = None
+        self._layers: list[list[ScoredLayer]] = []
+
+    @classmethod
+    def of(cls, policy: Policy, hooks: MethodHooks, num_layers: int) -> DeferredEviction | None:
+        """Return what a worker needs, or None where no method solves lengths."""
+        if hooks.solves is None:
+            return None
+        return cls(policy, hooks, hooks.solves, num_layers)
+
+    def add_layer(
+        self, inputs: AttentionInputs, evictions: StepEvictions, trace: TraceWriter | None
+    ) -> None:
+        """Score the layer's requests whose plans are open; with the last layer, solve and evict."""
+        if evictions.unsolved.size == 0:
+            return  # only prompts whose lengths are known
+        if evictions is not self._evictions:
+            self._evictions, self._layers = evictions, []
+        layer = inputs.layer
+        assert layer == len(self._layers), f"layer {layer} came after {len(self._layers)} others"
+        groups = _alike(evictions)
+        self._layers.append([self._score(inputs, evictions, group, trace) for group in groups])
+        if layer < self.num_layers - 1:
+            return
+        layers, self._layers, self._evictions = self._layers, [], None
+        for index, group in enumerate(groups):
+            of_group = [waiting[index] for waiting in layers]
+            self._solve(evictions, group, torch.stack([scored.evidence for scored in of_group]))
+            self._evict(evictions, group, of_group, trace)
+
+    def _score(
+        self,
+        inputs: AttentionInputs,
+        evictions: StepEvictions,
+        group: npt.NDArray[np.int64],
+        trace: TraceWriter | None,
+    ) -> ScoredLayer:
+        batch = evictions.batch(inputs, self.policy, group)
+        scores, statistics = self.policy.scorer.scores(
+            batch, statistics=self.method.needs_statistics
+        )
+        if scores.shape[2] > batch.longest - self.policy.window:  # with columns of the window
+            scores = scores[:, :, : batch.longest - self.policy.window]
+            columns = torch.arange(scores.shape[2], device=scores.device)
+            behind = columns >= (batch.lens - self.policy.window)[:, None]
+            scores = scores.masked_fill(behind[:, None], -torch.inf)
+        evidence = self.method.evidence(scores, statistics)
+        mass = window_mass(batch) if trace is not None else None
+        # The queries of all layers together would be as large as the cache.
+        no_query = replace(inputs.batch, query=inputs.query[:0])
+        waiting = replace(batch, call=replace(inputs, batch=no_query, log_sum_exp=None))
+        return ScoredLayer(waiting, scores, evidence, mass)
+
+    def _solve(
+        self, evictions: StepEvictions, group: npt.NDArray[np.int64], evidence: torch.Tensor
+    ) -> None:
+        """Solve the open plans of a group of prompts. `evidence` is `[L, S, ...]`."""
+        plans = [evictions.open_plan(request) for request in group.tolist()]
+        lengths = self.method.solve(plans, evidence)
+        for request, keep in zip(group.tolist(), lengths, strict=True):
+            evictions.resolve(request, keep)
+
+    def _evict(
+        self,
+        evictions: StepEvictions,
+        group: npt.NDArray[np.int64],
+        layers: list[ScoredLayer],
+        trace: TraceWriter | None,
+    ) -> None:
+        """Select and compact every layer in which some prompt keeps less than everything."""
+        host_keeps = np.ascontiguousarray(evictions.kept_lens[:, group])
+        keeps = upload(host_keeps, layers[0].scores.device)
+        for layer, waiting in enumerate(layers):
+            evictions.copy_blocks(waiting.batch.call, group.tolist(), self.hooks.copy_blocks)
+            batch = replace(waiting.batch, keeps=keeps[layer], host_keeps=host_keeps[layer])
+            if (batch.host_keeps < batch.host_lens).any():
+                shorten(batch, waiting.scores, self.hooks, trace, waiting.mass)
+
+
+def _alike(evictions: StepEvictions) -> list[npt.NDArray[np.int64]]:
+    """Return the open prompts in groups of similar length, at most twice as long as one another.
+
+    The scores of a group are padded to its longest prompt and kept until the last layer: in a group
+    with one long prompt, many short ones would cost as much as long ones.
+    """
+    unsolved = evictions.unsolved
+    size = np.ceil(np.log2(evictions.points[unsolved]))
+    return [unsolved[size == some] for some in np.unique(size)]

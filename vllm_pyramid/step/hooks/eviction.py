@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of methods that take part in evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm_pyramid.step.hooks.worker import WorkerHooks
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from vllm_pyramid.kernels.recall import WindowStatistics
+    from vllm_pyramid.plan import DeferredPlan
+    from vllm_pyramid.step.attention_inputs import AttentionInputs
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
+    from vllm_pyramid.step.step import StepEvictions
+
+
+class EvictionHooks(WorkerHooks):
+    """An eviction of several requests from one layer, step by step.
+
+        score -> (select) -> before_compact -> (compact) -> after_compact   a batch of requests
+        after_eviction                                                      all of a step's
+
+    Where the lengths of a plan are solved from the scores of all layers (a `DeferredPlan`), the
+    worker scores each layer when it has attended, keeps scores and `evidence` until the last layer
+    has attended, calls `solve`, and then selects and compacts all layers.
+
+    Attributes:
+        inside: the hooks score evictions inside prompts, not those at their ends and later.
+        needs_statistics: `evidence` wants statistics of the window's attention.
+    """
+
+    inside: bool = False
+    needs_statistics: bool = False
+
+    def score(self, batch: EvictionBatch) -> torch.Tensor | None:
+        """Return scores from what was gathered, as of `Scorer.scores`; None: the scorer scores.
+
+        One method at most may override it for evictions inside prompts, and one for the others.
+        """
+        return None
+
+    def before_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
+        """Change what survives, before it moves: K and V of the kept places may be written.
+
+        Args:
+            kept: places that stay, as of `Ops.select`: `[S, G, K]` int32, -1 behind `batch.keeps`.
+        """
+
+    def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
+        """Let pools follow the tokens, which have moved as of `Ops.compact`.
+
+        Args:
+            kept: see `before_compact`.
+        """
+
+    def after_eviction(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
+        """Look at a layer that has evicted from all requests whose plans are not deferred."""
+
+    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+        """Return what a layer says about the lengths: `[S, ...]`, from this rank's KV heads.
+
+        Called only where `solve` is overridden.
+
+        Args:
+            scores: `[S, G, columns]` of the window, -inf behind each prompt's context.
+            statistics: of the window, with `needs_statistics`.
+        """
+        raise NotImplementedError
+
+    def solve(
+        self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
+    ) -> list[npt.NDArray[np.int64]]:
+        """Return the tokens that each layer keeps of each request: S arrays `[L]`.
+
+        One method at most may override it.
+
+        Args:
+            plans: of S requests. evidence: `[L, S, ...]`.
+        """
+        raise NotImplementedError

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of methods that work in the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_pyramid.plan import Plan, RetentionPlan
+
+
+class SchedulerHooks:
+    """What one part of a policy does in the scheduler.
+
+    Attributes:
+        name: of the worker's hooks whose reports come here.
+    """
+
+    name: str = ""
+
+    def on_request_added(
+        self, request_id: str, application: str, plan: Plan
+    ) -> dict[str, Any] | None:
+        """Return how the plan of a request that has just been added is to be replaced.
+
+        Returns:
+            None, or fields of an allocator that takes the place of the policy's for this request;
+            the workers are told.
+        """
+        return None
+
+    def on_step_report(self, report: Any, is_alive: Callable[[str], bool]) -> None:
+        """Take what the worker's hooks reported of a step (`StepHooks.end_step`).
+
+        Args:
+            is_alive: whether a request has not finished; a report may name some that have.
+        """
+
+    def on_eviction(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
+        """Take note that the worker has evicted from a request.
+
+        Args:
+            plan: the request's before the eviction. resolved: the lengths that were evicted to.
+        """
+
+    def on_request_finished(self, request_id: str) -> dict[str, Any]:
+        """Forget a request, and return what its response says of it."""
+        return {}
+
+    def totals(self) -> dict[str, int]:
+        """Return counters since the start, for the metrics."""
+        return {}

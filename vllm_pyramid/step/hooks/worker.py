@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of all hooks in a worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_pyramid.step.trace import TraceWriter
+
+
+class WorkerHooks:
+    """What one part of a policy does in a worker: the base of the four protocols.
+
+    Attributes:
+        name: of the method; `SchedulerHooks` of the same name receive its reports.
+        trace: writes kept positions; None without a trace.
+    """
+
+    name: str = ""
+    trace: TraceWriter | None = None
