@@ -56,7 +56,7 @@ def test_signatures_are_the_contract(module: ModuleType, name: str) -> None:
 
 
 def test_variable_forces_the_instruction_set() -> None:
-    code = "from vllm_pyramid.kernels import cpu; print(cpu.current_isa())"
+    code = "from vllm_pyramid.kernels.cpu import functions as cpu; print(cpu.current_isa())"
     result = python(code, VLLM_PYRAMID_CPU_ISA="portable")
     assert result.stdout.strip() == "portable", result.stderr
 
@@ -69,10 +69,10 @@ def test_unknown_instruction_set_is_an_error() -> None:
 
 
 def test_variable_names_another_build(tmp_path: Path) -> None:
-    code = "from vllm_pyramid.kernels import cpu; cpu.available()"
+    code = "from vllm_pyramid.kernels.cpu import functions as cpu; cpu.available()"
     result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))
     assert "nothing.so: there is no such file" in result.stderr
-    code = "from vllm_pyramid.kernels import cpu_library; print(cpu_library.load()._name)"
+    code = "from vllm_pyramid.kernels.cpu import library; print(library.load()._name)"
     copy = tmp_path / "copy.so"
     copy.write_bytes(cpu_library._find().read_bytes())
     result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(copy))

@@ -129,11 +129,11 @@ def test_recall_of_what_is_selected(make_batch: Any, module: Any) -> None:
     mass = scores_of(module, batch, window=16, pooling="none")
     lens = batch.seq_lens
     everything = module.select(mass, lens, lens, window=16)
-    whole = module.kept_mass(mass, everything, lens, lens, window=16)
+    whole = kept_mass(mass, everything, lens, lens, window=16)
     torch.testing.assert_close(whole, torch.ones(2, 2))
     keeps = ints(26, 20)
     best = module.select(mass, lens, keeps, window=16)
-    found = module.kept_mass(mass, best, lens, keeps, window=16)
+    found = kept_mass(mass, best, lens, keeps, window=16)
     for r, (n, keep) in enumerate([(74, 10), (29, 4)]):
         for g in range(2):
             row = np.sort(mass[r, g, :n].numpy().astype(np.float64))

@@ -341,17 +341,3 @@ class Ops(Protocol):
             keeps: `[R]` int32.
             max_keep: max(keeps).
         """
-
-    def kept_mass(
-        self,
-        mass: torch.Tensor,
-        kept: torch.Tensor,
-        prompt_lens: torch.Tensor,
-        keeps: torch.Tensor,
-        *,
-        window: int,
-    ) -> torch.Tensor:
-        """Return the share of the context's mass that the kept tokens hold, `[R, G]` float32.
-
-        All back ends share the PyTorch function `recall.kept_mass`, which documents it.
-        """

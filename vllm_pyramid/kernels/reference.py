@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_pyramid.kernels.gather_tokens import gather_scaled, gather_tokens
-from vllm_pyramid.kernels.recall import WindowStatistics, kept_mass, window_statistics
+from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.kernels.records import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.reference_attention import paged_attention
 from vllm_pyramid.kernels.reference_mass import add_key_mass, check_lse, with_sinks
@@ -26,7 +26,6 @@ __all__ = [
     "compact",
     "copy_pages",
     "gather_tokens",
-    "kept_mass",
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",

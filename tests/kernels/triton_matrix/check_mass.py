@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.arguments import head_sinks, take_softmax
 from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.records import (
     GQA_REDUCTIONS,
     POOLINGS,
@@ -238,6 +239,6 @@ def test_window_statistics(make_paged, ints, device, gqa_reduce, pooling, sinks)
         )
     keeps = ints([9, 20, 12])
     kept = triton_ops.select(scores, ints(lens), keeps, window=8)
-    recall = triton_ops.kept_mass(scores, kept, ints(lens), keeps, window=8)
+    recall = kept_mass(scores, kept, ints(lens), keeps, window=8)
     assert recall[0].tolist() == [1.0, 1.0]
     assert ((recall[1:] > 0) & (recall[1:] < 1)).all()

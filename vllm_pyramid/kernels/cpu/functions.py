@@ -26,7 +26,6 @@ from vllm_pyramid.kernels.cpu.eviction import (
     window_scores_and_statistics,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
-from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "compact",
     "copy_pages",
     "current_isa",
-    "kept_mass",
     "load_error",
     "paged_attention",
     "recent_mass",

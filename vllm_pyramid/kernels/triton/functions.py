@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -38,7 +37,6 @@ __all__ = [
     "compact",
     "copy_pages",
     "effective_lens",
-    "kept_mass",
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
