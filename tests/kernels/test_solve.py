@@ -16,9 +16,9 @@ from vllm_pyramid.kernels.solve import (
     best_lengths,
     least_lengths,
     minimum_budgets,
+    retention,
     shares_of,
     sum_of_heads,
-    tracker,
 )
 from vllm_pyramid.policy import load_policy
 
@@ -59,7 +59,7 @@ def test_retention_is_the_papers(scores: torch.Tensor, data: st.DataObject) -> N
     layers, tokens = scores.shape
     sinks = data.draw(st.integers(0, min(2, tokens)))
     lengths = data.draw(st.tuples(*[st.integers(0, tokens - sinks)] * layers))
-    ours = tracker(scores, torch.tensor(lengths), sinks=sinks)
+    ours = retention(scores, torch.tensor(lengths), sinks=sinks)
     assert ours.shape == (layers,)
     assert float(ours.mean()) == pytest.approx(paper_retention(scores, lengths, sinks), abs=CLOSE)
 
@@ -129,7 +129,7 @@ def test_retains_at_least_what_the_pyramids_do(
     lengths = torch.from_numpy(np.array(plan.keep - other.window, np.int64))
     best = best_lengths(scores, int(lengths.sum()))
     assert int(best.sum()) == int(lengths.sum())
-    ours, theirs = (float(tracker(scores, x).mean()) for x in (best, lengths))
+    ours, theirs = (float(retention(scores, x).mean()) for x in (best, lengths))
     assert ours >= theirs - 1e-12
 
 
