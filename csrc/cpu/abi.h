@@ -2,24 +2,24 @@
 // The C ABI between the shared library and vllm_pyramid/kernels/cpu/structs.py.
 //
 // Every function takes one packed record of 8-byte fields, so that a call costs one pointer
-// instead of thirty converted arguments. Each record has a class of the same name and fields over
-// there; `pyr_abi_version` and the records' sizes are compared when the library is loaded, names
-// and order by tests/ops/test_cpu_records.py. Strides are in elements. Functions return 0, or
-// nonzero with the reason in `pyr_last_error()`.
+// instead of thirty converted arguments. Each record has a class of the same name and fields in
+// structs.py. Loading the library compares `pyr_abi_version` and the sizes of the records;
+// tests/kernels/test_cpu_records.py compares names and order. Strides are in elements. Functions
+// return 0, or nonzero with the reason in `pyr_last_error()`. vllm_pyramid/kernels/contract.py
+// documents what each function computes.
 //
-// Letters: R requests, T query tokens, H query heads, G KV heads, D head size, N tokens a block,
-// P physical blocks, M table entries a request.
+// Letters: R requests, T query tokens, H query heads, G KV heads, D head size, N tokens of a block,
+// P physical blocks, M table entries of a request.
 //
-// `log_sum_exp` never counts the sinks, whoever writes or reads it; `sinks` are added where weights
-// are computed.
+// `log_sum_exp` never includes the sinks; they are added where weights are computed.
 #pragma once
 #include <cstdint>
 
 #define PYR_ABI_VERSION 10
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The last two are of caches alone. What stands in one is multiplied with a scale: that of keys
-// comes in with `scale`, that of values apart.
+// Only caches have the last two types. Their numbers are multiplied by a scale: that of the keys is
+// part of `scale`, that of the values is `value_scale`.
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2, PYR_E4M3 = 3, PYR_E5M2 = 4 };
 
 struct PyrAttention {
@@ -32,7 +32,7 @@ struct PyrAttention {
   const int32_t* seq_lens;
   const int32_t* skips;
   const void* sinks;   // [H] or null
-  float* log_sum_exp;  // [T, H], contiguous, or null: see each function
+  float* log_sum_exp;  // [T, H], contiguous, or null; each function says whether it reads or writes it
   int64_t out_dtype, query_dtype, cache_dtype, sinks_dtype;
   int64_t T, H, G, D, N, P, R, M;
   int64_t out_t, out_h, query_t, query_h;
@@ -43,8 +43,8 @@ struct PyrAttention {
 
 enum PyrMassKind : int64_t { PYR_MASS_SUM = 0, PYR_MASS_BELOW_AVERAGE = 1 };
 
-// Adds to mass[block, g, row] what the key there is given by the queries of a batch. Of `attention`
-// neither `out` nor `value` is used; log_sum_exp is read where it is there, and saves a pass.
+// Adds to mass[block, g, offset] what the queries of a batch give the key there. `attention.out` and
+// `attention.value` are not used; `log_sum_exp` is read unless it is null, and saves a pass.
 struct PyrKeyMass {
   PyrAttention attention;
   float* mass;                   // [P, G, N], unit stride in N
@@ -52,11 +52,11 @@ struct PyrKeyMass {
   int64_t mass_p, mass_g, kind;
 };
 
-// A batch for pyr_paged_attention, some of whose requests use their best keys alone.
+// A batch as for pyr_paged_attention, in which some requests use only their best keys.
 struct PyrTopn {
   PyrAttention attention;
-  const int32_t* top_n;  // [R]; 0, or no less than the visible keys: all of them
-  int64_t* value_rows;   // [R], added to: rows of V that were needed; or null
+  const int32_t* top_n;  // [R]; 0, or at least the number of visible keys: use all of them
+  int64_t* value_rows;   // [R], increased by the rows of V that were needed; or null
   int64_t renormalize;
 };
 
@@ -80,7 +80,7 @@ struct PyrScores {
   double scale, soft_cap;
 };
 
-// Mean of the softmax over the last recents[r] queries, later ones weighing more, for the
+// The mean of the softmax over the last recents[r] queries, weighted towards the later ones, for the
 // contexts[r] keys before them.
 struct PyrRecentMass {
   float* out;                // [R, G, out_len], contiguous
@@ -119,32 +119,32 @@ struct PyrCompact {
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r, kept_r, kept_g, threads;
 };
 
-// Rows are copied, or, into a cache of 8-bit floats, divided by a scale and rounded.
+// Rows are copied; for a cache of 8-bit floats they are divided by a scale and rounded.
 struct PyrCacheWrite {
   const void* key;
   const void* value;
   void* key_cache;
   void* value_cache;
   const int64_t* slots;
-  int64_t source_dtype, cache_dtype;  // of no meaning where rows are copied
-  int64_t item_size, T, G, D, N, P;   // bytes of an element of the cache
+  int64_t source_dtype, cache_dtype;  // ignored if rows are copied
+  int64_t item_size, T, G, D, N, P;   // item_size: bytes of an element of the cache
   int64_t key_t, key_h, value_t, value_h;
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, threads;
   double key_scale, value_scale;
 };
 
 PYR_EXPORT int64_t pyr_abi_version();
-// The bytes of a record by its name, such as "PyrAttention"; -1 where there is none of that name.
+// The size in bytes of a record such as "PyrAttention"; -1 if no record has that name.
 PYR_EXPORT int64_t pyr_record_size(const char* name);
 PYR_EXPORT const char* pyr_last_error();
-// Chooses the instruction set: a name ("amx", "avx512bf16", "avx512", "avx2", "portable"), or null for
-// the best the CPU has. Nonzero where the CPU or the build lacks the one named.
+// Chooses an instruction set by name ("amx", "avx512bf16", "avx512", "avx2", "portable"), or with
+// null the best of this CPU. Returns nonzero if the CPU or the build lacks the one named.
 PYR_EXPORT int pyr_set_isa(const char* name);
 PYR_EXPORT const char* pyr_isa();
-// The address of GOMP_parallel in the OpenMP runtime that the process already uses; null: serial.
+// Takes the address of GOMP_parallel in the OpenMP runtime of the process; null: run serially.
 PYR_EXPORT void pyr_set_parallel(void* gomp_parallel);
 
-// Writes log_sum_exp, too, where it is there: of each query's visible logits, without the sink.
+// Also writes `log_sum_exp` unless it is null: over each query's visible logits, without the sink.
 PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);
@@ -155,7 +155,7 @@ PYR_EXPORT int pyr_compact(const PyrCompact* p);
 PYR_EXPORT int pyr_reshape_and_cache(const PyrCacheWrite* p);
 // Reads `bytes` bytes with all threads, for benchmarks; returns a sum that keeps the reads.
 PYR_EXPORT double pyr_read(const char* memory, int64_t bytes, int64_t threads);
-// The same for pages of `page_bytes`, a multiple of 512, in the order in which they are named, each
-// fetched ahead as decoding does: what a cache of scattered pages allows.
+// Reads pages of `page_bytes` bytes, a multiple of 512, in the order of `pages`, and fetches each
+// ahead as decoding does: the bandwidth that a cache of scattered pages allows.
 PYR_EXPORT double pyr_read_pages(const char* memory, const int32_t* pages, int64_t count,
                                  int64_t page_bytes, int64_t threads);

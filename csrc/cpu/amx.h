@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of many rows with AMX: tiles of 16 rows of 64 bytes, multiplied as pairs of bfloat16.
 //
-// Operands lie as tile.h packs them for VDPBF16PS, which is what TDPBF16PS takes too: 16 units of a
-// row of queries are a row of a left tile, 16 keys of a unit are a row of a right tile.
+// Operands have the layout in which tile.h packs them for VDPBF16PS, which TDPBF16PS takes too: 16
+// units of a row of queries are a row of a left tile, 16 keys of a unit are a row of a right tile.
 #pragma once
 #include "attention_common.h"
 
@@ -10,10 +10,10 @@ namespace {
 
 constexpr int kTileRows = 16;
 
-// The unit is compiled with AMX; the tiles are those of the processor.
+// This unit is compiled with AMX and uses the tiles of the processor.
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 struct HardwareTiles {
-  // Every item of work sets the tiles up and gives them back: other libraries use them too.
+  // Every item of work configures the tiles and releases them: other libraries use them too.
   static PYR_INLINE void begin() {
     alignas(64) static constexpr struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -23,10 +23,10 @@ struct HardwareTiles {
     _tile_loadconfig(&kConfig);
   }
   static PYR_INLINE void end() { _tile_release(); }
-  // Loads of tiles do not tell the compiler that they read memory: what was stored must be there.
+  // The compiler does not know that tile loads read memory, so stores must be complete before them.
   static PYR_INLINE void publish() { __asm__ volatile("" ::: "memory"); }
 
-// Tile numbers are part of the instructions.
+// Tile numbers are immediate operands of the instructions.
 #define PYR_EACH_TILE(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
   template <int T>
   static PYR_INLINE void zero() {
@@ -58,13 +58,13 @@ struct HardwareTiles {
 };
 #endif
 
-// The same in plain C++, so that everything around the tiles is tested where there are none.
+// The tiles in plain C++, so that tests cover the code around them on processors without AMX.
 struct EmulatedTiles {
   static PYR_INLINE float (*tiles())[kTileRows][16] {
     static thread_local float memory[8][kTileRows][16];
     return memory;
   }
-  // Whatever was left in the tiles must not matter.
+  // Earlier contents of the tiles must not matter.
   static PYR_INLINE void begin() { memset(tiles(), 0xff, sizeof(float) * 8 * kTileRows * 16); }
   static PYR_INLINE void end() {}
   static PYR_INLINE void publish() {}
@@ -97,7 +97,7 @@ struct EmulatedTiles {
 };
 
 // c[rows][16 * vectors] (+)= a[rows][16 * depth units] * b[16 * depth][16 * vectors]. Rows come in
-// whole tiles: those behind the last one are computed from whatever lies there, and mean nothing.
+// whole tiles: rows behind the last one are computed from arbitrary memory and are not used.
 template <class Tiles, bool Add, bool Two, bool Wide>
 PYR_INLINE void tile_block(float* c, int64_t c_stride, const float* a, int64_t a_stride,
                            const float* b, int64_t b_stride, int depth) {
@@ -129,7 +129,7 @@ PYR_INLINE void tile_block(float* c, int64_t c_stride, const float* a, int64_t a
   if (Two && Wide) Tiles::template store<3>(below + W, c_stride);
 }
 
-// The same for one or two tiles of rows and any number of vectors.
+// As above, for one or two tiles of rows and any number of vectors.
 template <class Tiles, bool Add>
 PYR_INLINE void tile_product(int rows, float* c, int64_t c_stride, const float* a,
                              int64_t a_stride, const float* b, int64_t b_stride, int depth,
@@ -152,7 +152,7 @@ PYR_INLINE void tile_product(int rows, float* c, int64_t c_stride, const float* 
 template <class TileSet, class T>
 struct TileMode : PairMode<T> {
   using Tiles = TileSet;
-  // Rows that are worked on together, and what numbers of rows are rounded up to in memory.
+  // Rows that are processed together, and the multiple to which memory rounds their number up.
   static constexpr int kTogether = 2 * kTileRows, kPadRows = kTileRows, kValueKeys = kDirectMost;
 };
 
@@ -163,7 +163,8 @@ struct TileMode : PairMode<T> {
 #define PYR_TILED_TABLE(TILES) \
   {{}, PYR_TILED(TILES, bf16_t), {}, PYR_TILED(TILES, e4m3_t), PYR_TILED(TILES, e5m2_t)}
 
-// As attention_tile, with tiles. Head sizes are multiples of 32: a unit is a pair, a tile 16 units.
+// Attends as attention_tile, with tiles. Head sizes are multiples of 32: a unit is a pair, a tile
+// holds 16 units.
 template <class Mode>
 void attention_with_tiles(const PyrAttention& p, const AttentionItem& item, const Sight& sight,
                           const AttentionScratch& s) {
@@ -180,8 +181,8 @@ void attention_with_tiles(const PyrAttention& p, const AttentionItem& item, cons
   TileRows<T> tiles[2];
   tile_rows(p, item, item.begin, &tiles[0]);
   int turn = 0;
-  // What has probabilities but is not in the sums yet. Memory that was just written is slow to come
-  // back as a tile (and the other way round), so another product runs in between.
+  // Keys that have probabilities but are not in the sums yet. Memory that was just written is slow to
+  // load as a tile (and a tile that was just stored slow to read), so another product runs in between.
   int waiting = -1, waiting_rows = 0, waiting_keys = 0;
   auto add_values = [&] {
     if (waiting >= 0)

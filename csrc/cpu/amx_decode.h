@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a few rows (decoding) with AMX: sixteen keys of a page are a left tile as they lie.
+// Attention of a few rows (decoding) with AMX: sixteen keys of a page are a left tile in place.
 //
-// Scores come out transposed: a vector a key, whose lanes are the rows of queries. So maxima and sums
-// of a softmax need no step across lanes; probabilities are turned round before they meet the values,
-// which are interleaved as for prompts.
+// Scores come out transposed: one vector for each key, whose lanes are the rows of queries. Maxima and
+// sums of a softmax therefore need no step across lanes. Probabilities are transposed back before they
+// are multiplied with the values, which are interleaved as for prompts.
 #pragma once
 #include "amx.h"
 
@@ -44,7 +44,7 @@ PYR_INLINE void transposed_scores(float* scores, const float* queries, int D,
   }
 }
 
-// Two vectors of probabilities, of neighbouring keys, as one of pairs.
+// Joins the probabilities of two neighbouring keys to one vector of pairs.
 PYR_INLINE V pairs_of(V a, V b) {
   alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,
                                                       21, 6, 22, 7, 23, 8,  24, 9,  25, 10, 26,
@@ -53,7 +53,8 @@ PYR_INLINE V pairs_of(V a, V b) {
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
 }
 
-// Whether it has done the item: pages hold whole groups of 16 keys, rows fill the lanes well enough.
+// Attends for an item if its pages hold whole groups of 16 keys and its rows fill enough lanes;
+// returns whether it did.
 template <class Mode>
 PYR_INLINE bool decode_with_tiles(const PyrAttention& p, const AttentionItem& item,
                                   const AttentionItem* then, const Sight& sight,
@@ -91,8 +92,8 @@ PYR_INLINE bool decode_with_tiles(const PyrAttention& p, const AttentionItem& it
     const TileRows<T, kDirectMost>& tile = tiles[turn];
     const TileRows<T, kDirectMost>* next =
         rows_after(p, item, then, begin, keys, &tiles[turn ^ 1]);
-    // Keys lie `lead` behind the first position of a group; those below the first row's window are
-    // somebody else's.
+    // The keys begin `lead` behind the first position of a group; those below the first row's window
+    // may belong to other requests.
     const int lead = int((sight.skip + begin) % kTileRows);
     const int unseen = lows[0] - begin > 0 ? lows[0] - begin : 0;
     Tiles::publish();
@@ -122,7 +123,7 @@ PYR_INLINE bool decode_with_tiles(const PyrAttention& p, const AttentionItem& it
       for (int j = 0; j < 4; ++j) tops[j] = v_max(tops[j], v_load(scores + (i + j) * W));
     for (; i < keys; ++i) tops[0] = v_max(tops[0], v_load(scores + i * W));
     const V after = v_max(v_max(tops[0], tops[1]), v_max(tops[2], tops[3]));
-    // Nothing visible so far: any finite reference gives probabilities of zero.
+    // No key was visible so far: any finite reference gives probabilities of zero.
     const V finite = v_max(after, v_set(kLowest)), shift = v_mul(finite, v_set(-factor));
     const V correction = v_exp2(v_mul(v_sub(most, finite), scale));
     for (unsigned changed = _mm512_cmp_ps_mask(most, after, _CMP_NEQ_UQ) & ((1u << R) - 1); changed;

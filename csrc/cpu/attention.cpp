@@ -2,7 +2,7 @@
 // Checks a batch, cuts it into items and runs them.
 //
 // How a request is cut depends on that request alone (not on the batch, not on the number of
-// threads), so its result is the same bits in any company.
+// threads), so its result has the same bits in every batch.
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -13,7 +13,7 @@ namespace pyr {
 namespace {
 
 // Rows of a tile of a prompt: enough to pay for packing each tile of keys. Prompts of many rows have
-// tiles enough for every thread, and pay for packing half as often.
+// enough tiles for every thread, and pack half as often.
 constexpr int64_t kPromptRows = 240, kManyRows = 4096;
 // Keys of a part of a split request: at least this, and at most kMaxParts parts.
 constexpr int64_t kPartKeys = 512;

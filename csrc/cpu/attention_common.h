@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both ways of attending share: positions, addresses, scratch memory, the running softmax.
+// Parts that all paths of attention share: positions, addresses, scratch memory, running softmax.
 #pragma once
 #include "tile.h"
 
@@ -7,13 +7,13 @@ namespace {
 
 using pyr::AttentionItem;
 
-// Keys of a step of decoding: more than a tile, as each step waits for its softmax once.
+// Keys of a step of decoding: more than a tile, since each step waits once for its softmax.
 constexpr int kDirectKeys = 2 * KB;
-constexpr int kDirectMost = 3 * KB;  // of the last step: a short rest goes with the one before it
+constexpr int kDirectMost = 3 * KB;  // keys of the last step, which takes a short rest along
 
 PYR_INLINE int direct_step(int left) { return left <= kDirectMost ? left : kDirectKeys; }
 
-// What a request looks like to the kernels. Positions are local: counted from `skip`.
+// The positions of a request and its queries. Positions are local: they count from `skip`.
 struct Sight {
   int64_t skip;
   int last;        // local position of the last query
@@ -46,9 +46,9 @@ PYR_INLINE CacheWalk<T> walk_of(const PyrAttention& p, const AttentionItem& item
           p.value_n};
 }
 
-// The addresses of the keys begin .. begin + most - 1 of an item, as far as it goes, and of `fill` with
-// those that are repeated. Nothing is read below the window of its first row: those blocks may be
-// somebody else's.
+// Finds the addresses of the keys begin .. begin + most - 1 of an item, up to its end, and repeats
+// some to fill up to `fill`. Nothing is read below the window of the item's first row: those blocks
+// may belong to other requests.
 template <class T, int Keys>
 PYR_INLINE void tile_rows(const PyrAttention& p, const AttentionItem& item, int begin,
                           TileRows<T, Keys>* out, int most = Keys, int fill = Keys) {
@@ -58,9 +58,9 @@ PYR_INLINE void tile_rows(const PyrAttention& p, const AttentionItem& item, int 
                           out, fill);
 }
 
-// The addresses of the step of decoding after that of `keys` keys from `begin` on, which may be the
-// first of the item `then`; null where there is none. As many as that step uses, and as this one
-// fetches ahead.
+// Finds the addresses of the decoding step after the one with `keys` keys from `begin` on, possibly
+// the first of the item `then`; null if there is none. There are as many as that step uses and this
+// one fetches ahead.
 template <class T>
 PYR_INLINE const TileRows<T, kDirectMost>* rows_after(const PyrAttention& p,
                                                       const AttentionItem& item,
@@ -87,14 +87,14 @@ struct AttentionScratch {
   RowState rows;
 };
 
-// Decoding holds its few rows W / 4 times over.
+// Decoding holds W / 4 copies of its few rows.
 PYR_INLINE int64_t query_floats(const PyrAttention& p, int64_t rows, int step) {
   const int64_t tile = rows * (p.D / step), direct = 8 * (p.D / step) * (W / 4);
   return tile > direct ? tile : direct;
 }
 
-// Scores of the rows that are worked on together: of a tile of keys, or of decoding, which on AMX
-// takes whole vectors and whole groups of keys.
+// Scores of the rows that are processed together: those of a tile of keys or of a decoding step,
+// which on AMX takes whole vectors and whole groups of keys.
 template <class Mode>
 constexpr int kScores = Mode::kPadRows > 1                  ? W * (kDirectMost + 2 * W)
                         : Mode::kTogether * KB > 8 * kDirectMost ? Mode::kTogether * KB
@@ -125,9 +125,9 @@ size_t attention_scratch(const PyrAttention& p, int64_t rows) {
          carved(in_tiles * padded(int(p.D))) + 2 * carved(rows) + carved(rows * W);
 }
 
-// One row's softmax step over a tile: scores -> probabilities relative to the running maximum; their
-// sum goes to the lanes of `weight`, which are added up when the row is done. Returns the factor for
-// what was summed before.
+// Takes one row's softmax step over a tile: scores become probabilities relative to the running
+// maximum, and their sum goes to the lanes of `weight`, which are added up when the row is done.
+// Returns the factor for earlier sums.
 template <class Mode>
 PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* probabilities,
                               int vectors, bool mask, int lo, int hi, float* max, float* weight) {
@@ -143,10 +143,10 @@ PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* proba
       v_store(scores + i * W, v_mask_outside(v_load(scores + i * W), i * W, lo, hi));
   V top = v_load(scores);
   for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(scores + i * W));
-  // After the first tiles a maximum rarely changes: only then is it worth finding in its vector.
+  // After the first tiles the maximum rarely changes: look for it in its vector only if it does.
   const float before = *max;
   const float after = v_any_above(top, before) ? v_hmax(top) : before;
-  // Nothing visible so far: any finite reference gives probabilities of zero.
+  // No key was visible so far: any finite reference gives probabilities of zero.
   const float shift = after == -INFINITY ? 0.0f : -after * factor;
   const V scale = v_set(factor), offset = v_set(shift);
   V total = v_load(weight);

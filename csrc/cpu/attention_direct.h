@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a few rows (decoding): K and V are used where they lie, each of their rows once.
+// Attention of a few rows (decoding): K and V are used in place, each of their rows once.
 #pragma once
 #include "attention_common.h"
 
 namespace {
 
-// Rows worked on together: as many as the registers hold.
+// Rows that are processed together: as many as the registers hold.
 #if defined(__AVX512F__)
 constexpr int kDirectRows = 8;
 #else
@@ -108,7 +108,7 @@ PYR_INLINE void direct_softmax(const PyrAttention& p, const AttentionItem& item,
   for (int r = 0; r < R; r += 4) {
     const V before = befores[r / 4];
     const V after = v_max(v_max_rows(top[r], top[r + 1], top[r + 2], top[r + 3]), before);
-    // Nothing visible so far: any finite reference gives probabilities of zero.
+    // No key was visible so far: any finite reference gives probabilities of zero.
     const V finite = v_max(after, v_set(kLowest));
     v_store(state->shift + r, v_mul(finite, v_set(-factor)));
     v_store(state->correction + r, v_exp2(v_mul(v_sub(before, finite), v_set(factor))));
@@ -169,7 +169,7 @@ PYR_INLINE void direct_values_of(float* sum, int d, int D, const float* probabil
     for (int v = 0; v < kVectors; ++v) v_store(sum + r * D + d + v * W, x[r][v]);
 }
 
-// In as few passes over the keys as the registers allow: more sums at a time hide more latency.
+// Takes as few passes over the keys as the registers allow: more sums at a time hide more latency.
 template <class Mode, int R>
 PYR_INLINE void direct_values(float* sum, int D, const float* probabilities,
                               const typename Mode::Element* const* values, int keys,
@@ -228,7 +228,7 @@ void attention_direct(const PyrAttention& p, const AttentionItem& item, const At
   }
 }
 
-// Whether attention_direct has done it.
+// Attends for an item if it has few rows; returns whether it did.
 template <class Mode>
 PYR_INLINE bool try_direct(const PyrAttention& p, const AttentionItem& item,
                            const AttentionItem* then, const Sight& sight,

@@ -76,7 +76,7 @@ PYR_INLINE void attention_of_many(const PyrAttention& p, const AttentionItem& it
   attention_tile<Mode>(p, item, sight, s);
 }
 
-// Whether these are few rows, and it has done them.
+// Attends for an item if it has few rows; returns whether it did.
 template <class Mode>
 PYR_INLINE bool attention_of_few(const PyrAttention& p, const AttentionItem& item,
                                  const AttentionItem* next, const Sight& sight,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Caches of 8-bit floats: e4m3 (no infinities, up to 448) and e5m2 (up to 57344, infinities). Every
-// one of them is a bfloat16 and a float, so reading them rounds nothing; what they are to be
-// multiplied with (`key_scale`, `value_scale`) goes into the logits and the output instead.
+// Caches of 8-bit floats: e4m3 (no infinities, up to 448) and e5m2 (up to 57344, infinities). Each of
+// their numbers is also a bfloat16 and a float, so reading them rounds nothing. Their scales are
+// multiplied into the logits and the output instead.
 #pragma once
 #include "abi.h"
 #include "simd.h"
@@ -28,8 +28,8 @@ PYR_INLINE float to_float(e4m3_t value) {
 // The upper half of a float16.
 PYR_INLINE float to_float(e5m2_t value) { return to_float(f16_t{uint16_t(value.bits << 8)}); }
 
-// Rounded to nearest, ties to even; what is too large becomes the largest, as does infinity.
-// Written without branches, for the compiler to make vectors of.
+// Rounds to nearest, ties to even; numbers that are too large, and infinity, become the largest.
+// There are no branches, so that the compiler can vectorise it.
 template <class T>
 PYR_INLINE uint8_t to_fp8(float value) {
   constexpr int kShift = 23 - T::kMantissa;
@@ -50,7 +50,7 @@ PYR_INLINE void quantise(uint8_t* out, const From* row, int64_t count, float sca
   for (int64_t i = 0; i < count; ++i) out[i] = to_fp8<T>(to_float(row[i]) / scale);
 }
 
-// A row of any type, divided by `scale`.
+// Quantises a row of any type after dividing it by `scale`.
 template <class T>
 void quantise_row(uint8_t* out, const void* row, int64_t dtype, int64_t count, float scale) {
   if (dtype == PYR_F32)
@@ -70,7 +70,7 @@ PYR_INLINE __m256i load_bytes(const void* p, int n) {  // as words
 PYR_INLINE V v_load_row(const e5m2_t* p, int n) {
   return _mm512_cvtph_ps(_mm256_slli_epi16(load_bytes(p, n), 8));
 }
-// A float16 of the same bits is 2^-8 of the number. Its NaN has to be put there.
+// A float16 with the same bits is 2^-8 times the number. NaN has to be restored.
 PYR_INLINE V v_load_row(const e4m3_t* p, int n) {
   const __m256i x = load_bytes(p, n), rest = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
   const __m256i nan = _mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x7f));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the instruction-set units offer to the rest of the library.
+// The interface of the instruction-set units to the rest of the library.
 //
 // kernels_*.cpp are compiled with different -m flags. They must not instantiate anything with
 // external linkage that another unit also has (std:: templates, inline functions): the linker
@@ -30,7 +30,7 @@ struct AttentionItem {
   int32_t request, kv_head;
   int32_t row0, rows;
   int32_t begin, end;
-  int32_t slot;   // where a part of a split request goes; -1: straight to `out`
+  int32_t slot;   // place of a split request's partial result; -1: write to `out`
   int32_t group;  // which split (request, KV head) it is a part of
 };
 
@@ -66,7 +66,7 @@ struct Kernels {
   size_t (*score_scratch)(const PyrScores&);
   void (*score_logits)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
   void (*score_mass)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
-  // Reads memory at full width, for benchmarks to compare with.
+  // Reads memory at full bandwidth, the reference of the benchmarks.
   float (*read)(const char* memory, size_t bytes, const char* next);
   size_t (*key_mass_scratch)(const PyrAttention&);
   void (*key_mass)(const PyrKeyMass&, int32_t request, int32_t kv_head, void* scratch);

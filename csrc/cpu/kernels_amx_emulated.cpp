@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For tests of what is around the tiles on processors that have none; never chosen by itself.
+// AMX with emulated tiles, for tests on processors without AMX; only chosen by name.
 #include "attention_kernel.h"
 
 namespace pyr {

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each key is given by the queries of one (request, KV head): the softmax again, without V, in
-// one pass over K where attention has left each row's log-sum-exp, else in two. Kept apart from
-// attention_kernel.h so that attention pays nothing for it.
+// The attention that the queries of one (request, KV head) give each key: the softmax again, without
+// V, in one pass over K if attention has written each row's log-sum-exp, otherwise in two. This file
+// is separate from attention_kernel.h so that attention pays nothing for it.
 #pragma once
 #include "attention_direct.h"
 
 namespace {
 
-// A weight is below the average if it is below this share of it, as kernels/reference_mass.py has it.
+// A weight counts as below the average if it is below this share of it, as in reference_mass.py.
 constexpr float kBelow = 1 - 1e-5f;
 constexpr int kMassRows = 32;  // rows (query * heads + head) that share a pass over the keys
-constexpr int kMassKeys = kDirectMost;  // of a row of scores; packed tiles use KB of them
+constexpr int kMassKeys = kDirectMost;  // capacity of a row of scores; packed tiles use KB of it
 
 struct MassScratch {
   float *queries, *keys, *scores, *max, *sum;
@@ -34,14 +34,15 @@ size_t key_mass_scratch(const PyrAttention& p) {
          carved(kMassRows * kMassKeys) + 2 * carved(kMassRows);
 }
 
-// Whether K is used where it lies, as attention does in decoding: one query, few rows. By the number of
-// queries, not of rows alone: those of a prompt have the same bits in chunks of any size above one.
+// Whether K is used in place, as attention does in decoding: for one query with few rows. The number
+// of queries decides, not only that of rows: chunks of a prompt with more than one query then give
+// the same bits whatever their size.
 template <class Mode>
 PYR_INLINE bool mass_direct(const PyrAttention& p, const AttentionItem& item, const Sight& sight) {
   return sight.queries == 1 && item.rows <= kDirectRows && p.D % (Mode::Step * W) == 0;
 }
 
-// direct_scores once a number of rows, not once a caller.
+// Instantiates direct_scores once for each number of rows, not once for each caller.
 template <class Mode, int R>
 void mass_scores_of(float* scores, const float* queries, int units,
                     const typename Mode::Element* const* keys, int vectors,
@@ -49,7 +50,7 @@ void mass_scores_of(float* scores, const float* queries, int units,
   direct_scores<Mode, R>(scores, queries, units, keys, vectors, next);
 }
 
-// The same for 1 .. kDirectRows rows.
+// As above, for 1 .. kDirectRows rows.
 template <class Mode>
 PYR_INLINE void mass_scores(int rows, float* scores, const float* queries, int units,
                             const typename Mode::Element* const* keys, int vectors,
@@ -72,7 +73,7 @@ PYR_INLINE void mass_scores(int rows, float* scores, const float* queries, int u
   }
 }
 
-// The item's rows as each_mass_tile wants them.
+// Packs the item's rows for each_mass_tile.
 template <class Mode>
 PYR_INLINE void pack_mass_queries(const PyrAttention& p, const AttentionItem& item,
                                   const Sight& sight, const MassScratch& s) {
@@ -139,8 +140,8 @@ PYR_INLINE void each_mass_tile(const PyrAttention& p, const AttentionItem& item,
   }
 }
 
-// Each row's maximum and sum over its keys and, where there is one, its sink. With a log-sum-exp
-// that is the maximum, and the sum 1.
+// Finds each row's maximum and sum over its keys and its sink, if there is one. A given log-sum-exp
+// is the maximum, and the sum is 1.
 template <class Mode>
 PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item,
                                 const Sight& sight, const MassScratch& s) {
@@ -180,14 +181,14 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
   }
 }
 
-// A part of a tile of keys whose mass lies side by side: that of keys begin .. end - 1 from `at` on.
+// A part of a tile whose mass is contiguous: that of the keys begin .. end - 1, from `at` on.
 struct MassRun {
   float* at;
   int begin, end;
 };
 
-// The runs of the keys first .. first + keys - 1 (local), but for those below `lo`, whose blocks may
-// be somebody else's. Returns how many.
+// Finds the runs of the keys first .. first + keys - 1 (local), without those below `lo`, whose blocks
+// may belong to other requests. Returns the number of runs.
 PYR_INLINE int mass_runs(const PyrKeyMass& m, const AttentionItem& item, int64_t skip, int first,
                          int keys, int lo, MassRun* runs) {
   const PyrAttention& p = m.attention;
@@ -202,8 +203,8 @@ PYR_INLINE int mass_runs(const PyrKeyMass& m, const AttentionItem& item, int64_t
   return count;
 }
 
-// Rows are added to what is there one after the other: without a log-sum-exp the sums do not depend on
-// how a prompt is cut into chunks of more than one query. (Attention's own bits do.)
+// Adds the rows to the mass one after the other: without a log-sum-exp the sums do not depend on how a
+// prompt is cut into chunks of more than one query. (The bits of attention itself do.)
 template <class Mode>
 void key_mass(const PyrKeyMass& m, int32_t request, int32_t kv_head, void* memory) {
   const PyrAttention& p = m.attention;

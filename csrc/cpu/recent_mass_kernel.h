@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the recent queries of a request give the keys of its context: the softmax's rows first, then
-// its columns, so that every number has one writer and only wanted columns are computed twice.
+// The attention that the recent queries of a request give the keys of its context: first the rows of
+// the softmax, then its columns, so that every number has one writer and only the columns of the
+// context are computed twice.
 #pragma once
 #include "tile.h"
 
@@ -92,8 +93,8 @@ PYR_INLINE void recent_scores(const PyrRecentMass& p, const RecentScratch& s, in
     }
 }
 
-// Rows item.begin .. item.end - 1, at most kRecentRows of them, over all keys that they see: by their
-// log-sum-exp, where that is known, without looking at any.
+// Finds the statistics of the rows item.begin .. item.end - 1, at most kRecentRows, over all keys that
+// they see; a known log-sum-exp gives them without reading K.
 template <class Mode>
 void recent_rows(const PyrRecentMass& p, const RecentItem& item, float* stats, void* memory) {
   using T = typename Mode::Element;
@@ -157,7 +158,7 @@ void recent_rows(const PyrRecentMass& p, const RecentItem& item, float* stats, v
   }
 }
 
-// Keys item.begin .. item.end - 1 of the context, all of which all rows see.
+// Sums the keys item.begin .. item.end - 1 of the context, which all rows see.
 template <class Mode>
 void recent_keys(const PyrRecentMass& p, const RecentItem& item, const float* stats,
                  void* memory) {

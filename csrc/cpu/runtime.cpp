@@ -33,9 +33,9 @@ thread_local Area areas[int(Scratch::kCount)];
 struct Isa {
   const char* name;
   bool built, runs;
-  bool by_itself;  // may be chosen where no name is given
+  bool by_itself;  // may be chosen without being named
   const Kernels* by_dtype;
-  const Kernels* pairs;  // by_dtype where queries are bfloat16, as far as they are others; or null
+  const Kernels* pairs;  // overrides of by_dtype for queries of bfloat16; or null
 };
 
 #ifdef PYR_X86
@@ -58,7 +58,7 @@ struct Tiled {
   }
 };
 
-// Linux keeps the tiles' state for a process that has asked for it, where the processor has them.
+// Linux saves the state of AMX tiles only for a process that has asked for it.
 bool has_amx() {
 #if defined(PYR_AMX) && defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

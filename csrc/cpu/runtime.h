@@ -13,8 +13,8 @@ namespace pyr {
 // Stores a printf-style message for pyr_last_error() and returns 1.
 int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Memory of the calling thread, 64-byte aligned, valid until its next request for the same use;
-// null when there is none to be had.
+// Returns memory of the calling thread, 64-byte aligned and valid until its next request for the same
+// use; null if the allocation fails.
 enum class Scratch { kWork, kShared, kPlan, kCount };
 void* scratch(Scratch use, size_t bytes);
 
@@ -37,7 +37,7 @@ void for_each_item(int64_t threads, int64_t count, Task& task) {
   parallel(count > 1 ? threads : 1, body, &context);
 }
 
-// The kernels of the chosen instruction set for these element types.
+// Returns the kernels of the chosen instruction set for these element types.
 const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype);
 
 // Attends exactly for the requests for which `exactly` is null or nonzero; checks all of them.

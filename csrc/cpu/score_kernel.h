@@ -119,8 +119,8 @@ void score_logits(const PyrScores& p, const ScoreItem& item, const ScoreBuffers&
   });
 }
 
-// Phase 2: probabilities summed over the window's queries, reduced over the query heads. Here the sinks
-// are added to what is known of the rows, from whichever source.
+// Phase 2: sums the probabilities over the window's queries and reduces them over the query heads. The
+// sinks are added here to the statistics of the rows.
 template <class Mode>
 void score_mass(const PyrScores& p, const ScoreItem& item, const ScoreBuffers& b, void* memory) {
   const ScoreScratch s = carve<Mode>(p, memory);

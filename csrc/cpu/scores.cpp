@@ -77,7 +77,7 @@ void join_stats(float* first, int64_t items, int64_t rows) {
   }
 }
 
-// The row statistics of one (request, KV head) by its log-sum-exp: that is the maximum, the sum 1.
+// Sets the row statistics of one (request, KV head) by its log-sum-exp: the maximum, with sum 1.
 void given_stats(const PyrScores& p, int64_t pair, float* out, int64_t rows) {
   const int64_t heads = p.H / p.G, head0 = pair % p.G * heads;
   const int64_t token0 = p.query_ends[pair / p.G] - p.window;
@@ -111,7 +111,7 @@ int run(const PyrScores& p) {
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const int64_t rows = p.H / p.G * p.window, count = int64_t(items.size()), pairs = p.R * p.G;
   const size_t logits_floats = size_t(rows) * kChunkKeys;  // of an item
-  // With the log-sum-exp there is no first phase that could leave them.
+  // With the log-sum-exp there is no first phase that could keep them.
   const bool keep =
       !p.log_sum_exp && logits_floats * count * sizeof(float) <= kMaxLogitsBytes;
   const size_t stats_floats = size_t(rows) * 2 * count, mass_floats = size_t(longest) * pairs;

@@ -25,7 +25,7 @@ int find_bin(const uint32_t* bins, int64_t k, int64_t* above) {
 }  // namespace
 
 uint32_t kth_largest(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare, int64_t* equal) {
-  // 11 + 11 + 10 bits from the top; after each, only the keys of the one bin go on.
+  // 11 + 11 + 10 bits from the top; after each, only the keys of one bin remain.
   uint32_t prefix = 0;
   for (int shift = 21, width = 11;;) {
     uint32_t bins[kBins] = {0};

@@ -104,9 +104,8 @@ PYR_INLINE V v_one_below(V x, V limit, V seen) {
                           _mm512_cmp_ps_mask(seen, _mm512_set1_ps(-INFINITY), _CMP_GT_OQ);
   return _mm512_maskz_mov_ps(below, _mm512_set1_ps(1.0f));
 }
-// 2^x, 0 for -inf; exact for whole x, next to which it does not jump. Relative error below 2e-7
-// (Degree 5), 3.5e-6 (4).
-// What is behind the point goes through a polynomial; scaling takes what is before it from x itself.
+// 2^x, and 0 for -inf; exact for integers, and continuous there. Relative error below 2e-7 (Degree 5),
+// 3.5e-6 (4). A polynomial takes the fractional part; scaling takes the integral part from x itself.
 template <int Degree>
 PYR_INLINE V v_exp2_of(V x) {
   const V f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -124,7 +123,7 @@ PYR_INLINE V v_exp2_of(V x) {
   return _mm512_scalef_ps(v_fma(p, f, v_set(1.0f)), x);
 }
 PYR_INLINE V v_exp2(V x) { return v_exp2_of<5>(x); }
-// For what is rounded to bfloat16 anyway.
+// For results that are rounded to bfloat16 anyway.
 PYR_INLINE V v_exp2_rough(V x) { return v_exp2_of<4>(x); }
 
 // A vector is kGroups groups of four lanes. x[i] group g  <->  x[g] group i.
@@ -383,8 +382,8 @@ PYR_INLINE V v_soft_cap(V x, float cap) {
   return v_mul(v_set(cap), v_sub(one, v_div(v_set(2.0f), v_add(v_exp2(y), one))));
 }
 
-// The sum of whatever floats lie there, in whole groups of eight vectors; `next`, if any, is
-// fetched into the second-level cache at the same time.
+// The sum of the floats there, in whole groups of eight vectors; `next`, if given, is fetched into the
+// second-level cache at the same time.
 inline float read_memory(const char* memory, size_t bytes, const char* next) {
   V sum[8];
   for (int i = 0; i < 8; ++i) sum[i] = v_zero();

@@ -30,7 +30,7 @@ constexpr int kMaxRows = 4, kNV = 2;
 PYR_INLINE int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 PYR_INLINE int padded(int D) { return round_up(D, W); }
 
-// Into the second level: a tile and the next one would crowd the first.
+// Prefetches into the second-level cache: two tiles would crowd the first-level one.
 constexpr int kPrefetch = 2;
 PYR_INLINE void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, kPrefetch);
@@ -130,7 +130,7 @@ struct TileRows {
   const T* value[Keys];
 };
 
-// Walks positions of one request and KV head; strides in elements.
+// Finds the rows of one request and KV head by position; strides in elements.
 template <class T>
 struct CacheWalk {
   const T* key;
@@ -138,8 +138,8 @@ struct CacheWalk {
   const int32_t* row;  // of the table
   int64_t N, key_p, key_n, value_p, value_n;
 
-  // Rows of the positions first + from .. first + count - 1 (absolute). Before and behind them, up to
-  // `fill` of them all, the nearest of these is repeated: it can be read, and is masked.
+  // Finds the rows of the positions first + from .. first + count - 1 (absolute). Before and behind
+  // them, up to `fill` in all, the nearest one is repeated: it is readable, and is masked.
   template <int Keys>
   PYR_INLINE void tile(int64_t first, int from, int count, TileRows<T, Keys>* out,
                        int fill = Keys) const {
@@ -254,7 +254,7 @@ void product_rows(float* c, int c_stride, const float* a, int a_stride, const fl
                                       scale);
 }
 
-// The same for 1 .. kMaxRows rows.
+// As above, for 1 .. kMaxRows rows.
 template <class Mode, bool Scale>
 PYR_INLINE void product(int rows, float* c, int c_stride, const float* a, int a_stride,
                         const float* b, int b_stride, int depth, int vectors, const float* scale) {
@@ -274,7 +274,7 @@ PYR_INLINE void product(int rows, float* c, int c_stride, const float* a, int a_
   }
 }
 
-// Rows of each of the groups that `rows` rows are worked on in: as even as possible.
+// Size of the groups in which `rows` rows are processed: as even as possible.
 PYR_INLINE int group_rows(int rows) {
   const int groups = (rows + kMaxRows - 1) / kMaxRows;
   return groups ? (rows + groups - 1) / groups : 1;
@@ -286,8 +286,8 @@ PYR_INLINE float load_scalar(const void* base, int64_t index, int64_t dtype) {
   return to_float(((const f16_t*)base)[index]);
 }
 
-// A row's softmax so far (sum * 2^max), and with its head's sink. A row that has seen no key stays as
-// it is: there is nothing to share out.
+// Adds the head's sink to a row's softmax so far (sum * 2^max). A row that has seen no key stays
+// unchanged.
 PYR_INLINE void add_sink(float sink, float* max, float* sum) {
   if (*max == -INFINITY) return;
   sink *= kLog2e;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention whose requests may use their best keys alone: KCache (arXiv:2404.18057). One thread
+// Attention in which requests may use only their best keys: KCache (arXiv:2404.18057). One thread
 // owns a (request, KV head), so results do not depend on the batch or the number of threads.
 #include <algorithm>
 #include <new>
@@ -114,12 +114,12 @@ int run(const PyrTopn& t) {
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   Layout layout;
   layout.kernel = aligned(kernels.topn_scratch(p));
-  // Rows begin at a tile, so up to a tile of keys below the window is there too.
+  // Rows begin at a tile, so they include up to a tile of keys below the window.
   layout.stride = (longest + 2 * kTileKeys + kLanes) / kLanes * kLanes;
   layout.logits = aligned(size_t(kTopnRows * layout.stride) * 4);
   layout.keys = aligned(size_t(2 * (longest + 1)) * 4);
   layout.best = aligned(size_t(most + 1) * 4);
-  // `chosen` is this thread's: another one would look into its own.
+  // `chosen` is thread-local: inside the lambda another thread would read its own.
   const int32_t* requests = chosen.data();
   std::atomic<bool> out_of_memory{false};
   std::vector<std::atomic<int64_t>> read(chosen.size());

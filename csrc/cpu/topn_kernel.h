@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention to the best keys of a row: logits over all of K, then the few rows of V that are used.
-// Which keys are best is decided between the two, in topn.cpp.
+// Between the two, topn.cpp chooses the best keys.
 #pragma once
 #include "key_mass_kernel.h"
 
@@ -65,7 +65,7 @@ void topn_values(const PyrAttention& p, const AttentionItem& item, const float* 
       return values + table[position / p.N] * p.value_p + position % p.N * p.value_n;
     };
     for (int64_t i = 0; i < count; ++i) {
-      // The rows lie anywhere: those soon to be used are asked for early.
+      // The rows are scattered, so those that are needed soon are prefetched.
       if (i + 4 < count) prefetch_row(address(i + 4), D * sizeof(T));
       const T* value = address(i);
       const float share = v_first(v_exp2(v_set(logits[best[i]] - max)));

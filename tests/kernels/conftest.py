@@ -18,7 +18,7 @@ STALE_BLOCK = 10**6  # an id far outside every pool: reading the entry is an err
 
 @dataclass
 class Batch:
-    """What an `AttentionBatch` and a `WindowBatch` are made of, for a test to change."""
+    """Parts of an `AttentionBatch` and a `WindowBatch`, which a test may change."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -40,7 +40,7 @@ class Batch:
         )
 
     def windows(self, window: int, max_prompt_len: int | None = None) -> WindowBatch:
-        """The last queries of the requests, whose prompts end in this step."""
+        """Return the last queries of the requests, whose prompts end in this step."""
         ends = self.query_start_loc[1:]
         return WindowBatch(
             self.query,
@@ -66,10 +66,10 @@ def build_batch(
     layout: str = "planes",
     seed: int = 0,
 ) -> Batch:
-    """A batch with permuted blocks, NaN wherever no visible token lies, and stale table heads.
+    """Make a batch with permuted blocks, stale table heads, and NaN where no visible token is.
 
     Args:
-        layout: "planes" (`[P, G, 2N, D]`, K above V) or "rows" (`[P, G, N, 2D]`, K beside V).
+        layout: "planes" (`[P, G, 2N, D]`, K above V) or "rows" (`[P, G, N, 2D]`, K next to V).
     """
     generator = torch.Generator().manual_seed(seed)
     skips = skips or [0] * len(lens)
@@ -114,7 +114,7 @@ def make_batch() -> Callable[..., Batch]:
 
 @pytest.fixture
 def each_isa() -> Iterator[Callable[[], Iterator[str]]]:
-    """`for isa in each_isa():` runs its body with every instruction set that this CPU has."""
+    """Yield each instruction set of this CPU after selecting it."""
 
     def walk() -> Iterator[str]:
         for isa in (*ISAS, EMULATED):

@@ -38,11 +38,11 @@ def exact(batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> tor
 
 @pytest.fixture
 def assert_close(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """On every instruction set: at most twice the error of PyTorch in the dtype of the cache.
+    """Check on every instruction set: at most twice PyTorch's error in the dtype of the cache.
 
     In float32 that error depends on the order of sums in the processor's own library, a few units
-    in the last place; hence what is allowed beside
-    it. The log-sum-exp is that of the reference, and asking for it does not change the output.
+    in the last place; hence the additional tolerance. The log-sum-exp is that of the reference, and
+    asking for it does not change the output.
     """
 
     def check(batch: Any, **options: Any) -> None:
@@ -106,7 +106,7 @@ def test_layouts_and_skips(make_batch, assert_close, layout, block_size) -> None
 @pytest.mark.parametrize(("group", "queries"), [(5, 1), (7, 1), (4, 2), (3, 4), (16, 1), (4, 4)])
 @pytest.mark.parametrize("block_size", [8, 16, 48])
 def test_a_few_rows(make_batch, assert_close, group, queries, block_size) -> None:
-    """Rows that fill the lanes of a vector in part, from any place in a page."""
+    """Attend with rows that fill part of a vector, from any offset in a page."""
     batch = make_batch(
         [300, 95, 700, 64, 513], [queries] * 5, skips=[131, 48, 5, 40, 0], group=group,
         block_size=block_size, head_size=96, dtype=torch.bfloat16, seed=group,
@@ -116,7 +116,7 @@ def test_a_few_rows(make_batch, assert_close, group, queries, block_size) -> Non
 
 
 def test_window_leaves_freed_blocks_alone(make_batch) -> None:
-    """Blocks before a sliding window are freed: their entries name nothing that may be read."""
+    """Free the blocks before a sliding window: their table entries must not be read."""
     batch = make_batch([500, 200], [1, 4], skips=[480, 150])
     out, seen = (torch.empty(batch.query.shape) for _ in range(2))
     softmax = Softmax(1, sliding_window=16)
@@ -129,7 +129,7 @@ def test_window_leaves_freed_blocks_alone(make_batch) -> None:
 
 @pytest.mark.parametrize("query_lens", [[1], [6], [90]])
 def test_skip_is_a_shifted_table(make_batch, query_lens) -> None:
-    """Survivors at the tail give the bits of a short sequence of their own."""
+    """Check that survivors at the tail give the bits of a short sequence of their own."""
     batch = make_batch([700], query_lens, skips=[160], dtype=torch.bfloat16)
     tailed = attend(batch)
     batch.block_table = batch.block_table[:, 10:].contiguous()

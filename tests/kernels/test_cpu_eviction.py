@@ -28,8 +28,7 @@ def scores_of(module: Any, batch: Any, window: int, **options: Any) -> torch.Ten
 
 @pytest.fixture
 def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """On every instruction set, also with attention's log-sum-exp: close to the reference in
-    float64."""
+    """Check on every instruction set, with and without attention's log-sum-exp, against float64."""
 
     def check(batch: Any, **options: Any) -> None:
         right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
@@ -75,7 +74,7 @@ def test_reductions_and_pooling(
 
 
 def test_reference_counts_the_sinks(make_batch) -> None:
-    """Query by query and head by head: a sink is one more key, whose weight no token gets."""
+    """Compute each query and head: a sink is one more key, whose weight no token gets."""
     batch = make_batch([37], [30], group=3)
     sinks = head_sinks(6)
     options = {"gqa_reduce": "sum", "pooling": "none", "compute_dtype": torch.float64}
@@ -95,7 +94,7 @@ def test_reference_counts_the_sinks(make_batch) -> None:
 @pytest.mark.parametrize("gqa_reduce", GQA_REDUCTIONS)
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
 def test_sinks(make_batch, assert_scores, dtype, gqa_reduce, soft_cap) -> None:
-    """Other sinks for each head of a group; without them, or in another order, scores differ."""
+    """Give each head of a group another sink; without sinks, or reordered, the scores differ."""
     batch = make_batch([1100, 57, 300], [20, 16, 9], group=4, dtype=dtype)
     sinks = head_sinks(8, dtype)
     options = {"window": 8, "gqa_reduce": gqa_reduce, "soft_cap": soft_cap}
@@ -109,7 +108,7 @@ def test_sinks(make_batch, assert_scores, dtype, gqa_reduce, soft_cap) -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_sinks_far_from_the_logits(make_batch, each_isa, given) -> None:
-    """One that weighs nothing leaves the bits alone; one that takes all leaves nothing."""
+    """Check the limits: a weightless sink keeps the bits, one that takes all leaves nothing."""
     batch = make_batch([300, 57], [20, 16], group=2)
     lse, out = torch.empty(batch.query.shape[:2]), torch.empty_like(batch.query)
     cpu.paged_attention(out, batch.attention(), Softmax(0.125), log_sum_exp=lse)
@@ -129,7 +128,7 @@ def test_windows(make_batch, assert_scores, two_threads, window) -> None:
 
 
 def test_scores_without_room_for_the_logits(make_batch) -> None:
-    """More than 64 MiB of logits are computed a second time instead of kept; the bits agree."""
+    """Compare logits that are kept with more than 64 MiB, which are computed twice: same bits."""
     batch = make_batch([2100] * 2, [64] * 2, kv_heads=2, group=8, head_size=32)
     alone = [
         cpu.window_scores(
@@ -196,7 +195,7 @@ VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -1e-30, 1e-42, math.inf, -math.inf, 
 
 @st.composite
 def selections(draw: st.DrawFn) -> dict[str, Any]:
-    """Ragged rows with many equal scores, and budgets from the least to all."""
+    """Select from ragged rows with many equal scores, with budgets from the least to all."""
     window, sinks = draw(st.integers(0, 9)), draw(st.integers(0, 4))
     heads = draw(st.integers(1, 3))
     lens = draw(st.lists(st.integers(window + sinks + 1, 300), min_size=1, max_size=3))

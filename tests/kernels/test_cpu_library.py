@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading, choosing the instruction set, threads, and life without the library."""
+"""The library of the C++ kernels: loading, instruction sets, threads, and its absence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_library_was_built() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("module", [cpu, reference])
 def test_signatures_are_the_contract(module: ModuleType, name: str) -> None:
-    """To the letter; but the reference computes in other dtypes, too."""
+    """Compare parameters exactly; only the reference has one more, its `compute_dtype`."""
     wanted = inspect.signature(getattr(Ops, name)).parameters
     found = inspect.signature(getattr(module, name)).parameters
     assert [*found.values()][: len(wanted) - 1] == [*wanted.values()][1:]
@@ -56,7 +56,7 @@ def test_signatures_are_the_contract(module: ModuleType, name: str) -> None:
 
 
 def test_variable_forces_the_instruction_set() -> None:
-    code = "from vllm_pyramid.kernels import cpu; print(cpu.current_isa())"
+    code = "from vllm_pyramid.kernels.cpu import functions as cpu; print(cpu.current_isa())"
     result = python(code, VLLM_PYRAMID_CPU_ISA="portable")
     assert result.stdout.strip() == "portable", result.stderr
 
@@ -69,10 +69,10 @@ def test_unknown_instruction_set_is_an_error() -> None:
 
 
 def test_variable_names_another_build(tmp_path: Path) -> None:
-    code = "from vllm_pyramid.kernels import cpu; cpu.available()"
+    code = "from vllm_pyramid.kernels.cpu import functions as cpu; cpu.available()"
     result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))
     assert "nothing.so: there is no such file" in result.stderr
-    code = "from vllm_pyramid.kernels import cpu_library; print(cpu_library.load()._name)"
+    code = "from vllm_pyramid.kernels.cpu import library; print(library.load()._name)"
     copy = tmp_path / "copy.so"
     copy.write_bytes(cpu_library._find().read_bytes())
     result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(copy))
@@ -108,7 +108,7 @@ def test_unknown_device() -> None:
 
 
 def test_one_openmp_runtime_and_torch_governs_the_threads() -> None:
-    """The kernels add no runtime and no thread beyond PyTorch's pool."""
+    """Check that the kernels add no runtime and no thread to PyTorch's pool."""
     code = """
 import os, torch
 from vllm_pyramid.kernels.cpu import functions as cpu
@@ -138,7 +138,7 @@ print(after - before, sum(n.startswith(("libgomp", "libomp", "libiomp")) for n i
 
 
 def test_a_small_call_is_cheap() -> None:
-    """A decode step calls this once a layer: the way into C++ must stay far below 0.1 ms."""
+    """Time a call, which a decode step makes in every layer: it must stay far below 0.1 ms."""
     cache = torch.zeros(4, 2, 32, 64)
     key, slots = torch.zeros(1, 2, 64), torch.tensor([3])
     best = float("inf")
@@ -153,7 +153,7 @@ def test_a_small_call_is_cheap() -> None:
 def test_reading_pages_reads_those_that_are_named(
     each_isa: Callable[[], Iterator[str]],
 ) -> None:
-    """The ceiling that decode is measured against: all of each page, none that was not named."""
+    """Check the read that bounds decode: all of each page, and no page that was not named."""
     page_floats, count = 256, 200
     memory = torch.zeros(count, page_floats)
     memory[torch.randperm(count)[:77], -1] = 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of the C++ kernels: names, sizes, and which value goes into which field."""
+"""The records of the C++ kernels: names, sizes, and the field that each value fills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADER = Path(__file__).parents[2] / "csrc" / "cpu" / "abi.h"
 
 
 def structs() -> dict[str, list[tuple[str, str]]]:
-    """Kind and name of the fields of every struct of the header."""
+    """List kind and name of the fields of every struct in the header."""
     text = re.sub(r"//.*", "", HEADER.read_text())
     found = {}
     for struct, body in re.findall(r"struct (\w+) \{(.*?)\};", text, flags=re.DOTALL):
@@ -54,7 +54,7 @@ def test_classes_mirror_the_header() -> None:
 
 
 def test_the_largest_head_size_is_the_librarys() -> None:
-    """It sizes arrays over there."""
+    """Compare the constant with the one that sizes arrays in C++."""
     text = HEADER.with_name("kernels.h").read_text()
     assert re.findall(r"kMaxHeadSize = (\d+);", text) == [str(cpu_checks.MAX_HEAD_SIZE)]
 
@@ -67,7 +67,7 @@ def test_sizes_are_the_librarys() -> None:
 
 
 class PyrSelect(ctypes.Structure):
-    """One field more than the library's."""
+    """Refuse a record with one field more than the library's."""
 
     _fields_ = (*cpu_records.PyrSelect._fields_, ("more", ctypes.c_int64))
 
@@ -94,7 +94,7 @@ def test_another_size_is_an_error(
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The record that a call packs, read back through its class."""
+    """Return the record that a call packs, read back through its class."""
 
     def call(record: type[ctypes.Structure], function: Any, *inputs: Any, **options: Any) -> Any:
         seen: list[bytes] = []
@@ -126,7 +126,7 @@ def check_attention(record: Any, batch: Any, softmax: Softmax) -> None:
 
 
 def test_attention(make_batch: Any, packed: Any) -> None:
-    """Values that differ, so that none can take another's place."""
+    """Use values that all differ, so that none can take the place of another."""
     made = make_batch([100, 95, 60], [4, 1, 2], skips=[0, 3, 20], group=3, dtype=torch.bfloat16)
     batch = replace(made.attention(), value_cache=made.value_cache.clone()[..., :64])
     batch = replace(batch, key_scale=0.5, value_scale=7.0)

@@ -39,7 +39,7 @@ def fp8(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def quantised(made: Batch, fp8: torch.dtype) -> AttentionBatch:
-    """The batch over an 8-bit cache; numbers of both signs, subnormal ones too."""
+    """Convert the batch to an 8-bit cache with numbers of both signs and subnormal ones."""
     keys, values = (x.clone() for x in (made.key_cache, made.value_cache))
     keys[..., ::5] *= 2.0**-9
     values[..., ::7] *= 2.0**-12
@@ -53,7 +53,7 @@ def quantised(made: Batch, fp8: torch.dtype) -> AttentionBatch:
 
 
 def dequantised(batch: AttentionBatch) -> AttentionBatch:
-    """The same in float64, with no scales."""
+    """Return the same batch in float64, without scales."""
     return replace(
         batch,
         key_cache=batch.key_cache.double() * batch.key_scale,
@@ -76,7 +76,7 @@ def attend(module: Any, batch: AttentionBatch, softmax: Softmax, **more: Any) ->
 
 @pytest.fixture
 def check_attention(each_isa: Any) -> Callable[..., None]:
-    """At most twice the error of PyTorch in the dtype of the queries, on every instruction set."""
+    """Allow at most twice PyTorch's error in the dtype of the queries, on every instruction set."""
 
     def check(batch: AttentionBatch, **options: Any) -> None:
         softmax, plain = softmax_of(batch, **options), dequantised(batch)
@@ -96,7 +96,7 @@ def check_attention(each_isa: Any) -> Callable[..., None]:
 
 
 def test_every_number_is_read_exactly(each_isa: Any, fp8: torch.dtype) -> None:
-    """One key a request: the output is its value, the log-sum-exp a component of it.
+    """Attend to one key per request: the output is its value, the log-sum-exp a component.
 
     All 256 bit patterns; those that are no number give none. Direct reads, tiles, and head sizes
     that fill no vector.
@@ -247,7 +247,7 @@ def test_topn_attention(make_batch, each_isa, fp8, dtype, renormalize) -> None:
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scale", [1.0, 0.37, 3.0])
 def test_writes_round_as_torch_does(each_isa, fp8, source, scale) -> None:
-    """Every bfloat16 or float16 there is, and floats in between: saturated, nearest, even."""
+    """Write every bfloat16 or float16, and floats in between: saturated, to nearest, to even."""
     if source == torch.float32:
         generator = torch.Generator().manual_seed(0)
         powers = torch.randint(-20, 18, (1 << 16,), generator=generator)
@@ -282,7 +282,7 @@ def test_writes_round_as_torch_does(each_isa, fp8, source, scale) -> None:
 
 
 def test_moves_copy_bytes(make_batch, fp8) -> None:
-    """Every bit pattern, those that are no number too."""
+    """Write every bit pattern, also those of NaN."""
     made = make_batch([300, 95], [1, 1], group=1)
     key, value = (
         torch.randint(0, 256, made.key_cache.shape, dtype=torch.uint8).view(fp8) for _ in range(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter computes the same with what `tests/plumbing/interpreter.py` has it keep."""
+"""Triton's interpreter, whose numbers the caches of `tests/plumbing/interpreter.py` keep."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def new_mass(batch: Any, start: float = 0.0) -> torch.Tensor:
 
 
 def mass_of(module: Any, batch: Any, start: float = 0.0, **options: Any) -> torch.Tensor:
-    """The mass in its pages; it begins at `start` everywhere."""
+    """Return the mass in its pages, which begins at `start` everywhere."""
     mass = new_mass(batch, start)
     softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
     module.add_key_mass(mass, batch.attention(), softmax, **options)
@@ -36,13 +36,13 @@ def mass_of(module: Any, batch: Any, start: float = 0.0, **options: Any) -> torc
 
 
 def of_request(batch: Any, mass: torch.Tensor, r: int) -> torch.Tensor:
-    """The mass of what request r sees: `[G, tokens]`."""
+    """Return the mass of the tokens that request r sees: `[G, tokens]`."""
     skip, end = int(batch.skips[r]), int(batch.seq_lens[r])
     return reference.gather_tokens(mass[..., None], batch.block_table[r], skip, end)[..., 0].T
 
 
 def lse_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
-    """The log-sum-exp that the module's attention finds."""
+    """Return the log-sum-exp that the module's attention writes."""
     lse = torch.full(batch.query.shape[:2], float("nan"))
     out = torch.empty_like(batch.query)
     softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
@@ -52,8 +52,10 @@ def lse_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
 
 @pytest.fixture
 def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """On every instruction set, also with attention's log-sum-exp: close to the reference; no other
-    slot is touched."""
+    """Check on every instruction set, with and without attention's log-sum-exp.
+
+    The mass is close to the reference, and no other slot is touched.
+    """
 
     def check(batch: Any, **options: Any) -> None:
         others = new_mass(batch, 1.0)
@@ -93,13 +95,13 @@ def test_matches_reference(make_batch, assert_mass, dtype, group, head_size) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [12, 40])
 def test_one_query_of_many_heads(make_batch, assert_mass, dtype, group) -> None:
-    """Packed tiles; of 40 rows the last 8 are few enough to go over K where it lies."""
+    """Use packed tiles; of 40 rows the last 8 are few enough to use K in place."""
     assert_mass(make_batch([300, 37], [1, 1], dtype=dtype, group=group, kv_heads=1))
 
 
 @pytest.mark.parametrize("queries", [1, 30])
 def test_a_window_leaves_freed_blocks_alone(make_batch, assert_mass, queries) -> None:
-    """Table entries below the first query's window name blocks that are not there."""
+    """Check that table entries below the first query's window, which are invalid, are not read."""
     batch = make_batch([300, 95], [queries, queries], dtype=torch.bfloat16)
     for r, length in enumerate((300, 95)):
         batch.block_table[r, : (length - queries - 20 + 1) // 16] = STALE_BLOCK
@@ -111,7 +113,7 @@ def test_a_window_leaves_freed_blocks_alone(make_batch, assert_mass, queries) ->
 
 @pytest.mark.parametrize("module", [cpu, reference])
 def test_the_log_sum_exp_is_used(make_batch, module) -> None:
-    """One that is larger by ln 2 halves every probability."""
+    """Pass one that is larger by ln 2, which halves every probability."""
     batch = make_batch(LENS, QUERY_LENS)
     larger = lse_of(module, batch) + math.log(2)
     found = mass_of(module, batch, log_sum_exp=larger)
@@ -154,7 +156,7 @@ def test_queries_that_see_nothing_give_nothing(make_batch, assert_mass) -> None:
 
 @pytest.mark.parametrize("module", [cpu, reference])
 def test_mass_is_added_and_sums_to_the_queries(make_batch, module) -> None:
-    """Every query of every head shares out exactly 1; what was there stays."""
+    """Check that every query of every head adds exactly 1 in all, to the mass that was there."""
     batch = make_batch(LENS, QUERY_LENS, group=3)
     mass = mass_of(module, batch, 2.0) - 2.0
     for r, queries in enumerate(QUERY_LENS):
@@ -167,7 +169,7 @@ def test_mass_is_added_and_sums_to_the_queries(make_batch, module) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"soft_cap": 1.5}], ids=str)
 def test_below_average(make_batch, each_isa, dtype, options) -> None:
-    """Counts; only where a weight is nearly the average may the last bit decide otherwise."""
+    """Compare counts, which may differ only where a weight is nearly the average."""
     batch = make_batch(LENS, QUERY_LENS, dtype=dtype, group=3)
     options = {"kind": "below_average", **options}
     right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
@@ -181,7 +183,7 @@ def test_below_average(make_batch, each_isa, dtype, options) -> None:
 
 
 def test_below_average_by_hand(make_batch) -> None:
-    """The first key is all that its query sees: 1, the average. Equal keys are all average."""
+    """Check that neither a query's only key nor equal keys are below the average."""
     batch = make_batch([4], [4], kv_heads=1, group=1, head_size=8)
     batch.key_cache.zero_()
     for lse in (None, lse_of(cpu, batch)):
@@ -197,7 +199,7 @@ def test_below_average_by_hand(make_batch) -> None:
 
 @pytest.mark.parametrize("kind", ["sum", "below_average"])
 def test_first_queries(make_batch, each_isa, kind) -> None:
-    """Queries before the first one add nothing: the same as a step that has only the others."""
+    """Compare with a step that holds only the queries from the first one on."""
     batch = make_batch([300, 95, 64], [90, 20, 1], skips=[40, 0, 0])
     first = torch.tensor([275, 10, 64], dtype=torch.int32)
     right = mass_of(reference, batch, kind=kind, first_queries=first, compute_dtype=torch.float64)
@@ -215,8 +217,7 @@ def test_first_queries(make_batch, each_isa, kind) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_do_not_change_the_bits(make_batch, each_isa, dtype) -> None:
-    """The queries of a prompt in one step, or in several of more than one: what eviction sees is
-    the same."""
+    """Cut a prompt into steps of more than one query: the mass has the same bits."""
     batch = make_batch([300], [90], dtype=dtype, group=3)
     for isa in each_isa():
         at_once = mass_of(cpu, batch)

@@ -27,7 +27,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def statistics_of(*rows: list[float], window: int = 2) -> WindowStatistics:
-    """One request a row, one head; rows may differ in length (padded with -inf)."""
+    """Make a mass of one request per row, with one head; short rows are padded with -inf."""
     mass = torch.full((len(rows), 1, max(map(len, rows))), -math.inf)
     for r, row in enumerate(rows):
         mass[r, 0, : len(row)] = torch.tensor(row)
@@ -46,7 +46,7 @@ def test_by_hand() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 8, width=32), min_size=1, max_size=40))
 def test_by_definition(values: list[float]) -> None:
-    """The Gini coefficient is half the mean absolute difference over the mean."""
+    """Compute the Gini coefficient as half the mean absolute difference over the mean."""
     x = np.array(values, dtype=np.float64)
     found = statistics_of(values)
     if x.sum() == 0:
@@ -124,16 +124,16 @@ def test_kept_mass_by_hand() -> None:
 
 @pytest.mark.parametrize("module", [cpu, reference])
 def test_recall_of_what_is_selected(make_batch: Any, module: Any) -> None:
-    """All tokens hold everything; the best ones more than any others, by NumPy's count."""
+    """Check that all tokens hold everything, and the best ones what NumPy finds."""
     batch = make_batch([90, 45], [16, 16])
     mass = scores_of(module, batch, window=16, pooling="none")
     lens = batch.seq_lens
     everything = module.select(mass, lens, lens, window=16)
-    whole = module.kept_mass(mass, everything, lens, lens, window=16)
+    whole = kept_mass(mass, everything, lens, lens, window=16)
     torch.testing.assert_close(whole, torch.ones(2, 2))
     keeps = ints(26, 20)
     best = module.select(mass, lens, keeps, window=16)
-    found = module.kept_mass(mass, best, lens, keeps, window=16)
+    found = kept_mass(mass, best, lens, keeps, window=16)
     for r, (n, keep) in enumerate([(74, 10), (29, 4)]):
         for g in range(2):
             row = np.sort(mass[r, g, :n].numpy().astype(np.float64))

@@ -43,7 +43,7 @@ def mass_of(
 def assert_equal(
     each_isa: Any, batch: Any, recents: list[int], contexts: list[int], **o: Any
 ) -> None:
-    """On every instruction set, also with attention's log-sum-exp."""
+    """Check on every instruction set, with and without attention's log-sum-exp."""
     right = mass_of(reference, batch, recents, contexts, compute_dtype=torch.float64, **o)
     lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
     softmax = take_softmax({**o}, batch.query.shape[2] ** -0.5)
@@ -69,7 +69,7 @@ def assert_equal(
 
 @pytest.mark.parametrize("sinks", [None, head_sinks(6)], ids=["plain", "sinks"])
 def test_reference_is_the_paper(make_batch, sinks) -> None:
-    """Query by query and head by head, straight from the definition; a sink is one more key."""
+    """Compute each query and head from the definition; a sink is one more key."""
     batch = make_batch([37], [30], skips=[3], group=3)
     recent, context = 7, 20
     options = {"sinks": sinks, "compute_dtype": torch.float64}
@@ -115,7 +115,7 @@ def test_options(make_batch, each_isa, options) -> None:
 
 
 def test_sinks_are_the_heads_own(make_batch) -> None:
-    """Of no head and of other heads they would give something else."""
+    """Check that leaving out or reordering the sinks changes the result."""
     batch = make_batch(LENS, QUERY_LENS, group=3)
     sinks = head_sinks(6)
     found, turned, plain = (
@@ -129,7 +129,7 @@ def test_sinks_are_the_heads_own(make_batch) -> None:
 
 @pytest.mark.parametrize("block_size", [8, 16, 48])
 def test_pieces_before_the_context(make_batch, each_isa, block_size) -> None:
-    """Keys of earlier pieces weigh in the softmax; stale entries below `skips` are not read."""
+    """Count keys of earlier pieces in the softmax; stale entries below `skips` are not read."""
     batch = make_batch(
         [300, 95, 700], [90, 20, 400], skips=[131, 5, 40], block_size=block_size, seed=3
     )
@@ -137,7 +137,7 @@ def test_pieces_before_the_context(make_batch, each_isa, block_size) -> None:
 
 
 def test_sums_and_threads(make_batch, two_threads) -> None:
-    """One recent query: what is missing to 1 is its own key's. Any number of threads: same bits."""
+    """Use one recent query, whose own key holds the rest to 1; threads do not change the bits."""
     batch = make_batch([400, 130], [400, 130], group=2)
     mass = mass_of(cpu, batch, [1, 1], [399, 129])
     assert ((mass.sum(-1) < 2) & (mass.sum(-1) > 1.5)).all()  # two query heads a KV head

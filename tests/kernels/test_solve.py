@@ -16,9 +16,9 @@ from vllm_pyramid.kernels.solve import (
     best_lengths,
     least_lengths,
     minimum_budgets,
+    retention,
     shares_of,
     sum_of_heads,
-    tracker,
 )
 from vllm_pyramid.policy import load_policy
 
@@ -29,7 +29,7 @@ CLOSE = 1e-9
 
 @st.composite
 def score_tables(draw: st.DrawFn, max_layers: int = 3, max_tokens: int = 5) -> torch.Tensor:
-    """`[L, n]` with equal scores, zeros and whole layers of zeros among them."""
+    """Draw scores `[L, n]`, with equal ones, zeros and whole layers of zeros among them."""
     layers, tokens = draw(st.integers(1, max_layers)), draw(st.integers(1, max_tokens))
     score = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(0.0, 8.0, width=32))
     row = st.lists(score, min_size=tokens, max_size=tokens)
@@ -38,7 +38,7 @@ def score_tables(draw: st.DrawFn, max_layers: int = 3, max_tokens: int = 5) -> t
 
 
 def paper_retention(scores: torch.Tensor, lengths: tuple[int, ...], sinks: int) -> float:
-    """Mean R of Eq. 4, written out with Python's floats; sinks are kept and count."""
+    """Compute the mean R of Eq. 4 with Python's floats; sinks are kept and count."""
     total = 0.0
     for row, length in zip(scores.tolist(), lengths, strict=True):
         if not sum(row):
@@ -59,7 +59,7 @@ def test_retention_is_the_papers(scores: torch.Tensor, data: st.DataObject) -> N
     layers, tokens = scores.shape
     sinks = data.draw(st.integers(0, min(2, tokens)))
     lengths = data.draw(st.tuples(*[st.integers(0, tokens - sinks)] * layers))
-    ours = tracker(scores, torch.tensor(lengths), sinks=sinks)
+    ours = retention(scores, torch.tensor(lengths), sinks=sinks)
     assert ours.shape == (layers,)
     assert float(ours.mean()) == pytest.approx(paper_retention(scores, lengths, sinks), abs=CLOSE)
 
@@ -69,7 +69,7 @@ def test_retention_is_the_papers(scores: torch.Tensor, data: st.DataObject) -> N
 def test_no_lengths_of_the_same_total_retain_more(
     scores: torch.Tensor, data: st.DataObject
 ) -> None:
-    """Eq. 17 against all lengths there are."""
+    """Compare Eq. 17 with all possible lengths."""
     layers, tokens = scores.shape
     sinks = data.draw(st.integers(0, min(2, tokens)))
     total = data.draw(st.integers(0, layers * (tokens - sinks)))
@@ -86,7 +86,7 @@ def test_no_lengths_of_the_same_total_retain_more(
 @settings(max_examples=300, deadline=None)
 @given(score_tables(), st.data())
 def test_no_smaller_total_reaches_the_goal(scores: torch.Tensor, data: st.DataObject) -> None:
-    """Eq. 18 against all lengths there are."""
+    """Compare Eq. 18 with all possible lengths."""
     layers, tokens = scores.shape
     sinks = data.draw(st.integers(0, min(2, tokens)))
     goal = data.draw(st.one_of(st.sampled_from([0.1, 0.5, 0.9, 1.0]), st.floats(0.01, 1.0)))
@@ -119,7 +119,7 @@ def test_no_smaller_total_reaches_the_goal(scores: torch.Tensor, data: st.DataOb
 def test_retains_at_least_what_the_pyramids_do(
     seed: int, prompt_len: int, layers: int, peak: float, budget: int, name: str, kind: str
 ) -> None:
-    """At the same total, on any scores: XKV's R is never below PyramidKV's or SnapKV's."""
+    """Check on any scores, at the same total: XKV's R is at least PyramidKV's and SnapKV's."""
     other = load_policy(name, budget, {"allocator": kind} if name == "pyramidkv" else {})
     plan = other.plan(prompt_len, layers, 16)
     context = prompt_len - other.window
@@ -129,7 +129,7 @@ def test_retains_at_least_what_the_pyramids_do(
     lengths = torch.from_numpy(np.array(plan.keep - other.window, np.int64))
     best = best_lengths(scores, int(lengths.sum()))
     assert int(best.sum()) == int(lengths.sum())
-    ours, theirs = (float(tracker(scores, x).mean()) for x in (best, lengths))
+    ours, theirs = (float(retention(scores, x).mean()) for x in (best, lengths))
     assert ours >= theirs - 1e-12
 
 
@@ -148,7 +148,7 @@ def test_a_layers_scale_does_not_matter() -> None:
 
 
 def test_by_hand() -> None:
-    """Shares 0.5, 0.3, 0.2 and 0.8, 0.1, 0.1: the four best are 0.8, 0.5, 0.3, 0.2."""
+    """Solve shares 0.5, 0.3, 0.2 and 0.8, 0.1, 0.1: the four best are 0.8, 0.5, 0.3, 0.2."""
     scores = torch.tensor([[2.0, 5.0, 3.0], [1.0, 1.0, 8.0]])
     assert best_lengths(scores, 4).tolist() == [3, 1]
     assert best_lengths(scores, 2).tolist() == [1, 1]
@@ -185,7 +185,7 @@ def test_heads_are_added_in_one_order_whatever_the_batch() -> None:
 
 
 def test_scores_that_are_no_numbers_count_as_nothing() -> None:
-    """A request whose keys overflowed must not end the engine for the others."""
+    """Solve for a request whose keys overflowed, which must not end the engine for the others."""
     scores = torch.full((3, 8), math.nan)
     scores[1] = torch.arange(8.0)
     lengths = best_lengths(scores, 10)

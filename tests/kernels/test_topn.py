@@ -23,7 +23,7 @@ TOP_NS = [3, 4, 0, 32, 5, 500, 1]
 
 
 def run(module: Any, batch: Any, top_ns: list[int], **options: Any) -> tuple[torch.Tensor, list]:
-    """`(out, value_rows)`; the count begins at 7."""
+    """Return `(out, value_rows)`; the count begins at 7."""
     out = torch.full(batch.query.shape, float("nan"), dtype=torch.float32)
     rows = torch.full((len(top_ns),), 7)
     softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
@@ -39,14 +39,14 @@ def run(module: Any, batch: Any, top_ns: list[int], **options: Any) -> tuple[tor
 
 
 def apart(batch: Any) -> Any:
-    """The same batch with V in a memory of its own: dense pages, NaN where no token lies."""
+    """Move V of the batch to a memory of its own: dense pages, NaN where no token is."""
     batch.value_cache = batch.value_cache.clone(memory_format=torch.contiguous_format)
     return batch
 
 
 @pytest.fixture
 def assert_equal(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """On every instruction set: close to the reference in float64, the same rows counted."""
+    """Check on every instruction set: close to float64, and the same rows counted."""
 
     def check(batch: Any, top_ns: list[int], **options: Any) -> None:
         right, rows = run(reference, batch, top_ns, compute_dtype=torch.float64, **options)
@@ -63,7 +63,7 @@ def assert_equal(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
 
 
 def test_reference_by_hand(make_batch) -> None:
-    """One decode step of one head: softmax over all keys, the three largest, their V."""
+    """Compute a decode step of one head: softmax over all keys, the three largest, their V."""
     batch = make_batch([50], [1], kv_heads=1, group=1)
     k = reference.gather_tokens(batch.key_cache, batch.block_table[0], 0, 50)[:, 0].double()
     v = reference.gather_tokens(batch.value_cache, batch.block_table[0], 0, 50)[:, 0].double()
@@ -122,7 +122,7 @@ def test_skips_and_queries_that_see_nothing(make_batch, assert_equal, block_size
 
 
 def test_all_keys_are_paged_attention_bit_for_bit(make_batch, each_isa) -> None:
-    """Also beside requests that choose, on one thread or two."""
+    """Compare on one thread and two, also in a batch with requests that choose."""
     batch = make_batch(LENS, QUERY_LENS, dtype=torch.bfloat16)
     plain = torch.empty(batch.query.shape)
     starts = batch.query_start_loc.tolist()
@@ -150,7 +150,7 @@ def test_company_and_threads_change_nothing(make_batch, two_threads) -> None:
 
 
 def test_many_requests_on_two_threads(make_batch, two_threads) -> None:
-    """Work enough that the second thread gets some of it, again and again."""
+    """Repeat enough work for the second thread to get a part of it."""
     lens = [600 + 7 * r for r in range(24)]
     batch = make_batch(lens, [1] * 24, kv_heads=4, group=4)
     together, rows = run(cpu, batch, [40] * 24)
@@ -162,7 +162,7 @@ def test_many_requests_on_two_threads(make_batch, two_threads) -> None:
 
 
 def test_only_the_chosen_rows_of_v_are_read(make_batch) -> None:
-    """Everything else in V is poison: one row of it would make the output NaN."""
+    """Poison everything else in V: one row of it would make the output NaN."""
     batch = apart(make_batch([640], [1], kv_heads=2, group=2))
     right, rows = run(cpu, batch, [4])
     assert rows == [7 + 4 * 4]

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def kernel_names() -> set[str]:
-    """Every `*_kernel` that `vllm_pyramid/kernels/triton_*.py` define."""
+    """Return the name of every `*_kernel` in `vllm_pyramid/kernels/triton/`."""
     return {
         node.name
-        for path in (ROOT / "vllm_pyramid" / "ops").glob("triton_*.py")
+        for path in (ROOT / "vllm_pyramid" / "kernels" / "triton").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     }

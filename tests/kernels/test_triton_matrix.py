@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `triton_matrix/check_*.py`: Triton interprets or compiles by a variable it reads on import.
+"""The modules `triton_matrix/check_*.py`, each in a process of its own.
 
-Each module gets a process of its own, on CPU tensors under the interpreter and, where there is a
-CUDA device, compiled.
+Triton decides on import, by a variable, whether it interprets or compiles: the modules run on CPU
+tensors under the interpreter and, if there is a CUDA device, compiled.
 """
 
 from __future__ import annotations

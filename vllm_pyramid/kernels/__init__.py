@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels: one contract (`contract.py`), three back ends."""
+"""Kernels: one contract (`contract.py`) and three back ends that implement it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 @functools.cache
 def get_ops(device_type: str) -> Ops:
-    """The module with the kernels for a device.
+    """Return the module that implements `Ops` for a device type.
 
-    On CPU these are the C++ kernels, or, where they were not built, the PyTorch reference after one
-    warning.
+    "cuda" gets the Triton kernels. "cpu" gets the C++ kernels, or, if their library cannot be used,
+    the PyTorch reference after one warning. The choice is made once per process.
 
     Args:
-        device_type: "cpu" or "cuda", as `torch.device.type`.
+        device_type: "cpu" or "cuda", as in `torch.device.type`.
 
     Raises:
-        ValueError: another device type, or an instruction set that this CPU lacks was asked for.
+        ValueError: another device type, or `VLLM_PYRAMID_CPU_ISA` names an instruction set that
+            this CPU lacks.
     """
     if device_type == "cuda":
         from vllm_pyramid.kernels.triton import functions as triton_ops

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of one request's tokens out of the cache, and the scales of their rows."""
+"""Copies of one request's tokens out of the cache, with their scales, and checks of scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def gather_scaled(
     end: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`gather_tokens` in `dtype`, each row times its scale of `scales`, `[P, G, N]`."""
+    """Copy as `gather_tokens`, in `dtype`, with each row multiplied by its scale.
+
+    Args:
+        scales: `[P, G, N]` float32, or None for 1.
+    """
     rows = gather_tokens(cache, block_row, start, end).to(dtype)
     if scales is None:
         return rows
@@ -32,9 +36,9 @@ def gather_scaled(
 
 
 def check_scales(scales: torch.Tensor | None, cache: torch.Tensor) -> None:
-    """Raise ValueError unless `scales` is float32 `[P, G, N]` of a cache `[P, G, N, D]`, or None.
+    """Raise ValueError unless `scales` is float32 `[P, G, N]` for the cache, or None.
 
-    A cache of integers must have them.
+    A cache of integers must have scales.
     """
     if scales is None:
         if cache.dtype == torch.int8:
@@ -48,6 +52,6 @@ def check_scales(scales: torch.Tensor | None, cache: torch.Tensor) -> None:
 
 
 def check_one_scale(*scales: torch.Tensor | None) -> None:
-    """Raise ValueError if there are scales of every token: a kernel that does not read them."""
+    """Raise ValueError if any argument is given: for kernels that read no scales of tokens."""
     if any(one is not None for one in scales):
         raise ValueError("this kernel takes one scale a layer, and none of every token and KV head")

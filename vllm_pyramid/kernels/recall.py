@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention of a prompt's window looks like as numbers, and how much of it is kept.
+"""Statistics of the attention that a prompt's window pays, and the share that eviction keeps.
 
-Plain PyTorch for all back ends and devices: a few passes over `[R, G, columns]` and one sort, which
-a request needs once or never. Nothing is read back to the host.
+All back ends and devices use this plain PyTorch: a few passes over `[R, G, columns]` and one sort,
+which a request needs at most once. Nothing is read back to the host.
 
-Shapes as in `records.py`. `mass` is what `window_scores` returns with `pooling="none"`: column i
+Shapes as in `records.py`. `mass` is the result of `window_scores` with `pooling="none"`: column i
 is prompt token i, and the columns behind `prompt_lens[r] - window` are not read.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 
 class WindowStatistics(NamedTuple):
-    """How the window's attention lies on the tokens before it; all `[R, G]` float32.
+    """How the window's attention is spread over the tokens before it; all `[R, G]` float32.
 
     With x_i the unpooled mass of the n = `prompt_lens[r] - window` context tokens and
     p_i = x_i / sum(x):
@@ -26,16 +26,15 @@ class WindowStatistics(NamedTuple):
             those queries, reduced over the query heads of a KV head as the scores are. With "mean"
             it lies in 0 .. window; the rest of the window's attention goes to the window itself and
             to the layer's learned sinks.
-        entropy: -sum(p_i * ln(p_i)) with 0 * ln(0) = 0, in nats: 0 (one token has everything) ..
-            ln(n) (all alike).
+        entropy: -sum(p_i * ln(p_i)) with 0 * ln(0) = 0, in nats: 0 (one token has all the mass) ..
+            ln(n) (all tokens have the same).
         gini: the Gini coefficient sum_i((2 i - n - 1) * x_(i)) / (n * sum(x)) over the ascending
-            x_(1) .. x_(n): 0 (all alike) .. 1 - 1 / n (one token has everything).
+            x_(1) .. x_(n): 0 (all tokens have the same) .. 1 - 1 / n (one token has all the mass).
 
-    Where sum(x) is 0 (every probability underflowed) entropy and gini are 0.
+    If sum(x) is 0 (every probability underflowed), entropy and gini are 0.
 
-    The budget allocators that PyramidKV (arXiv:2406.02069) compares its pyramid with in the
-    ablation of Table 4 take a layer's share from the entropy or the Gini coefficient of its
-    attention.
+    PyramidKV (arXiv:2406.02069) compares its pyramid, in the ablation of Table 4, with allocators
+    that derive a layer's share from the entropy or the Gini coefficient of its attention.
     """
 
     mass: torch.Tensor
@@ -44,7 +43,7 @@ class WindowStatistics(NamedTuple):
 
 
 def context_mass(mass: torch.Tensor, prompt_lens: torch.Tensor, window: int) -> torch.Tensor:
-    """`mass` in float64 with zeros behind each request's context, `[R, G, columns]`."""
+    """Return `mass` in float64, with zeros behind each request's context: `[R, G, columns]`."""
     columns = torch.arange(mass.shape[-1], device=mass.device)
     inside = columns < (prompt_lens - window)[:, None, None]
     return torch.where(inside, mass.double(), 0.0)
@@ -53,19 +52,20 @@ def context_mass(mass: torch.Tensor, prompt_lens: torch.Tensor, window: int) -> 
 def window_statistics(
     mass: torch.Tensor, prompt_lens: torch.Tensor, *, window: int
 ) -> WindowStatistics:
-    """The statistics of an unpooled mass; see `WindowStatistics`.
+    """Compute the statistics of an unpooled mass, in float64 sums.
 
-    Sums are taken in float64. The Gini coefficient sorts each row: not for every decode step.
+    The Gini coefficient sorts each row, so this is too expensive for every decode step.
 
     Args:
         mass: `[R, G, >= max(prompt_lens) - window]`, not negative.
         prompt_lens: `[R]` int32, on the device of `mass`.
+        window: number of queries that paid the attention.
     """
     x = context_mass(mass, prompt_lens, window)
     total = x.sum(dim=-1)
     safe = torch.where(total > 0, total, 1.0)
     share = x / safe[..., None]
-    # Zeros count nothing here, so the columns behind the context need no care ...
+    # Zeros add nothing here, so the columns behind the context need no mask ...
     entropy = -torch.special.xlogy(share, share).sum(dim=-1)
     # ... and in ascending order they come first: the context's ranks start behind them.
     n = (prompt_lens - window)[:, None, None].double()
@@ -82,20 +82,22 @@ def kept_mass(
     *,
     window: int,
 ) -> torch.Tensor:
-    """Attention recall: the share of the context's mass that the kept context tokens hold.
+    """Return the attention recall: the share of the context's mass that the kept tokens hold.
 
-    PyramidKV's Figure 8; XKV's retention `R_l(k) = sum(topk(w_l, k)) / sum(w_l)` where `mass` are
-    the pooled scores w_l that chose `kept`. The window itself, which is always kept, counts in
-    neither sum.
+    This is PyramidKV's Figure 8, and XKV's retention `R_l(k) = sum(topk(w_l, k)) / sum(w_l)` if
+    `mass` holds the pooled scores w_l that chose `kept`. The window, which is always kept, counts
+    in neither sum.
 
     Args:
         mass: `[R, G, >= max(prompt_lens) - window]`, unpooled mass or scores, not negative.
-        kept: `[R, G, >= max(keeps)]` int32 positions as `select` returns them: no position twice;
+        kept: `[R, G, >= max(keeps)]` int32 positions as `select` returns them, each at most once;
             entries behind `keeps[r]` are not read, those inside the window do not count.
-        prompt_lens: `[R]` int32. keeps: `[R]` int32.
+        prompt_lens: `[R]` int32.
+        keeps: `[R]` int32.
+        window: tokens at the end of the prompt that are not part of the context.
 
     Returns:
-        `[R, G]` float32 in 0 .. 1; 1 where the context has no mass at all.
+        `[R, G]` float32 in 0 .. 1; 1 if the context has no mass at all.
 
     Raises:
         ValueError: the shapes do not fit one another.

@@ -1,29 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records that kernels take: what a step holds, what is to be scored, and how.
+"""Records that the kernels take: the queries and caches of a step, and how to score them.
 
 Shape legend: R requests, T query tokens of all requests, H query heads, G KV heads, Q = H / G,
 D head size, N tokens of a block, P physical blocks, M table entries a request.
 
 Cache layout: `key_cache` and `value_cache` are views `[P, G, N, D]` with unit stride in D and any
 other strides (K and V usually share one allocation). Token p of request r lives in block
-`block_table[r, p // N]`, row `p % N`. Entries of the table below `skips[r] // N` are stale and are
-never read.
+`block_table[r, p // N]`, offset `p % N`. Entries of the table below `skips[r] // N` are stale and
+are never read.
 
-Retention is right-aligned: a request with `skip` > 0 holds its survivors in positions
-`skip .. prompt_len - 1` and later tokens behind them, so attention is that of the positions
-`skip .. seq_len - 1`. `skip` may be any number; whole blocks below it belong to somebody else.
+Survivors of an eviction are aligned to the right: a request with `skip` > 0 holds them in the
+positions `skip .. prompt_len - 1`, and its later tokens follow, so attention covers the positions
+`skip .. seq_len - 1`. `skip` need not be a multiple of N; blocks that lie wholly below it may
+belong to other requests.
 
-Caches may be of 8-bit floats (`FP8_DTYPES`). What is computed with is then the cache's number times
-a scale, one for all keys and one for all values of a layer, by which they were divided when they
-were written. Where keys are written without one it is 1.
+A cache may hold 8-bit floats (`FP8_DTYPES`) with one scale for all keys and one for all values of a
+layer: numbers are divided by the scale when they are written, and a kernel computes with the stored
+number times the scale. For all other caches these scales are 1.
 
-Or they are of 8-bit integers or floats, and every token has a scale of its own for each KV head:
-`key_scales` and `value_scales`, `[P, G, N]` float32 with any strides. Such caches are written and
-attended to by vLLM; here they are scored and compacted, the latter as rows that hold the scales.
+Alternatively a cache holds 8-bit integers or floats with a scale for each token and KV head:
+`key_scales` and `value_scales`, `[P, G, N]` float32 with any strides. vLLM writes such caches and
+attends to them; the kernels here score and compact them, and `compact` moves the scales along as
+part of the rows.
 
-Every `max_*` of a record or a function is a number that a caller may know on the host, so that a
-device need not be asked; with None it is found. It may be larger than the true one; too small a one
-loses data.
+Every `max_*` of a record or a function is optional. A caller that knows the number on the host
+passes it, and a kernel need not read it back from the device; with None the kernel finds it. A
+larger number than the true maximum is allowed; a smaller one loses data.
+
+The attention back ends build one `AttentionBatch` and one `Softmax` per layer and step: on the CPU
+for `paged_attention`, on CUDA for scorers and for layers whose V is in host memory. Methods and
+`step/` build `WindowBatch` and `RecentBatch` from them for the requests that evict, and the method
+with V in host memory builds `Choosers`.
 """
 
 from __future__ import annotations
@@ -40,26 +47,32 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Queries of a step, and the cached tokens that they see.
+    """The queries of a step, and the cached tokens that they see.
 
-    The queries of request r are rows `query_start_loc[r] .. query_start_loc[r + 1] - 1` and are its
-    last tokens: query row i of m stands at position `seq_lens[r] - m + i` and sees the positions
-    `max(skips[r], that - sliding_window + 1) .. that`. (Sliding windows count cache positions, so
-    they are exact only where nothing was evicted; eviction on such layers is refused elsewhere.)
+    The queries of request r are the rows `query_start_loc[r] .. query_start_loc[r + 1] - 1` of
+    `query` and belong to its last tokens: query i of m stands at position
+    `p = seq_lens[r] - m + i` and sees the positions `max(skips[r], p - sliding_window + 1) .. p`.
+    (Sliding windows count cache positions, so they are exact only if nothing was evicted; eviction
+    in such layers is refused elsewhere.)
 
     Attributes:
-        query: `[T, H, D]`, rotary embedding applied.
-        key_cache, value_cache: `[P, G, N, D]`. They may be in different memories.
-        block_table: `[>= R, M]` int32. query_start_loc: `[R + 1]` int32.
-        seq_lens: `[R]` int32, tokens including the new ones and the skipped ones.
-        skips: `[R]` int32, positions below which nothing is visible; 0 where nothing was evicted.
-        max_query_len, max_seq_len: the most queries and tokens of a request.
-        key_scale, value_scale: what the caches' numbers are multiplied with.
-        key_scales, value_scales: `[P, G, N]` float32, the same of each token and KV head, beside
-            the others; None: 1. `add_key_mass` alone takes them, and not on the CPU.
-        value_table: `[>= R, M]` int32, the blocks of V where they are others than those of K; then
-            the two caches may have different numbers of blocks. `paged_attention` alone takes it,
-            and not on the CPU.
+        query: `[T, H, D]` after the rotary embedding.
+        key_cache: `[P, G, N, D]`.
+        value_cache: `[P, G, N, D]`, possibly in another memory than the keys.
+        block_table: `[>= R, M]` int32.
+        query_start_loc: `[R + 1]` int32, the first query row of each request, and T.
+        seq_lens: `[R]` int32, tokens of each request, the new ones and the skipped ones included.
+        skips: `[R]` int32, the first visible position; 0 if nothing was evicted.
+        max_query_len: the largest number of queries of a request.
+        max_seq_len: the largest of `seq_lens`.
+        key_scale: factor of all numbers in the key cache.
+        value_scale: factor of all numbers in the value cache.
+        value_table: `[>= R, M]` int32, the blocks of V if they differ from those of K; the two
+            caches may then have different numbers of blocks. Only `paged_attention` takes it, and
+            not in C++.
+        key_scales: `[P, G, N]` float32, a further factor for each token and KV head; None: 1. Only
+            `add_key_mass` takes it, and not in C++.
+        value_scales: as `key_scales`.
     """
 
     query: torch.Tensor
@@ -80,16 +93,17 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class Softmax:
-    """How a layer turns products of queries and keys into weights.
+    """How a layer turns products of queries and keys into attention weights.
 
     Attributes:
-        scale: of the products.
-        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 for none.
-        sliding_window: tokens visible to a query, itself included; 0 for all.
-        sinks: `[H]` learned logits, one a query head, or None. Each is an extra key without a
-            value: weights are exp(logit) / (sum of exp(visible logits) + exp(sink)). It is neither
-            scaled nor capped, and a query that sees no key gives nothing. Every function that takes
-            a softmax counts it, but for `topn_attention` where that renormalizes.
+        scale: factor of the products.
+        soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; 0 for no cap.
+        sliding_window: number of tokens visible to a query, itself included; 0 for all.
+        sinks: `[H]` learned logits, one for each query head, or None. A sink acts as an extra key
+            without a value: weights are exp(logit) / (sum of exp(visible logits) + exp(sink)). It
+            is neither scaled nor capped, and a query that sees no key has no weights at all. Every
+            function that takes a softmax counts the sinks, except `topn_attention` with
+            `renormalize`.
     """
 
     scale: float
@@ -100,16 +114,18 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Choosers:
-    """The queries of a batch that choose their keys, as the host knows them.
+    """The queries of a batch that choose their keys (choosers), as the host knows them.
 
-    With it `topn_attention` reads nothing back from the device.
+    With this record `topn_attention` on CUDA reads nothing back from the device.
 
     Attributes:
-        queries: `[S, 2]` int32, request and which of its queries: all queries of the requests whose
-            `top_ns` is above 0 and below what their last query sees.
-        max_top_n: at least the largest of their `top_ns`.
-        alone: whether all requests of the batch are such requests.
-        workspace: float32 scratch, which bounds how many choose at once; None: as large as needed.
+        queries: `[S, 2]` int32, the request of each chooser and the query's index within that
+            request: all queries of the requests whose `top_ns` is above 0 and below the number of
+            keys that their last query sees.
+        max_top_n: at least the largest `top_ns` of these requests.
+        alone: whether every request of the batch chooses.
+        workspace: float32 scratch, whose size bounds how many queries choose at once; None:
+            allocate what all of them need.
     """
 
     queries: torch.Tensor
@@ -120,16 +136,19 @@ class Choosers:
 
 @dataclass(frozen=True)
 class WindowBatch:
-    """Prompts that are whole in the cache, nothing skipped, and their last queries.
+    """Prompts that are whole in the cache, with nothing skipped, and their last queries.
 
     Attributes:
-        query: `[T, H, D]` queries of this step. key_cache: `[P, G, N, D]`.
+        query: `[T, H, D]` queries of this step.
+        key_cache: `[P, G, N, D]`.
         block_table: `[>= R, M]` int32.
-        query_ends: `[R]` int32; the window's queries of r are rows `query_ends[r] - window ..
-            query_ends[r] - 1` of `query`, and stand at the end of its prompt.
+        query_ends: `[R]` int32; the window's queries of r are the rows `query_ends[r] - window ..
+            query_ends[r] - 1` of `query`, and belong to the last tokens of its prompt.
         prompt_lens: `[R]` int32, each > window.
-        window: queries of each. max_prompt_len: max(prompt_lens); the result is that wide.
-        key_scale, key_scales: as in `AttentionBatch`.
+        window: number of queries of each prompt that score.
+        max_prompt_len: max(prompt_lens), which sets the width of the result.
+        key_scale: as in `AttentionBatch`.
+        key_scales: as in `AttentionBatch`; not in C++.
     """
 
     query: torch.Tensor
@@ -145,15 +164,16 @@ class WindowBatch:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the attention of a window becomes one score a token and KV head.
+    """How the attention of a window becomes one score for each token and KV head.
 
     Attributes:
-        gqa_reduce: over the query heads of a KV head, one of `GQA_REDUCTIONS`.
-        pooling: along the positions with stride 1, one of `POOLINGS`; zero padding counts for
-            `avg`, as the papers' code does. kernel_size: its width, odd.
+        gqa_reduce: reduction over the query heads of a KV head, one of `GQA_REDUCTIONS`.
+        pooling: pooling along the positions with stride 1, one of `POOLINGS`; zero padding counts
+            in `avg`, as in the papers' code.
+        kernel_size: width of the pooling, odd.
 
     Raises:
-        ValueError: an unknown name, or a width that is not odd.
+        ValueError: a name is unknown, or the width is not a positive odd number.
     """
 
     gqa_reduce: str = "mean"
@@ -172,19 +192,23 @@ class Reduction:
 
 @dataclass(frozen=True)
 class RecentBatch:
-    """The recent queries of requests, and the keys right before them.
+    """The recent queries of requests, and the keys right before them (the context).
 
     Attributes:
-        query: `[T, H, D]` queries of this step. key_cache: `[P, G, N, D]`.
+        query: `[T, H, D]` queries of this step.
+        key_cache: `[P, G, N, D]`.
         block_table: `[>= R, M]` int32.
-        query_ends: `[R]` int32; the recent queries of r are rows `query_ends[r] - recents[r] ..
-            query_ends[r] - 1` of `query`, and stand at the end of its tokens.
-        seq_lens, skips: `[R]` int32, as in `AttentionBatch`.
-        recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
+        query_ends: `[R]` int32; the recent queries of r are the rows `query_ends[r] - recents[r] ..
+            query_ends[r] - 1` of `query`, and belong to its last tokens.
+        seq_lens: `[R]` int32, as in `AttentionBatch`.
+        skips: `[R]` int32, as in `AttentionBatch`.
+        recents: `[R]` int32, the number of recent queries, at least 1.
+        contexts: `[R]` int32, the number of keys reported, at the positions
             `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
-        max_context: max(contexts); the result is that wide. max_recent: max(recents), or None
-            where nobody knows it.
-        key_scale, key_scales: as in `AttentionBatch`.
+        max_context: max(contexts), which sets the width of the result.
+        key_scale: as in `AttentionBatch`.
+        max_recent: max(recents).
+        key_scales: as in `AttentionBatch`; not in C++.
     """
 
     query: torch.Tensor

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain PyTorch versions of every kernel: the oracle of the contract in `contract.py`.
+"""Plain PyTorch version of every kernel: the oracle of the contract in `contract.py`.
 
-Written to be read: each gathers what it needs and computes in float32, or in the `compute_dtype`
-asked for (float64), one request at a time. Shape legend and cache layout as in `records.py`.
+This code is written to be read: each function gathers the rows that it needs and computes one
+request at a time, in float32 or in the `compute_dtype` of its caller (float64 in tests). Shape
+legend and cache layout as in `records.py`. On the CPU the engine runs these functions if the C++
+library cannot be used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_pyramid.kernels.gather_tokens import gather_scaled, gather_tokens
-from vllm_pyramid.kernels.recall import WindowStatistics, kept_mass, window_statistics
+from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.kernels.records import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.reference_attention import paged_attention
 from vllm_pyramid.kernels.reference_mass import add_key_mass, check_lse, with_sinks
@@ -24,7 +26,6 @@ __all__ = [
     "compact",
     "copy_pages",
     "gather_tokens",
-    "kept_mass",
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
@@ -46,7 +47,7 @@ def reshape_and_cache(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """See `Ops.reshape_and_cache`."""
+    """Write K and V in turn with `write_rows`."""
     write_rows(key, key_cache, slot_mapping, scale=key_scale)
     write_rows(value, value_cache, slot_mapping, scale=value_scale)
 
@@ -54,7 +55,7 @@ def reshape_and_cache(
 def write_rows(
     rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale: float = 1.0
 ) -> None:
-    """See `Ops.write_rows`."""
+    """Write the rows of all slots at once, without those of padding."""
     block_size = cache.shape[2]
     valid = slot_mapping >= 0
     slots = slot_mapping[valid]
@@ -68,7 +69,7 @@ def write_rows(
 def copy_pages(
     target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
 ) -> None:
-    """See `Ops.copy_pages`."""
+    """Copy the bytes of all pages in one indexed assignment."""
     pages, rows, entries = places.long().unbind(1)
     target, source = target.view(torch.uint8), source.view(torch.uint8)
     target[pages] = source[block_table[rows, entries].long()]
@@ -82,7 +83,7 @@ def window_scores(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """See `Ops.window_scores`."""
+    """Score one request at a time, with its K gathered from the cache."""
     return _window_scores(batch, softmax, reduction, log_sum_exp, compute_dtype)[0]
 
 
@@ -94,7 +95,7 @@ def window_scores_and_statistics(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, WindowStatistics]:
-    """See `Ops.window_scores_and_statistics`."""
+    """Score as `window_scores` does, and measure the mass that it pooled."""
     scores, mass = _window_scores(batch, softmax, reduction, log_sum_exp, compute_dtype)
     return scores, window_statistics(mass, batch.prompt_lens, window=batch.window)
 
@@ -106,7 +107,7 @@ def _window_scores(
     log_sum_exp: torch.Tensor | None,
     compute_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores, and the mass before it is pooled with zeros behind the context."""
+    """Return the scores, and the mass before pooling, which is 0 behind the context."""
     query, key_cache = batch.query, batch.key_cache
     num_kv_heads = key_cache.shape[1]
     if log_sum_exp is not None:
@@ -155,7 +156,7 @@ def recent_mass(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """See `Ops.recent_mass`."""
+    """Sum one request at a time, with its visible K gathered from the cache."""
     query, key_cache = batch.query, batch.key_cache
     num_kv_heads = key_cache.shape[1]
     if log_sum_exp is not None:
@@ -200,7 +201,7 @@ def select(
     sinks: int = 0,
     max_keep: int | None = None,
 ) -> torch.Tensor:
-    """See `Ops.select`."""
+    """Sort each request's scores stably, so that equal ones keep the order of positions."""
     lens, counts = prompt_lens.tolist(), keeps.tolist()
     num_kv_heads = scores.shape[1]
     out = torch.full((len(lens), num_kv_heads, max(counts)), -1, dtype=torch.int32)
@@ -224,7 +225,7 @@ def compact(
     *,
     max_keep: int | None = None,
 ) -> None:
-    """See `Ops.compact`."""
+    """Copy the survivors of each request out of the cache, then write them to their targets."""
     block_size = key_cache.shape[2]
     for r, (n, keep) in enumerate(zip(prompt_lens.tolist(), keeps.tolist(), strict=True)):
         source = kept[r, :, :keep].long()  # [G, keep]

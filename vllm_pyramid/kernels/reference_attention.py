@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged cache in plain PyTorch, one request at a time (see `reference.py`)."""
+"""Paged attention in plain PyTorch, one request at a time: a part of `reference.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def paged_attention(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """See `Ops.paged_attention`."""
+    """Attend with the K and V of each request gathered from the cache."""
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     check_one_scale(batch.key_scales, batch.value_scales)
     seq_lens, skips = batch.seq_lens, batch.skips

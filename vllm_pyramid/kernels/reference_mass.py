@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`add_key_mass` in plain PyTorch: what the queries of a step give each key (see `contract.py`).
+"""`add_key_mass` in plain PyTorch, a part of `reference.py`, and checks that back ends share.
 
-The result is kept beside the cache, in its pages' layout: the mass of the token in block b, row i
-of KV head g stands at `mass[b, g, i]`. So it is found by the block table, needs no memory of its
-own per request, and survives in whatever order requests come and go; whoever writes a token sets
-the mass of its slot to zero, whoever moves tokens moves the mass along.
+The mass lives in memory next to the cache, in the layout of its pages: `mass[b, g, i]` belongs to
+the token at offset i of block b for KV head g. The block table therefore finds it, and no request
+needs mass memory of its own. The caller sets the mass of a slot to zero when a token is written
+there, and moves the mass together with the tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from vllm_pyramid.kernels.gather_tokens import gather_scaled
 from vllm_pyramid.kernels.records import MASS_KINDS, AttentionBatch, Softmax
 
-# A weight is below the average if it is below this share of it: keys that are all alike have the
-# average, whichever way a softmax in float32 was rounded.
+# A weight counts as below the average if it is below this share of the average: equal keys all have
+# the average weight, however a softmax in float32 was rounded.
 BELOW = 1 - 1e-5
 
 
@@ -29,7 +29,7 @@ def add_key_mass(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """See `Ops.add_key_mass`."""
+    """Recompute the softmax of each request, and add its columns to the slots of the keys."""
     query, key_cache, seq_lens, skips = batch.query, batch.key_cache, batch.seq_lens, batch.skips
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     check_mass(mass, key_cache, kind)
@@ -46,7 +46,7 @@ def add_key_mass(
         if begin >= starts[r + 1]:
             continue
         first = skip
-        if sliding_window:  # blocks below it may be somebody else's
+        if sliding_window:  # lower blocks may belong to other requests
             first = max(skip, position - sliding_window + 1)
         key_pos = torch.arange(first, seq_len, device=query.device)
         if not key_pos.numel():
@@ -78,9 +78,11 @@ def add_key_mass(
 
 
 def with_sinks(log_sum_exp: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """A log-sum-exp over keys, `[..., queries]` with all query heads before, and the heads' sinks.
+    """Add the sinks to a log-sum-exp over keys; a query that sees no key keeps its -inf.
 
-    A query that sees no key keeps its -inf.
+    Args:
+        log_sum_exp: `[..., queries]`, where the leading dimensions together are the query heads.
+        sinks: `[H]`, or None to return `log_sum_exp` unchanged.
     """
     if sinks is None:
         return log_sum_exp
@@ -89,7 +91,7 @@ def with_sinks(log_sum_exp: torch.Tensor, sinks: torch.Tensor | None) -> torch.T
 
 
 def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:
-    """Raise ValueError unless `log_sum_exp` is float32 `[T, H]` of `query`, `[T, H, D]`."""
+    """Raise ValueError unless `log_sum_exp` is float32 `[T, H]` for a query `[T, H, D]`."""
     if log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != query.shape[:2]:
         raise ValueError(
             f"log_sum_exp must be float32 {list(query.shape[:2])}, [T, H] of the query, got "
@@ -98,7 +100,7 @@ def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:
 
 
 def check_mass(mass: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:
-    """Raise ValueError unless `mass` is float32 `[P, G, N]` beside `key_cache`, unit stride."""
+    """Raise ValueError unless `mass` is float32 `[P, G, N]` for the cache, and `kind` is known."""
     if mass.dtype != torch.float32 or mass.shape != key_cache.shape[:3] or mass.stride(2) != 1:
         raise ValueError(
             f"mass must be float32 {list(key_cache.shape[:3])}, as the cache's blocks, with unit "

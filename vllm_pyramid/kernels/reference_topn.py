@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to the best keys alone, in plain PyTorch: see `Ops.topn_attention`.
+"""Attention to the best keys alone in plain PyTorch, a part of `reference.py`.
 
-KCache (arXiv:2404.18057, section 3): all of K is at hand, V is far away, so a query's softmax is
-taken over all keys and only the V rows of its N largest weights are fetched.
+KCache (arXiv:2404.18057, section 3): all of K is in fast memory and V is in slow memory, so a query
+takes the softmax over all keys and fetches only the V rows of its N largest weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def topn_attention(
     choosers: Choosers | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """See `Ops.topn_attention`; `choosers` is not needed here."""
+    """Attend query by query where requests choose; `choosers` is not used."""
     del choosers
     check_one_scale(batch.key_scales, batch.value_scales)
     query, seq_lens, skips = batch.query, batch.seq_lens, batch.skips
@@ -99,7 +99,7 @@ def topn_attention(
 
 
 def check_value_rows(value_rows: torch.Tensor, requests: int) -> None:
-    """Raise ValueError unless it is contiguous int64 `[requests]`."""
+    """Raise ValueError unless `value_rows` is contiguous int64 `[requests]`."""
     if value_rows.dtype != torch.int64 or value_rows.shape != (requests,):
         raise ValueError(
             f"value_rows must be int64 [{requests}], got {value_rows.dtype} "

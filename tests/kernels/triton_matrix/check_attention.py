@@ -49,8 +49,10 @@ def run_both(
     nothing=0,
     **launch,
 ):
-    """Outputs of Triton and the reference, and how far PyTorch's own rounding of the inputs' dtype
-    may put them apart."""
+    """Return the outputs of Triton and of the reference, and the tolerance.
+
+    The tolerance is the error of PyTorch in the dtype of the inputs.
+    """
     num_kv_heads, group, head_size, dtype, _ = geometry
     device = paged.key_cache.device
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +121,7 @@ def test_decode_of_long_context_in_many_tiles(make_paged, ints):
 
 
 def test_decode_uses_the_workspace_and_ignores_padding(make_paged, ints, device):
-    """Padded requests (no query, length 0) and padded tokens stay untouched."""
+    """Check that padded requests (no query, length 0) and padded tokens stay untouched."""
     geometry = (2, 4, 64, torch.bfloat16, False)
     paged = make_paged([70, 40, 0], 2, 64, torch.bfloat16)
     workspace = triton_ops.Workspace.allocate(8, 2, 64, device, rows=3 * 8 * 2)
@@ -154,7 +156,7 @@ def test_decode_uses_the_workspace_and_ignores_padding(make_paged, ints, device)
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:5])
 def test_prefill_and_mixed_batch(make_paged, ints, geometry):
-    """A first chunk, a later chunk, a decode step, an evicted request, an empty row."""
+    """Mix a first chunk, a later chunk, a decode step, an evicted request and an empty row."""
     num_kv_heads, _, head_size, dtype, joint = geometry
     lens, queries, skips = [40, 150, 97, 60, 33], [40, 20, 1, 2, 0], [0, 0, 37, 16, 0]
     paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
@@ -171,7 +173,7 @@ def test_prefill_extras(make_paged, ints, extra):
 
 
 def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
-    """Offsets above 2**31 elements: a 32-bit product would wrap."""
+    """Use offsets above 2**31 elements, where a 32-bit product would wrap."""
     block_stride, head_size = 2**30, 64
     flat = make_huge(2 * block_stride + 4096, torch.bfloat16)
     cache = flat.as_strided((3, 1, 16, 2 * head_size), (block_stride, 1, 2 * head_size, 1))

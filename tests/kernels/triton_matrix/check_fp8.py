@@ -99,7 +99,7 @@ def test_topn_attention(make_paged, ints, fp8, renormalize):
 
 @pytest.mark.parametrize("source", DTYPES)
 def test_writes_round_as_torch_does(make_paged, ints, fp8, source, device):
-    """Saturated, to nearest, to even; subnormal numbers too."""
+    """Write saturated, to nearest, ties to even; also subnormal numbers."""
     generator = torch.Generator().manual_seed(0)
     powers = torch.randint(-18, 14, (64, 2, 64), generator=generator)
     rows = (torch.randn(64, 2, 64, generator=generator) * 2.0**powers).to(source)

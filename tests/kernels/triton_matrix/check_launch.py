@@ -39,7 +39,7 @@ SOFTMAX = Softmax(0.125)
 
 
 class Recorder(TorchDispatchMode):
-    """Names of all tensor operations."""
+    """Record the names of all tensor operations."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture
 def launches():
-    """The kernels launched, by name, on a pretended device."""
+    """Record the names of the kernels launched on a pretended device."""
     path = ROOT / "scripts" / "compile_triton.py"
     spec = importlib.util.spec_from_file_location("compile_triton", path)
     module = importlib.util.module_from_spec(spec)
@@ -137,7 +137,7 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
 
 
 def test_tables_and_lengths_are_compiled_once(launches):
-    """Numbers of rows and columns change from step to step; no step may wait for a compiler."""
+    """Change numbers of rows and columns as steps do; no step may wait for a compiler."""
     tables = torch.zeros(4, 300, 512, dtype=torch.int32)
     lens, skips = torch.zeros(2, 4, 300, dtype=torch.int32)
     seq_lens = torch.zeros(300, dtype=torch.int32)
@@ -174,7 +174,7 @@ def test_the_split_count_follows_only_what_the_host_knows():
 
 
 def test_choosers_that_the_host_knows_cost_three_launches(launches):
-    """Nothing is computed or read back beside them, and the scratch is the workspace's."""
+    """Check that nothing else is computed or read back, and that the workspace is the scratch."""
     batch = small_batch([1, 1])
     out, top_ns = torch.empty_like(batch.query), torch.tensor([4, 4], dtype=torch.int32)
     pairs = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
@@ -206,7 +206,7 @@ def test_recent_mass_by_the_log_sum_exp_is_one_launch(launches):
 
 @pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])
 def test_every_call_of_the_contract_is_accepted(name):
-    """The engine calls whichever back end it has with the same arguments."""
+    """Compare parameters: the engine calls every back end with the same arguments."""
     ours = inspect.signature(getattr(triton_ops, name)).parameters
     wanted = dict(inspect.signature(getattr(Ops, name)).parameters)
     del wanted["self"]

@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.arguments import head_sinks, take_softmax
 from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.records import (
     GQA_REDUCTIONS,
     POOLINGS,
@@ -41,7 +42,7 @@ START = 0.25  # what the mass holds before: it is added to
 
 
 def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pass=False, **launch):
-    """Both on pages that begin at `START`; what was added to each request's keys, `[G, tokens]`.
+    """Run both on pages that begin at `START`; return what each added, `[G, tokens]` per request.
 
     `one_pass`: Triton is given the log-sum-exp of attention.
     """
@@ -147,8 +148,8 @@ def test_first_queries(make_paged, ints, kind, one_pass):
 
 
 @pytest.mark.parametrize("group", [4, 8])
-def test_nobody_asks(make_paged, ints, group):
-    """The largest int32 stands for "no query": groups of heads must not multiply it."""
+def test_no_query_adds(make_paged, ints, group):
+    """Pass the largest int32 for "no query", which groups of heads must not multiply."""
     lens, queries = [70, 33], [40, 1]
     paged = make_paged(lens, 1, 32, torch.float32, joint=True)
     extras = {"first_queries": ints([2**31 - 1, 20])}
@@ -158,7 +159,7 @@ def test_nobody_asks(make_paged, ints, group):
 
 
 def test_strides(make_paged, ints, device):
-    """The mass may be a view."""
+    """Pass a view as the mass."""
     paged = make_paged([70], 2, 64, torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(1, 8, 64, generator=generator).to(torch.bfloat16).to(device)
@@ -175,7 +176,7 @@ def test_strides(make_paged, ints, device):
 
 
 def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
-    """Offsets above 2**31 elements, in the cache and in the mass: a 32-bit product would wrap."""
+    """Use offsets above 2**31 elements, in cache and mass, where a 32-bit product would wrap."""
     stride, head_size = 2**30, 64
     flat = make_huge(2 * stride + 4096, torch.bfloat16)
     cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
@@ -238,6 +239,6 @@ def test_window_statistics(make_paged, ints, device, gqa_reduce, pooling, sinks)
         )
     keeps = ints([9, 20, 12])
     kept = triton_ops.select(scores, ints(lens), keeps, window=8)
-    recall = triton_ops.kept_mass(scores, kept, ints(lens), keeps, window=8)
+    recall = kept_mass(scores, kept, ints(lens), keeps, window=8)
     assert recall[0].tolist() == [1.0, 1.0]
     assert ((recall[1:] > 0) & (recall[1:] < 1)).all()

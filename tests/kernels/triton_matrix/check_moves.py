@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
 
 
 def random_kept(lens, keeps, num_kv_heads, width, seed=0):
-    """Ascending survivors; every head its own; -1 behind them."""
+    """Draw ascending survivors, other ones for each head, with -1 behind them."""
     generator = torch.Generator().manual_seed(seed)
     kept = torch.full((len(lens), num_kv_heads, width), -1, dtype=torch.int32)
     for r, (n, keep) in enumerate(zip(lens, keeps, strict=True)):
@@ -45,7 +45,7 @@ def bits_of(cache):
 def test_compact_is_gather_then_write(
     make_paged, ints, device, dtype, head_size, joint, block_size
 ):
-    """Overlaps of every kind: all but one kept, most kept over several tiles, few kept, all kept.
+    """Overlap in every way: all but one kept, most kept over several tiles, few kept, all kept.
 
     Random bits, NaN payloads included, must arrive unchanged and nothing else may change.
     """
@@ -144,7 +144,7 @@ def test_reshape_and_cache_beyond_32_bit_offsets(make_huge, device):
     ("width", "num_columns"), [(16, 16), (16, 12), (16, 1), (3000, 3000), (3000, 2500), (2048, 0)]
 )
 def test_tables_are_shifted_in_place(ints, device, width, num_columns):
-    """Overlaps from one entry to more than a tile; skips of nothing, of part of a block, of all."""
+    """Overlap by one entry up to more than a tile; skip nothing, part of a block, or all."""
     generator = torch.Generator().manual_seed(0)
     blocks = [0, 1, 3, num_columns - 1, 1023, 1024, 1025, width, width + 9]
     skips = ints([[b * 16 for b in blocks], [max(b, 0) * 16 + 7 for b in reversed(blocks)]])
@@ -166,7 +166,7 @@ def test_tables_are_shifted_in_place(ints, device, width, num_columns):
 
 
 def test_tables_of_a_smaller_batch(ints, device):
-    """Views, as the runners pass them: fewer rows than the buffers have."""
+    """Pass views, as the runners do, with fewer rows than the buffers have."""
     generator = torch.Generator().manual_seed(0)
     stock = torch.randint(1, 99, (3, 8, 40), generator=generator).int().to(device)
     buffer = ints([[16, 0, 32, 99, 99], [0, 0, 16, 99, 99], [320, 160, 0, 99, 99]])
@@ -191,7 +191,7 @@ def test_tables_that_do_not_fit(ints, device):
 
 
 def test_effective_lengths(ints, device):
-    """A skip rounded down to a block, and to a token; rows behind the batch stay as they are."""
+    """Round a skip down to a block, and to a token; rows behind the batch stay as they are."""
     skips, seq_lens = ints([0, 16, 47, 176]), ints([5, 40, 50, 190, 7])
     for block_size, expected in ((1, [5, 24, 3, 14]), (16, [5, 24, 18, 14])):
         lens = [torch.full((5,), -5, dtype=torch.int32, device=device) for _ in "ab"]
@@ -201,7 +201,7 @@ def test_effective_lengths(ints, device):
 
 
 def test_effective_lengths_of_all_layers(ints, device):
-    """One launch for all layers; more rows than a tile has."""
+    """Launch once for all layers, with more rows than a tile has."""
     num_rows = 300
     generator = torch.Generator().manual_seed(0)
     seq_lens = torch.randint(0, 90, (num_rows,), generator=generator).int().to(device)

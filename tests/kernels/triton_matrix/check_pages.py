@@ -24,7 +24,7 @@ LENS, QUERIES = [40, 90, 33, 17], [1, 37, 1, 17]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_rows_are_written_as_beside_k(ints, device, dtype):
+def test_rows_are_written_as_with_k(ints, device, dtype):
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(9, 3, 24, generator=generator)
     rows = rows.to(torch.float32 if dtype == torch.float32 else torch.bfloat16).to(device)
@@ -58,7 +58,7 @@ def test_pages_are_copied_whole(ints, device, dtype):
 
 
 def copied_apart(paged):
-    """V on pages of another memory, in another order and fewer; the table of these."""
+    """Copy V to fewer pages of another memory in another order; return them and their table."""
     used = sorted({int(b) for b in paged.block_table.flatten().tolist()} - {paged.garbage_block})
     values = torch.full_like(paged.value_cache[: len(used) + 1], float("nan"))
     places = {block: len(used) - i for i, block in enumerate(used)} | {paged.garbage_block: 0}
@@ -93,7 +93,7 @@ def test_attention_by_two_tables(make_paged, ints, device, head_size, dtype, spl
 
 @pytest.mark.parametrize("at_once", [None, 1, 2])
 def test_a_part_of_a_batch_with_little_scratch(make_paged, ints, device, at_once):
-    """Requests 1 to 3: the last of them uses all its keys; the bits do not depend on the room."""
+    """Let requests 1 to 3 choose, the last among all its keys, for any size of the workspace."""
     paged = make_paged(LENS, 2, 32, torch.float32)
     query = torch.randn(10, 4, 32, generator=torch.Generator().manual_seed(5)).to(device)
     starts = ints([0, 3, 5, 6, 10])

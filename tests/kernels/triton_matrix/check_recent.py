@@ -86,7 +86,7 @@ def test_options(make_paged, ints, options):
 
 
 def test_a_row_does_not_depend_on_the_batch(make_paged, ints, device):
-    """Requests are thinned alone or together: the same numbers, bit for bit."""
+    """Thin requests alone and together: the same numbers, bit for bit."""
     paged = make_paged(LENS, 2, 64, torch.bfloat16)
     query = torch.randn(sum(QUERIES), 4, 64, generator=torch.Generator().manual_seed(3))
     query = query.to(torch.bfloat16).to(device)

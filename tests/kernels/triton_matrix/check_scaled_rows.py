@@ -38,7 +38,7 @@ def stored(request):
 
 
 class Rows:
-    """A pool of such rows, and the batch that they are; `plain` is the same dequantised."""
+    """Make a pool of such rows with their batch, and `plain`, the same batch dequantised."""
 
     def __init__(self, make_paged, ints, stored, dtype, lens, queries, skips=None):
         self.paged = make_paged(lens, HEADS, SIZE, torch.float32)
@@ -142,7 +142,7 @@ def test_recent_mass(make_paged, ints, stored):
 
 
 def test_scales_move_with_their_rows(make_paged, ints, stored):
-    """Whole rows, bit for bit: numbers and scales, K and V."""
+    """Compare whole rows bit for bit: numbers and scales, K and V."""
     rows = Rows(make_paged, ints, stored, torch.float32, [150, 57], [20, 9])
     scores = torch.rand(2, HEADS, 142, generator=torch.Generator().manual_seed(1))
     scores[1, :, 49:] = -torch.inf
@@ -162,7 +162,7 @@ def test_scales_move_with_their_rows(make_paged, ints, stored):
 
 
 def test_other_kernels_refuse_them(make_paged, ints, stored):
-    """None computes with numbers that it has not scaled."""
+    """Check that the other kernels refuse numbers that they would not scale."""
     rows = Rows(make_paged, ints, stored, torch.float32, [40, 30], [9, 9])
     batch, softmax, out = rows.batch, Softmax(0.125), torch.zeros_like(rows.query)
     top, mass = ints([8, 8]), torch.zeros(rows.memory.shape[:3], device=rows.memory.device)

@@ -31,7 +31,7 @@ SCORE_CASES = [
 
 
 def run_both(paged, ints, case, lens, before, seed=0, sinks=False, **keywords):
-    """Scores of Triton and of the reference; `before` tokens of other requests lie between.
+    """Return the scores of Triton and of the reference, with `before` tokens between requests.
 
     `sinks`: the heads have learned ones.
     """
@@ -72,7 +72,7 @@ def test_window_scores(make_paged, ints, case, sinks):
 
 
 def test_scores_of_a_long_prompt_in_several_splits(make_paged, ints):
-    """513 keys and a window of 8: the last split of the first pass lies inside the window."""
+    """Score 513 keys with a window of 8: the first pass's last split lies inside the window."""
     case = (1, 2, 64, torch.bfloat16, 8, "mean", "avg", 5, 0.0)
     paged = make_paged([513, 1100], 1, 64, torch.bfloat16)
     actual, expected, _ = run_both(paged, ints, case, [513, 1100], [0, 0])
@@ -90,7 +90,7 @@ def test_a_larger_maximum_only_widens(make_paged, ints):
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints, sinks):
-    """That of the keys alone, with sinks or without: the kernel adds them."""
+    """Pass that of the keys alone, with sinks or without: the kernel adds the sinks."""
     case = (2, 2, 64, torch.bfloat16, 8, "mean", "avg", 5, 3.0)
     paged = make_paged([70], 2, 64, torch.bfloat16)
     expected, _, arguments = run_both(paged, ints, case, [70], [4], sinks=sinks)
@@ -110,7 +110,7 @@ def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints, sinks):
 
 
 def test_scores_of_blocks_beyond_32_bit_offsets(make_huge, ints, device):
-    """Offsets above 2**31 elements: a 32-bit product would wrap."""
+    """Use offsets above 2**31 elements, where a 32-bit product would wrap."""
     stride, head_size = 2**30, 64
     flat = make_huge(2 * stride + 4096, torch.bfloat16)
     cache = flat.as_strided((3, 1, 16, head_size), (stride, 1, head_size, 1))
@@ -175,7 +175,7 @@ def make_scores(kind, shape, device):
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("kind", ["random", "ties", "constant", "tiny", "infinite", "close"])
 def test_select(ints, device, kind, sinks):
-    """Ragged rows: nothing evicted, one evicted, few kept, only sinks and window kept."""
+    """Select from ragged rows: none evicted, one evicted, few kept, only sinks and window kept."""
     window = 8
     lens = [30, 300, 300, 9 + sinks, 120]
     keeps = [30, 299, 40, window + sinks, window + sinks]

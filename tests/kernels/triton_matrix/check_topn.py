@@ -103,7 +103,7 @@ def test_ties_go_to_the_lower_position(make_paged, ints, device):
 
 
 def test_only_the_chosen_rows_of_v_are_read(make_paged, ints, device):
-    """Everything else in V is poison, and what is exact is not asked for it either."""
+    """Poison everything else in V, which exact attention must not read either."""
     paged = make_paged([90], 2, 32, torch.float32)
     query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(4)).to(device)
     batch = paged.attention(query, ints([0, 1]), ints([90]), ints([0]))
@@ -121,7 +121,7 @@ def test_only_the_chosen_rows_of_v_are_read(make_paged, ints, device):
 
 
 def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
-    """Offsets above 2**31 elements, in K and in V: a 32-bit product would wrap."""
+    """Use offsets above 2**31 elements, in K and V, where a 32-bit product would wrap."""
     stride, head_size = 2**30, 64
     flat = make_huge(2 * stride + 4096, torch.bfloat16)
     cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))

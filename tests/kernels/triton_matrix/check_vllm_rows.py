@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's Triton attention with a scale for each token and KV head, on survivors that were moved.
 
-vLLM's kernels write the rows and attend to them, ours move them; what comes out is what comes of a
-short sequence of the survivors alone, which nobody has moved, by a table that begins at its front.
+vLLM's kernels write the rows and attend to them, ours move them. The output must equal that of a
+short sequence of the survivors alone, which never moved and whose table begins at its front.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCALE = SIZE**-0.5
 
 
 class Sequence:
-    """A sequence in a cache of its own, whose blocks stand in random order."""
+    """Sequence in a cache of its own, whose blocks are in random order."""
 
     def __init__(self, dtype, device, seed):
         self.impl = PyramidTritonImpl(HEADS * GROUP, SIZE, SCALE, HEADS, None, None, dtype)
@@ -55,7 +55,7 @@ class Sequence:
         self.impl.do_kv_cache_update(SimpleNamespace(), key, value, self.cache, slots)
 
     def attend(self, query, skipped, end):
-        """One query over the positions `skipped .. end - 1`, whole blocks before them left out."""
+        """Attend with one query to the positions `skipped .. end - 1`, less whole blocks below."""
         device, length = query.device, end - skipped
         scratch = (8, HEADS * GROUP, 16)
         metadata = TritonAttentionMetadata(
@@ -79,7 +79,7 @@ class Sequence:
         return out
 
     def plain(self, query, skipped, end):
-        """The same in float64 over dequantised numbers."""
+        """Attend to the same positions in float64, with dequantised numbers."""
         keys, values = (
             numbers.double() * self.parts.scales[name].double()[..., None]
             for numbers, name in (
@@ -130,7 +130,7 @@ def test_attention_to_survivors(device, dtype):
 
 
 def test_scales_are_set_once(device):
-    """Layers that share memory: what the first has written stays when the next begins."""
+    """Share memory between layers: what the first has written stays when the next begins."""
     from vllm_pyramid.compat.cache_specs import set_scales_of_tokens
 
     generator = torch.Generator().manual_seed(0)

@@ -41,7 +41,7 @@ class Paged:
         skips: torch.Tensor,
         **maxima: int | None,
     ) -> AttentionBatch:
-        """Queries `[T, H, D]` of the requests, with the other fields of a batch."""
+        """Return queries `[T, H, D]` of the requests, with the other fields of a batch."""
         caches = (self.key_cache, self.value_cache)
         return AttentionBatch(query, *caches, self.block_table, starts, lens, skips, **maxima)
 
@@ -59,7 +59,7 @@ def build_paged(
     joint: bool = False,
     seed: int = 0,
 ) -> Paged:
-    """Random K and V of the given lengths on physical blocks in random order.
+    """Put random K and V of the given lengths on physical blocks in random order.
 
     `joint` keeps K and V in one row of one allocation, else each is `[P, N, G, D]` on its own.
     """
@@ -89,7 +89,7 @@ def build_paged(
 
 
 def allocate_huge(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor of address space; on the CPU only the pages that are touched cost memory."""
+    """Return a flat tensor of address space; on the CPU only touched pages cost memory."""
     if DEVICE == "cuda":
         return torch.empty(num_elements, dtype=dtype, device=DEVICE)
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the name is new in Python 3.13
@@ -114,5 +114,5 @@ def make_huge() -> Callable[[int, torch.dtype], torch.Tensor]:
 
 @pytest.fixture
 def ints() -> Callable[[list[int]], torch.Tensor]:
-    """int32 tensors on the device under test."""
+    """Return a function that makes int32 tensors on the device under test."""
     return lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ kernels and the functions that call them."""
+"""Launchers of the C++ kernels in `csrc/cpu`; `functions.py` is the back end."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and the cache write on the C++ kernels: checks and records (see `cpu.py`)."""
+"""Launchers of the C++ kernels that attend and that write the cache: a part of `functions.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reshape_and_cache(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """See `Ops.reshape_and_cache`."""
+    """Check and convert the new tokens, and let C++ copy or quantise them."""
     strides = check_caches(key_cache, value_cache)
     blocks, heads, block_size, head_size = key_cache.shape
     source_code = code = 0
@@ -99,10 +99,11 @@ def paged_attention(
     *,
     log_sum_exp: torch.Tensor | None = None,
 ) -> None:
-    """See `Ops.paged_attention`. Queries that see nothing get zeros.
+    """Attend in C++, with each request cut into items by its own lengths alone.
 
-    A request's result does not depend on the rest of the batch, on the number of threads, or on
-    where in its table the visible positions lie: the same tokens give the same bits.
+    A request's result does not depend on the rest of the batch, on the number of threads, or on the
+    place of the visible positions in its table: the same tokens give the same bits. Every query
+    that sees no key gets zeros.
     """
     run("paged_attention", _attention(out, batch, batch.value_cache, softmax, log_sum_exp))
 
@@ -116,16 +117,17 @@ def add_key_mass(
     first_queries: torch.Tensor | None = None,
     log_sum_exp: torch.Tensor | None = None,
 ) -> None:
-    """See `Ops.add_key_mass`. One thread a request and KV head.
+    """Add the mass with one thread for each request and KV head.
 
-    Queries are added one after the other: how a prompt is cut into chunks of more than one query
-    does not change the bits (but attention's, and so the log-sum-exp's).
+    Queries are added one after the other, so the way in which a prompt is cut into chunks of more
+    than one query does not change the bits, given the same log-sum-exp (which attention may compute
+    with other bits for other chunks).
     """
     check_mass(mass, batch.key_cache, kind)
     first = 0
     if first_queries is not None:
         first = vector_address("first_queries", first_queries, batch.seq_lens.shape[0])
-    # Neither the output nor V is used: K stands for V, which may be in another memory.
+    # C++ uses neither the output nor V here: K stands in for V, which may be in another memory.
     attention = _attention(batch.query, batch, batch.key_cache, softmax, log_sum_exp)
     own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
     run("key_mass", _pack_key_mass(attention, *own))
@@ -141,7 +143,7 @@ def topn_attention(
     value_rows: torch.Tensor | None = None,
     choosers: Choosers | None = None,
 ) -> None:
-    """See `Ops.topn_attention`; `choosers` is not needed here.
+    """Attend with one thread for each request that chooses and KV head; `choosers` is not used.
 
     Requests that use all their keys get the bits of `paged_attention`.
     """
@@ -163,7 +165,7 @@ def _attention(
     softmax: Softmax,
     log_sum_exp: torch.Tensor | None,
 ) -> bytes:
-    """The checked arguments as a `PyrAttention`."""
+    """Check the arguments and pack them as a `PyrAttention`."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window
     if batch.value_table is not None:

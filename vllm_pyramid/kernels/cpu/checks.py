@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the C++ launchers check on the host: shapes, dtypes and strides; C++ checks the values.
+"""Checks of shapes, dtypes and strides before a call into C++, which checks the values itself.
 
-All raise ValueError.
+Every function raises ValueError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CACHE_CODES = DTYPE_CODES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 
 
 def check_cache(name: str, cache: torch.Tensor) -> tuple[int, ...]:
-    """`cache` is `[P, G, N, D]` with unit stride in D; returns its other strides."""
+    """Check for `[P, G, N, D]` with unit stride in D, and return the other strides."""
     if cache.dim() != 4:
         raise ValueError(f"{name} must be [P, G, N, D], got shape {tuple(cache.shape)}")
     if cache.stride(3) != 1:
@@ -30,7 +30,7 @@ def check_cache(name: str, cache: torch.Tensor) -> tuple[int, ...]:
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[int, ...]:
-    """Both caches are alike; returns the strides of both, K's first."""
+    """Check that both caches have one shape and dtype, and return their strides, K's first."""
     strides = check_cache("key_cache", key_cache) + check_cache("value_cache", value_cache)
     if key_cache.shape != value_cache.shape or key_cache.dtype != value_cache.dtype:
         raise ValueError(
@@ -42,7 +42,7 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[in
 
 
 def dtype_code(name: str, tensor: torch.Tensor) -> int:
-    """The number that csrc/cpu/abi.h has for the dtype."""
+    """Return the `PyrDtype` of `csrc/cpu/abi.h` for the dtype of queries or outputs."""
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         raise ValueError(
@@ -52,7 +52,7 @@ def dtype_code(name: str, tensor: torch.Tensor) -> int:
 
 
 def cache_code(key_cache: torch.Tensor) -> int:
-    """The same of a cache."""
+    """Return the `PyrDtype` for the dtype of a cache."""
     code = CACHE_CODES.get(key_cache.dtype)
     if code is None:
         raise ValueError(
@@ -63,14 +63,14 @@ def cache_code(key_cache: torch.Tensor) -> int:
 
 
 def check_scale(name: str, scale: float, of_tokens: torch.Tensor | None = None) -> None:
-    """What a cache's numbers are multiplied with is positive, and the same for all tokens."""
+    """Check that a scale is positive and finite, and that there are no scales of tokens."""
     check_one_scale(of_tokens)
     if not 0 < scale < math.inf:
         raise ValueError(f"{name} must be positive, got {scale}")
 
 
 def check_heads(name: str, tensor: torch.Tensor, heads: int, head_size: int) -> tuple[int, int]:
-    """`tensor` is `[T, heads, head_size]`, or `heads` a multiple; returns its outer strides."""
+    """Check for `[T, a multiple of heads, head_size]`, and return the two outer strides."""
     shape, strides = tensor.shape, tensor.stride()
     if len(shape) != 3 or shape[2] != head_size or heads == 0 or shape[1] % heads or not shape[1]:
         raise ValueError(
@@ -83,7 +83,7 @@ def check_heads(name: str, tensor: torch.Tensor, heads: int, head_size: int) -> 
 
 
 def check_head_size(head_size: int) -> None:
-    """The kernels' vectors are whole and their scratch suffices."""
+    """Check that a head fills whole vectors and fits the kernels' scratch."""
     if head_size % 8 or not 8 <= head_size <= MAX_HEAD_SIZE:
         raise ValueError(
             f"head size {head_size}: the C++ kernels take multiples of 8 up to {MAX_HEAD_SIZE}"
@@ -91,7 +91,7 @@ def check_head_size(head_size: int) -> None:
 
 
 def vector_address(name: str, tensor: torch.Tensor, length: int) -> int:
-    """The address of a contiguous int32 vector of `length`."""
+    """Return the address of a contiguous int32 vector with `length` entries."""
     if tensor.dtype != torch.int32 or tensor.dim() != 1 or tensor.shape[0] != length:
         raise ValueError(
             f"{name} must be int32 [{length}], got {tensor.dtype} {tuple(tensor.shape)}"
@@ -102,7 +102,7 @@ def vector_address(name: str, tensor: torch.Tensor, length: int) -> int:
 
 
 def lse_address(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> int:
-    """The address of a contiguous float32 `[T, H]`; 0 for None."""
+    """Return the address of a contiguous float32 `[T, H]`; 0 for None."""
     if log_sum_exp is None:
         return 0
     check_lse(log_sum_exp, query)
@@ -112,7 +112,7 @@ def lse_address(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> int:
 
 
 def sinks_and_code(sinks: torch.Tensor | None, heads: int) -> tuple[int, int]:
-    """The address of contiguous `[H]` and the number of their dtype; zeros for None."""
+    """Return the address and the `PyrDtype` of contiguous sinks `[H]`; zeros for None."""
     if sinks is None:
         return 0, 0
     code = dtype_code("sinks", sinks)
@@ -125,7 +125,7 @@ def sinks_and_code(sinks: torch.Tensor | None, heads: int) -> tuple[int, int]:
 
 
 def table_stride(table: torch.Tensor, requests: int) -> int:
-    """The row stride of a block table."""
+    """Check a block table, and return the stride of its rows."""
     if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < requests:
         raise ValueError(
             f"block_table must be int32 [>= {requests}, M], got {table.dtype} {tuple(table.shape)}"

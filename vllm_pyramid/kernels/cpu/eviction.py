@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring, selecting and compacting on the C++ kernels: checks and records (see `cpu.py`)."""
+"""Launchers of the C++ kernels that score, select and compact: a part of `functions.py`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def window_scores(
     *,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `Ops.window_scores`."""
+    """Score in C++, without statistics."""
     return _window_scores(batch, softmax, reduction, log_sum_exp, None)
 
 
@@ -60,7 +60,7 @@ def window_scores_and_statistics(
     *,
     log_sum_exp: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, WindowStatistics]:
-    """See `Ops.window_scores_and_statistics`."""
+    """Score in C++, which computes the statistics from the mass of each head in passing."""
     shape = (3, batch.prompt_lens.shape[0], batch.key_cache.shape[1])
     numbers = torch.empty(shape, dtype=torch.float32)
     scores = _window_scores(batch, softmax, reduction, log_sum_exp, numbers)
@@ -74,7 +74,7 @@ def _window_scores(
     log_sum_exp: torch.Tensor | None,
     statistics: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The scores; `statistics`, `[3, R, G]` float32, is written where it is given."""
+    """Return the scores, and write `statistics`, `[3, R, G]` float32, if given."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     prompt_lens, window = batch.prompt_lens, batch.window
     key_strides = check_cache("key_cache", key_cache)
@@ -124,7 +124,7 @@ def recent_mass(
     distance_weight: float,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `Ops.recent_mass`."""
+    """Sum in C++, where one thread computes each number: any number of threads gives its bits."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scale, soft_cap = softmax.scale, softmax.soft_cap
     key_strides = check_cache("key_cache", key_cache)
@@ -174,7 +174,7 @@ def select(
     sinks: int = 0,
     max_keep: int | None = None,
 ) -> torch.Tensor:
-    """See `Ops.select`."""
+    """Select by a radix search for the k-th score, with one thread for each KV head."""
     if scores.dim() != 3 or scores.dtype != torch.float32 or scores.stride(2) != 1:
         raise ValueError(
             f"scores must be float32 [R, G, columns] with unit stride in the last dimension, got "
@@ -207,7 +207,7 @@ def compact(
     *,
     max_keep: int | None = None,
 ) -> None:
-    """See `Ops.compact`. Any element type; `max_keep` is not needed here."""
+    """Move rows as bytes, for elements of any size; `max_keep` is not used."""
     del max_keep
     strides = check_caches(key_cache, value_cache)
     blocks, heads, block_size, head_size = key_cache.shape

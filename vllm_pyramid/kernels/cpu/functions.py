@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ kernels: an `Ops` (see `contract.py`).
+"""The back end in C++ for the CPU: this module implements `Ops` of `contract.py`.
 
-A call packs its arguments into one record (csrc/cpu/abi.h) and hands over its address: a few
-microseconds, no tensor is created. What costs nothing is checked here (`checks.py`), what needs
-the values of tensors in C++; both raise ValueError.
+A call packs its arguments into one record (`csrc/cpu/abi.h`) and passes its address, which takes a
+few microseconds and creates no tensor but a result. Python checks shapes, dtypes and strides
+(`checks.py`), C++ checks the values of tensors; both raise ValueError.
 
-Supported: float32, bfloat16, float16, float8_e4m3fn and float8_e5m2 caches, head sizes that are
-multiples of 8 up to 512.
+Supported are caches of float32, bfloat16, float16, float8_e4m3fn and float8_e5m2, and head sizes
+that are multiples of 8 up to 512.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from vllm_pyramid.kernels.cpu.eviction import (
     window_scores_and_statistics,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
-from vllm_pyramid.kernels.recall import kept_mass
-from vllm_pyramid.kernels.reference import copy_pages, write_rows  # the engine on a CPU has no use
+from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
 
 __all__ = [
     "add_key_mass",
@@ -35,7 +34,6 @@ __all__ = [
     "compact",
     "copy_pages",
     "current_isa",
-    "kept_mass",
     "load_error",
     "paged_attention",
     "recent_mass",
@@ -50,7 +48,11 @@ __all__ = [
 
 
 def load_error() -> str:
-    """Why the library cannot be used and what to do about it; empty where it can."""
+    """Load the library, and return why that fails and what to do about it; "" if it succeeds.
+
+    Raises:
+        ValueError: as `cpu_library.load`.
+    """
     try:
         cpu_library.load()
     except cpu_library.LibraryError as error:
@@ -59,7 +61,7 @@ def load_error() -> str:
 
 
 def available() -> bool:
-    """Whether the kernels can be used.
+    """Return whether the kernels can be used.
 
     Raises:
         ValueError: `VLLM_PYRAMID_CPU_ISA` asks for what this CPU lacks.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and loads the shared library of the C++ kernels (csrc/cpu, built by setup.py).
+"""The shared library of the C++ kernels (`csrc/cpu`, built by `setup.py`): find, load, call.
 
-The library has a plain C ABI. It has no threads of its own: two OpenMP runtimes in one process
-would spin against each other, so it is given `GOMP_parallel` of the runtime that PyTorch already
-runs on (GNU's and LLVM's both have it) and shares that pool.
+The library has a plain C ABI and no threads of its own. Two OpenMP runtimes in one process would
+spin against each other, so the library receives the address of `GOMP_parallel` in the runtime that
+PyTorch already uses (GNU's and LLVM's both have it) and shares that pool.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 ABI_VERSION = 10
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
-# Another build of the library, such as the one of `make sanitize`.
+# Names another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
 ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
-# The path of AMX with its tiles in plain C++: for tests, on processors that have none.
+# The code for AMX with its tiles in plain C++, for tests on processors without AMX.
 EMULATED = "amx-emulated"
 KERNELS = (
     "paged_attention",
@@ -44,7 +44,7 @@ REBUILD = "rebuild it with `python setup.py build_ext --inplace`"
 
 
 class LibraryError(RuntimeError):
-    """The library is missing or cannot be used; the message says why and what to do."""
+    """Raised if the library is missing or unusable; the message says why and what to do."""
 
 
 def _find() -> Path:
@@ -65,7 +65,7 @@ def _find() -> Path:
 
 
 def _openmp_paths() -> list[str]:
-    """OpenMP runtimes to try: those mapped into this process, PyTorch's first."""
+    """List the OpenMP runtimes to try: those mapped into this process first, PyTorch's foremost."""
     mapped: list[str] = []
     maps = Path("/proc/self/maps")
     if maps.exists():
@@ -96,7 +96,8 @@ def load() -> ctypes.CDLL:
     """Load the library once and choose its instruction set.
 
     Raises:
-        LibraryError: it is missing, does not load, or is of another version or other records.
+        LibraryError: the library is missing or does not load, or its version or the sizes of its
+            records differ from this package's.
         ValueError: `VLLM_PYRAMID_CPU_ISA` names an instruction set that this CPU lacks, or
             `VLLM_PYRAMID_CPU_LIBRARY` a file that is not there.
     """
@@ -130,7 +131,7 @@ def load() -> ctypes.CDLL:
 
 
 def _check_records(library: ctypes.CDLL, path: Path) -> None:
-    """Raise LibraryError unless the library's records are as large as ours."""
+    """Raise LibraryError unless the library's records have the sizes of this package's."""
     library.pyr_record_size.argtypes = [ctypes.c_char_p]
     library.pyr_record_size.restype = ctypes.c_int64
     for record in RECORDS:
@@ -146,7 +147,7 @@ def run(name: str, record: bytes) -> None:
     """Call `pyr_<name>` with a packed record.
 
     Raises:
-        ValueError: values of tensors do not fit; the reason is the kernel's.
+        ValueError: the values of a tensor do not fit; the message is the kernel's.
     """
     library = load()
     if getattr(library, f"pyr_{name}")(record):
@@ -159,7 +160,7 @@ def _choose(library: ctypes.CDLL, isa: str | None) -> None:
 
 
 def set_isa(isa: str | None) -> None:
-    """Choose an instruction set of `ISAS`, or the best of this CPU with None. For tests.
+    """Choose an instruction set of `ISAS`, or with None the best of this CPU; for tests.
 
     Raises:
         ValueError: the CPU or the build lacks it.
@@ -168,5 +169,5 @@ def set_isa(isa: str | None) -> None:
 
 
 def current_isa() -> str:
-    """The instruction set in use."""
+    """Return the name of the instruction set in use."""
     return load().pyr_isa().decode()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records that the C++ kernels take: the classes mirror the structs of csrc/cpu/abi.h.
+"""Records that the C++ kernels take: the classes mirror the structs of `csrc/cpu/abi.h`.
 
-Same names, same fields in the same order; what a field holds stands over there. All fields have
-8 bytes, so there is no padding. `cpu_library.load` compares the sizes with the library's.
+Names and order of the fields are the same; `abi.h` documents what a field holds. Every field has 8
+bytes, so there is no padding. `library.load` compares the sizes with those of the library.
 
-A launcher packs its values by position with a `packer`, at the cost of `struct` (0.7 microseconds
-for a `PyrAttention`; an object of the class takes 2, and every layer of a decode step makes one).
-tests/kernels/test_cpu_records.py holds the positions against the names.
+A launcher packs its values by position with a `packer`, which costs as much as `struct`: 0.7
+microseconds for a `PyrAttention`, where an object of the class costs 2, and every layer of a decode
+step needs one. `tests/kernels/test_cpu_records.py` compares the positions with the names.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ RECORDS: tuple[type[ctypes.Structure], ...] = (
 
 
 def packer(record: type[ctypes.Structure]) -> Callable[..., bytes]:
-    """What turns a record's values, in the order of its fields, into its bytes.
+    """Return a function that packs a record's values, in the order of its fields, into bytes.
 
-    A record inside of it is given as bytes.
+    A record that is a field of another is passed as its bytes.
     """
     layout = struct.Struct("=" + "".join(_code(field[1]) for field in record._fields_))
     assert layout.size == ctypes.sizeof(record), (record, layout.size, ctypes.sizeof(record))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paged_attention` on Triton: checks, scratch memory and launches (see `functions.py`)."""
+"""Launcher of `paged_attention`, a part of `functions.py`: checks, scratch memory, launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import triton
 
 from vllm_pyramid.kernels.gather_tokens import check_one_scale
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.kernels.triton.attention import combine_kernel, decode_kernel, prefill_kernel
 from vllm_pyramid.kernels.triton.checks import (
     check_cache,
     check_query,
@@ -16,6 +15,8 @@ from vllm_pyramid.kernels.triton.checks import (
     check_unit_stride,
     lse_or,
 )
+from vllm_pyramid.kernels.triton.decode import combine_kernel, decode_kernel
+from vllm_pyramid.kernels.triton.prefill import prefill_kernel
 from vllm_pyramid.kernels.triton.tiles import (
     Workspace,
     choose_num_splits,
@@ -36,19 +37,20 @@ def paged_attention(
     num_splits: int | None = None,
     workspace: Workspace | None = None,
 ) -> None:
-    """See `Ops.paged_attention`. Softmax and sums in float32, products of the query's dtype.
+    """Attend with products of the query's dtype, and softmax and sums in float32.
 
-    Requests with one query go to the split decode kernel, all others to the prefill kernel; the
-    choice is made on the device for each request, so mixed batches need no reordering. With the
-    batch's `max_query_len` 1 the prefill is not launched; `max_seq_len`, by default the table's
-    capacity, bounds the number of splits.
+    The split decode kernel serves requests with one query, the prefill kernel all others. Each
+    kernel makes that choice on the device for each request, so mixed batches need no reordering. If
+    the batch's `max_query_len` is 1, the prefill kernel is not launched. Its `max_seq_len`, by
+    default the table's capacity, bounds the number of splits.
 
     Args:
-        num_splits: of the decode context, a power of two; default by `choose_num_splits`.
-        workspace: scratch for more than one split; allocated here if None.
+        num_splits: splits of the decode context, a power of two; by default `choose_num_splits`
+            chooses.
+        workspace: scratch for more than one split; None: allocate it.
 
     Raises:
-        ValueError: shapes, dtypes, strides or workspace do not fit.
+        ValueError: shapes, dtypes, strides or the workspace do not fit.
     """
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     block_table, query_start_loc = batch.block_table, batch.query_start_loc
@@ -101,7 +103,7 @@ def paged_attention(
                 f"{workspace.partial_out.shape[1]}; {num_requests} requests * {query.shape[1]} "
                 f"heads * {num_splits} splits need {rows} of {head_size}: allocate it with rows="
             )
-    # With one split the scratch is not touched, but the kernel wants pointers.
+    # With one split the kernel does not touch the scratch, but it needs pointers.
     partials = (
         (workspace.partial_out, workspace.partial_max, workspace.partial_sum)
         if num_splits > 1 and workspace is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton launchers check on the host: shapes, dtypes and strides, never device values."""
+"""Checks on the host before a launch: shapes, dtypes and strides, never values on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_pyramid.kernels.records import FP8_DTYPES
 from vllm_pyramid.kernels.reference_mass import check_lse
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
-# Of keys with a scale for each token and KV head.
+# Dtypes of keys that have a scale for each token and KV head.
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
@@ -21,9 +21,9 @@ def check_cache(
     *,
     same_blocks: bool = True,
 ) -> None:
-    """Raise ValueError unless both are `[P, G, N, D]` of one of `dtypes`, unit stride in D.
+    """Raise ValueError unless both caches are `[P, G, N, D]` of one of `dtypes`, unit stride in D.
 
-    With `same_blocks` false each has its own P.
+    With `same_blocks` false the two may differ in P.
     """
     first = 0 if same_blocks else 1
     if key_cache.dim() != 4 or key_cache.shape[first:] != value_cache.shape[first:]:
@@ -43,9 +43,9 @@ def check_cache(
 def check_keys(
     key_cache: torch.Tensor, scales: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Check K alone, with the scales of its tokens; these and their strides for a kernel.
+    """Check K alone, and return the scales of its tokens with their strides, for a kernel.
 
-    Where there are none that is a pointer which the kernel does not read.
+    Without scales the result is the key cache, a pointer that the kernel does not read, and zeros.
     """
     check_cache(key_cache, key_cache, CACHE_DTYPES if scales is None else SCALED_DTYPES)
     check_scales(scales, key_cache)
@@ -53,7 +53,7 @@ def check_keys(
 
 
 def check_query(query: torch.Tensor, key_cache: torch.Tensor) -> int:
-    """Raise ValueError unless `[T, H, D]` fits the cache; the query heads of a KV head."""
+    """Check that `[T, H, D]` fits the cache, and return the number of query heads per KV head."""
     num_kv_heads, _, head_size = key_cache.shape[1:]
     if query.dim() != 3 or query.shape[2] != head_size or query.shape[1] % num_kv_heads:
         raise ValueError(
@@ -86,7 +86,7 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def lse_or(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
-    """A contiguous float32 `[T, H]`, or `query` for None: a pointer that no kernel reads."""
+    """Return a checked, contiguous `[T, H]`; for None `query`, a pointer that no kernel reads."""
     if log_sum_exp is None:
         return query
     check_lse(log_sum_exp, query)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels on Triton, for CUDA: an `Ops` (see `contract.py`).
+"""The back end in Triton for CUDA: this module implements `Ops` of `contract.py`.
 
-With the maxima that a caller knows on the host (the `max_*` of the contract's records and of
-`select`) nothing synchronises with the device; without them the maximum is read back from it.
+If the caller passes the maxima that it knows on the host (the `max_*` of the records and of
+`select`), no function synchronises with the device; without them it reads the maximum back.
 
-`paged_attention` with a `Workspace` allocates nothing, so it may be captured in a CUDA graph.
+`paged_attention` with a `Workspace` allocates nothing, so a CUDA graph may capture it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -38,7 +37,6 @@ __all__ = [
     "compact",
     "copy_pages",
     "effective_lens",
-    "kept_mass",
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
@@ -50,7 +48,7 @@ __all__ = [
     "write_rows",
 ]
 
-# Bits of the mantissa, bias of the exponent, and the largest number as the bits of a float.
+# Bits of the mantissa, bias of the exponent, and the largest number as the bits of a float32.
 FP8_BITS = {
     torch.float8_e4m3fn: {"MANTISSA": 3, "BIAS": 7, "MOST": 0x43E00000},
     torch.float8_e5m2: {"MANTISSA": 2, "BIAS": 15, "MOST": 0x47600000},
@@ -68,7 +66,7 @@ def reshape_and_cache(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """See `Ops.reshape_and_cache`."""
+    """Write K and V with one program for each token and piece of its row."""
     check_cache(key_cache, value_cache)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     num_tokens = slot_mapping.shape[0]
@@ -108,7 +106,7 @@ def reshape_and_cache(
 def write_rows(
     rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale: float = 1.0
 ) -> None:
-    """See `Ops.write_rows`."""
+    """Write with one program for each token and piece of its row; the cache may be host memory."""
     check_cache(cache, cache)
     check_unit_stride("rows", rows)
     num_kv_heads, block_size, head_size = cache.shape[1:]
@@ -143,7 +141,7 @@ def write_rows(
 def copy_pages(
     target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
 ) -> None:
-    """See `Ops.copy_pages`."""
+    """Copy in 4-byte words, with one program for each place and piece of its page."""
     check_table(block_table, 1)
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(
@@ -179,7 +177,7 @@ def select(
     sinks: int = 0,
     max_keep: int | None = None,
 ) -> torch.Tensor:
-    """See `Ops.select`. The result has `max_keep` columns."""
+    """Select with one program for each request and KV head, into `max_keep` columns."""
     if scores.dtype != torch.float32 or scores.dim() != 3 or scores.stride(2) != 1:
         raise ValueError(
             f"scores must be float32 [R, G, n] with unit stride, got {scores.dtype} "
@@ -218,7 +216,7 @@ def compact(
     *,
     max_keep: int | None = None,
 ) -> None:
-    """See `Ops.compact`. Any dtype of 1, 2 or 4 bytes; `max_keep` is not needed here."""
+    """Move the rows as integers of 1, 2 or 4 bytes; `max_keep` is not used."""
     del max_keep
     element_size = key_cache.element_size()
     if element_size not in BITS_OF_SIZE or value_cache.element_size() != element_size:

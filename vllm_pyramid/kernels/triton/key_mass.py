@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `add_key_mass`: what each key is given by the queries of a batch.
+"""Triton kernels of `add_key_mass`: the attention that the queries of a batch give each key.
 
-Attention does not keep its probabilities, so they are computed again in two passes over K: the
-first finds each row's maximum and sum, split over the context, and is left out where attention has
-written the log-sum-exp; the second owns a tile of keys, meets it with all rows and adds up. No V is
-read, nothing of size (queries x keys) is stored, and every element of the result belongs to one
-program, so there are no atomics and no dependence on order.
+Attention does not keep its probabilities, so two passes over K compute them again. The first finds
+each row's maximum and sum, split over the context, and is left out if attention has written the
+log-sum-exp. In the second a program owns a tile of keys, multiplies it with all rows and adds up.
+V is not read, nothing of size (queries x keys) is stored, and every element of the result belongs
+to one program, so there are no atomics and the result does not depend on order.
 
-A row is one query of one head: row `i` of a request and KV head is query `i // GROUP`, head
-`i % GROUP`. Positions here count from `skips[r]`.
+A row is one query of one head: row `i` of a request and KV head is query `i // GROUP` of query head
+`i % GROUP`. Local positions count from `skips[r]`.
 """
 
 from __future__ import annotations
@@ -17,90 +17,20 @@ import triton
 import triton.language as tl
 
 from vllm_pyramid.kernels.reference_mass import BELOW
-from vllm_pyramid.kernels.triton.attention import LOG2_E, dot, soft_capped, with_sink
+from vllm_pyramid.kernels.triton.device_functions import (
+    LOG2_E,
+    key_factors,
+    load_keys,
+    load_rows,
+    visible_logits,
+    with_sink,
+)
 
 BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
-# They begin at any multiple of four bytes: one variant of a kernel for all layers.
+# These may begin at any multiple of four bytes; one variant of a kernel serves all layers.
 ROWS_OF_LARGER_TENSORS = [
     *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "sinks"),
 ]
-
-
-@triton.jit
-def load_rows(query, start, rows, num_rows, g, stride_token, stride_head, dims, HEAD_SIZE, GROUP):
-    """Query rows; those behind the last repeat it: finite numbers, masked by the caller."""
-    rows = tl.minimum(rows, num_rows - 1)
-    tokens = (start + rows // GROUP).to(tl.int64)
-    heads = (g * GROUP + rows % GROUP).to(tl.int64)
-    q = tl.load(
-        query + tokens[:, None] * stride_token + heads[:, None] * stride_head + dims[None, :],
-        mask=(dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
-    return q, tokens, heads
-
-
-@triton.jit
-def load_keys(key_base, table_row, positions, stride_block, stride_token, dim_mask, BLOCK_SIZE):
-    """K of absolute positions, all of which must be the request's own."""
-    blocks = tl.load(table_row + positions // BLOCK_SIZE).to(tl.int64)
-    in_block = (positions % BLOCK_SIZE).to(tl.int64)
-    return tl.load(
-        key_base + (blocks * stride_block + in_block * stride_token)[:, None],
-        mask=dim_mask[None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def key_factors(
-    scale,
-    scale_base,
-    table_row,
-    positions,
-    stride_block,
-    stride_token,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_KEY_SCALES: tl.constexpr,
-):
-    """What products with the keys of these positions are multiplied with.
-
-    `scale`, or with scales of their own `[1, BLOCK_K]`.
-    """
-    if HAS_KEY_SCALES:
-        blocks = tl.load(table_row + positions // BLOCK_SIZE).to(tl.int64)
-        in_block = (positions % BLOCK_SIZE).to(tl.int64)
-        own = tl.load(scale_base + blocks * stride_block + in_block * stride_token)
-        return (scale * own)[None, :]
-    else:
-        return scale
-
-
-@triton.jit
-def visible_logits(
-    q,
-    k,
-    local,
-    query_local,
-    visible_keys,
-    scale,
-    soft_cap,
-    sliding_window,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """Base-2 logits of a tile; -inf where a row does not see the key.
-
-    `scale` is a number, or one of each key, `[1, BLOCK_K]`.
-    """
-    logits = dot(q, tl.trans(k))
-    logits = logits * scale
-    if HAS_SOFT_CAP:
-        logits = soft_capped(logits, soft_cap)
-    visible = (local[None, :] <= query_local[:, None]) & (local < visible_keys)[None, :]
-    if HAS_WINDOW:
-        visible &= local[None, :] > query_local[:, None] - sliding_window
-    return tl.where(visible, logits, float("-inf"))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS_OF_LARGER_TENSORS)
@@ -142,7 +72,9 @@ def row_statistics_kernel(
     HAS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Maximum and sum of each row over one split of the keys; `partial_*` are `[T, H, SPLITS]`.
+    """Find the maximum and sum of each row over one split of the keys.
+
+    `partial_*` are `[T, H, SPLITS]`, with the sink in the first split.
 
     Grid: request and KV head, tile of rows, split.
     """
@@ -160,9 +92,9 @@ def row_statistics_kernel(
     first_query = visible_keys - num_queries
     if HAS_FIRST:
         ignored = tl.load(first_queries + r) - (skip + first_query)
-        # Clamped before it is multiplied: "no query" is the largest int32.
+        # Clamp before multiplying: the largest int32 stands for "no query".
         ignored = tl.minimum(tl.maximum(ignored, 0), num_queries)
-        if row_start + ROWS <= ignored * GROUP:  # nobody asks for these rows
+        if row_start + ROWS <= ignored * GROUP:  # no query of these rows adds anything
             return
     rows = row_start + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
@@ -171,11 +103,11 @@ def row_statistics_kernel(
         GROUP,
     )  # fmt: skip
     query_local = first_query + tl.minimum(rows, num_rows - 1) // GROUP
-    first = 0  # what the first row of this tile sees; keys before may be somebody else's
+    first = 0  # the first key that the tile sees; earlier ones may belong to other requests
     if HAS_WINDOW:
         first = tl.maximum(first_query + row_start // GROUP - sliding_window + 1, 0)
     first_tile = first // BLOCK_K
-    # What the last row of this tile sees.
+    # The end of what the last row of this tile sees.
     last = tl.minimum(visible_keys, first_query + (row_start + ROWS - 1) // GROUP + 1)
     last_tile = tl.cdiv(tl.maximum(last, 0), BLOCK_K)
     tiles_each = tl.cdiv(tl.maximum(last_tile - first_tile, 0), SPLITS)
@@ -187,7 +119,7 @@ def row_statistics_kernel(
     scale_base = key_scales + g.to(tl.int64) * stride_scale_head
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:  # noqa: SIM102 (one is known when compiling, the other is not)
+    if HAS_SINKS:  # noqa: SIM102 (only the outer condition is known when compiling)
         if split == 0:
             running_max = tl.load(sinks + heads).to(tl.float32) * LOG2_E
             running_sum += 1.0
@@ -207,7 +139,7 @@ def row_statistics_kernel(
             HAS_SOFT_CAP, HAS_WINDOW,
         )  # fmt: skip
         new_max = tl.maximum(running_max, tl.max(logits, 1))
-        # A row may see nothing of this tile, nor of those before it.
+        # A row may see no key of this tile, nor of the tiles before it.
         reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         running_sum = running_sum * tl.exp2(running_max - reference_max) + tl.sum(
             tl.exp2(logits - reference_max[:, None]), 1
@@ -266,8 +198,8 @@ def key_mass_kernel(
 ):
     """Add what all rows give the keys of one tile. Grid: request and KV head, tile of keys.
 
-    What is known of a row is in `log_sum_exp`, `[T, H]` and without the sink (`HAS_LSE`), or in
-    `partial_*`, with it.
+    The softmax of a row comes from `log_sum_exp`, `[T, H]` without the sink (`HAS_LSE`), or from
+    `partial_*`, which include the sink.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
@@ -277,13 +209,13 @@ def key_mass_kernel(
     visible_keys = tl.load(seq_lens + r) - skip
     first_query = visible_keys - num_queries
     key_start = tl.program_id(1) * BLOCK_K
-    first = 0  # what the first query sees; keys before may be somebody else's
+    first = 0  # the first key that a query sees; earlier ones may belong to other requests
     if HAS_WINDOW:
         first = tl.maximum(first_query - sliding_window + 1, 0)
     if (num_queries <= 0) | (key_start >= visible_keys) | (key_start + BLOCK_K <= first):
         return
     num_rows = num_queries * GROUP
-    counted = 0  # the first row that adds
+    counted = 0  # the first row that counts
     if HAS_FIRST:
         counted = tl.load(first_queries + r) - (skip + first_query)
         counted = tl.minimum(tl.maximum(counted, 0), num_queries) * GROUP
@@ -313,7 +245,7 @@ def key_mass_kernel(
     )
     added = tl.zeros([BLOCK_K], tl.float32)
     splits = tl.arange(0, SPLITS)
-    # Queries before this tile see none of it, nor do those that it has left the window of.
+    # Queries before this tile see none of it, nor do queries whose window begins behind it.
     first_row = tl.maximum(tl.maximum(key_start - first_query, 0) * GROUP, counted) // ROWS * ROWS
     if HAS_WINDOW:
         past = tl.maximum(key_start + BLOCK_K - 1 + sliding_window - first_query, 0)
@@ -343,7 +275,7 @@ def key_mass_kernel(
             highest = tl.max(maxima, 1)
             highest = tl.where(highest == float("-inf"), 0.0, highest)
             total = tl.sum(tl.load(partial_sum + places) * tl.exp2(maxima - highest[:, None]), 1)
-        # Rows of the padding count nothing; one that sees no key has no sum.
+        # Rows of padding do not count, nor do rows that see no key, whose sum is 0.
         counts = (rows >= counted) & (rows < num_rows) & (total > 0.0)
         factor = tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0)
         logits = visible_logits(
@@ -364,7 +296,7 @@ def key_mass_kernel(
             )
             given = tl.where(low, 1.0, 0.0)
         added += tl.sum(given, 0)
-    # Keys that are not there repeat the address of one that is; they are masked.
+    # Lanes without a key repeat the address of a visible one and are masked.
     blocks = tl.load(
         block_table + r.to(tl.int64) * stride_table + (skip + inside) // BLOCK_SIZE
     ).to(tl.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`add_key_mass` on Triton: checks, scratch memory and launches (see `functions.py`)."""
+"""Launcher of `add_key_mass`, a part of `functions.py`: checks, scratch memory, launches."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def add_key_mass(
     num_splits: int | None = None,
     workspace: Workspace | None = None,
 ) -> None:
-    """See `Ops.add_key_mass`. Two launches: the rows' softmax, then the keys' sums.
+    """Add the mass in two launches: the softmax of the rows, then the sums of the keys.
 
-    With `log_sum_exp` only the second, and no scratch. Else the scratch comes from `workspace`
-    where it is large enough, which it is for a decode step of as many requests as fill the device
-    or fewer; where it is not, it is allocated.
+    With `log_sum_exp` there is only the second launch, and no scratch. Otherwise the scratch comes
+    from `workspace` if that is large enough, as it is for a decode step with no more requests than
+    fill the device, and is allocated if not.
 
     Args:
         batch: its `max_seq_len` bounds the visible keys.
-        num_splits, workspace: see `triton_attention_ops.paged_attention`.
+        num_splits: as in `paged_attention`.
+        workspace: as in `paged_attention`.
 
     Raises:
         ValueError: shapes, dtypes, strides or the kind do not fit.
@@ -86,10 +87,10 @@ def add_key_mass(
     elif workspace is not None and workspace.partial_max.numel() >= scratch:
         partials = (workspace.partial_max, workspace.partial_sum)
     else:
-        # Two tensors: the second half of one would begin anywhere, which is another variant.
+        # Two tensors: the second half of one tensor could be unaligned, which is another variant.
         memory = [torch.empty(scratch, dtype=torch.float32, device=query.device) for _ in range(2)]
         partials = (memory[0], memory[1])
-    # Where no query is left out, the kernel wants a pointer that it does not read.
+    # Without `first_queries` the kernel needs a pointer that it does not read.
     first = seq_lens if first_queries is None else first_queries
     inputs = (query, key_cache, scales, block_table, query_start_loc, seq_lens, skips, first)
     sink_logits = sinks if sinks is not None else seq_lens

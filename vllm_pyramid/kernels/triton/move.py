@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that move rows of the cache, and pages between memories."""
+"""Triton kernels that write and move rows of the cache, and copy pages between memories."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def compact_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Move the survivors of one (request, KV head) to the tail, `BLOCK_D` elements of each row.
+    """Move the survivors of one request and KV head to the tail, `BLOCK_D` elements of each row.
 
     Grid: request and KV head, piece of the row, K or V. No two programs touch the same element, so
-    only the order inside a program matters. Survivor i goes to `base + i`, `base = length - keep`,
-    from a position that is at most that. The tiles of survivors go from the last to the first: the
-    targets of a tile that starts at rank a are `base + a` and above, the sources of all lower ranks
-    are below `base + a`, so a tile overwrites nothing that a later tile reads. Inside a tile the
-    barrier lets every load finish before the first store.
+    only the order inside a program matters. Survivor i moves to `base + i`, `base = length - keep`,
+    from a position that is not above it. The tiles of survivors run from the last to the first: the
+    targets of a tile that starts at rank a are `base + a` and above, and the sources of all lower
+    ranks are below `base + a`, so a tile overwrites nothing that a later tile reads. Inside a tile
+    the barrier lets every load finish before the first store.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
@@ -83,9 +83,10 @@ def compact_kernel(
 
 @triton.jit
 def quantised(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
-    """The bits of x / scale as an 8-bit float: to nearest, ties to even, at most `MOST` in size.
+    """Return the bits of x / scale as an 8-bit float: to nearest, ties to even, at most `MOST`.
 
-    In whole numbers, as `csrc/cpu/fp8.h` does it: not every device converts to every such type.
+    The rounding uses integers, as in `csrc/cpu/fp8.h`, since not every device converts to every
+    such type.
     """
     shift: tl.constexpr = 23 - MANTISSA
     magic: tl.constexpr = (151 - BIAS - MANTISSA) << 23
@@ -107,7 +108,7 @@ def quantised(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.con
 def write_elements(
     source, target, scale, mask, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr
 ):
-    """From and to these addresses; with a `MANTISSA` as the bits of 8-bit floats."""
+    """Copy elements between addresses; with a `MANTISSA` store the bits of 8-bit floats."""
     row = tl.load(source, mask=mask)
     if MANTISSA:
         row = quantised(row, scale, MANTISSA, BIAS, MOST)
@@ -143,7 +144,7 @@ def reshape_and_cache_kernel(
 ):
     """Write `BLOCK` elements of token `pid 0` to its slot; negative slots are padding.
 
-    With a `MANTISSA` the caches are bytes of 8-bit floats, see `quantised`.
+    With a `MANTISSA` the caches are bytes that hold 8-bit floats (`quantised`).
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -182,7 +183,7 @@ def write_rows_kernel(
     BIAS: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """`reshape_and_cache_kernel` of one of the two caches, which may be memory of the host."""
+    """Write as `reshape_and_cache_kernel`, but one cache alone, which may be host memory."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -206,7 +207,7 @@ def copy_pages_kernel(
     stride_table,
     BLOCK: tl.constexpr,
 ):
-    """`BLOCK` words of one page. Grid: place, piece of the page."""
+    """Copy `BLOCK` words of one page. Grid: place, piece of the page."""
     place = places + 3 * tl.program_id(0)
     entry = tl.load(place + 1).to(tl.int64) * stride_table + tl.load(place + 2)
     to = tl.load(place).to(tl.int64) * page_words

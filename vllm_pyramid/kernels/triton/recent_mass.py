@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `recent_mass`: what the recent queries of a piece give each context key.
+"""Triton kernels of `recent_mass`: the attention that recent queries pay to each context key.
 
-Two passes over K, of which the first, each query's log-sum-exp, falls away where attention has
-written it. The second owns a tile of context keys, meets it with all recent queries and adds up
-their weighted probabilities: one writer a number, nothing of size (queries x keys) is stored.
+There are two passes over K. The first finds each query's log-sum-exp, and is left out if attention
+has written it. In the second a program owns a tile of context keys, multiplies it with all recent
+queries and adds up their weighted probabilities: every number has one writer, and nothing of size
+(queries x keys) is stored.
 
-A row is one query of one head: row `i` of a request and KV head is its recent query `i // GROUP`,
-head `i % GROUP`. Positions here count from `skips[r]`.
+A row is one query of one head: row `i` of a request and KV head is its recent query `i // GROUP` of
+query head `i % GROUP`. Local positions count from `skips[r]`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.kernels.triton.attention import LOG2_E, natural_log_sum, with_sink
-from vllm_pyramid.kernels.triton.key_mass import key_factors, load_keys, load_rows, visible_logits
+from vllm_pyramid.kernels.triton.device_functions import (
+    LOG2_E,
+    key_factors,
+    load_keys,
+    load_rows,
+    natural_log_sum,
+    visible_logits,
+    with_sink,
+)
 
-# A part of a batch begins anywhere in these tensors.
+# A part of a batch may begin at any address in these tensors.
 OF_REQUESTS = [
     *("block_table", "query_ends", "seq_lens", "skips", "recents"),
 ]
@@ -55,7 +63,10 @@ def recent_log_sum_exp_kernel(
     HAS_KEY_SCALES: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
-    """`[T, H]`, natural logarithm, without sinks. Grid: request and KV head, tile of rows."""
+    """Find the natural log-sum-exp `[T, H]`, without sinks.
+
+    Grid: request and KV head, tile of rows.
+    """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
     recent = tl.load(recents + r)
@@ -144,9 +155,9 @@ def recent_mass_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """`mass` is `[R, G, num_columns]`, 0 behind the context.
+    """Sum the weighted probabilities of a tile of keys into `mass`, `[R, G, num_columns]`.
 
-    Grid: request and KV head, tile of keys.
+    Columns behind the context become 0. Grid: request and KV head, tile of keys.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
@@ -194,7 +205,7 @@ def recent_mass_kernel(
                 sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
                 highest, sum_of_all, _ = with_sink(lse, 1.0, sink)
                 lse = highest + tl.log2(sum_of_all)
-            # The context lies before all recent queries: each sees all of it.
+            # The context lies before all recent queries, so each sees all of it.
             logits = visible_logits(
                 q, k, local, tl.zeros_like(rows) + visible, visible, factors, soft_cap, 0,
                 HAS_SOFT_CAP, False,

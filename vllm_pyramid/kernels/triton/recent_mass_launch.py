@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`recent_mass` on Triton: checks, scratch memory and launches (see `functions.py`)."""
+"""Launcher of `recent_mass`, a part of `functions.py`: checks, scratch memory, launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recent_mass(
     distance_weight: float,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `Ops.recent_mass`. Without the batch's `max_context` it is read back.
+    """Sum in one launch with `log_sum_exp`, in two without; read back a missing `max_context`.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -53,7 +53,7 @@ def recent_mass(
     pairs = num_requests * num_kv_heads
     if not given:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        most = batch.max_recent or query.shape[0]  # it is in the step
+        most = batch.max_recent or query.shape[0]  # recent queries are queries of the step
         tiles = triton.cdiv(most * group, config["ROWS"])
         recent_log_sum_exp_kernel[(pairs, tiles)](
             lse, *inputs, batch.recents, *scalars, *strides, **switches
@@ -64,7 +64,7 @@ def recent_mass(
     recent_mass_kernel[(pairs, triton.cdiv(columns, config["BLOCK_K"]))](
         mass,
         lse,
-        # Where there are none, the kernel wants a pointer that it does not read.
+        # Without sinks the kernel needs a pointer that it does not read.
         softmax.sinks if softmax.sinks is not None else batch.seq_lens,
         *inputs,
         batch.recents,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel of `select`: exact top-k of ragged rows, one program a (request, KV head).
+"""Triton kernel of `select`: exact top-k of ragged rows, one program for each request and KV head.
 
-Radix search for the k-th largest score over the order-preserving integer image of the floats
-(four histograms of eight bits each), then one ordered sweep that writes the positions above it,
-and of those equal to it the lowest ones that still fit. No sort, no scratch memory.
+A radix search over the order-preserving integers of the floats (four histograms of eight bits each)
+finds the k-th largest score. One ordered sweep then writes the positions with a larger score, and
+of those with an equal one the lowest that still fit. There is no sort and no scratch memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def ordered_bits(scores, positions, num_sinks):
-    """Unsigned integers in the order of the scores; -0.0 equals 0.0, sinks count as +inf."""
+    """Map scores to unsigned integers in the same order; -0.0 equals 0.0, sinks count as +inf."""
     scores = tl.where(scores == 0.0, 0.0, scores)
     scores = tl.where(positions < num_sinks, float("inf"), scores)
     bits = scores.to(tl.int32, bitcast=True)
@@ -22,7 +22,7 @@ def ordered_bits(scores, positions, num_sinks):
     return signed.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
-# Rows of a larger tensor begin at any multiple of four bytes, and lengths change from step to step.
+# Rows of a larger tensor begin at any multiple of four bytes, and lengths change with every step.
 @triton.jit(
     do_not_specialize=["num_sinks", "max_keep", "stride_scores_request", "stride_scores_head"],
     do_not_specialize_on_alignment=["prompt_lens", "keeps"],
@@ -40,7 +40,7 @@ def select_kernel(
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`kept[r, g, :]`, `[R, G, max_keep]` contiguous: ascending positions, -1 behind `keeps[r]`."""
+    """Write `kept[r, g, :]`, `[R, G, max_keep]` contiguous: ascending positions, then -1."""
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
     length = tl.load(prompt_lens + r)
@@ -51,7 +51,7 @@ def select_kernel(
     offsets = tl.arange(0, BLOCK)
     bins = tl.arange(0, 256)
 
-    # `wanted` counts what is still to be found among the scores that share the prefix.
+    # `wanted` counts the positions still to be found among the scores that share the prefix.
     wanted = keep - WINDOW
     prefix = tl.full([], 0, tl.uint32)
     for i in tl.static_range(4):

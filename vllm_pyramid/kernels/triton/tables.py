@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-layer block tables and lengths for a stock paged kernel, without host synchronisation.
+"""Block tables and lengths of each layer for vLLM's own attention kernels.
 
-A kernel that knows nothing of `skips` (FlashAttention) sees an evicted layer as a shorter sequence
-whose table starts later. The results go to tensors that the caller keeps: their addresses do not
-change, so captured CUDA graphs may read them. Each function has a PyTorch twin, its oracle.
+A kernel without `skips` (FlashAttention, vLLM's Triton attention) sees an evicted layer as a
+shorter sequence whose table starts later. `attention/shifted_tables.py` calls both functions once a
+step, for all layers. The results go to tensors that the caller keeps: their addresses do not
+change, so captured CUDA graphs may read them. Nothing is read back to the host. Each function has a
+PyTorch twin, its oracle.
 
-Numbers that change from step to step are not specialised on: no step waits for a compiler.
+Numbers that change from step to step are not specialised on, so no step waits for a compiler.
 """
 
 from __future__ import annotations
@@ -26,12 +28,11 @@ def shift_tables_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move row `pid 0` of layer `pid 1` to the left, in place.
+    """Shift row `pid 0` of layer `pid 1` to the left, in place.
 
-    No two programs touch the same row, so only the order inside a program matters. Tiles go from
-    the left to the right, and an entry only moves to the left: what a tile stores lies in front of
-    all that a later tile loads. Inside a tile the barrier lets every load finish before the first
-    store.
+    No two programs touch the same row, so only the order inside a program matters. The tiles run
+    from left to right and entries only move to the left, so what a tile stores lies before all that
+    a later tile loads. Inside a tile the barrier lets every load finish before the first store.
     """
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -57,7 +58,7 @@ def effective_lens_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of tile `pid 0`, layer `pid 1`."""
+    """Compute the lengths of the rows of tile `pid 0` in layer `pid 1`."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     layer = tl.program_id(1).to(tl.int64)
     mask = rows < num_rows
@@ -69,16 +70,18 @@ def effective_lens_kernel(
 def shift_block_tables_(
     tables: torch.Tensor, skips: torch.Tensor, block_size: int, num_columns: int
 ) -> None:
-    """Leave the skipped blocks out of every row, in place and in one launch.
+    """Shift the skipped blocks out of every row, in place and in one launch.
 
     The first `num_columns` entries of a row move `skips[l, r] // block_size` entries to the left,
-    zeros (the null block) follow them. Rows that skip nothing are not touched, nor are the entries
-    behind `num_columns`.
+    and zeros (the null block) follow them. Rows that skip no whole block are not touched, nor are
+    the entries behind `num_columns`. With zero layers or requests nothing is launched.
 
     Args:
-        tables: `[L, >= R, M]` int32, written. skips: `[L, R]` int32, tokens.
-        num_columns: entries that the longest of the rows uses, at most M: known on the host, it
-            keeps short batches from moving the width of the longest possible request.
+        tables: `[L, >= R, M]` int32, written.
+        skips: `[L, R]` int32, tokens.
+        block_size: tokens of a block.
+        num_columns: number of entries that the longest row uses, at most M. The host knows it, so
+            that short batches do not move the width of the longest possible request.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -113,15 +116,20 @@ def shift_block_tables_(
 def effective_lens(
     dst: torch.Tensor, seq_lens: torch.Tensor, skips: torch.Tensor, block_size: int = 1
 ) -> None:
-    """Write `dst[r] = max(0, seq_lens[r] - skip)`, the skip rounded down to a block.
+    """Write `dst[r] = max(0, seq_lens[r] - skip)`, with the skip rounded down to a block.
 
-    With the `block_size` of `shift_block_tables_` the lengths fit its tables (and where a
-    skip is not aligned, include the dead rows at the front of the first block); with 1 they count
-    the visible tokens. Rows of padding, length 0, stay 0 whatever their skip.
+    With the `block_size` of `shift_block_tables_` the lengths fit its tables; if a skip is not a
+    multiple of it, they include the skipped tokens at the front of the first block. With 1 they
+    count the visible tokens. Requests of padding, with length 0, stay 0 whatever their skip.
 
     Args:
-        dst: `[>= R]` int32, written in `0 .. R - 1`, or `[L, >= R]`.
-        seq_lens: `[>= R]` int32. skips: `[R]` int32, or `[L, R]`.
+        dst: `[>= R]` or `[L, >= R]` int32; entries `0 .. R - 1` are written.
+        seq_lens: `[>= R]` int32.
+        skips: `[R]` or `[L, R]` int32.
+        block_size: tokens to round skips down to.
+
+    Raises:
+        ValueError: the shapes do not fit together.
     """
     _check_rows("dst", dst, skips, dims=skips.dim())
     if skips.dim() == 1:
@@ -151,7 +159,7 @@ def effective_lens(
 def shift_block_tables_reference_(
     tables: torch.Tensor, skips: torch.Tensor, block_size: int, num_columns: int
 ) -> None:
-    """PyTorch twin of `shift_block_tables_`."""
+    """Shift as `shift_block_tables_`, in PyTorch."""
     for layer, row in (skips // block_size).nonzero().tolist():
         shift = int(skips[layer, row]) // block_size
         entries = tables[layer, row, :num_columns]
@@ -163,7 +171,7 @@ def shift_block_tables_reference_(
 def effective_lens_reference(
     dst: torch.Tensor, seq_lens: torch.Tensor, skips: torch.Tensor, block_size: int = 1
 ) -> None:
-    """PyTorch twin of `effective_lens`."""
+    """Write as `effective_lens`, in PyTorch."""
     num_rows = skips.shape[-1]
     aligned = skips // block_size * block_size
     dst[..., :num_rows] = (seq_lens[:num_rows] - aligned).clamp_min(0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile shapes of the Triton kernels, and the scratch memory of decode.
+"""Tile shapes of the Triton kernels, and the scratch memory of split decode.
 
-Fixed tables instead of autotuning: a captured graph or a first request must not stop to measure,
-and equal inputs must take equal paths on every rank.
+The shapes are fixed and not autotuned: neither a captured graph nor a first request may stop to
+measure, and equal inputs must take equal paths on every rank.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import triton
 
 
 def padded_head_size(head_size: int) -> int:
-    """The head size as the tile sees it: a power of two, at least a tensor-core step."""
+    """Round the head size up to a power of two, and to at least one tensor-core step."""
     return max(16, triton.next_power_of_2(head_size))
 
 
 def decode_config(head_size: int, element_size: int, group: int) -> dict[str, int]:
-    """Tile of `decode_kernel`. About 16 KiB of K in flight a stage, whatever the head size."""
+    """Choose the tile of `decode_kernel`: about 16 KiB of K in flight per stage."""
     block_d = padded_head_size(head_size)
     block_k = max(16, min(128, 16384 // (block_d * element_size)))
     rows = max(16, triton.next_power_of_2(group))
     num_warps = 4 if rows <= 32 else 8
     if element_size == 4:
-        # IEEE products run on the FMA units, whose operands all have to sit in registers.
+        # IEEE products run on the FMA units, whose operands must all be in registers.
         block_k = 16 if block_d >= 128 else 32
         num_warps = 8
     return {
@@ -39,7 +39,7 @@ def decode_config(head_size: int, element_size: int, group: int) -> dict[str, in
 
 
 def prefill_config(head_size: int, element_size: int) -> dict[str, int]:
-    """Tile of `prefill_kernel`."""
+    """Choose the tile of `prefill_kernel`."""
     block_d = padded_head_size(head_size)
     if element_size == 4:
         return {
@@ -60,7 +60,7 @@ def prefill_config(head_size: int, element_size: int) -> dict[str, int]:
 
 
 def score_config(head_size: int, element_size: int, group: int, window: int) -> dict[str, int]:
-    """Tile of the scoring kernels: `HEADS * WINDOW_TILE` query rows, 16 to 64."""
+    """Choose the tile of the window kernels: `HEADS * WINDOW_TILE` query rows, 16 to 64."""
     block_d = padded_head_size(head_size)
     if element_size == 4:
         max_rows, block_k = 16, 16  # FMA units, see `decode_config`
@@ -79,7 +79,7 @@ def score_config(head_size: int, element_size: int, group: int, window: int) -> 
 
 
 def recent_config(head_size: int, element_size: int) -> dict[str, int]:
-    """Tile of the kernels of `recent_mass`, whose rows are many."""
+    """Choose the tile of the kernels of `recent_mass`, which have many rows."""
     block_d = padded_head_size(head_size)
     size = 16 if element_size == 4 else 64 if block_d <= 128 else 32  # FMA units: `decode_config`
     warps = 8 if element_size == 4 else 4
@@ -88,18 +88,24 @@ def recent_config(head_size: int, element_size: int) -> dict[str, int]:
 
 @functools.cache
 def target_programs(device: torch.device) -> int:
-    """Programs that fill the device: four a multiprocessor; few where the interpreter runs them."""
+    """Return how many programs fill the device: four per multiprocessor; 4 in the interpreter."""
     if device.type != "cuda":
         return 4
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def choose_num_splits(programs: int, num_pairs: int, max_seq_len: int, block_k: int) -> int:
-    """Splits of the context for `num_pairs` (request, KV head) pairs: a power of two, at most 64.
+    """Choose the number of splits of the context: a power of two, at most 64.
 
-    As many as keep `num_pairs * splits <= programs` and give every split of the longest request
-    two tiles or more; 1 where the pairs alone fill the device. Depends on numbers the host knows,
-    so a captured graph always replays the same launch.
+    The result is the largest that keeps `num_pairs * splits <= programs` and gives every split of
+    the longest request two tiles or more; it is 1 if the pairs alone fill the device. It depends
+    only on numbers that the host knows, so a captured graph always replays the same launch.
+
+    Args:
+        programs: number of programs that fill the device.
+        num_pairs: number of (request, KV head) pairs.
+        max_seq_len: the most tokens of a request.
+        block_k: keys of a tile.
     """
     limit = min(programs // max(num_pairs, 1), max_seq_len // (2 * block_k), 64)
     return 1 << (max(limit, 1).bit_length() - 1)
@@ -107,14 +113,17 @@ def choose_num_splits(programs: int, num_pairs: int, max_seq_len: int, block_k: 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch of split decode: allocated once, shared by all layers of one head geometry.
+    """Scratch of split decode, allocated once and shared by all layers of one head geometry.
 
-    Because `num_pairs * splits` never exceeds the programs that fill the device, the size does not
-    grow with the number of requests: about 1 MiB for 32 heads of 128 on 132 multiprocessors.
+    `num_pairs * splits` never exceeds the number of programs that fill the device if there is more
+    than one split, so the size does not grow with the number of requests: about 1 MiB for 32 heads
+    of 128 on 132 multiprocessors.
 
     Attributes:
-        partial_out: `[rows, D]` float32. partial_max, partial_sum: `[rows]` float32.
-        programs: see `choose_num_splits`.
+        partial_out: `[rows, D]` float32.
+        partial_max: `[rows]` float32.
+        partial_sum: `[rows]` float32.
+        programs: number of programs that fill the device, for `choose_num_splits`.
     """
 
     partial_out: torch.Tensor
@@ -130,8 +139,15 @@ class Workspace:
         device: torch.device | str,
         rows: int | None = None,
     ) -> Workspace:
-        """Allocate for every batch size; `rows` (requests * query heads * splits) for more splits
-        than `choose_num_splits` takes."""
+        """Allocate scratch that suffices for every batch size.
+
+        Args:
+            num_query_heads: H.
+            num_kv_heads: G.
+            head_size: D.
+            device: device of the scratch.
+            rows: requests * query heads * splits, for more splits than `choose_num_splits` chooses.
+        """
         device = torch.device(device)
         programs = target_programs(device)
         if rows is None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `topn_attention`: logits of all keys, the best of each row, their V alone.
+"""Triton kernels of `topn_attention`: logits of all keys, the best of each row, and their V.
 
-A *chooser* is a query that uses its best keys only; `choosers` is `[S, 2]` int32, its request and
-which of that request's queries it is. Each query head of a chooser is a row of `[S, H, columns]`
-logits, whose columns count from `skips[r]`.
+A *chooser* is a query that uses only its best keys; `choosers` is `[S, 2]` int32, the request of
+each and the query's index within that request. Each query head of a chooser is a row of the logits
+`[S, H, columns]`, whose columns count from `skips[r]`.
 
-V is touched by the last kernel alone, a row of D elements at a time: it may lie in host memory that
-the device can address.
+Only the last kernel reads V, a row of D elements at a time, so V may be in host memory that the
+device can address.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.kernels.triton.attention import LOG2_E
-from vllm_pyramid.kernels.triton.key_mass import load_keys, load_rows, visible_logits
+from vllm_pyramid.kernels.triton.device_functions import (
+    LOG2_E,
+    load_keys,
+    load_rows,
+    visible_logits,
+)
 from vllm_pyramid.kernels.triton.select import ordered_bits
 
-# A part of a batch begins anywhere in these tensors.
+# A part of a batch may begin at any address in these tensors.
 OF_CHOOSERS = ["block_table", "query_start_loc", "seq_lens", "skips", "choosers", "top_ns"]
 
 
 @triton.jit
 def sight_of(choosers, s, query_start_loc, seq_lens, skips, sliding_window, HAS_WINDOW):
-    """Of chooser s: request, row of the query, skip, and the columns it sees: first .. end - 1."""
+    """Return request, query row and skip of chooser s, and the columns it sees: first, end."""
     r = tl.load(choosers + 2 * s)
     start = tl.load(query_start_loc + r)
     num_queries = tl.load(query_start_loc + r + 1) - start
@@ -67,7 +71,7 @@ def topn_logits_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Base-2 logits of one tile of keys. Grid: chooser and KV head, tile."""
+    """Compute the base-2 logits of one tile of keys. Grid: chooser and KV head, tile."""
     s = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
     r, token, skip, first, end = sight_of(
@@ -127,10 +131,10 @@ def topn_choose_kernel(
     HAS_SINKS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """The best columns of one row, ascending, their weights, and what these are to be divided by.
+    """Find the best columns of one row (ascending), their weights, and the divisor of these.
 
-    `best` and `weights` are `[S, H, max_top_n]`, `totals` `[S, H]`. Grid: row. The search is that
-    of `select_kernel`.
+    `best` and `weights` are `[S, H, max_top_n]`, `totals` (the divisors) `[S, H]`. Grid: row. The
+    search is that of `select_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     s = tl.program_id(0) // NUM_HEADS
@@ -151,7 +155,7 @@ def topn_choose_kernel(
         top = tl.maximum(top, sink)
         total += tl.exp2(sink - top)
 
-    # `wanted` counts what is still to be found among the logits that share the prefix.
+    # `wanted` counts the columns still to be found among the logits that share the prefix.
     wanted = tl.minimum(tl.load(top_ns + r), end - first)
     prefix = tl.full([], 0, tl.uint32)
     for i in tl.static_range(4):
@@ -224,7 +228,7 @@ def topn_values_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """The weighted sum of the chosen rows of V. Grid: chooser and query head."""
+    """Sum the chosen rows of V by their weights. Grid: chooser and query head."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.program_id(0) // NUM_HEADS
     head = tl.program_id(0) % NUM_HEADS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`topn_attention` on Triton: scratch memory and launches (see `functions.py`)."""
+"""Launcher of `topn_attention`, a part of `functions.py`: scratch memory and launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_pyramid.kernels.triton.topn import (
 )
 
 LOG2_E = 1.4426950408889634
-_ALIGNMENT = 64  # of the scratch's parts, in numbers: a kernel is another one where it is less
+_ALIGNMENT = 64  # numbers; less aligned parts of the scratch would compile other variants
 
 
 def topn_attention(
@@ -34,10 +34,10 @@ def topn_attention(
     value_rows: torch.Tensor | None = None,
     choosers: Choosers | None = None,
 ) -> None:
-    """See `Ops.topn_attention`. `value_cache` may be memory of the host that the device addresses.
+    """Attend to other requests with `paged_attention`, and to choosers in three launches.
 
-    Without `choosers` they are read back from the device. A workspace must have room for one
-    chooser: `workspace_cells(1, ...)`.
+    V may be in host memory that the device can address. Without `choosers` they are read back from
+    the device. A workspace must have room for one chooser, `workspace_cells(1, ...)`.
 
     Raises:
         ValueError: shapes, dtypes, strides or the workspace do not fit.
@@ -61,7 +61,7 @@ def topn_attention(
         if sliding_window:
             seen = seen.clamp(max=sliding_window)
         chooses = (top_ns > 0) & (top_ns < seen) & (queries > 0)
-        # Requests that choose show nothing here: no V of theirs is read.
+        # Here the requests that choose see no key, so none of their V is read.
         others = replace(batch, seq_lens=torch.where(chooses, skips, seq_lens))
         paged_attention(out, others, softmax)
         if choosers is None:
@@ -92,10 +92,13 @@ def topn_attention(
 
 
 def workspace_cells(choosers: int, num_heads: int, columns: int, max_top_n: int) -> int:
-    """Float32 scratch that so many choosing queries take.
+    """Return the float32 cells of scratch that `choosers` queries need to choose at once.
 
     Args:
-        columns: keys that one sees at most. max_top_n: that it takes at most.
+        choosers: number of queries that choose.
+        num_heads: number of query heads.
+        columns: the most keys that one of them sees.
+        max_top_n: the most keys that one of them uses.
     """
     return choosers * num_heads * (columns + 2 * max_top_n + 1) + 4 * _ALIGNMENT
 
@@ -111,7 +114,7 @@ def _choose(
     workspace: torch.Tensor,
     renormalize: bool,
 ) -> None:
-    """The queries `choosers`, `[S, 2]`, choose among `columns` keys and take V of theirs."""
+    """Let the queries `choosers`, `[S, 2]`, choose among `columns` keys and sum the V of these."""
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     block_table, query_start_loc = batch.block_table, batch.query_start_loc
     seq_lens, skips = batch.seq_lens, batch.skips
@@ -127,7 +130,7 @@ def _choose(
     best = best.view(torch.int32)
     config = decode_config(head_size, query.element_size(), group)
     window = {"HAS_WINDOW": sliding_window > 0}
-    wide = value_cache.element_size() == 4  # half as many rows, so that they stay in registers
+    wide = value_cache.element_size() == 4  # take half as many rows, which stay in registers
     tiles = triton.cdiv(columns, config["BLOCK_K"])
     topn_logits_kernel[(num_choosers * num_kv_heads, tiles)](
         logits, query, key_cache, block_table, query_start_loc, seq_lens, skips, choosers,
@@ -161,7 +164,7 @@ def _count_rows(
     chooses: torch.Tensor,
     queries: torch.Tensor,
 ) -> None:
-    """Add the rows of V that are needed."""
+    """Add the number of V rows that each request needs to `value_rows`."""
     sliding_window = softmax.sliding_window
     whole = batch.seq_lens - batch.skips
     if sliding_window:
@@ -177,7 +180,7 @@ def _count_rows(
 
 
 def _choosers(chooses: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """`[S, 2]`: every query of the requests that choose."""
+    """List every query of the requests that choose: `[S, 2]`."""
     pairs = [
         (r, i)
         for r, (wanted, count) in enumerate(zip(chooses.tolist(), queries.tolist(), strict=True))

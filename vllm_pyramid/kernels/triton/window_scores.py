@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of `window_scores`: log-sum-exp of the window's queries, mass per key, pooling.
 
-Two passes over K: the first finds each query's log-sum-exp (split over the context, then joined),
-the second recomputes the logits and sums the probabilities of every key. With the log-sum-exp of
-the prefill attention at hand the first pass falls away. Nothing of size (queries x keys) is stored.
+There are two passes over K. The first finds each query's log-sum-exp (split over the context, then
+joined), and is left out if attention has written it. The second computes the logits again and sums
+the probabilities of every key. Nothing of size (queries x keys) is stored.
 
-A tile of query rows is `HEADS` heads times `WINDOW_TILE` queries, so that a short window still
+A tile of query rows holds `HEADS` heads times `WINDOW_TILE` queries, so that a short window still
 fills a tensor-core tile; row `i` is head `i // WINDOW_TILE`, query `i % WINDOW_TILE`.
 """
 
@@ -14,17 +14,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.kernels.triton.attention import LOG2_E, dot, soft_capped, with_sink
-from vllm_pyramid.kernels.triton.key_mass import key_factors
+from vllm_pyramid.kernels.triton.device_functions import (
+    LOG2_E,
+    dot,
+    key_factors,
+    soft_capped,
+    with_sink,
+)
 
 
 @triton.jit
 def window_logits(
     q, k, scale, soft_cap, key_positions, query_positions, HAS_SOFT_CAP: tl.constexpr
 ):
-    """Base-2 logits of a tile with the causal mask inside the window.
+    """Compute the base-2 logits of a tile with the causal mask inside the window.
 
-    `scale` is a number, or one of each key, `[1, BLOCK_K]`.
+    `scale` is a number, or `[1, BLOCK_K]` with one for each key.
     """
     logits = dot(q, tl.trans(k))
     logits = logits * scale
@@ -71,9 +76,9 @@ def window_max_sum_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_KEY_SCALES: tl.constexpr,
 ):
-    """Maximum and sum of the softmax over one span of keys; `partial_*` are `[R, H, W, splits]`.
+    """Find the maximum and sum of each row over one split of the keys.
 
-    Grid: request and KV head, row tile, split.
+    `partial_*` are `[R, H, W, splits]`. Grid: request and KV head, row tile, split.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
@@ -87,7 +92,7 @@ def window_max_sum_kernel(
     head_in_group = head_start + rows // WINDOW_TILE
     in_window = window_start + rows % WINDOW_TILE
     row_mask = (head_in_group < GROUP) & (in_window < WINDOW)
-    # Rows of the padding repeat a real one: finite numbers, not stored.
+    # Rows of padding repeat a real one: finite numbers that are not stored.
     heads = (g * GROUP + tl.minimum(head_in_group, GROUP - 1)).to(tl.int64)
     window_row = tl.minimum(in_window, WINDOW - 1)
     dims = tl.arange(0, BLOCK_D)
@@ -149,7 +154,7 @@ def join_log_sum_exp_kernel(
     ROWS: tl.constexpr,
     SPLITS_TILE: tl.constexpr,
 ):
-    """Join the splits of `ROWS` (request, head, query) rows; natural logarithm, without sinks."""
+    """Join the splits of `ROWS` (request, head, query) rows; store natural logarithms, no sinks."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < num_rows
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -213,12 +218,12 @@ def window_mass_kernel(
     HAS_KEY_SCALES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Probability that the window gives each key, reduced over the heads of a KV head.
+    """Sum the probabilities that the window gives each key, reduced over the group's query heads.
 
     `mass` is `[R, G, num_columns]`; columns behind `prompt_lens[r] - WINDOW` become -inf.
     `log_sum_exp` is `[T, H]` (`LSE_BY_TOKEN`) or `[R, H, W]`, by strides; the sinks are added to it
-    here. Grid: request and KV head, tile of keys. K is loaded once and meets all the group's
-    queries.
+    here. Grid: request and KV head, tile of keys. A tile of K is loaded once and multiplied with
+    all queries of the group.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS

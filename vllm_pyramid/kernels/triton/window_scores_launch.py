@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`window_scores` on Triton: checks, scratch memory and launches (see `functions.py`)."""
+"""Launchers of the window scores, a part of `functions.py`: checks, scratch memory, launches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def window_scores(
     *,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `Ops.window_scores`. `log_sum_exp` may have any strides here."""
+    """Score by the mass kernels, then pool; `log_sum_exp` may have any strides."""
     mass = _window_mass(batch, softmax, reduction.gqa_reduce, log_sum_exp)
     return _pooled(mass, batch, reduction)
 
@@ -41,10 +41,9 @@ def window_scores_and_statistics(
     *,
     log_sum_exp: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, WindowStatistics]:
-    """See `Ops.window_scores_and_statistics`.
+    """Score as `window_scores` does, and let PyTorch compute the statistics of the unpooled mass.
 
-    The statistics are computed from the unpooled mass by PyTorch, outside the kernels: they are for
-    the end of a prompt, not for the path of every step. Nothing is read back.
+    A prompt needs them once, at its end, so they have no kernel. Nothing is read back.
     """
     mass = _window_mass(batch, softmax, reduction.gqa_reduce, log_sum_exp)
     statistics = window_statistics(mass, batch.prompt_lens, window=batch.window)
@@ -54,7 +53,7 @@ def window_scores_and_statistics(
 def _window_mass(
     batch: WindowBatch, softmax: Softmax, gqa_reduce: str, log_sum_exp: torch.Tensor | None
 ) -> torch.Tensor:
-    """The scores before they are pooled: `[R, G, max_prompt_len - window]` float32."""
+    """Return the scores before pooling: `[R, G, max_prompt_len - window]` float32."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     prompt_lens, window, max_prompt_len = batch.prompt_lens, batch.window, batch.max_prompt_len
     scales, scale_strides = check_keys(key_cache, batch.key_scales)
@@ -93,7 +92,7 @@ def _window_mass(
     if log_sum_exp is None:
         num_rows = num_requests * num_kv_heads * group * window
         splits = triton.cdiv(max_prompt_len, KEYS_PER_SPLIT)
-        # Two tensors: the second half of one would begin anywhere, which is another variant.
+        # Two tensors: the second half of one tensor could be unaligned, which is another variant.
         partial_max, partial_sum = (
             torch.empty(num_rows, splits, dtype=torch.float32, device=device) for _ in range(2)
         )
@@ -124,7 +123,7 @@ def _window_mass(
     window_mass_kernel[(num_requests * num_kv_heads, triton.cdiv(num_columns, config["BLOCK_K"]))](
         mass,
         log_sum_exp,
-        # Where there are none, the kernel wants a pointer that it does not read.
+        # Without sinks the kernel needs a pointer that it does not read.
         softmax.sinks if softmax.sinks is not None else prompt_lens,
         *inputs,
         *scalars,
@@ -149,7 +148,7 @@ def _pooled(mass: torch.Tensor, batch: WindowBatch, reduction: Reduction) -> tor
 def pool(
     mass: torch.Tensor, prompt_lens: torch.Tensor, window: int, kernel_size: int, *, average: bool
 ) -> torch.Tensor:
-    """The pooling of `Ops.window_scores`, on the mass `[R, G, columns]`."""
+    """Pool the mass `[R, G, columns]` along the positions, with stride 1 and the same width."""
     num_requests, num_kv_heads, num_columns = mass.shape
     pooled = torch.empty_like(mass)
     block = min(1024, max(128, triton.next_power_of_2(num_columns)))
