@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import IntArray, Plan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint, IntArray, Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.request import RequestKeys, resolve
 
@@ -32,10 +32,10 @@ def plan_for(
 
 def plans_of(
     prompt_lens: npt.NDArray[np.int32], kept_lens: npt.NDArray[np.int32], budget: int
-) -> list[Plan]:
-    """Plans that keep `kept_lens`, `[L, E]`, of the prompts, without any rounding."""
+) -> list[EvictionPoint | DeferredPlan]:
+    """Points that keep `kept_lens`, `[L, E]`, of the prompts, without any rounding."""
     return [
-        RetentionPlan.of(n, 1, budget, column, False)
+        EvictionPoint.of(n, 1, budget, column, False)
         for n, column in zip(prompt_lens.tolist(), kept_lens.T, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from tests.plans import plans_of
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.plan import Plan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import WorkerHooks, WorkerSide
@@ -102,7 +102,7 @@ def make_evictions(
     lens: Sequence[int],
     kept_lens: Sequence[Sequence[int]] | None = None,
     *,
-    plans: list[Plan] | None = None,
+    plans: list[EvictionPoint | DeferredPlan] | None = None,
     block_size: int = 16,
 ) -> StepEvictions:
     """Whole prompts that end in one step, one behind the other.

@@ -171,9 +171,9 @@ def test_plans_of_requests() -> None:
     policy = load_policy("pyramidkv", 512)
 
     def keep(extra: dict[str, Any] | None) -> list[int]:
-        return plan_for(policy, RequestKeys.parse(extra), 2048, 4, 16).keep.tolist()
+        return plan_for(policy, RequestKeys.parse(extra), 2048, 4, 16).end.keep.tolist()
 
-    assert keep(None) == policy.plan(2048, 4, 16).keep.tolist()
+    assert keep(None) == policy.plan(2048, 4, 16).end.keep.tolist()
     assert keep({"kv_policy": "full"}) == [2048] * 4
     assert keep({"kv_policy": "full", "kv_budget": "100%"}) == [2048] * 4
     assert keep({"kv_policy": "pyramidkv"}) == keep(None)
@@ -227,7 +227,7 @@ def test_another_allocator_comes_from_the_scheduler_alone() -> None:
     served = for_request(policy, {**sent, "kv_budget": 32})
     assert served.error is None and served.budget == Budget.parse(32)
     plan = served.policy.plan(500, 2, 1, served.budget)
-    assert not plan.is_open and plan.keep.tolist() == [20, 44]
+    assert not plan.is_deferred and plan.end.keep.tolist() == [20, 44]
     assert served.policy is for_request(policy, sent).policy, "made once"
     check_request(policy, SamplingParams(extra_args={"kv_budget": 32}))
     with pytest.raises(ValueError, match="not for requests to set"):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.plan import RetentionPlan
+from vllm_pyramid.plan import RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.request import RequestKeys, resolve
@@ -47,22 +47,22 @@ def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) ->
     without = policy.model_copy(update={"chunk": {"kind": "points"}})
     at_end = _plan(without, prompt_len, block_size)
     # At the end the policy keeps what it keeps without points.
-    assert (plan.skip == at_end.skip).all() and (plan.keep == at_end.keep).all()
+    assert (plan.end.skip == at_end.end.skip).all() and (plan.end.keep == at_end.end.keep).all()
     tokens, behind = policy.chunk.tokens, max(policy.window, 2)
-    points = [inner.prompt_len for inner in plan.inner]
+    points = [inner.computed for inner in plan.inner]
     assert points == list(range(points[0], n - behind + 1, tokens)) if points else True
     assert all(point % tokens == 0 for point in points)
     keep = max(policy.chunk.keep or tokens, plan.budget_tokens)
     if not points and plan.evicts:  # nothing to give before the end: less than a block
         last = (n - behind) // tokens * tokens
-        assert last <= 0 or (_plan_of_inside(policy, last, keep, block_size).skip == 0).all()
+        assert last <= 0 or (_plan_of_inside(policy, last, keep, block_size).end.skip == 0).all()
     numbers = range(1, plan.end_number + 1)
     skips = [np.zeros(LAYERS, np.int32), *(plan.skip_after(number) for number in numbers)]
     for before, after in itertools.pairwise(skips):
         assert (after >= before).all(), "what was given back cannot be taken back"
     for inner in plan.inner:
         assert inner.skip.any() and not (inner.skip % block_size).any()
-        assert inner.held.mean() >= min(keep, inner.prompt_len) - 1
+        assert inner.held.mean() >= min(keep, inner.computed) - 1
         assert (inner.held >= (policy.chunk.window or policy.window)).all()
     # The number of the latest eviction, by definition.
     ends = [plan.computed_at(number) for number in numbers]
@@ -93,7 +93,7 @@ def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, gene
         # A step ends here: what was given back by an eviction before it is gone.
         skip = plan.skip_after(plan.evictions_by(computed - 1))
         held.append(int((-(-computed // size) - skip // size).sum()))
-    peak = plan.most_blocks(total, np.full(LAYERS, size))
+    peak = peak_blocks(plan, total, np.full(LAYERS, size))
     assert peak.shape == (LAYERS,) and int(peak.sum()) == max(held)
 
 
@@ -102,7 +102,7 @@ def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, gene
 def test_the_worst_prompt_is_no_worse(policy: Policy, longest: int) -> None:
     """What the pool must have is enough for every prompt up to that length, and hardly more."""
     sizes = np.full(LAYERS, 8)
-    most = max(int(_plan(policy, n).most_blocks(n, sizes).sum()) for n in range(1, longest + 1))
+    most = max(int(peak_blocks(_plan(policy, n), n, sizes).sum()) for n in range(1, longest + 1))
     bound = int(policy.most_blocks(longest, LAYERS, 8).sum())
     assert most <= bound <= most + 2 * LAYERS
 
@@ -157,10 +157,10 @@ def test_what_the_parts_inside_ask_for() -> None:
     history = load_policy("scissorhands", 64, {"chunk.tokens": 512, "schedule": "prompt_end"})
     for prompt_len in range(1424, 2000, 7):
         plan = _plan(history, prompt_len)
-        assert plan.inner and prompt_len - plan.inner[-1].prompt_len >= 400
+        assert plan.inner and prompt_len - plan.inner[-1].computed >= 400
     recent = load_policy("keydiff", 64, {"chunk.tokens": 64, "window": 32, "chunk.window": 0})
     for prompt_len in range(200, 300):
-        assert prompt_len - _plan(recent, prompt_len).inner[-1].prompt_len >= 32
+        assert prompt_len - _plan(recent, prompt_len).inner[-1].computed >= 32
 
 
 # Requests that need more than the pool -----------------------------------------------------------

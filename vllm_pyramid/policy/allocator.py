@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import Budget, Plan, RetentionPlan
+from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -105,12 +105,13 @@ class CurveAllocator(Allocator):
         mean = prompt_len
         if policy.evicts:
             mean = budget.tokens_for(prompt_len, policy.min_budget)
-        plan = plan_of_tokens(policy, self, prompt_len, num_layers, block_size, mean)
+        end = point_of_tokens(policy, self, prompt_len, num_layers, block_size, mean)
+        plan = RetentionPlan((end,))
         if not policy.schedule.every:
             return plan
         # A share is one of the prompt, also when more has been generated.
-        target = max(mean, budget.least(policy.min_budget))
-        return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan, target))
+        target = max(mean, budget.floor(policy.min_budget))
+        return plan.repeated(policy.schedule.every, partial(_later_point, policy, end, target))
 
 
 def round_to_sum(curve: Reals, total: int) -> Integers:
@@ -130,15 +131,15 @@ def round_to_sum(curve: Reals, total: int) -> Integers:
 
 
 @lru_cache(maxsize=8192)
-def plan_of_tokens(
+def point_of_tokens(
     policy: Policy,
     allocator: CurveAllocator | None,
     tokens: int,
     num_layers: int,
     block_size: int,
     mean: int,
-) -> RetentionPlan:
-    """What is kept of `tokens` tokens, on average `mean` a layer.
+) -> EvictionPoint:
+    """Return the point that keeps a mean of `mean` of `tokens` tokens in each layer.
 
     Args:
         allocator: divides them; None where all are kept.
@@ -150,19 +151,19 @@ def plan_of_tokens(
         assert fixed < mean, (fixed, mean, "the budget was not checked")
         assert allocator is not None
         keep = fixed + allocator.allocate(mean - fixed, num_layers, tokens - fixed)
-    return _plan_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
+    return _point_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
 
 
-def _plan_of(
+def _point_of(
     policy: Policy,
     tokens: int,
     block_size: int,
     mean: int,
     keep: npt.NDArray[Any],
     front: npt.NDArray[Any],
-) -> RetentionPlan:
+) -> EvictionPoint:
     recent = np.floor(keep * policy.selector.recent_share)
-    return RetentionPlan.of(
+    return EvictionPoint.of(
         tokens,
         block_size,
         mean,
@@ -173,13 +174,15 @@ def _plan_of(
     )
 
 
-def _later_plan(policy: Policy, prompt: RetentionPlan, target: int, computed: int) -> RetentionPlan:
+def _later_point(
+    policy: Policy, prompt: EvictionPoint, target: int, computed: int
+) -> EvictionPoint:
     """What is kept at the eviction after `computed` tokens; `target` is the prompt's budget."""
     assert isinstance(policy.allocator, CurveAllocator)
     layers, block_size, mean = prompt.num_layers, prompt.block_size, min(target, computed)
-    usual = plan_of_tokens(policy, policy.allocator, computed, layers, block_size, mean)
+    usual = point_of_tokens(policy, policy.allocator, computed, layers, block_size, mean)
     keep = policy.schedule.keep(prompt, computed, usual)
     front = policy.schedule.front(prompt, computed)
     if keep is usual.keep and not front.any():
         return usual
-    return _plan_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)
+    return _point_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)

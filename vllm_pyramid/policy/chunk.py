@@ -108,7 +108,9 @@ class EvictionPoints(Chunk):
         keep = Budget(tokens=max(inside.budget.tokens, plan.budget_tokens))
         return plan.with_inner(
             [
-                inside.plan(number * self.tokens, plan.num_layers, plan.block_size, keep).estimate()
+                inside.plan(number * self.tokens, plan.num_layers, plan.block_size, keep)
+                .estimate()
+                .end
                 for number in range(1, last + 1)
                 if number * self.tokens > keep.tokens_for(plan.prompt_len, 0)
             ]

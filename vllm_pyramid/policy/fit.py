@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_pyramid.plan import peak_blocks
 from vllm_pyramid.policy.request import ServedRequest
 
 
@@ -93,5 +94,5 @@ def _blocks(served: ServedRequest, prompt_len: int, computed: int, pool: Pool) -
     sizes = policy.block_sizes(pool.num_layers, pool.block_size)
     plan = served.plan(prompt_len, pool.num_layers, int(sizes.max()))
     stages = pool.stages or (pool.num_layers,)
-    blocks = plan.most_blocks(computed, sizes, stages=stages)
+    blocks = peak_blocks(plan, computed, sizes, stages=stages)
     return max(int(part.sum()) for part in np.split(blocks, np.cumsum(stages)[:-1])) + pool.beside

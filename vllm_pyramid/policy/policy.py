@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.plan import Budget, IntArray, Plan, RetentionPlan, with_turns
+from vllm_pyramid.plan import Budget, IntArray, Plan, RetentionPlan, peak_blocks, with_turns
 from vllm_pyramid.policy.allocator import Allocator
 from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
 from vllm_pyramid.policy.component import Component
@@ -335,7 +335,7 @@ class Policy(BaseModel):
 
         Args:
             longest: tokens that a prompt has at most. block_size: of K and V.
-            stages: see `RetentionPlan.most_blocks`.
+            stages: see `peak_blocks`.
 
         Returns:
             `[num_layers]`; their sum is what a pool must have, or each stage's sum its own pool.
@@ -345,8 +345,11 @@ class Policy(BaseModel):
         ends = np.cumsum(stages or (num_layers,))[:-1]
         most = [
             np.split(
-                self.plan(length, num_layers, int(sizes.max())).most_blocks(
-                    length + later, sizes, stages=stages
+                peak_blocks(
+                    self.plan(length, num_layers, int(sizes.max())),
+                    length + later,
+                    sizes,
+                    stages=stages,
                 ),
                 ends,
             )
@@ -386,4 +389,4 @@ def _plan(
         return policy.chunk.plan(policy, plan)
     before = [_plan(policy, turn, num_layers, block_size, budget, ()) for turn in turns]
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
-    return with_turns(plan, [turn.estimate() for turn in before], policy.min_turn)
+    return with_turns(plan, [turn.estimate().end for turn in before], policy.min_turn)

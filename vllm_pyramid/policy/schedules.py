@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from vllm_pyramid.plan import IntArray, RetentionPlan
+from vllm_pyramid.plan import EvictionPoint, IntArray
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Schedule(Component):
             return f"the schedule {self.kind!r} evicts what is generated, too"
         return super().not_resumable(policy)
 
-    def keep(self, prompt: RetentionPlan, computed: int, usual: RetentionPlan) -> IntArray:
+    def keep(self, prompt: EvictionPoint, computed: int, usual: EvictionPoint) -> IntArray:
         """Tokens that each layer keeps at a later eviction: `[L]`, for each KV head.
 
         Args:
@@ -59,14 +59,14 @@ class Schedule(Component):
         """
         return usual.keep
 
-    def front(self, prompt: RetentionPlan, computed: int) -> IntArray:
+    def front(self, prompt: EvictionPoint, computed: int) -> IntArray:
         """How many of the first tokens that a layer holds stay whatever their score: `[L]`.
 
         Survivors stand in ascending order, so the tokens that an earlier eviction kept come first.
         """
         return np.zeros_like(prompt.keep)
 
-    def recent(self, prompt: RetentionPlan, computed: int) -> int:
+    def recent(self, prompt: EvictionPoint, computed: int) -> int:
         """How many of the last tokens stay whatever their score, by this schedule alone."""
         return 0
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plan import Plan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.step.upload import upload
@@ -65,7 +65,7 @@ class EvictionBatch:
         return int(self.host_keeps.max())
 
     @property
-    def plans(self) -> Sequence[Plan]:
+    def plans(self) -> Sequence[EvictionPoint | DeferredPlan]:
         """S plans."""
         return [self.evictions.plans[index] for index in self.chosen]
 
@@ -77,7 +77,7 @@ class EvictionBatch:
         result = np.empty((2, len(self.chosen)), np.int32)
         for index, plan in enumerate(self.plans):
             result[:, index] = first, last
-            if isinstance(plan, RetentionPlan):
+            if isinstance(plan, EvictionPoint):
                 layer = self.call.layer
                 result[:, index] = max(first, plan.front[layer]), max(last, plan.recent[layer])
         return result

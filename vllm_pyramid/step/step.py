@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.kernels.records import FP8_DTYPES
-from vllm_pyramid.plan import DeferredPlan, Eviction, Plan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, Eviction, EvictionPoint, Plan, RetentionPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -99,6 +99,7 @@ class StepEvictions:
             or was open.
         tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
         of_prompts: `[E]` int32, tokens of the prompts; not given: `prompt_lens`.
+        every: `[E]` tokens between two evictions after the prompt's end, or 0; not given: 0.
         block_size: tokens of the largest cache block.
         copies: E lists of blocks that take copies of what a request's first eviction overwrites,
             layer by layer (`RetentionPlan.blocks_behind`); None where nothing is to be copied.
@@ -109,11 +110,12 @@ class StepEvictions:
     query_ends: IntArray
     query_lens: IntArray
     prompt_lens: IntArray
-    plans: list[Plan]
+    plans: list[EvictionPoint | DeferredPlan]
     numbers: list[int] = field(default_factory=list)
     from_end: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     previous_skips: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     of_prompts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    every: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     block_size: int = 16
     copies: Sequence[list[int] | None] = ()
     kept_lens: IntArray = field(init=False)
@@ -123,17 +125,20 @@ class StepEvictions:
     tokens_done: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        is_open = np.array([plan.is_open for plan in self.plans], bool)
-        self.unsolved = np.flatnonzero(is_open)
-        self.known: list[int] = np.flatnonzero(~is_open).tolist()
+        is_deferred = np.array([plan.is_deferred for plan in self.plans], bool)
+        self.unsolved = np.flatnonzero(is_deferred)
+        self.known: list[int] = np.flatnonzero(~is_deferred).tolist()
         # Prompts with pieces gave up what they give while the layers ran.
-        self._done = np.array([bool(plan.pieces) for plan in self.plans], bool)
+        self.resolved: dict[int, RetentionPlan] = {}
+        self._done = np.array([plan.thinned for plan in self.plans], bool)
         self._on_device: dict[bytes, _DeviceEvictions] = {}
         self._copies_on_device: dict[int, torch.Tensor] = {}
         self.kept_lens = np.stack([plan.held for plan in self.plans], axis=1)
         self.numbers = self.numbers or [1] * len(self.plans)
         if not self.from_end.size:
             self.from_end = np.zeros(len(self.plans), np.int64)
+        if not self.every.size:
+            self.every = np.zeros(len(self.plans), np.int64)
         if not self.of_prompts.size:
             self.of_prompts = self.prompt_lens
         if not self.previous_skips.size:
@@ -143,7 +148,7 @@ class StepEvictions:
             "does not fall back to fewer tokens as more are computed"
         )
         self.budgets = np.array([plan.budget_tokens for plan in self.plans], np.int32)
-        self.gives = is_open | np.any(
+        self.gives = is_deferred | np.any(
             self.kept_lens < self.prompt_lens - self.previous_skips, axis=0
         )
         self.tokens_done = np.zeros(len(self.request_ids), np.int64)
@@ -207,7 +212,7 @@ class StepEvictions:
             blocks, plan = self.copies[index], self.plans[index]
             if not blocks:
                 continue
-            assert isinstance(plan, RetentionPlan) and self.numbers[index] == 1
+            assert isinstance(plan, EvictionPoint) and self.numbers[index] == 1
             if (places := self._copies_on_device.get(index)) is None:
                 places = upload(np.array(blocks, np.int64), device)
                 self._copies_on_device[index] = places
@@ -215,7 +220,7 @@ class StepEvictions:
                 int(plan.blocks_behind[: call.layer].sum()),
                 plan.blocks_behind[call.layer],
             )
-            end = plan.prompt_len // plan.block_size
+            end = plan.computed // plan.block_size
             sources = call.block_table[int(self.rows[index]), end - int(count) : end].long()
             targets = places[start : start + int(count)]
             for cache in call.moved:
@@ -232,8 +237,9 @@ class StepEvictions:
         plan = self.plans[index]
         assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
         resolved = plan.resolve(keep)
-        self.plans[index] = resolved
-        self.kept_lens[:, index] = resolved.held
+        self.resolved[index] = resolved
+        self.plans[index] = resolved.end
+        self.kept_lens[:, index] = resolved.end.held
         self.budgets[index] = resolved.budget_tokens
 
 
@@ -349,7 +355,7 @@ class Step:
         for i in np.flatnonzero(evictions.gives).tolist():
             plan, keep = evictions.plans[i], None
             if i in unsolved:
-                assert isinstance(plan, RetentionPlan), "a prompt ended and was not solved"
+                assert isinstance(plan, EvictionPoint), "a prompt ended and was not solved"
                 keep = tuple(plan.keep.tolist())
             report[evictions.request_ids[i]] = Eviction(
                 int(evictions.tokens_done[i]), keep, evictions.numbers[i]

@@ -178,8 +178,7 @@ class TraceWriter:
                         np.full(heads, 1.0 if of_prompt and number == 1 else np.nan, np.float32),
                     )
                 arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = layers[layer]
-            plan = evictions.plans[index]
-            if not of_prompt or plan.every:
+            if not of_prompt or evictions.every[index]:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
             name = _file_name(request_id) + ("" if of_prompt else f"@{end}") + self.suffix
             partial = self.folder / f".{name}.part"

@@ -69,12 +69,12 @@ class EvictionTracker:
         plan = served.plan(prompt_len, self.num_layers, self.block_size)
         self.remove(request_id)
         self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan)
-        self._num_open += plan.is_open
+        self._num_open += plan.is_deferred
 
     def remove(self, request_id: str) -> None:
         """A request has finished."""
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._num_open -= request.initial.is_open
+            self._num_open -= request.initial.is_deferred
             for hooks in self.hooks:
                 hooks.forget(request_id)
 
@@ -175,7 +175,7 @@ class EvictionTracker:
         previous_skips = skips[:, ending]
         giving = np.array(
             [
-                plan.is_open or bool((plan.skip_after(number) != before).any())
+                plan.is_deferred or bool((plan.skip_after(number) != before).any())
                 for (plan, number), before in zip(pairs, previous_skips.T, strict=True)
             ]
         )
@@ -196,6 +196,7 @@ class EvictionTracker:
             from_end=from_end,
             previous_skips=previous_skips,
             of_prompts=np.array([requests[row].initial.prompt_len for row in ending], np.int32),
+            every=self._row_every[ending],
             block_size=self.block_size,
             copies=[self.copies.get(requests[row].request_id) for row in ending],
         )
@@ -212,8 +213,8 @@ class EvictionTracker:
         if step.evictions is not None:
             for index in step.evictions.unsolved.tolist():
                 request = step.requests[int(step.evictions.rows[index])]
-                assert request.initial.is_open
-                request.plan = step.evictions.plans[index]
+                assert request.initial.is_deferred
+                request.plan = step.evictions.resolved[index]
         step.evictions = None
         reports: dict[str, Any] = {}
         for hooks in self.hooks:

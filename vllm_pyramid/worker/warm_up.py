@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_pyramid.attention.layer_context import LayerContext
-from vllm_pyramid.plan import RetentionPlan
+from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.step import StepEvictions
@@ -126,7 +126,7 @@ def _evict(
     """Score, select and compact a prompt of `length` tokens, whose first `front` ones stay."""
     keeps = np.full(num_layers, policy.sinks + policy.window + 1)
     one = np.ones(1, np.int32)
-    plan = RetentionPlan.of(length, 1, int(keeps[0]), keeps, fill_blocks=False, front=front)
+    plan = EvictionPoint.of(length, 1, int(keeps[0]), keeps, fill_blocks=False, front=front)
     evictions = StepEvictions(
         request_ids=["made up"],
         rows=np.zeros(1, np.int64),
