@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint, IntArray, Plan
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 # `pyramidinfer` that thins small models: in pieces of 48 tokens each layer holds a step less.
 THINS: dict[str, Any] = {

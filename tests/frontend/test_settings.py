@@ -20,12 +20,12 @@ from vllm_pyramid.plan import Budget
 from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.policy.request import (
     ALLOCATOR_KEY,
-    RequestKeys,
     ServedRequest,
     check_request,
     for_request,
     resolve,
 )
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 
 pytestmark = pytest.mark.cpu
@@ -230,7 +230,7 @@ def test_another_allocator_comes_from_the_scheduler_alone() -> None:
     assert not plan.is_deferred and plan.end.keep.tolist() == [20, 44]
     assert served.policy is for_request(policy, sent).policy, "made once"
     check_request(policy, SamplingParams(extra_args={"kv_budget": 32}))
-    with pytest.raises(ValueError, match="not for requests to set"):
+    with pytest.raises(ValueError, match="cannot be set by requests"):
         check_request(policy, SamplingParams(extra_args=sent))
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from vllm_pyramid.kv_cache.session_cache import Conversation
 from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks, tokens_per_step
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.request import RequestKeys, check_request, resolve
+from vllm_pyramid.policy.request import check_request, resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 pytestmark = pytest.mark.cpu
 

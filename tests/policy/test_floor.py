@@ -12,7 +12,8 @@ from vllm import SamplingParams
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy, policy_names
-from vllm_pyramid.policy.request import RequestKeys, check_request, resolve
+from vllm_pyramid.policy.request import check_request, resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 pytestmark = pytest.mark.cpu
 
@@ -129,13 +130,13 @@ def test_of_a_request() -> None:
     assert kept(policy, 1000, {"kv_min_tokens": 0}) == 100
     assert kept(policy, 1000, {"kv_min_tokens": 300}) == 300
     assert kept(policy, 1000, {"kv_min_tokens": 0, "kv_budget": "5%"}) == 50
-    assert resolve(policy, RequestKeys()).least_of_share == FLOOR
+    assert resolve(policy, RequestKeys()).share_floor == FLOOR
     for extra, least in (({"kv_min_tokens": 7}, 7), ({"kv_budget": 64}, None)):
-        assert resolve(policy, RequestKeys.parse(extra)).least_of_share == least
+        assert resolve(policy, RequestKeys.parse(extra)).share_floor == least
     for wrong in (-1, 2**31, True, 1.5, "many", [3]):
         with pytest.raises(ValueError, match="kv_min_tokens of a request must be a number of tok"):
             RequestKeys.parse({"kv_min_tokens": wrong})
-    with pytest.raises(ValueError, match="a floor of shares, and the budget is 64 tokens"):
+    with pytest.raises(ValueError, match="a floor of percentage budgets, and the budget is 64 tokens"):
         resolve(policy, RequestKeys.parse({"kv_budget": 64, "kv_min_tokens": 5}))
     params = SamplingParams(extra_args={"kv_policy": "full", "kv_min_tokens": 5})
     with pytest.raises(ValueError, match="kv_min_tokens has no effect on policy 'full'"):

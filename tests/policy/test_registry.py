@@ -12,7 +12,8 @@ import pytest
 from vllm_pyramid.methods.curves import UniformAllocator
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.policy import AUTO, RECOMMENDED, load_policy, load_presets, policy_names
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.probe import probe
 
 pytestmark = pytest.mark.cpu

@@ -45,6 +45,7 @@ from vllm_pyramid.compat.side_channel import (
 from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
@@ -161,9 +162,9 @@ class Setup:
         policy = load_policy(self.policy, self.budget, dict(self.policy_args))
         in_flight = (1 + self.asynchronous) * self.max_num_batched_tokens
         beside = sum(layer.most_blocks(self.max_model_len, in_flight) for layer in self.beside)
-        if policy.inside is not None:
-            blocks = policy.most_blocks(
-                self.max_model_len, self.num_layers, self.block_size, self.stages
+        if policy.inner_policy is not None:
+            blocks = peak_blocks_up_to(
+                policy, self.max_model_len, self.num_layers, self.block_size, self.stages
             )
             return self.of_fullest_stage(blocks) + beside
         blocks = np.array([cdiv(self.max_model_len, size) for size in self.block_sizes])

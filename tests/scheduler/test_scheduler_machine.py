@@ -41,7 +41,8 @@ from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.scheduler import SampledShares
 from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan, peak_blocks
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.scheduler.admission import Admission
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
@@ -205,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = np.array(self.setup.block_sizes)
         blocks = peak_blocks(plan, prompt_len, sizes, stages=self.setup.stages)
         needed = self.setup.of_fullest_stage(blocks) + self.scheduler._pool.beside
-        refused = policy.inside is not None and needed > self.worker.num_blocks
+        refused = policy.inner_policy is not None and needed > self.worker.num_blocks
         assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
         self.seen["refused"] += refused
         return refused
@@ -407,8 +408,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = stop - computed - scheduled
         policy = self.scheduler.kv_policy
         window = policy.min_last_chunk
-        if policy.inside is not None and stop < plan.prompt_len:
-            window = policy.inside.min_last_chunk
+        if policy.inner_policy is not None and stop < plan.prompt_len:
+            window = policy.inner_policy.min_last_chunk
         assert left >= window or (left == 0 and scheduled >= window), (name, computed, scheduled)
 
     def check_tables(self) -> None:

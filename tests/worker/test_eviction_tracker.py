@@ -15,7 +15,8 @@ from tests.steps import make_tracker, the_hooks
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.plan import DeferredPlan, Eviction, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.request import ALLOCATOR_KEY, RequestKeys
+from vllm_pyramid.policy.request import ALLOCATOR_KEY
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 

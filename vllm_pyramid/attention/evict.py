@@ -34,7 +34,7 @@ def evict_layer(
     evictions.copy_blocks(call, evictions.known)
     shortened = evictions.chosen(call.layer)
     inside = evictions.from_end[shortened] < 0
-    of_inside = policy.inside or policy
+    of_inside = policy.inner_policy or policy
     for chooses, chosen in ((policy, shortened[~inside]), (of_inside, shortened[inside])):
         if chosen.size:
             _shorten(chooses, call, evictions, chosen, hooks, trace)

@@ -48,7 +48,7 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
         raise ValueError(
             f"a KV policy runs on CUDA devices and on CPUs; this is {current_platform.device_type}"
         )
-    if (reason := policy.not_shareable) is not None:
+    if (reason := policy.why_not_shareable) is not None:
         if args.enable_prefix_caching:
             raise ValueError(
                 f"policy {policy.name!r} does not work with --enable-prefix-caching: {reason}; "
@@ -124,7 +124,7 @@ def finish_config(
     )
     policy = served.policy
     refuse(OF_CONFIGURATION, config, policy)
-    served = replace(served, no_turns=_why_no_turns(config, served))
+    served = replace(served, why_no_turns=_why_no_turns(config, served))
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)
@@ -144,7 +144,7 @@ def finish_config(
 
 
 def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
-    """See `ServedSettings.no_turns`."""
+    """See `ServedSettings.why_no_turns`."""
     model = config.model_config
     if config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline stages have block pools of their own, in which no state is kept yet"
@@ -160,7 +160,7 @@ def _why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
 
 def _probe(config: VllmConfig, policy: Policy) -> None:
     """Try what the user's own classes score and select with, in the shape of this model."""
-    inside = policy.inside
+    inside = policy.inner_policy
     if inside is not None:
         _probe(config, inside)
     if not any(":" in part.kind for part in (policy.scorer, policy.selector)):

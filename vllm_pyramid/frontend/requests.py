@@ -69,7 +69,7 @@ class PolicyRequestChecks:
         if not isinstance(params, SamplingParams):
             return None
         try:
-            return check_request(settings.policy, params, settings.no_turns)
+            return check_request(settings.policy, params, settings.why_no_turns)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
@@ -92,7 +92,7 @@ class PolicyRequestChecks:
             found.check_turns(length)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
-        if engine.settings.policy.inside is None or request.sampling_params is None:
+        if engine.settings.policy.inner_policy is None or request.sampling_params is None:
             return
         if not engine.has_pool and processor.vllm_config.cache_config.num_gpu_blocks:
             engine.pool, engine.has_pool = pool_of(processor.vllm_config), True

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan.deferred import DeferredPlan, Plan
+from vllm_pyramid.plan.deferred import Plan
 from vllm_pyramid.plan.eviction_point import IntArray, read_only
 from vllm_pyramid.plan.retention import RetentionPlan
 
@@ -92,7 +92,7 @@ def overwritten_blocks(plan: Plan, stages: Sequence[int]) -> npt.NDArray[np.int6
     Args:
         stages: layers of each pipeline stage; a deferred plan has one.
     """
-    if isinstance(plan, DeferredPlan):
+    if plan.is_deferred:
         assert len(stages) == 1, "lengths are solved from the scores of all layers"
         # Each layer's share is rounded up, and may be one block more where blocks are filled.
         kept = -(-plan.budget_tokens * plan.num_layers // plan.block_size)

@@ -85,7 +85,7 @@ class Component(BaseModel):
         """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
         return False
 
-    def not_shareable(self, policy: Policy) -> str | None:
+    def why_not_shareable(self, policy: Policy) -> str | None:
         """Why a prompt cannot begin with what others have computed because of this part; None: it
         can.
 
@@ -94,14 +94,14 @@ class Component(BaseModel):
         """
         return None
 
-    def not_resumable(self, policy: Policy) -> str | None:
+    def why_not_resumable(self, policy: Policy) -> str | None:
         """Why the policy cannot evict where a conversation's earlier turns ended (`kv_turns`)
         because of this part; None: it can.
 
         It can where an eviction is the first of many as well as the last, goes by what the cache
         and the latest queries say, and leaves all that the next turn needs in the device's blocks.
         """
-        return self.not_shareable(policy)
+        return self.why_not_shareable(policy)
 
     @property
     def copies_blocks(self) -> bool:

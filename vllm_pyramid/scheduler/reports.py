@@ -18,6 +18,7 @@ from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -89,8 +90,8 @@ class Reports(SchedulerPoints):
             "evicted" if plan.evicts else "with this policy",
         )
         if plan.inner:
-            peak = self.kv_policy.most_blocks(
-                length, coordinator.num_layers, block_size, stages.sizes
+            peak = peak_blocks_up_to(
+                self.kv_policy, length, coordinator.num_layers, block_size, stages.sizes
             )
             logger.info(
                 "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
@@ -119,7 +120,7 @@ class Reports(SchedulerPoints):
             "blocks_after": int(whole.sum()),
         }
         turns = self.coordinator.turns(request.request_id)
-        if self.kv_policy.inside is not None or turns is not None:
+        if self.kv_policy.inner_policy is not None or turns is not None:
             report["inner_evictions"] = len(plan.inner)
         if turns is not None:
             report["kv_turns"] = [*turns, plan.prompt_len]

@@ -179,7 +179,7 @@ class EvictionTracker:
                 for (plan, number), before in zip(pairs, previous_skips.T, strict=True)
             ]
         )
-        inside = self.policy.inside or self.policy
+        inside = self.policy.inner_policy or self.policy
         for policy, there in ((self.policy, from_end >= 0), (inside, from_end < 0)):
             if policy.scorer.needs_queries:
                 short = scheduled[ending[giving & there]] < policy.window

@@ -289,7 +289,7 @@ class PyramidRunnerMixin:
             ValueError: the layer has one that scorers cannot undo.
         """
         policy = self.tracker.policy
-        scorers = [one.scorer for one in (policy, policy.inside) if one is not None]
+        scorers = [one.scorer for one in (policy, policy.inner_policy) if one is not None]
         scorer = next((scorer for scorer in scorers if scorer.needs_rotary), None)
         if scorer is None:
             return None

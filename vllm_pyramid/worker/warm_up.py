@@ -45,7 +45,7 @@ def compile_kernels(
     kinds = set()
     for context, layer in layers:
         policy = context.tracker.policy
-        policies = [one for one in (policy, policy.inside) if one is not None and one.evicts]
+        policies = [one for one in (policy, policy.inner_policy) if one is not None and one.evicts]
         queries = max((max(one.window, one.trace_window) for one in policies), default=0)
         queries = max(1, min(queries, max_model_len))
         call = _made_up_call(context, layer, queries, dtype)

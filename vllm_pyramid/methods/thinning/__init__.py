@@ -87,7 +87,7 @@ class RecentEnsembleScorer(AccumulatingScorer):
                 f"thinned by the schedule thin_generated, not by {policy.schedule.kind!r}"
             )
 
-    def not_shareable(self, policy: Policy) -> str | None:
+    def why_not_shareable(self, policy: Policy) -> str | None:
         """See the base."""
         return (
             "tokens leave between the layers while a prompt is processed, so the KV of a prefix "

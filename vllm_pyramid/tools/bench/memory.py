@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from vllm_pyramid.plan import Eviction, RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.tools.bench.cost import RequestNeeds, prefill_ops
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE, Shape
 
@@ -82,7 +83,7 @@ class PolicyMemory:
     @cached_property
     def _gathering(self) -> bool:
         """Whether what queries give keys is gathered beside the cache."""
-        inside = self.policy.inside
+        inside = self.policy.inner_policy
         return self.policy.scorer.gathers(self.policy) or (
             inside is not None and inside.scorer.gathers(inside)
         )
@@ -101,10 +102,10 @@ class PolicyMemory:
 
         Without evictions inside the prompt vLLM checks that all of its tokens fit.
         """
-        if self.policy.inside is None:
+        if self.policy.inner_policy is None:
             return self.whole_request_blocks(prompt_len + output_len)
         return max(
-            int(self.policy.most_blocks(prompt_len, self.shape.layers, BLOCK_SIZE).sum()),
+            int(peak_blocks_up_to(self.policy, prompt_len, self.shape.layers, BLOCK_SIZE).sum()),
             self._most_blocks(self._plan(prompt_len), output_len),
         )
 
