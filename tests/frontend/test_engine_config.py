@@ -262,9 +262,7 @@ def test_the_backend_is_one_that_vllm_will_accept(
     backend: str,
 ) -> None:
     backends = of_cuda(monkeypatch, capability)
-    assert backends.take_backend(resolved_config(**config), load_policy("pyramidkv")) == (
-        backend
-    )
+    assert backends.take_backend(resolved_config(**config), load_policy("pyramidkv")) == (backend)
 
 
 def test_sinks_below_sm_90_are_refused_by_the_combination(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_of_a_request() -> None:
     for wrong in (-1, 2**31, True, 1.5, "many", [3]):
         with pytest.raises(ValueError, match="kv_min_tokens of a request must be a number of tok"):
             RequestKeys.parse({"kv_min_tokens": wrong})
-    with pytest.raises(ValueError, match="a floor of percentage budgets, and the budget is 64 tokens"):
+    with pytest.raises(ValueError, match="percentage budgets, and the budget is 64 tokens"):
         resolve(policy, RequestKeys.parse({"kv_budget": 64, "kv_min_tokens": 5}))
     params = SamplingParams(extra_args={"kv_policy": "full", "kv_min_tokens": 5})
     with pytest.raises(ValueError, match="kv_min_tokens has no effect on policy 'full'"):

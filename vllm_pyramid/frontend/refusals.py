@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
-from vllm_pyramid.frontend.model_shape import SLIDING, has_other_layers, has_states, layer_kinds
+from vllm_pyramid.frontend.layer_kinds import SLIDING, has_other_layers, has_states, layer_kinds
 from vllm_pyramid.policy import Policy
 
 _STOCK_WORKERS = (

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_pyramid.compat.input_processor import check_images
-from vllm_pyramid.frontend.model_shape import has_other_layers
+from vllm_pyramid.frontend.layer_kinds import has_other_layers
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.request import ServedRequest, check_request
 from vllm_pyramid.policy.served_settings import ServedSettings

@@ -3,8 +3,8 @@
 
 How many tokens each layer keeps is a pure function of the prompt's length (`Policy.plan`); the
 parts choose which tokens. A policy never sees requests or blocks, so the scheduler and every
-worker can call it by themselves and agree. The front end reads and checks it once; it travels to the other
-processes as data (`Policy.as_data`).
+worker can call it by themselves and agree. The front end reads and checks it once; it travels to
+the other processes as data (`Policy.as_data`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm_pyramid.frontend.model_shape import CACHE_BYTES, CacheShape, shape_of_model, with_drafts
+from vllm_pyramid.frontend.cache_shape import CACHE_BYTES, CacheShape
+from vllm_pyramid.frontend.model_shape import shape_of_model, with_drafts
 from vllm_pyramid.frontend.settings import KVSettings, parse_policy_args
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from vllm_pyramid.frontend.model_shape import CacheShape
+from vllm_pyramid.frontend.cache_shape import CacheShape
 from vllm_pyramid.policy import DeferredPlan, Policy
 from vllm_pyramid.tools.budgets.other_layers import BlockSize, beside, beside_sentences
 
