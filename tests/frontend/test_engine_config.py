@@ -134,9 +134,9 @@ def test_drafts_from_hidden_states_and_a_policy_that_drops_them() -> None:
     [
         ({}, None),
         ({"speculative_config": drafts("ngram")}, None),
-        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline stages"),
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline stage"),
         ({"model_config.hf_text_config": WINDOWS}, None),
-        ({"model_config.hf_text_config": STATES}, "states that layers of this model have"),
+        ({"model_config.hf_text_config": STATES}, "layers of this model have a state"),
         ({"speculative_config": drafts("eagle")}, None),
     ],
 )

@@ -302,7 +302,7 @@ def test_settings_travel_as_data(name: str, tmp_path: Path) -> None:
     config = pickle.loads(pickle.dumps(config))
     assert ServedSettings.of(config) == served
     assert KVSettings.from_additional_config(given) == settings
-    with pytest.raises(ValueError, match="for this package's own processes"):
+    with pytest.raises(ValueError, match="is set by this package"):
         KVSettings.from_additional_config(config.additional_config)
 
 

@@ -21,18 +21,18 @@ def check_backend(chosen: AttentionBackendEnum | str | None) -> None:
     on_cuda = current_platform.device_type == "cuda"
     name = chosen.name if isinstance(chosen, AttentionBackendEnum) else chosen
     if name is not None and (not on_cuda or name.upper() not in BACKENDS):
-        why = "on the CPU vllm-pyramid's own kernels run; leave the flag out"
+        why = "on the CPU only vllm-pyramid's own kernels run; leave the flag out"
         if on_cuda:
-            why = f"per-layer tables are built for {' and '.join(BACKENDS)} here"
+            why = f"per-layer block tables work with {' and '.join(BACKENDS)}; choose one of them"
         raise ValueError(f"a KV policy does not work with --attention-backend {name} yet: {why}")
 
 
 def take_backend(config: VllmConfig, policy: Policy) -> str:
-    """On CUDA, put our backend in front: vLLM's kernels, reading per-layer tables. Its name."""
+    """On CUDA, register our backend, which runs vLLM's kernels on per-layer tables."""
     if policy.evicts and not policy.fill_blocks:
         raise ValueError(
             f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "
-            "block that the attention kernels for CUDA cannot mask: set fill_blocks to true"
+            "block, and the attention kernels for CUDA cannot mask it: set fill_blocks to true"
         )
     chosen = config.attention_config.backend
     name = _default_backend(config) if chosen is None else chosen.name
@@ -52,7 +52,7 @@ def take_backend(config: VllmConfig, policy: Policy) -> str:
 
 
 def take_cpu_backend(config: VllmConfig) -> None:
-    """On the CPU, name our backend, which our platform then answers with."""
+    """On the CPU, register our backend, which our platform then selects."""
     from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
 
     if not isinstance(current_platform, PyramidCpuPlatform):
@@ -66,32 +66,32 @@ def take_cpu_backend(config: VllmConfig) -> None:
 
 
 def take_draft_backend(config: VllmConfig) -> None:
-    """A draft model's blocks come from the same pool, so its attention is ours, too."""
+    """Set our backend for a draft model, whose blocks come from the same pool."""
     speculation = config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
         return
     if (chosen := speculation.attention_backend) is not None:
         raise ValueError(
             f"a KV policy does not work with attention_backend {chosen.name} of a draft model "
-            "(--speculative-config) yet: its layers take the backend of the model; leave it out"
+            "(--speculative-config) yet: its layers use the target model's backend; leave it out"
         )
     speculation.attention_backend = AttentionBackendEnum.CUSTOM
 
 
 def _default_backend(config: VllmConfig) -> str:
-    """The first backend that this device, this vLLM, the model and the cache allow.
+    """Return the first backend that device, vLLM, model and cache allow.
 
-    If none does it is the last one, whose reasons the user is told.
+    Returns the last one if there is none; `take_backend` then tells its reasons.
     """
     for name in BACKENDS:
         if not (reasons := _reasons_against(name, config)):
             return name
-        logger.debug("no %s under a KV policy: %s", name, ", ".join(reasons))
+        logger.debug("kv-policy: no attention backend %s: %s", name, ", ".join(reasons))
     return name
 
 
 def _reasons_against(name: str, config: VllmConfig) -> list[str]:
-    """What vLLM would say against a backend of ours when it builds the layers of a model."""
+    """Return vLLM's reasons against a backend for this model and cache."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -127,5 +127,5 @@ def _reasons_against(name: str, config: VllmConfig) -> list[str]:
 
 def _capability() -> DeviceCapability:
     found = current_platform.get_device_capability()
-    assert found is not None, "asked of CUDA devices alone"
+    assert found is not None, "only CUDA devices are asked for their capability"
     return found

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV policy asks of the rest of vLLM's configuration, and what it cannot live with.
+"""Fit vLLM's configuration to a KV policy, and refuse what does not work with one.
 
-Two moments: `prepare_args` before vLLM resolves its defaults (so that what vLLM would switch on by
-itself is switched off with one line, and what the user asked for is refused), `finish_config`
-after. Whatever is not mentioned here works or fails with vLLM's own message.
+`prepare_args` runs before vLLM resolves its defaults: it refuses what the user asked for, and
+switches off, with one log line, what vLLM would switch on by default. `finish_config` runs after.
+Options that are not mentioned here work, or fail with vLLM's own message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORKERS = {
 
 
 def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
-    """Refuse what the user asked for and eviction cannot do; switch off vLLM's own defaults.
+    """Refuse arguments that do not work with a policy; switch off such defaults of vLLM.
 
     Raises:
         ValueError: naming the flag to change.
@@ -66,8 +66,8 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
     check_backend(args.attention_backend or args.attention_config.backend)
     if envs.VLLM_USE_RUST_FRONTEND:
         raise ValueError(
-            "a KV policy does not work with VLLM_USE_RUST_FRONTEND yet: requests would not be "
-            "checked and counters not shown; unset it"
+            "a KV policy does not work with VLLM_USE_RUST_FRONTEND yet: it would neither check "
+            "requests nor show counters; unset it"
         )
     if current_platform.device_type == "cpu":
         from vllm_pyramid.compat.platform import defaults
@@ -76,7 +76,7 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
 
 
 def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVSettings) -> None:
-    """The same where the model matters: called when its configuration has been read.
+    """Do the same for what depends on the model, when its configuration has been read.
 
     Raises:
         ValueError: naming the flag to change.
@@ -86,13 +86,13 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
     if args.enable_prefix_caching:
         raise ValueError(
             "a KV policy does not work with --enable-prefix-caching and this model yet: some of "
-            "its layers keep a state, which would have to be kept at each point where another "
-            "prompt may leave this one; leave the flag out"
+            "its layers have a state, which would have to be stored at each point where another "
+            "prompt may diverge; leave the flag out"
         )
     if args.enable_prefix_caching is None:
         args.enable_prefix_caching = False
         logger.info(
-            "kv-policy %s: prefix caching is off: layers of this model keep a state",
+            "kv-policy %s: prefix caching is off: layers of this model have a state",
             settings.kv_policy,
         )
 
@@ -100,10 +100,11 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
 def finish_config(
     config: VllmConfig, settings: KVSettings, *, asks_prefix_caching: bool = False
 ) -> None:
-    """Check what vLLM made of the rest, and put our scheduler, worker and backend in place.
+    """Check the finished configuration; set our scheduler, worker and attention backend.
 
     Args:
-        asks_prefix_caching: whether the user did: some models show only later that they cannot.
+        asks_prefix_caching: whether the user asked for prefix caching. Some models turn out only
+            later not to support it.
 
     Raises:
         ValueError: naming the flag to change.
@@ -137,25 +138,24 @@ def finish_config(
 
 
 def why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
-    """See `ServedSettings.why_no_turns`."""
+    """Return why the engine cannot resume conversations; see `ServedSettings.why_no_turns`."""
     model = config.model_config
     if config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline stages have block pools of their own, in which no state is kept yet"
+        return "each pipeline stage has a block pool of its own, in which no session is cached yet"
     if has_states(model.hf_text_config, model.max_model_len):
-        return "the states that layers of this model have at the end of a turn are not kept yet"
+        return "layers of this model have a state, which is not stored at the end of a turn yet"
     if served.min_last_chunk > served.policy.min_turn:
         return (
-            f"for the drafts of a step, or its trace, the last chunk of a prompt has "
-            f"{served.min_last_chunk} tokens, more than a short turn"
+            "drafts or a trace make the last chunk of a prompt "
+            f"{served.min_last_chunk} tokens long, more than a short turn has"
         )
     return None
 
 
 def _probe(config: VllmConfig, policy: Policy) -> None:
-    """Try what the user's own classes score and select with, in the shape of this model."""
-    inside = policy.inner_policy
-    if inside is not None:
-        _probe(config, inside)
+    """Run the user's own scorer and selector once, in the shape of this model."""
+    if policy.inner_policy is not None:
+        _probe(config, policy.inner_policy)
     if not any(":" in part.kind for part in (policy.scorer, policy.selector)):
         return
     from vllm_pyramid.step.probe import probe
@@ -165,8 +165,8 @@ def _probe(config: VllmConfig, policy: Policy) -> None:
     probe(policy, heads, model.get_num_kv_heads(parallel), model.get_head_size())
 
 
-def _check_chunks(config: VllmConfig, policy: Policy, least: int) -> None:
-    """The last chunk of a prompt must be able to carry the observation window."""
+def _check_chunks(config: VllmConfig, policy: Policy, min_last_chunk: int) -> None:
+    """Raise ValueError if a step is too small for the last chunk of a prompt."""
     if not policy.evicts:
         return
     scheduler = config.scheduler_config
@@ -175,12 +175,11 @@ def _check_chunks(config: VllmConfig, policy: Policy, least: int) -> None:
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
         ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
     ):
-        if tokens and tokens <= least:
+        if tokens and tokens <= min_last_chunk:
             raise ValueError(
                 f"{flag} {tokens} is too small for policy {policy.name!r}: the last chunk of a "
-                f"prompt carries at least {least} tokens (the observation "
-                f"window), so prompts could stop short of it for ever; raise it above "
-                f"{least}"
+                f"prompt has at least {min_last_chunk} tokens (the observation window), so a "
+                f"prompt might never be finished; raise it above {min_last_chunk}"
             )
 
 

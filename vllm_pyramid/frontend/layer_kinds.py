@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 FULL, SLIDING, CHUNKED, STATE, NO_CACHE = "full", "sliding", "chunked", "state", "none"
-BOTH = "full and state"  # attention beside a state in one layer: Falcon-H1, Zamba 2
-# What configurations call their layers.
+BOTH = "full and state"  # full attention and a state in one layer: Falcon-H1, Zamba 2
+# Names of layers in Transformers configurations.
 _KINDS = {
     "full_attention": FULL,
     "attention": FULL,
@@ -21,18 +21,19 @@ _KINDS = {
     "E": NO_CACHE,
 }
 _SEES = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
-# Families whose window counts the tokens before the one that looks; vLLM counts that one too.
+# Families whose window counts the tokens before the query; vLLM counts the query too.
 _ONE_MORE = ("cohere2", "cohere2_moe")
 
 
 def layer_kinds(text_config: Any, longest: int | None = None) -> list[str]:
-    """What each layer of a model keeps, by a Transformers configuration, as vLLM reads it.
+    """Return what each layer of a model keeps, reading a Transformers configuration as vLLM does.
 
     Args:
-        longest: tokens of a sequence at most, if known: a window or chunk as long as that is none.
+        longest: tokens of a sequence at most, if known; a window or chunk of that length counts as
+            full attention.
 
     Returns:
-        A kind a layer: `FULL`, `SLIDING`, `CHUNKED`, `STATE` (of any sort), `BOTH`, `NO_CACHE`.
+        A kind for each layer: `FULL`, `SLIDING`, `CHUNKED`, `STATE`, `BOTH` or `NO_CACHE`.
     """
     kinds = _named_kinds(text_config)
     for layer, kind in enumerate(kinds):
@@ -46,9 +47,9 @@ def layer_kinds(text_config: Any, longest: int | None = None) -> list[str]:
 def _named_kinds(config: Any) -> list[str]:
     count = int(getattr(config, "num_hidden_layers", 0))
     family = getattr(config, "model_type", "")
-    if family == "gpt_oss":  # vLLM goes by the layer's number, whatever `layer_types` says
+    if family == "gpt_oss":  # vLLM uses the layer's number and ignores `layer_types`
         return [FULL if layer % 2 else SLIDING for layer in range(count)]
-    if family == "llama4_text":  # vLLM goes by the rotary positions
+    if family == "llama4_text":  # vLLM uses the rotary positions
         return [CHUNKED if rotates else FULL for rotates in config.no_rope_layers][:count]
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if found := getattr(config, name, None):
@@ -58,10 +59,10 @@ def _named_kinds(config: Any) -> list[str]:
 
 
 def tokens_seen(config: Any, kind: str, layer: int) -> int:
-    """Tokens that a layer looks at, itself among them; 0 for all."""
+    """Return how many tokens a layer attends to, the query included; 0 for all."""
     try:
         sees = getattr(config, _SEES[kind], None)
-    except RuntimeError:  # Transformers: it is not the same in all layers
+    except RuntimeError:  # raised by Transformers if layers differ
         sees = getattr(config.per_layer_config[layer], _SEES[kind], None)
     if not sees:
         return 0
@@ -69,14 +70,14 @@ def tokens_seen(config: Any, kind: str, layer: int) -> int:
 
 
 def has_states(text_config: Any, longest: int | None = None) -> bool:
-    """Whether layers of a model keep a state, alone or beside attention; see `layer_kinds`."""
+    """Return whether layers of a model have a state, with or without attention."""
     return not {STATE, BOTH}.isdisjoint(layer_kinds(text_config, longest))
 
 
 def has_other_layers(text_config: Any, longest: int) -> bool:
-    """Whether some layers keep anything else than the KV of all tokens.
+    """Return whether some layers keep anything other than the KV of all tokens.
 
     Args:
-        longest: tokens of a sequence at most; no window or chunk as long as that counts.
+        longest: see `layer_kinds`.
     """
     return any(kind not in (FULL, NO_CACHE) for kind in layer_kinds(text_config, longest))

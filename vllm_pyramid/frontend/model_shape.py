@@ -27,7 +27,7 @@ from vllm_pyramid.frontend.layer_kinds import (
 
 
 def shape_of_model(model: str, dtype: str | None) -> tuple[CacheShape, str]:
-    """The cache of a model from its configuration, and a sentence on where it comes from.
+    """Return the cache of a model from its configuration, and a sentence on its source.
 
     Raises:
         ValueError: no readable configuration, or a cache that is not K and V per head.
@@ -43,7 +43,7 @@ def shape_of_model(model: str, dtype: str | None) -> tuple[CacheShape, str]:
     name = dtype or str(getattr(config, "dtype", None)).removeprefix("torch.")
     if name not in CACHE_BYTES:
         raise ValueError(
-            f"{model!r} does not say a data type that the cache can have ({name}): give --dtype, "
+            f"{model!r} names no data type that a cache can have ({name}): give --dtype, "
             f"one of {', '.join(sorted(CACHE_BYTES))}"
         )
     return _shape_of_config(model, config, name)
@@ -74,14 +74,14 @@ def _shape_of_config(model: str, config: Any, dtype: str) -> tuple[CacheShape, s
             "KV policy can manage yet"
         )
 
-    def companion(layer: int, kind: str) -> tuple[str, int, int]:
+    def other_layer(layer: int, kind: str) -> tuple[str, int, int]:
         if kind in (STATE, BOTH):
             return STATE, 0, 0
         number, size = _heads(config, layer)
         return kind, tokens_seen(config, kind, layer), 2 * number * row_bytes(size, dtype)
 
-    beside = Counter(
-        companion(layer, kind) for layer, kind in enumerate(own) if kind not in (FULL, NO_CACHE)
+    others = Counter(
+        other_layer(layer, kind) for layer, kind in enumerate(own) if kind not in (FULL, NO_CACHE)
     )
     some = len(layers) < len(kinds)
     note = f": only its {len(layers)} full-attention layers of {len(kinds)} evict"
@@ -90,10 +90,10 @@ def _shape_of_config(model: str, config: Any, dtype: str) -> tuple[CacheShape, s
         num_kv_heads=heads[0][0],
         head_size=heads[0][1],
         dtype=dtype,
-        layers=layers if some or beside else (),
+        layers=layers if some or others else (),
         other_layers=tuple(
             OtherLayers(kind, count, sees, token_bytes)
-            for (kind, sees, token_bytes), count in beside.items()
+            for (kind, sees, token_bytes), count in others.items()
         ),
         readers=readers,
     )
@@ -101,7 +101,7 @@ def _shape_of_config(model: str, config: Any, dtype: str) -> tuple[CacheShape, s
 
 
 def _heads(config: Any, layer: int) -> tuple[int, int]:
-    """KV heads of a layer, and their size; Gemma 4 has others where attention is full."""
+    """Return the KV heads of a layer and their size, which differs between Gemma 4's layers."""
     config = config.per_layer_config[layer]
     heads = config.num_attention_heads
     number = getattr(config, "num_key_value_heads", None) or heads
@@ -109,23 +109,23 @@ def _heads(config: Any, layer: int) -> tuple[int, int]:
 
 
 def with_drafts(shape: CacheShape, model: str | None, speculation: dict[str, Any]) -> CacheShape:
-    """A model's cache with that of what drafts for it: a model, an EAGLE head, one MTP module.
+    """Add the cache of a draft model, an EAGLE head or one MTP module to a model's cache.
 
     Args:
-        speculation: `--speculative-config`: `method`, and `model` where it has a folder of its own.
+        speculation: `--speculative-config`: `method`, and `model` if drafts have one of their own.
 
     Raises:
-        ValueError: no configuration of it can be read.
+        ValueError: the draft model's configuration cannot be read.
     """
     draft = speculation.get("model")
     if speculation.get("method") == "mtp":
         draft, layers = model, 1
     elif draft is None or speculation.get("method") in ("ngram", "ngram_gpu", "suffix", "medusa"):
-        return shape  # nothing that is kept
+        return shape  # these have no cache
     else:
         layers = 0
     if draft is None:
-        raise ValueError("--speculative-config with the method mtp is about a --model: name it")
+        raise ValueError("--speculative-config with the method mtp needs a --model: name it")
     config = _config_of(str(draft))
     number, size = _heads(config, int(config.num_hidden_layers) - 1)
     token_bytes = 2 * number * row_bytes(size, shape.dtype)
@@ -134,21 +134,21 @@ def with_drafts(shape: CacheShape, model: str | None, speculation: dict[str, Any
 
 
 def state_block_size(model: str, dtype: str) -> int:
-    """Tokens of a block where layers keep states, as vLLM chooses it with a policy on this machine.
+    """Return the block size that vLLM chooses for a model with states on this machine.
 
     vLLM makes the blocks of attention at least as large as a state's page. No weights are read.
 
     Raises:
-        ValueError: vLLM is missing, or does not know this model, or the cache is not of the
-            model's type.
+        ValueError: vLLM is missing or does not know this model, or the cache's type is not the
+            model's.
     """
     if dtype not in DTYPE_BYTES:
-        raise ValueError("vLLM is asked for caches of the model's type alone: give --block-size")
+        raise ValueError("vLLM only tells it for caches of the model's own type: give --block-size")
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # what vLLM reports of an engine goes to standard output
+    logging.disable(logging.CRITICAL)  # vLLM logs to standard output
     try:
         return _state_block_size(model, dtype)
-    except Exception as error:  # vLLM's own checks of any model, which fail in many ways
+    except Exception as error:  # vLLM's checks of a model fail in many ways
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(reason) from error
     finally:
@@ -175,12 +175,12 @@ def _state_block_size(model: str, dtype: str) -> int:
     ).page_size_bytes
     heads = model_config.get_total_num_kv_heads()
     bytes_of_block = 2 * smallest * heads * model_config.get_head_size() * DTYPE_BYTES[dtype]
-    # As `_align_hybrid_block_size` of vLLM's platforms, which wants the model's layers.
+    # Like `_align_hybrid_block_size` of vLLM's platforms, which needs the model's layers.
     return int(smallest * -(-page // bytes_of_block))
 
 
 def longest_of_model(model: str) -> int | None:
-    """The most tokens that a model takes, by its configuration; None if it does not say.
+    """Return the greatest length of a sequence in a model's configuration, or None.
 
     Raises:
         ValueError: there is no readable configuration.
