@@ -11,7 +11,7 @@ never read.
 
 Retention is right-aligned: a request with `skip` > 0 holds its survivors in positions
 `skip .. prompt_len - 1` and later tokens behind them, so attention is that of the positions
-`skip .. seq_len - 1`. `skip` may be any number; whole blocks below it belong to somebody else.
+`skip .. seq_len - 1`. `skip` may be any number; whole blocks below it may be another's.
 
 Caches may be of 8-bit floats (`FP8_DTYPES`). What is computed with is then the cache's number times
 a scale, one for all keys and one for all values of a layer, by which they were divided when they
@@ -55,8 +55,8 @@ class AttentionBatch:
         skips: `[R]` int32, positions below which nothing is visible; 0 where nothing was evicted.
         max_query_len, max_seq_len: the most queries and tokens of a request.
         key_scale, value_scale: what the caches' numbers are multiplied with.
-        key_scales, value_scales: `[P, G, N]` float32, the same of each token and KV head, beside
-            the others; None: 1. `add_key_mass` alone takes them, and not on the CPU.
+        key_scales, value_scales: `[P, G, N]` float32, further scales of each token and KV head;
+            None: 1. Only `add_key_mass` takes them, and not on the CPU.
         value_table: `[>= R, M]` int32, the blocks of V where they are others than those of K; then
             the two caches may have different numbers of blocks. `paged_attention` alone takes it,
             and not on the CPU.
@@ -183,7 +183,7 @@ class RecentBatch:
         recents: `[R]` int32, at least 1. contexts: `[R]` int32, keys reported, in positions
             `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
         max_context: max(contexts); the result is that wide. max_recent: max(recents), or None
-            where nobody knows it.
+            if it is not known.
         key_scale, key_scales: as in `AttentionBatch`.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`add_key_mass` in plain PyTorch: what the queries of a step give each key (see `contract.py`).
 
-The result is kept beside the cache, in its pages' layout: the mass of the token in block b, row i
-of KV head g stands at `mass[b, g, i]`. So it is found by the block table, needs no memory of its
-own per request, and survives in whatever order requests come and go; whoever writes a token sets
-the mass of its slot to zero, whoever moves tokens moves the mass along.
+The result is kept in a tensor with the layout of the cache's pages: the mass of the token in block
+b, row i of KV head g stands at `mass[b, g, i]`. So the block table locates it, requests need no
+memory of their own, and they may come and go in any order. Code that writes a token sets the mass
+of its slot to zero, and code that moves tokens moves the mass along.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_key_mass(
         if begin >= starts[r + 1]:
             continue
         first = skip
-        if sliding_window:  # blocks below it may be somebody else's
+        if sliding_window:  # blocks below it may be another request's
             first = max(skip, position - sliding_window + 1)
         key_pos = torch.arange(first, seq_len, device=query.device)
         if not key_pos.numel():
@@ -98,7 +98,7 @@ def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:
 
 
 def check_mass(mass: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:
-    """Raise ValueError unless `mass` is float32 `[P, G, N]` beside `key_cache`, unit stride."""
+    """Raise ValueError unless `mass` is float32 `[P, G, N]` like `key_cache`, with unit stride."""
     if mass.dtype != torch.float32 or mass.shape != key_cache.shape[:3] or mass.stride(2) != 1:
         raise ValueError(
             f"mass must be float32 {list(key_cache.shape[:3])}, as the cache's blocks, with unit "

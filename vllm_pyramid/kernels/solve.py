@@ -7,7 +7,7 @@ the host. Each function looks at one request alone, so a result does not depend 
 Shapes: L layers, n = context tokens (those before the observation window). `scores[l, i]` is the
 score w_l of context token i in layer l (XKV's Eq. 3: over window, heads and pooling), not negative;
 any positive factor a layer may have been multiplied with does not matter. The first `sinks` tokens
-are kept in any case and are not candidates, but their score counts as kept.
+always stay and are not candidates, but their score counts as kept.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def minimum_budgets(scores: torch.Tensor, goal: float) -> torch.Tensor:
     descending = shares_of(scores).sort(dim=-1, descending=True).values
     sums = descending.cumsum(dim=-1)
     needed = (sums < goal - ROUNDING).sum(dim=-1) + 1
-    # A head whose scores are all 0 needs nothing: beside a longer prompt it would seem to need all.
+    # A head whose scores are all 0 needs nothing; padded to a longer prompt it seems to need all.
     return torch.where(sums[..., -1] > 0, needed.clamp(max=scores.shape[-1]), 0)
 
 

@@ -29,7 +29,7 @@ class Scorer(Component):
         attention_mass: the scores are attention, so they are not negative and a key's share of a
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
         asked: the function that a user's class defines.
-        gives_statistics: `scores` can return the window's statistics beside the scores.
+        gives_statistics: `scores` can return the window's statistics with the scores.
     """
 
     section: ClassVar[str] = "scorer"

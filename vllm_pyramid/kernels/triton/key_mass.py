@@ -162,7 +162,7 @@ def row_statistics_kernel(
         ignored = tl.load(first_queries + r) - (skip + first_query)
         # Clamped before it is multiplied: "no query" is the largest int32.
         ignored = tl.minimum(tl.maximum(ignored, 0), num_queries)
-        if row_start + ROWS <= ignored * GROUP:  # nobody asks for these rows
+        if row_start + ROWS <= ignored * GROUP:  # these rows are not needed
             return
     rows = row_start + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
@@ -171,7 +171,7 @@ def row_statistics_kernel(
         GROUP,
     )  # fmt: skip
     query_local = first_query + tl.minimum(rows, num_rows - 1) // GROUP
-    first = 0  # what the first row of this tile sees; keys before may be somebody else's
+    first = 0  # what the first row of this tile sees; earlier keys may be another request's
     if HAS_WINDOW:
         first = tl.maximum(first_query + row_start // GROUP - sliding_window + 1, 0)
     first_tile = first // BLOCK_K
@@ -277,7 +277,7 @@ def key_mass_kernel(
     visible_keys = tl.load(seq_lens + r) - skip
     first_query = visible_keys - num_queries
     key_start = tl.program_id(1) * BLOCK_K
-    first = 0  # what the first query sees; keys before may be somebody else's
+    first = 0  # what the first query sees; earlier keys may be another request's
     if HAS_WINDOW:
         first = tl.maximum(first_query - sliding_window + 1, 0)
     if (num_queries <= 0) | (key_start >= visible_keys) | (key_start + BLOCK_K <= first):

@@ -92,7 +92,7 @@ def topn_attention(
 
 
 def workspace_cells(choosers: int, num_heads: int, columns: int, max_top_n: int) -> int:
-    """Float32 scratch that so many choosing queries take.
+    """Return the float32 cells of scratch that `choosers` choosing queries take.
 
     Args:
         columns: keys that one sees at most. max_top_n: that it takes at most.
