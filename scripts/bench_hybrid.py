@@ -83,7 +83,7 @@ def main() -> None:
     whole = -(-length // BLOCK) * full
     beside = (-(-args.window // BLOCK) + 1) * (args.layers - full)
     plan = load_policy(args.policy, args.budget).plan(args.prompt_len, full, BLOCK)
-    kept = int(plan.estimate().blocks.sum()) + full * -(-args.output_len // BLOCK)
+    kept = int(plan.estimate().end.blocks.sum()) + full * -(-args.output_len // BLOCK)
     # What vLLM reserves in windows while a prompt comes in chunks goes on top.
     chunk = 1024
     blocks = int(args.pool_prompts * (whole + beside)) + chunk // BLOCK * (args.layers - full)

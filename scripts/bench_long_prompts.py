@@ -37,9 +37,10 @@ def main() -> None:
 
     from vllm_pyramid import LLM
     from vllm_pyramid.policy import load_policy
+    from vllm_pyramid.policy.planning import peak_blocks_up_to
 
     longest = max(lengths) + 64
-    blocks = int(load_policy(args.policy).most_blocks(longest, 8, 16).sum())
+    blocks = int(peak_blocks_up_to(load_policy(args.policy), longest, 8, 16).sum())
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(
             architectures=["LlamaForCausalLM"],

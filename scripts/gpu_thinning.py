@@ -133,7 +133,9 @@ def check_lengths(outcomes: list[Any], block_size: int, layers: int) -> dict[str
     for outcome in outcomes:
         plan: Any = policy.plan(len(outcome.job.prompt), layers, block_size)
         kept.append(outcome.report["kept_tokens"])
-        require(kept[-1] == plan.held.tolist(), f"{kept[-1]} tokens, planned are {plan.held}")
+        require(
+            kept[-1] == plan.end.held.tolist(), f"{kept[-1]} tokens, planned are {plan.end.held}"
+        )
     require(min(kept[0]) < LENGTHS[0], f"the longest prompt was not thinned: {kept[0]}")
     return {"kept_tokens_per_layer": kept}
 

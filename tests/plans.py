@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import IntArray, Plan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint, IntArray, Plan
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 # `pyramidinfer` that thins small models: in pieces of 48 tokens each layer holds a step less.
 THINS: dict[str, Any] = {
@@ -32,10 +33,10 @@ def plan_for(
 
 def plans_of(
     prompt_lens: npt.NDArray[np.int32], kept_lens: npt.NDArray[np.int32], budget: int
-) -> list[Plan]:
-    """Plans that keep `kept_lens`, `[L, E]`, of the prompts, without any rounding."""
+) -> list[EvictionPoint | DeferredPlan]:
+    """Points that keep `kept_lens`, `[L, E]`, of the prompts, without any rounding."""
     return [
-        RetentionPlan.of(n, 1, budget, column, False)
+        EvictionPoint.of(n, 1, budget, column, False)
         for n, column in zip(prompt_lens.tolist(), kept_lens.T, strict=True)
     ]
 

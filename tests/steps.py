@@ -14,7 +14,7 @@ from tests.plans import plans_of
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.plan import Plan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
@@ -103,7 +103,7 @@ def make_evictions(
     lens: Sequence[int],
     kept_lens: Sequence[Sequence[int]] | None = None,
     *,
-    plans: list[Plan] | None = None,
+    plans: list[EvictionPoint | DeferredPlan] | None = None,
     budget: int = 64,
     block_size: int = 16,
     request_ids: list[str] | None = None,
@@ -128,7 +128,8 @@ def make_evictions(
         points=prompt_lens,
         plans=plans,
         eviction_numbers=[1] * len(lens),
-        end_numbers=[plan.end_number for plan in plans],
+        end_numbers=[1] * len(lens),
+        intervals=np.zeros(len(lens), np.int64),
         previous_skips=np.zeros((plans[0].num_layers, len(lens)), np.int32),
         block_size=block_size,
         copies=[None] * len(lens),

@@ -22,13 +22,13 @@ class LLM(vllm.LLM):
         model: as for `vllm.LLM`.
         kv_policy: a preset's name or the path of a `.yaml` file; `"none"` leaves vLLM as it is.
         kv_budget: prompt tokens kept, averaged over layers and KV heads: `512` or `"12%"`.
-        kv_min_tokens: the least that a share of a prompt comes to (256): shorter prompts are kept
-            whole.
+        kv_min_tokens: the floor of percentage budgets (256): shorter prompts are kept whole.
         kv_policy_args: changes to the policy's parameters, such as `{"beta": 14}`.
         kv_trace: folder for the kept positions of every request.
         kv_swap_space: GiB of host memory for V, for policies that keep it there (`kcache`).
-        kv_admission: when a waiting prompt starts: `"forecast"` (it will not be preempted before it
-            was worth its prefill; the default if the policy evicts) or `"prompt"` (it fits).
+        kv_admission: when a waiting prompt is admitted: `"forecast"` (if it is expected to run long
+            enough to be worth its prefill; the default if the policy evicts) or `"prompt"` (as soon
+            as it fits).
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -63,5 +63,5 @@ class LLM(vllm.LLM):
                 f"dictionary, not a {type(base).__name__}"
             )
         merged = {**base, **given}
-        KVSettings.from_additional_config(merged)  # wrong values: before anything is loaded
+        KVSettings.from_additional_config(merged)  # refuse wrong values before anything is loaded
         super().__init__(model, *args, additional_config=merged, **kwargs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Make `--kv-policy` known. Light and idempotent; nothing else changes until it is used.
+    """Add `--kv-policy` to vLLM. Light and idempotent; nothing else changes until it is used.
 
     Raises:
-        WrongVLLMError: this vLLM is not one that the package was made for, or is two at once.
+        WrongVLLMError: this version of vLLM is not supported, or two distributions of it are mixed.
     """
     from vllm_pyramid.compat.versions import check_vllm
 

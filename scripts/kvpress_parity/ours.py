@@ -86,7 +86,7 @@ def plan_layers(cases: Cases) -> dict[str, list[int]]:
         for prompt in cases.prompts:
             budget = Budget.parse(cases.budget(prompt, percent))
             plan = policy.plan(len(prompt.token_ids), layers, 16, budget)
-            counts[counts_key(percent, prompt)] = plan.held.tolist()
+            counts[counts_key(percent, prompt)] = plan.end.held.tolist()
     return counts
 
 

@@ -185,22 +185,22 @@ class Method:
 
             # As many tokens as a policy with equal layers holds, its last block filled.
             plan = load_policy("snapkv", budget).plan(prompt.tokens, prompt.model.layers, BLOCK)
-            keep = prompt.tokens - int(plan.skip[0])
+            keep = prompt.tokens - int(plan.end.skip[0])
             return kept_by(self.press, self.args, self.heads, prompt.model, prompt.caches, keep)
         policy = load_policy(self.preset, budget, self.args)
         window, sinks, tokens = policy.window, policy.sinks, prompt.tokens
         scores = [layer.clone() for layer in prompt.scores(self)]
         plan = policy.plan(tokens, prompt.model.layers, BLOCK)
-        if plan.is_open:
+        if plan.is_deferred:
             context = torch.stack(scores)[:, None, :, : tokens - window]
             statistics = [prompt.statistics(layer, policy) for layer in range(len(context))]
             evidence = torch.stack(list(map(policy.allocator.evidence, context, statistics)))[:, 0]
             measured = policy.allocator.measures(
-                evidence, plan.mean, plan.capacity, sinks, plan.least_mean
+                evidence, plan.mean, plan.capacity, sinks, plan.min_mean
             )
             lengths = policy.allocator.allocate(measured.double().numpy(), plan.mean, plan.capacity)
             plan = plan.resolved((plan.floor + lengths).tolist())
-        held = tokens - plan.skip
+        held = tokens - plan.end.skip
         for layer in scores:
             layer[:, :sinks] = layer[:, tokens - window :] = torch.inf
         if self.heads is None:

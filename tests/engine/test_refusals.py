@@ -65,7 +65,7 @@ def test_prefix_caching_of_hybrid_models(tmp_path: Path) -> None:
     assert _config(windows).cache_config.enable_prefix_caching is True
     states = make_family("granite4", tmp_path / "granite4")
     assert _config(states).cache_config.enable_prefix_caching is False
-    with pytest.raises(ValueError, match=r"--enable-prefix-caching.*keep a state"):
+    with pytest.raises(ValueError, match=r"--enable-prefix-caching.*have a state"):
         _config(states, enable_prefix_caching=True)
 
 

@@ -86,7 +86,7 @@ def check_best(engine: Engine, folder: Path, model: RecordingModel, name: str) -
         with np.load(folder / f"{outcome.request_id}.npz") as file:
             kept = [torch.from_numpy(file[f"kept_{layer}"]).long() for layer in range(8)]
         for layer in range(engine.num_layers):
-            assert kept[layer].shape[1] == plan.held[layer]
+            assert kept[layer].shape[1] == plan.end.held[layer]
             gathers = isinstance(policy.scorer, AccumulatingScorer)
             count = n if gathers else max(policy.window, 1)
             view = view_of(
@@ -102,7 +102,7 @@ def check_best(engine: Engine, folder: Path, model: RecordingModel, name: str) -
                 scores = policy.scorer.observe(view)
             else:
                 scores = policy.scorer.score(view)
-            first, last = int(plan.front[layer]), int(plan.recent[layer])
+            first, last = int(plan.end.front[layer]), int(plan.end.recent[layer])
             checked += _check_best(scores, kept[layer], first, last)
     assert checked > 500, "hardly anything was evicted"
 

@@ -13,7 +13,9 @@ import transformers
 from transformers import LlamaConfig, MistralConfig
 
 from vllm_pyramid.compat.backend_names import SCALED_ROWS
-from vllm_pyramid.frontend.engine_config import _take_draft_backend, _why_no_turns
+from vllm_pyramid.frontend.backends import take_draft_backend
+from vllm_pyramid.frontend.engine_config import why_no_turns
+from vllm_pyramid.frontend.graphs import check_graphs
 from vllm_pyramid.frontend.refusals import OF_CONFIGURATION, refuse
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy import load_policy
@@ -106,13 +108,13 @@ def test_a_draft_model_takes_the_backend_of_the_model() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     config = resolved_config(speculative_config=drafts("eagle"))
-    _take_draft_backend(config)
+    take_draft_backend(config)
     assert config.speculative_config.attention_backend is AttentionBackendEnum.CUSTOM
     config.speculative_config.attention_backend = AttentionBackendEnum.FLASH_ATTN
     with pytest.raises(ValueError, match="attention_backend FLASH_ATTN of a draft model"):
-        _take_draft_backend(config)
+        take_draft_backend(config)
     none = resolved_config(speculative_config=drafts("ngram"))
-    _take_draft_backend(none)
+    take_draft_backend(none)
     assert none.speculative_config.attention_backend is None
 
 
@@ -132,16 +134,16 @@ def test_drafts_from_hidden_states_and_a_policy_that_drops_them() -> None:
     [
         ({}, None),
         ({"speculative_config": drafts("ngram")}, None),
-        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline stages"),
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline stage"),
         ({"model_config.hf_text_config": WINDOWS}, None),
-        ({"model_config.hf_text_config": STATES}, "states that layers of this model have"),
+        ({"model_config.hf_text_config": STATES}, "layers of this model have a state"),
         ({"speculative_config": drafts("eagle")}, None),
     ],
 )
 def test_where_conversations_cannot_resume(changes: dict[str, Any], reason: str | None) -> None:
     served = KVSettings("snapkv").served()
     assert served is not None
-    why = _why_no_turns(resolved_config(**changes), served)
+    why = why_no_turns(resolved_config(**changes), served)
     assert why is None if reason is None else reason in why
 
 
@@ -191,19 +193,19 @@ def of_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Any
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends import fa_utils, flash_attn
 
-    from vllm_pyramid.frontend import engine_config
+    from vllm_pyramid.frontend import backends
 
     found = DeviceCapability(*capability)
     version = {9: 3, 10: 4}.get(found.major, 2)
     device = SimpleNamespace(get_device_capability=lambda: found, device_type="cuda")
-    monkeypatch.setattr(engine_config, "current_platform", device)
+    monkeypatch.setattr(backends, "current_platform", device)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: version)
     monkeypatch.setattr(flash_attn, "is_fa_version_supported", lambda wanted: wanted <= version)
     for module in (fa_utils, flash_attn):
         monkeypatch.setattr(module, "is_flash_attn_varlen_func_available", lambda: True)
     # What the module imports on CUDA alone.
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: version > 2, raising=False)
-    return engine_config
+    return backends
 
 
 def model_config(text: Any, head_size: int = 128, **changes: Any) -> dict[str, Any]:
@@ -259,41 +261,39 @@ def test_the_backend_is_one_that_vllm_will_accept(
     config: dict[str, Any],
     backend: str,
 ) -> None:
-    engine_config = of_cuda(monkeypatch, capability)
-    assert engine_config._take_backend(resolved_config(**config), load_policy("pyramidkv")) == (
-        backend
-    )
+    backends = of_cuda(monkeypatch, capability)
+    assert backends.take_backend(resolved_config(**config), load_policy("pyramidkv")) == (backend)
 
 
 def test_sinks_below_sm_90_are_refused_by_the_combination(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where this version of FlashAttention has sinks by itself."""
     from vllm.v1.attention.backends import flash_attn
 
-    engine_config = of_cuda(monkeypatch, (8, 9))
+    backends = of_cuda(monkeypatch, (8, 9))
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True)
     config = resolved_config(**model_config(transformers.GptOssConfig(num_hidden_layers=2), 64))
-    assert engine_config._take_backend(config, load_policy("pyramidkv")) == "TRITON_ATTN"
+    assert backends.take_backend(config, load_policy("pyramidkv")) == "TRITON_ATTN"
 
 
 def test_a_backend_that_cannot_be_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    engine_config, policy = of_cuda(monkeypatch, (7, 5)), load_policy("pyramidkv")
+    backends, policy = of_cuda(monkeypatch, (7, 5)), load_policy("pyramidkv")
     chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
     with pytest.raises(ValueError, match=r"backend FLASH_ATTN here: compute capability not"):
-        engine_config._take_backend(resolved_config(**model_config(LLAMA, **chosen)), policy)
+        backends.take_backend(resolved_config(**model_config(LLAMA, **chosen)), policy)
     wrong = cached_as("fp8_e5m2")
     with pytest.raises(ValueError, match=r"backend TRITON_ATTN here: kv_cache_dtype not supported"):
-        engine_config._take_backend(resolved_config(**wrong), policy)
+        backends.take_backend(resolved_config(**wrong), policy)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 def test_one_line_where_vllm_alone_would_run_another(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    engine_config, said = of_cuda(monkeypatch, capability), []
-    monkeypatch.setattr(engine_config.logger, "info", lambda line, *_: said.append(line))
-    engine_config._take_backend(resolved_config(**model_config(LLAMA)), load_policy("pyramidkv"))
+    backends, said = of_cuda(monkeypatch, capability), []
+    monkeypatch.setattr(backends.logger, "info", lambda line, *_: said.append(line))
+    backends.take_backend(resolved_config(**model_config(LLAMA)), load_policy("pyramidkv"))
     assert ["vLLM alone prefers FlashInfer" in line for line in said] == [True] * (
         capability == (10, 0)
     )
@@ -418,15 +418,15 @@ def test_graphs_leave_out_what_a_method_attends_to(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """vLLM's default becomes graphs between the layers' attention, with a line that says why."""
-    from vllm_pyramid.frontend import engine_config
+    from vllm_pyramid.frontend import graphs as module
 
     said: list[str] = []
-    monkeypatch.setattr(engine_config.logger, "info", lambda line, *of: said.append(line % of))
+    monkeypatch.setattr(module.logger, "info", lambda line, *of: said.append(line % of))
     modes = {"NONE": "NONE", "PIECEWISE": "PIECEWISE"}
     modes["FULL_AND_PIECEWISE"] = "PIECEWISE" if policy == "kcache" else "FULL_AND_PIECEWISE"
     for mode, expected in modes.items():
         config = graphs(mode)
-        engine_config._check_graphs(config, load_policy(policy))
+        check_graphs(config, load_policy(policy))
         assert config.compilation_config.cudagraph_mode.name == expected
     expects = ["kv-policy kcache: cudagraph_mode is PIECEWISE, not FULL_AND_PIECEWISE"]
     assert [line.partition(": which")[0] for line in said] == expects * (policy == "kcache")
@@ -434,12 +434,10 @@ def test_graphs_leave_out_what_a_method_attends_to(
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
 def test_graphs_of_whole_decode_steps_are_refused(mode: str) -> None:
-    from vllm_pyramid.frontend.engine_config import _check_graphs
-
     away = load_policy("snapkv", None, {"values": "host"})
     for policy in (load_policy("kcache"), away):
         with pytest.raises(ValueError, match=f"cudagraph_mode {mode} captures whole decode steps"):
-            _check_graphs(graphs(mode), policy)
+            check_graphs(graphs(mode), policy)
         with pytest.raises(ValueError, match="use_inductor_graph_partition and CUDA graphs"):
-            _check_graphs(graphs("PIECEWISE", inductor=True), policy)
-        _check_graphs(graphs("NONE", inductor=True), policy)
+            check_graphs(graphs("PIECEWISE", inductor=True), policy)
+        check_graphs(graphs("NONE", inductor=True), policy)

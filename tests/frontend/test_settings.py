@@ -20,12 +20,12 @@ from vllm_pyramid.plan import Budget
 from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.policy.request import (
     ALLOCATOR_KEY,
-    RequestKeys,
     ServedRequest,
     check_request,
     for_request,
     resolve,
 )
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 
 pytestmark = pytest.mark.cpu
@@ -171,9 +171,9 @@ def test_plans_of_requests() -> None:
     policy = load_policy("pyramidkv", 512)
 
     def keep(extra: dict[str, Any] | None) -> list[int]:
-        return plan_for(policy, RequestKeys.parse(extra), 2048, 4, 16).keep.tolist()
+        return plan_for(policy, RequestKeys.parse(extra), 2048, 4, 16).end.keep.tolist()
 
-    assert keep(None) == policy.plan(2048, 4, 16).keep.tolist()
+    assert keep(None) == policy.plan(2048, 4, 16).end.keep.tolist()
     assert keep({"kv_policy": "full"}) == [2048] * 4
     assert keep({"kv_policy": "full", "kv_budget": "100%"}) == [2048] * 4
     assert keep({"kv_policy": "pyramidkv"}) == keep(None)
@@ -227,10 +227,10 @@ def test_another_allocator_comes_from_the_scheduler_alone() -> None:
     served = for_request(policy, {**sent, "kv_budget": 32})
     assert served.error is None and served.budget == Budget.parse(32)
     plan = served.policy.plan(500, 2, 1, served.budget)
-    assert not plan.is_open and plan.keep.tolist() == [20, 44]
+    assert not plan.is_deferred and plan.end.keep.tolist() == [20, 44]
     assert served.policy is for_request(policy, sent).policy, "made once"
     check_request(policy, SamplingParams(extra_args={"kv_budget": 32}))
-    with pytest.raises(ValueError, match="not for requests to set"):
+    with pytest.raises(ValueError, match="cannot be set by requests"):
         check_request(policy, SamplingParams(extra_args=sent))
 
 
@@ -302,7 +302,7 @@ def test_settings_travel_as_data(name: str, tmp_path: Path) -> None:
     config = pickle.loads(pickle.dumps(config))
     assert ServedSettings.of(config) == served
     assert KVSettings.from_additional_config(given) == settings
-    with pytest.raises(ValueError, match="for this package's own processes"):
+    with pytest.raises(ValueError, match="is set by this package"):
         KVSettings.from_additional_config(config.additional_config)
 
 

@@ -126,7 +126,7 @@ def test_retains_at_least_what_the_pyramids_do(
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(layers, 1, generator=generator) * peak  # layers of unlike sharpness
     scores = torch.exp(scale * torch.randn(layers, context, generator=generator)).float()
-    lengths = torch.from_numpy(np.array(plan.keep - other.window, np.int64))
+    lengths = torch.from_numpy(np.array(plan.end.keep - other.window, np.int64))
     best = best_lengths(scores, int(lengths.sum()))
     assert int(best.sum()) == int(lengths.sum())
     ours, theirs = (float(retention(scores, x).mean()) for x in (best, lengths))

@@ -17,7 +17,7 @@ from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.request_record import NoBlocks
-from vllm_pyramid.plan import DeferredPlan, Eviction, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, Eviction, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
@@ -48,7 +48,7 @@ def coordinator_of(config: KVCacheConfig, scheduler_block_size: int) -> Lockstep
 def make_plan(prompt_len: int, skip: list[int]) -> RetentionPlan:
     skips = np.array(skip, np.int32)
     keep = prompt_len - skips
-    return RetentionPlan.of(prompt_len, BLOCK_SIZE, int(keep.mean()), keep, False)
+    return RetentionPlan((EvictionPoint.of(prompt_len, BLOCK_SIZE, int(keep.mean()), keep, False),))
 
 
 def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int) -> int:
@@ -62,7 +62,7 @@ def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int)
 
 
 def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan) -> None:
-    coordinator.confirm(request_id, Eviction(int(plan.skip.sum())))
+    coordinator.confirm(request_id, Eviction(int(plan.end.skip.sum())))
     coordinator.remove_skipped_blocks(request_id, plan.prompt_len, plan.prompt_len)
     check_pool(coordinator)
 
@@ -90,11 +90,11 @@ def test_a_layer_holds_what_its_plan_says(
     else:
         coordinator.remove_skipped_blocks("r", prompt_len, prompt_len)
     held = coordinator.blocks_held("r")
-    assert held == plan.blocks.tolist() == coordinator.held_blocks.tolist()
+    assert held == plan.end.blocks.tolist() == coordinator.held_blocks.tolist()
     # The head is given back by whole blocks, at the same boundaries as everybody's.
-    assert held == [full - skip // BLOCK_SIZE for skip in plan.skip.tolist()]
+    assert held == [full - skip // BLOCK_SIZE for skip in plan.end.skip.tolist()]
     if fill_blocks:
-        assert held == [cdiv(prompt_len - skip, BLOCK_SIZE) for skip in plan.skip.tolist()]
+        assert held == [cdiv(prompt_len - skip, BLOCK_SIZE) for skip in plan.end.skip.tolist()]
     freed = NUM_LAYERS * full - sum(held)
     assert coordinator.blocks_freed.sum() == freed
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS - sum(held)
@@ -128,7 +128,7 @@ def test_tables_keep_their_places_and_grow_in_lockstep() -> None:
     assert allocate(coordinator, "r", 24) == 0
     assert allocate(coordinator, "r", 25) == NUM_LAYERS, "the freed head is not counted as room"
     for layer, blocks in enumerate(coordinator.get_blocks("r")):
-        first = int(plan.skip[layer]) // BLOCK_SIZE
+        first = int(plan.end.skip[layer]) // BLOCK_SIZE
         assert len(blocks) == 4
         assert all(block.is_null for block in blocks[:first])
         assert [block.block_id for block in blocks[first:3]] == before[layer][first:]
@@ -184,10 +184,10 @@ def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
     with pytest.raises(RuntimeError, match="did not evict"):
         coordinator.remove_skipped_blocks("r", 32, 32)
     evict(coordinator, "r", plan)
-    assert coordinator.blocks_held("r") == plan.blocks.tolist()
+    assert coordinator.blocks_held("r") == plan.end.blocks.tolist()
     assert coordinator.num_evictions == 2
-    assert coordinator.tokens_evicted.tolist() == (2 * plan.skip).tolist()
-    assert coordinator.skipped_tokens.tolist() == plan.skip.tolist()
+    assert coordinator.tokens_evicted.tolist() == (2 * plan.end.skip).tolist()
+    assert coordinator.skipped_tokens.tolist() == plan.end.skip.tolist()
     coordinator.free("r")
     assert coordinator.plan_of("r") is plan
     coordinator.forget_plan("r")
@@ -204,16 +204,16 @@ def test_an_open_plan_is_settled_by_the_report_and_open_again_after_preemption()
         with pytest.raises(RuntimeError, match="did not evict"):
             coordinator.remove_skipped_blocks("r", 48, 48)
         resolved = plan.resolve(keep)
-        coordinator.confirm("r", Eviction(int(resolved.skip.sum()), keep))
+        coordinator.confirm("r", Eviction(int(resolved.end.skip.sum()), keep))
         coordinator.remove_skipped_blocks("r", 48, 48)
         check_pool(coordinator)
         assert coordinator.blocks_held("r") == [cdiv(tokens, BLOCK_SIZE) for tokens in keep]
-        assert coordinator.skipped_tokens.tolist() == resolved.skip.tolist()
+        assert coordinator.skipped_tokens.tolist() == resolved.end.skip.tolist()
         coordinator.free("r")
         check_pool(coordinator)
         assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
         assert coordinator.confirmed_plan("r") is None
-    total = sum(plan.resolve(keep).skip for keep in lives)
+    total = sum(plan.resolve(keep).end.skip for keep in lives)
     assert coordinator.tokens_evicted.tolist() == total.tolist()
     assert coordinator.num_evictions == 2
 
@@ -226,7 +226,7 @@ def test_blocks_popped_for_a_deferred_free() -> None:
     evict(coordinator, "r", plan)
     blocks = coordinator.pop_blocks_for_free("r")
     assert not coordinator.held_blocks.any() and coordinator._requests["r"].num_blocks == 0
-    assert sum(not block.is_null for block in blocks) == plan.blocks.sum()
+    assert sum(not block.is_null for block in blocks) == plan.end.blocks.sum()
     coordinator.block_pool.free_blocks(reversed(blocks))
     check_pool(coordinator)
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
@@ -317,7 +317,7 @@ def test_layers_without_v_take_half_the_blocks(
     if plan.evicts:
         evict(coordinator, "r", plan)
         held = [n - gone // size for n, gone, size in zip(held, skip, sizes, strict=True)]
-    assert coordinator.blocks_held("r") == held == coordinator.blocks_of(plan).tolist()
+    assert coordinator.blocks_held("r") == held == coordinator.blocks_of(plan.end).tolist()
     allocate(coordinator, "r", prompt_len + 37)
     grown = [cdiv(prompt_len + 37, size) - cdiv(prompt_len, size) for size in sizes]
     assert coordinator.blocks_held("r") == [sum(pair) for pair in zip(held, grown, strict=True)]

@@ -23,6 +23,7 @@ from tests.scheduler.harness import Setup, vllm_config
 from vllm_pyramid.kv_cache.layer_roles import roles_of
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout, PipelinePools
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.plan import peak_blocks
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.worker import pipeline_sync as worker_stages
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
@@ -116,7 +117,7 @@ def test_a_stage_never_holds_more_than_its_peak(prompt_len: int, chunk: dict[str
     sums = PipelineLayout((3, 5)).sums
     plan = policy.plan(prompt_len, 5, 4)
     end = prompt_len + 200
-    peak = sums(plan.most_blocks(end, sizes, stages=stages))
+    peak = sums(peak_blocks(plan, end, sizes, stages=stages))
     for computed in range(1, end + 1):
         skip = plan.skip_after(plan.evictions_by(computed - 1))
         held = sums(-(-computed // sizes) - skip // sizes)

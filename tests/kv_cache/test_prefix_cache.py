@@ -16,6 +16,7 @@ from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, hasher, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_copies
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 
 pytestmark = pytest.mark.cpu
 
@@ -48,15 +49,15 @@ def test_what_a_request_may_begin_with(
     """Of 32 layers: in blocks that others have too, and in copies."""
     loaded = load_policy(policy, budget)
     plan = loaded.plan(tokens, 32, 16)
-    assert loaded.shareable_tokens(plan) == shareable
-    assert loaded.reusable_tokens(plan) == reusable
-    assert (reusable == 0) == (loaded.not_shareable is not None)
+    assert shareable_tokens(loaded, plan) == shareable
+    assert reusable_tokens(loaded, plan) == reusable
+    assert (reusable == 0) == (loaded.why_not_shareable is not None)
 
 
 def test_v_in_host_memory_is_not_copied() -> None:
     loaded = load_policy("snapkv", 512, {"values": "host"})
     plan = loaded.plan(8192, 32, 32)
-    assert loaded.reusable_tokens(plan) == loaded.shareable_tokens(plan) == 7680
+    assert reusable_tokens(loaded, plan) == shareable_tokens(loaded, plan) == 7680
 
 
 class Pair:

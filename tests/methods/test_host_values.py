@@ -15,7 +15,8 @@ from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory
 from vllm_pyramid.methods.host_values.traffic import StepTraffic, SwapTraffic
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.policy.values import DeviceValues
 
 pytestmark = pytest.mark.cpu
@@ -123,9 +124,9 @@ def test_no_argument_of_cuda_stands_against_it(monkeypatch: pytest.MonkeyPatch) 
     """Graphs do, or do not: `tests/frontend/test_engine_config.py`."""
     import vllm.platforms
 
-    from vllm_pyramid.frontend import engine_config
+    from vllm_pyramid.frontend import backends, engine_config
 
-    for module in (engine_config, vllm.platforms):
+    for module in (backends, engine_config, vllm.platforms):
         monkeypatch.setattr(module, "current_platform", SimpleNamespace(device_type="cuda"))
     args = SimpleNamespace(
         **dict.fromkeys(

@@ -18,7 +18,7 @@ from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.methods.thinning.generated import MARK, GeneratedMass
-from vllm_pyramid.plan import IntArray, RetentionPlan
+from vllm_pyramid.plan import EvictionPoint, IntArray
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.schedules import IntervalSchedule
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -35,11 +35,11 @@ class Protecting(IntervalSchedule):
 
     kind: str = "test"  # type: ignore[assignment]
 
-    def keep(self, prompt: RetentionPlan, computed: int, thinned: RetentionPlan) -> IntArray:
-        groups = (computed - prompt.prompt_len) // self.interval
+    def keep(self, prompt: EvictionPoint, computed: int, thinned: EvictionPoint) -> IntArray:
+        groups = (computed - prompt.computed) // self.interval
         return prompt.keep + groups * np.array([4, 3, 1], np.int32)
 
-    def front(self, prompt: RetentionPlan, computed: int) -> IntArray:
+    def front(self, prompt: EvictionPoint, computed: int) -> IntArray:
         return self.keep(prompt, computed - self.interval, prompt)
 
 
@@ -105,7 +105,7 @@ class Walk:
                 evict_layer(self.policy, call, step.evictions, self.tracker.hooks)
                 for index, name in enumerate(step.evictions.request_ids):
                     plan = step.evictions.plans[index]
-                    assert isinstance(plan, RetentionPlan)
+                    assert isinstance(plan, EvictionPoint)
                     self.evict(layer, name, plan)
                     self.evictions += 1
         for name in names:
@@ -138,7 +138,7 @@ class Walk:
                     place = end - len(held) + index
                     self.mass.pages[table[place // BLOCK], head, place % BLOCK] += given
 
-    def evict(self, layer: int, name: str, plan: RetentionPlan) -> None:
+    def evict(self, layer: int, name: str, plan: EvictionPoint) -> None:
         keep, front, recent = (int(n[layer]) for n in (plan.held, plan.front, plan.recent))
         for head in range(HEADS):
             held = self.held[layer, name, head]
@@ -230,7 +230,7 @@ def test_smallest_counts_stay_and_older_ones_of_equals() -> None:
     mass = make_mass(policy, 4, heads=1)
     mass.pages[1, 0] = torch.tensor([5.0, 1.0, 2.0, 2.0])
     mass.pages[3, 0] = torch.tensor([0.0, 2.0, 9.0, 0.0])
-    evictions = make_evictions([7], plans=[policy.plan(7, 1, BLOCK)], block_size=BLOCK)
+    evictions = make_evictions([7], plans=[policy.plan(7, 1, BLOCK).after(1)], block_size=BLOCK)
     call = make_call(torch.tensor([[1, 3]], dtype=torch.int32), ops=cpu)
     batch = evictions.batch(call, policy, np.array([0]))
     scores = mass.score(batch)

@@ -188,7 +188,7 @@ def test_a_copy_for_every_query_head(caches: list[Any]) -> None:
 def test_pyramidkv_keeps_the_same_tokens(caches: list[Any]) -> None:
     """Lengths and ranking together, where neither definition rounds."""
     policy = load_policy("pyramidkv", str(CAPACITY), {"fill_blocks": False, "window": WINDOW})
-    lengths = policy.plan(TOKENS, LAYERS, BLOCK).keep
+    lengths = policy.plan(TOKENS, LAYERS, BLOCK).end.keep
     theirs = pyramid(CAPACITY, WINDOW, TOKENS, LAYERS)
     assert (lengths - WINDOW).tolist() == theirs
     assert (theirs[0], theirs[-1]) == (1131, 29)
@@ -208,7 +208,7 @@ def test_lengths_of_layers_differ_by_the_step_that_is_rounded(capacity: int, tok
     Below twice the mean theirs is no pyramid any more, and ours is until the lowest layer is full.
     """
     policy = load_policy("pyramidkv", str(capacity), {"fill_blocks": False, "window": WINDOW})
-    ours = (policy.plan(tokens, LAYERS, BLOCK).keep - WINDOW).tolist()
+    ours = (policy.plan(tokens, LAYERS, BLOCK).end.keep - WINDOW).tolist()
     theirs = pyramid(capacity, WINDOW, tokens, LAYERS)
     assert sum(ours) == (capacity - WINDOW) * LAYERS
     if tokens < 2 * (capacity - WINDOW):

@@ -20,7 +20,7 @@ from vllm_pyramid.kernels.recall import window_statistics
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.solve import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.methods.solved.worker import LayerSolver
-from vllm_pyramid.plan import DeferredPlan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 from vllm_pyramid.step.attention_inputs import AttentionInputs
@@ -101,7 +101,7 @@ class Step:
 
     def keep(self, row: int) -> list[int]:
         plan = self.evictions.plans[row]
-        assert isinstance(plan, RetentionPlan)
+        assert isinstance(plan, EvictionPoint)
         return plan.keep.tolist()
 
     def scores(self, row: int, layer: int, **options: Any) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_solved_and_averaged_prompts_in_one_step() -> None:
         context = LayerContext(step.retention, layer, deferred=solver)
         context.evict(step.call(layer), step.evictions)
         averaged = step.evictions.plans[0]
-        assert isinstance(averaged, RetentionPlan)
+        assert isinstance(averaged, EvictionPoint)
         assert step.evictions.tokens_done[0] == averaged.skip[: layer + 1].sum()
         assert bool(step.evictions.tokens_done[1]) == (layer == LAYERS - 1)
     alone = Step(POLICIES["xkv"], [63])

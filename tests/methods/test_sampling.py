@@ -175,7 +175,7 @@ def test_a_preempted_request_keeps_its_average() -> None:
             output = pair.scheduler.schedule()
             result = pair.worker.execute(output)
             for eviction in read_report(result).evictions.values():
-                assert eviction.keep is None and eviction.tokens == plan.skip.sum()
+                assert eviction.keep is None and eviction.tokens == plan.end.skip.sum()
             pair.scheduler.update_from_output(output, result)
         assert pair.scheduler.coordinator.has_evicted("r1")
         if life == 0:

@@ -124,11 +124,11 @@ def _run_step(
             plan = tracker.policy.plan(prompt_len, LAYERS, BLOCK)
             assert isinstance(plan, RetentionPlan)
             end = computed + scheduled
-            keep = int(plan.held[layer])
+            keep = int(plan.end.held[layer])
             if (piece := plan.piece_at(computed)) is not None:
                 keep = int(piece.before[layer] + piece.held[layer])
             elif not plan.pieces or end > prompt_len:
-                keep = end - (int(plan.skip[layer]) if computed >= prompt_len else 0)
+                keep = end - (int(plan.end.skip[layer]) if computed >= prompt_len else 0)
             held[name].append(cache.held(layer, int(name), end - keep, end))
         if (survivors := thinning.survivors) is not None:
             thinning.survivors = None
@@ -192,7 +192,7 @@ def test_pieces_in_the_cache(lengths: list[int], fill_blocks: bool, seed: int) -
             plan = plans[int(name)]
             assert isinstance(plan, RetentionPlan)
             if plan.pieces and before + scheduled == n:
-                assert report[name].tokens == int(plan.skip.sum())
+                assert report[name].tokens == int(plan.end.skip.sum())
                 assert placed.layers[name] == held[name]
 
 
@@ -209,7 +209,7 @@ def test_a_recomputed_prompt_counts_once() -> None:
     for computed, scheduled in ((0, 48), (48, 48), (96, 4)):
         _run_step(tracker, thinner, cache, [("0", 100, computed, scheduled)])
         report, _ = tracker.end_step()
-    assert report["0"].tokens == int(plan.skip.sum()) > 0
+    assert report["0"].tokens == int(plan.end.skip.sum()) > 0
 
 
 def test_a_step_inside_a_piece_is_an_error() -> None:

@@ -53,12 +53,12 @@ def test_lengths(args: dict[str, Any], n: int, layers: int, block_size: int, per
     plan = _plan(policy, n, layers, block_size)
     unit = block_size if policy.fill_blocks else 1
     # A token that left cannot come back, also where lengths are rounded to blocks.
-    assert (np.diff(plan.keep) <= 0).all() and (np.diff(plan.held) <= 0).all()
-    assert (plan.held == n - plan.skip).all() and (plan.skip % unit == 0).all()
-    assert plan.budget_tokens == -(-int(plan.keep.sum()) // layers)
+    assert (np.diff(plan.end.keep) <= 0).all() and (np.diff(plan.end.held) <= 0).all()
+    assert (plan.end.held == n - plan.end.skip).all() and (plan.end.skip % unit == 0).all()
+    assert plan.budget_tokens == -(-int(plan.end.keep.sum()) // layers)
     assert plan.evicts == bool(plan.pieces)
     if not plan.pieces:
-        assert (plan.held == n).all()
+        assert (plan.end.held == n).all()
         return
     size = args["piece_tokens"]
     assert [piece.start for piece in plan.pieces] == list(range(0, n, size))
@@ -81,7 +81,7 @@ def test_lengths(args: dict[str, Any], n: int, layers: int, block_size: int, per
         assert 0 not in thins
         assert plan.piece_at(piece.start) is piece
         before += piece.held
-    assert (before == plan.held).all()
+    assert (before == plan.end.held).all()
     assert plan.piece_at(n) is None
 
 
@@ -109,21 +109,21 @@ def test_the_papers_settings_by_hand() -> None:
     r(2) = 0.8 + 0.1 * (cos(pi / 4) + 1) = 0.97071, r(4) = 0.9, r(6) = 0.82929.
     """
     plan = _plan(load_policy("pyramidinfer"), 1000, 8)
-    assert plan.keep.tolist() == [1000, 1000, 976, 976, 898, 898, 778, 778]
-    assert plan.held.tolist() == [1000, 1000, 984, 984, 904, 904, 792, 792]
+    assert plan.end.keep.tolist() == [1000, 1000, 976, 976, 898, 898, 778, 778]
+    assert plan.end.held.tolist() == [1000, 1000, 984, 984, 904, 904, 792, 792]
     assert plan.pieces[0].recent == 200 and plan.pieces[0].sinks == 4
     linear = load_policy("pyramidinfer", None, {"decay_curve": "linear", "fill_blocks": False})
     # 0.95, 0.9, 0.85
-    assert _plan(linear, 1000, 8).held.tolist() == [1000, 1000, 960, 960, 884, 884, 781, 781]
+    assert _plan(linear, 1000, 8).end.held.tolist() == [1000, 1000, 960, 960, 884, 884, 781, 781]
 
 
 @pytest.mark.parametrize(("layers", "percent"), [(32, 74.2), (40, 70.6), (80, 59.8)])
 def test_what_the_papers_settings_come_to(layers: int, percent: float) -> None:
     """docs/policies.md has these figures."""
     plan = _plan(load_policy("pyramidinfer", None, {"piece_tokens": 4096}), 4096, layers)
-    assert 100 * plan.keep.mean() / 4096 == pytest.approx(percent, abs=0.1)
+    assert 100 * plan.end.keep.mean() / 4096 == pytest.approx(percent, abs=0.1)
     half = _plan(load_policy("pyramidinfer", "50%", {"interval": 1}), 4096, layers)
-    assert 0.48 < half.keep.mean() / 4096 <= 0.5
+    assert 0.48 < half.end.keep.mean() / 4096 <= 0.5
 
 
 @settings(max_examples=150, deadline=None)
@@ -157,8 +157,8 @@ def test_lengths_of_what_is_generated(
     plan = _plan(policy, n, layers, block_size)
     assert plan.evicts and plan.every == size
     at_prompt = _plan(load_policy("pyramidinfer", None, args), n, layers, block_size)
-    assert (plan.held == at_prompt.held).all() and len(plan.pieces) == len(at_prompt.pieces)
-    before = plan.skip
+    assert (plan.end.held == at_prompt.end.held).all() and len(plan.pieces) == len(at_prompt.pieces)
+    before = plan.end.skip
     for number in range(2, 20):
         now, count = plan.after(number), (number - 1) * size
         left = max(0, count - window)
@@ -167,12 +167,12 @@ def test_lengths_of_what_is_generated(
         for layer in range(layers):
             part = low + (high - low) * (math.cos(math.pi * layer / layers) + 1) / 2
             assert abs(kept[layer] - left * generated["gen_compress_ratio"] * part) < 1 + 1e-6
-        assert now.prompt_len == n + count and not now.pieces
-        assert (now.keep == plan.held + kept + count - left).all()
-        assert (now.front == plan.held).all() and (now.recent == count - left).all()
+        assert now.computed == n + count and not now.thinned
+        assert (now.keep == plan.end.held + kept + count - left).all()
+        assert (now.front == plan.end.held).all() and (now.recent == count - left).all()
         unit = block_size if args["fill_blocks"] else 1
         gone = left - kept
-        assert (now.skip == plan.skip + gone // unit * unit).all()
+        assert (now.skip == plan.end.skip + gone // unit * unit).all()
         # What goes was in the groups that left, also where the next block's worth goes at once.
         assert (now.skip >= before).all() and (gone >= 0).all()
         if left:
@@ -187,9 +187,9 @@ def test_generated_tokens_by_hand() -> None:
     plan = _plan(policy, 100, 40)
     # 64 recent ones of 224: 160 left, of which 144 and 79 stay.
     later = plan.after(15)
-    assert later.prompt_len == 100 + 224
-    assert (later.keep - plan.held)[[0, 20]].tolist() == [208, 143]
-    assert (later.held - plan.held)[[0, 20]].tolist() == [208, 144]
+    assert later.computed == 100 + 224
+    assert (later.keep - plan.end.held)[[0, 20]].tolist() == [208, 143]
+    assert (later.held - plan.end.held)[[0, 20]].tolist() == [208, 144]
 
 
 def test_who_gathers_while_it_generates() -> None:

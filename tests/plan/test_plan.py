@@ -65,26 +65,26 @@ def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
     num_layers = data.draw(st.integers(1 + isinstance(policy.values, HostValues), 80))
     block_size = data.draw(st.sampled_from([1, 8, 16, 128]))
     plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
-    for array in (plan.keep, plan.skip, plan.held, plan.blocks):
+    for array in (plan.end.keep, plan.end.skip, plan.end.held, plan.end.blocks):
         assert array.shape == (num_layers,)
         assert array.dtype == np.int32
         assert not array.flags.writeable
     # Every allocator keeps the same mean.
-    assert int(plan.keep.sum()) == plan.budget_tokens * num_layers
-    assert (plan.keep <= prompt_len).all()
-    assert (plan.keep >= min(policy.window + policy.sinks, prompt_len)).all()
-    assert (np.diff(plan.keep) <= 0).all()
-    assert (plan.held == prompt_len - plan.skip).all()
+    assert int(plan.end.keep.sum()) == plan.budget_tokens * num_layers
+    assert (plan.end.keep <= prompt_len).all()
+    assert (plan.end.keep >= min(policy.window + policy.sinks, prompt_len)).all()
+    assert (np.diff(plan.end.keep) <= 0).all()
+    assert (plan.end.held == prompt_len - plan.end.skip).all()
     if policy.fill_blocks:
-        assert (plan.skip % block_size == 0).all()
-        assert (plan.held >= plan.keep).all()
-        assert (plan.held - plan.keep < block_size).all()
+        assert (plan.end.skip % block_size == 0).all()
+        assert (plan.end.held >= plan.end.keep).all()
+        assert (plan.end.held - plan.end.keep < block_size).all()
     else:
-        assert (plan.held == plan.keep).all()
-    for skip, blocks in zip(plan.skip.tolist(), plan.blocks.tolist(), strict=True):
+        assert (plan.end.held == plan.end.keep).all()
+    for skip, blocks in zip(plan.end.skip.tolist(), plan.end.blocks.tolist(), strict=True):
         live = {position // block_size for position in range(skip, prompt_len)}
         assert blocks == len(live)
-    assert plan.evicts == (policy.schedule.every > 0 or bool((plan.skip > 0).any()))
+    assert plan.evicts == (policy.schedule.every > 0 or bool((plan.end.skip > 0).any()))
 
 
 @settings(max_examples=300, deadline=None)
@@ -96,7 +96,7 @@ def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy
     plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
     assert isinstance(policy.allocator, SolvingAllocator)
     if isinstance(plan, RetentionPlan):  # nothing to solve: the whole prompt stays
-        assert not plan.evicts and (plan.keep == prompt_len).all()
+        assert not plan.evicts and (plan.end.keep == prompt_len).all()
         return
     assert plan.evicts and plan.floor == policy.window + policy.sinks < prompt_len
     assert plan.exact != policy.allocator.sets_total
@@ -109,13 +109,13 @@ def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy
         keep[giver] -= count
         keep[taker] += count
     resolved = plan.resolve(keep)
-    assert resolved.keep.tolist() == keep and resolved.budget_tokens == plan.budget_tokens
-    assert (resolved.held == prompt_len - resolved.skip).all()
+    assert resolved.end.keep.tolist() == keep and resolved.budget_tokens == plan.budget_tokens
+    assert (resolved.end.held == prompt_len - resolved.end.skip).all()
     if policy.fill_blocks:
-        assert (resolved.skip % block_size == 0).all()
-        assert (resolved.held - resolved.keep < block_size).all()
+        assert (resolved.end.skip % block_size == 0).all()
+        assert (resolved.end.held - resolved.end.keep < block_size).all()
     else:
-        assert (resolved.held == keep).all()
+        assert (resolved.end.held == keep).all()
     if not plan.exact and min(keep) > plan.floor:
         less = plan.resolve([tokens - 1 for tokens in keep])
         assert less.budget_tokens == plan.budget_tokens - 1
@@ -164,33 +164,33 @@ def test_a_budget_as_long_as_the_prompt_evicts_nothing(name: str) -> None:
     policy = PRESETS[name]
     for budget in ("100%", 4096, 4097) if policy.evicts else ("100%",):
         plan = policy.plan(4096, 32, 16, Budget.parse(budget))
-        assert isinstance(plan, RetentionPlan) and not plan.skip.any()
+        assert isinstance(plan, RetentionPlan) and not plan.end.skip.any()
         assert plan.evicts == (policy.schedule.every > 0)  # then perhaps what is generated
-        assert (plan.keep == 4096).all()
-        assert (plan.blocks == 256).all()
+        assert (plan.end.keep == 4096).all()
+        assert (plan.end.blocks == 256).all()
 
 
 def test_pyramidkv_by_hand() -> None:
     """8 layers, B = 512 - 8: top 504 / 20 = 25.2, bottom 1008 - 25.2 = 982.8, step 136.8."""
     plan = load_policy("pyramidkv", 512).plan(8192, 8, 16)
-    assert plan.keep.tolist() == [991, 854, 717, 580, 444, 307, 170, 33]
-    assert plan.skip.tolist() == [7200, 7328, 7472, 7600, 7744, 7872, 8016, 8144]
-    assert plan.held.tolist() == [992, 864, 720, 592, 448, 320, 176, 48]
-    assert plan.blocks.tolist() == [62, 54, 45, 37, 28, 20, 11, 3]
+    assert plan.end.keep.tolist() == [991, 854, 717, 580, 444, 307, 170, 33]
+    assert plan.end.skip.tolist() == [7200, 7328, 7472, 7600, 7744, 7872, 8016, 8144]
+    assert plan.end.held.tolist() == [992, 864, 720, 592, 448, 320, 176, 48]
+    assert plan.end.blocks.tolist() == [62, 54, 45, 37, 28, 20, 11, 3]
 
 
 def test_an_odd_prompt_keeps_its_partial_block() -> None:
     plan = load_policy("snapkv", 100).plan(1003, 2, 16)
-    assert plan.keep.tolist() == [100, 100]
-    assert plan.skip.tolist() == [896, 896]
-    assert plan.blocks.tolist() == [7, 7]  # positions 896 .. 1002 are blocks 56 .. 62
+    assert plan.end.keep.tolist() == [100, 100]
+    assert plan.end.skip.tolist() == [896, 896]
+    assert plan.end.blocks.tolist() == [7, 7]  # positions 896 .. 1002 are blocks 56 .. 62
 
 
 def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
     plan = load_policy("pyramidkv", "12%").plan(40, 4, 16)
     assert plan.budget_tokens == 9
-    assert plan.keep.sum() == 36
-    assert load_policy("pyramidkv", "12%").plan(7, 4, 16).keep.tolist() == [7] * 4
+    assert plan.end.keep.sum() == 36
+    assert load_policy("pyramidkv", "12%").plan(7, 4, 16).end.keep.tolist() == [7] * 4
 
 
 def test_which_policies_evict_and_need_scores() -> None:

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.kv_cache.session_cache import Conversation
-from vllm_pyramid.plan import Budget, RetentionPlan
+from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks, tokens_per_step
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.request import RequestKeys, check_request, resolve
+from vllm_pyramid.policy.request import check_request, resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 pytestmark = pytest.mark.cpu
 
@@ -57,7 +58,7 @@ def test_what_a_turn_leaves_is_what_the_next_one_finds(
         for computed in range(1, ended, 7):
             one, other = plan.evictions_by(computed), before.evictions_by(computed)
             assert (plan.skip_after(one) == before.skip_after(other)).all()
-    points = [inner.prompt_len for inner in last.inner]
+    points = [inner.computed for inner in last.inner]
     assert set(points) <= set(ends[:-1])
     skips = [last.skip_after(number) for number in range(last.end_number + 1)]
     for number, (skip, later) in enumerate(itertools.pairwise(skips), 1):
@@ -72,7 +73,7 @@ def test_what_a_turn_leaves_is_what_the_next_one_finds(
     # A layer never has less than it would without the turns, unless it had less before.
     alone = _plan(policy, ends[-1], (), block_size)
     if last.end_number in last.giving:
-        assert (last.skip == np.maximum(alone.skip, skips[-2])).all()
+        assert (last.end.skip == np.maximum(alone.end.skip, skips[-2])).all()
 
 
 @settings(deadline=None, max_examples=100)
@@ -85,17 +86,17 @@ def test_the_peak_is_the_most_that_is_held(
     for computed in range(1, total + 1):
         skip = plan.skip_after(plan.evictions_by(computed - 1))
         held.append(int((-(-computed // size) - skip // size).sum()))
-    assert int(plan.most_blocks(total, np.full(LAYERS, size)).sum()) == max(held)
+    assert int(peak_blocks(plan, total, np.full(LAYERS, size)).sum()) == max(held)
 
 
 def test_steps_of_a_prompt() -> None:
     """On average at least, from any eviction on: short turns at the end make many small steps."""
     policy = load_policy("snapkv", 16, {"window": 4})
     plan = _plan(policy, 1160, (1000, 1040, 1080, 1120))
-    assert [inner.prompt_len for inner in plan.inner] == [1000, 1040, 1080, 1120]
-    assert plan.tokens_a_step(256) == (40, 256)
-    assert plan.tokens_a_step(16) == (13, 16), "40 tokens take three steps"
-    assert _plan(policy, 1160, ()).tokens_a_step(256) == (1160 // 5, 256)
+    assert [inner.computed for inner in plan.inner] == [1000, 1040, 1080, 1120]
+    assert tokens_per_step(plan, 256) == (40, 256)
+    assert tokens_per_step(plan, 16) == (13, 16), "40 tokens take three steps"
+    assert tokens_per_step(_plan(policy, 1160, ()), 256) == (1160 // 5, 256)
 
 
 def test_what_a_state_depends_on() -> None:

@@ -204,7 +204,7 @@ def install_start_up(mode: str) -> None:
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
-    from vllm_pyramid.frontend.engine_config import _check_graphs
+    from vllm_pyramid.frontend.graphs import check_graphs
     from vllm_pyramid.policy.served_settings import ServedSettings
     from vllm_pyramid.worker.cpu_worker import PyramidCpuWorker
 
@@ -227,7 +227,7 @@ def install_start_up(mode: str) -> None:
         compilation = worker.vllm_config.compilation_config
         compilation.cudagraph_mode = CUDAGraphMode[mode]
         # What the front end makes of it, where vLLM knows of graphs.
-        _check_graphs(worker.vllm_config, ServedSettings.of(worker.vllm_config).policy)
+        check_graphs(worker.vllm_config, ServedSettings.of(worker.vllm_config).policy)
         compilation.cudagraph_capture_sizes = [1, 2, 4, 24, 48]
         compilation.max_cudagraph_capture_size = 48
         worker.model_runner.profile_cudagraph_memory()

@@ -12,7 +12,8 @@ from vllm import SamplingParams
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy, policy_names
-from vllm_pyramid.policy.request import RequestKeys, check_request, resolve
+from vllm_pyramid.policy.request import check_request, resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 pytestmark = pytest.mark.cpu
 
@@ -24,9 +25,9 @@ def kept(policy: Policy, prompt_len: int, extra: dict[str, Any] | None = None) -
     """Tokens kept a layer, on average; where they are solved, the least that it may be."""
     served = resolve(policy, RequestKeys.parse(extra))
     plan = served.policy.plan(prompt_len, LAYERS, BLOCK, served.budget)
-    if plan.is_open:
-        return plan.budget_tokens if plan.exact else plan.least
-    return float(plan.keep.mean())
+    if plan.is_deferred:
+        return plan.budget_tokens if plan.exact else plan.min_tokens
+    return float(plan.end.keep.mean())
 
 
 def served(name: str, budget: str | None = None, **settings: Any) -> Policy:
@@ -42,7 +43,7 @@ def test_no_share_of_any_policy_falls_below_it(name: str) -> None:
     policy = served(name, "5%" if evicts else None, kv_min_tokens=FLOOR if evicts else None)
     for prompt_len in (1, 37, FLOOR - 1, FLOOR):
         plan = policy.plan(prompt_len, LAYERS, BLOCK)
-        assert not plan.is_open and not plan.skip.any(), prompt_len
+        assert not plan.is_deferred and not plan.end.skip.any(), prompt_len
     for prompt_len in (FLOOR + 1, 500, 3000, 20 * FLOOR, 9000):
         # Pieces between layers have lengths of their own; others are exact.
         thinned = policy.allocator.thins_prompts or not evicts
@@ -55,34 +56,38 @@ def test_no_share_of_any_policy_falls_below_it(name: str) -> None:
 def test_thinned_prompts_keep_it_in_every_layer() -> None:
     for prompt_len in (FLOOR, FLOOR + 1, 400, 900):
         plan = served("pyramidinfer", "5%", kv_min_tokens=FLOOR).plan(prompt_len, 32, BLOCK)
-        assert plan.keep.min() >= FLOOR, prompt_len
+        assert plan.end.keep.min() >= FLOOR, prompt_len
     pieces = served(
         "pyramidinfer",
         "5%",
         kv_min_tokens=FLOOR,
         kv_policy_args={"piece_tokens": 150, "min_context": 16},
     )
-    assert pieces.plan(FLOOR, 32, BLOCK).keep.tolist() == [FLOOR] * 32
-    least = pieces.plan(3 * FLOOR, 32, BLOCK).keep.min()
+    assert pieces.plan(FLOOR, 32, BLOCK).end.keep.tolist() == [FLOOR] * 32
+    least = pieces.plan(3 * FLOOR, 32, BLOCK).end.keep.min()
     assert FLOOR <= least < 2 * FLOOR, "later pieces are thinned as far as ever"
-    assert served("pyramidinfer", "5%", kv_min_tokens=0).plan(400, 32, BLOCK).keep.min() < FLOOR
+    assert served("pyramidinfer", "5%", kv_min_tokens=0).plan(400, 32, BLOCK).end.keep.min() < FLOOR
 
 
 def test_a_total_that_is_solved_keeps_it() -> None:
     policy = served("xkv", kv_policy_args={"retention": 0.5}, kv_min_tokens=FLOOR)
     plan = policy.plan(1000, LAYERS, BLOCK)
-    assert plan.is_open and plan.least == FLOOR and plan.least_mean == FLOOR - policy.min_budget + 1
-    assert not policy.plan(FLOOR, LAYERS, BLOCK).is_open
+    assert (
+        plan.is_deferred
+        and plan.min_tokens == FLOOR
+        and plan.min_mean == FLOOR - policy.min_budget + 1
+    )
+    assert not policy.plan(FLOOR, LAYERS, BLOCK).is_deferred
     scores = torch.rand(LAYERS, 1000, generator=torch.Generator().manual_seed(0)) ** 8
     fixed = policy.window + policy.sinks
-    for retention, least in ((0.01, plan.least_mean), (0.01, 0), (0.9, plan.least_mean)):
+    for retention, least in ((0.01, plan.min_mean), (0.01, 0), (0.9, plan.min_mean)):
         solver = policy.allocator.model_copy(update={"retention": retention})
         assert isinstance(solver, SolvingAllocator)
         lengths = solver.measures(scores, plan.mean, plan.capacity, 0, least)
         total = int(lengths.sum())
         assert total == least * LAYERS if retention == 0.01 and least else total > 0
-        if total >= plan.least_mean * LAYERS:
-            assert plan.resolve(fixed + lengths.numpy()).keep.sum() >= FLOOR * LAYERS
+        if total >= plan.min_mean * LAYERS:
+            assert plan.resolve(fixed + lengths.numpy()).end.keep.sum() >= FLOOR * LAYERS
         else:
             with pytest.raises(ValueError, match=f"6 layers keep at least {FLOOR} each"):
                 plan.resolve(fixed + lengths.numpy())
@@ -114,10 +119,10 @@ def test_a_budget_in_tokens_is_what_it_says() -> None:
 
 def test_a_share_keeps_it_during_generation_too() -> None:
     plan = served("h2o", "10%", kv_min_tokens=FLOOR).plan(50, LAYERS, BLOCK)
-    assert not plan.skip.any()
+    assert not plan.end.skip.any()
     later = [plan.after(number) for number in range(2, 20)]
-    assert [int(p.keep.mean()) for p in later] == [min(p.prompt_len, FLOOR) for p in later]
-    assert later[-1].prompt_len > FLOOR
+    assert [int(p.keep.mean()) for p in later] == [min(p.computed, FLOOR) for p in later]
+    assert later[-1].computed > FLOOR
 
 
 def test_of_a_request() -> None:
@@ -125,13 +130,13 @@ def test_of_a_request() -> None:
     assert kept(policy, 1000, {"kv_min_tokens": 0}) == 100
     assert kept(policy, 1000, {"kv_min_tokens": 300}) == 300
     assert kept(policy, 1000, {"kv_min_tokens": 0, "kv_budget": "5%"}) == 50
-    assert resolve(policy, RequestKeys()).least_of_share == FLOOR
+    assert resolve(policy, RequestKeys()).share_floor == FLOOR
     for extra, least in (({"kv_min_tokens": 7}, 7), ({"kv_budget": 64}, None)):
-        assert resolve(policy, RequestKeys.parse(extra)).least_of_share == least
+        assert resolve(policy, RequestKeys.parse(extra)).share_floor == least
     for wrong in (-1, 2**31, True, 1.5, "many", [3]):
         with pytest.raises(ValueError, match="kv_min_tokens of a request must be a number of tok"):
             RequestKeys.parse({"kv_min_tokens": wrong})
-    with pytest.raises(ValueError, match="a floor of shares, and the budget is 64 tokens"):
+    with pytest.raises(ValueError, match="percentage budgets, and the budget is 64 tokens"):
         resolve(policy, RequestKeys.parse({"kv_budget": 64, "kv_min_tokens": 5}))
     params = SamplingParams(extra_args={"kv_policy": "full", "kv_min_tokens": 5})
     with pytest.raises(ValueError, match="kv_min_tokens has no effect on policy 'full'"):

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.plan import RetentionPlan
+from vllm_pyramid.plan import RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.fit import Pool, check_fit
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.planning import peak_blocks_up_to
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 pytestmark = pytest.mark.cpu
 
@@ -47,22 +49,22 @@ def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) ->
     without = policy.model_copy(update={"chunk": {"kind": "points"}})
     at_end = _plan(without, prompt_len, block_size)
     # At the end the policy keeps what it keeps without points.
-    assert (plan.skip == at_end.skip).all() and (plan.keep == at_end.keep).all()
+    assert (plan.end.skip == at_end.end.skip).all() and (plan.end.keep == at_end.end.keep).all()
     tokens, behind = policy.chunk.tokens, max(policy.window, 2)
-    points = [inner.prompt_len for inner in plan.inner]
+    points = [inner.computed for inner in plan.inner]
     assert points == list(range(points[0], n - behind + 1, tokens)) if points else True
     assert all(point % tokens == 0 for point in points)
     keep = max(policy.chunk.keep or tokens, plan.budget_tokens)
     if not points and plan.evicts:  # nothing to give before the end: less than a block
         last = (n - behind) // tokens * tokens
-        assert last <= 0 or (_plan_of_inside(policy, last, keep, block_size).skip == 0).all()
+        assert last <= 0 or (_plan_of_inside(policy, last, keep, block_size).end.skip == 0).all()
     numbers = range(1, plan.end_number + 1)
     skips = [np.zeros(LAYERS, np.int32), *(plan.skip_after(number) for number in numbers)]
     for before, after in itertools.pairwise(skips):
         assert (after >= before).all(), "what was given back cannot be taken back"
     for inner in plan.inner:
         assert inner.skip.any() and not (inner.skip % block_size).any()
-        assert inner.held.mean() >= min(keep, inner.prompt_len) - 1
+        assert inner.held.mean() >= min(keep, inner.computed) - 1
         assert (inner.held >= (policy.chunk.window or policy.window)).all()
     # The number of the latest eviction, by definition.
     ends = [plan.computed_at(number) for number in numbers]
@@ -78,8 +80,8 @@ def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) ->
 def _plan_of_inside(policy: Policy, point: int, keep: int, block_size: int) -> RetentionPlan:
     from vllm_pyramid.plan import Budget
 
-    assert policy.inside is not None
-    plan = policy.inside.plan(point, LAYERS, block_size, Budget(tokens=keep))
+    assert policy.inner_policy is not None
+    plan = policy.inner_policy.plan(point, LAYERS, block_size, Budget(tokens=keep))
     assert isinstance(plan, RetentionPlan)
     return plan
 
@@ -93,7 +95,7 @@ def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, gene
         # A step ends here: what was given back by an eviction before it is gone.
         skip = plan.skip_after(plan.evictions_by(computed - 1))
         held.append(int((-(-computed // size) - skip // size).sum()))
-    peak = plan.most_blocks(total, np.full(LAYERS, size))
+    peak = peak_blocks(plan, total, np.full(LAYERS, size))
     assert peak.shape == (LAYERS,) and int(peak.sum()) == max(held)
 
 
@@ -102,17 +104,17 @@ def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, gene
 def test_the_worst_prompt_is_no_worse(policy: Policy, longest: int) -> None:
     """What the pool must have is enough for every prompt up to that length, and hardly more."""
     sizes = np.full(LAYERS, 8)
-    most = max(int(_plan(policy, n).most_blocks(n, sizes).sum()) for n in range(1, longest + 1))
-    bound = int(policy.most_blocks(longest, LAYERS, 8).sum())
+    most = max(int(peak_blocks(_plan(policy, n), n, sizes).sum()) for n in range(1, longest + 1))
+    bound = int(peak_blocks_up_to(policy, longest, LAYERS, 8).sum())
     assert most <= bound <= most + 2 * LAYERS
 
 
 def test_a_bound_of_any_length() -> None:
     """With a budget in tokens a longer prompt holds no more; without points it holds itself."""
     policy = load_policy("pyramidkv-chunked")
-    peaks = [int(policy.most_blocks(n, 32, 16).sum()) for n in (16384, 131072, 1 << 20)]
+    peaks = [int(peak_blocks_up_to(policy, n, 32, 16).sum()) for n in (16384, 131072, 1 << 20)]
     assert peaks[0] == peaks[1] == peaks[2] <= 32 * ((4096 + 2048) // 16 + 3)
-    assert load_policy("pyramidkv").most_blocks(16384, 32, 16).tolist() == [1024] * 32
+    assert peak_blocks_up_to(load_policy("pyramidkv"), 16384, 32, 16).tolist() == [1024] * 32
 
 
 @pytest.mark.parametrize(
@@ -141,26 +143,28 @@ def test_refused(policy: str, args: dict[str, Any], message: str) -> None:
 def test_it_travels_and_needs_no_kind() -> None:
     policy = load_policy("snapkv", 64, {"chunk": {"tokens": 64, "scorer": None, "window": 16}})
     again = Policy.model_validate(policy.as_data())
-    assert again == policy and again.chunk.scorer is None and again.inside == policy.inside
-    assert policy.inside is not None and policy.inside.inside is None
+    assert (
+        again == policy and again.chunk.scorer is None and again.inner_policy == policy.inner_policy
+    )
+    assert policy.inner_policy is not None and policy.inner_policy.inner_policy is None
     by_default = load_policy("snapkv", 64, {"chunk": {"tokens": 64}})
-    assert by_default.inside is not None and by_default.inside.scorer.kind == "keydiff"
-    assert load_policy("snapkv", 64).inside is None
+    assert by_default.inner_policy is not None and by_default.inner_policy.scorer.kind == "keydiff"
+    assert load_policy("snapkv", 64).inner_policy is None
 
 
 def test_what_the_parts_inside_ask_for() -> None:
     """Sums inside the prompt are gathered in every step; a history has its queries at the end."""
     sums = {"chunk.tokens": 256, "chunk.scorer": "accumulated_attention"}
     policy = load_policy("snapkv", 64, sums)
-    assert policy.works_in_every_step and policy.not_shareable is not None
+    assert policy.works_in_every_step and policy.why_not_shareable is not None
     assert not load_policy("snapkv", 64, {"chunk.tokens": 256}).works_in_every_step
     history = load_policy("scissorhands", 64, {"chunk.tokens": 512, "schedule": "prompt_end"})
     for prompt_len in range(1424, 2000, 7):
         plan = _plan(history, prompt_len)
-        assert plan.inner and prompt_len - plan.inner[-1].prompt_len >= 400
+        assert plan.inner and prompt_len - plan.inner[-1].computed >= 400
     recent = load_policy("keydiff", 64, {"chunk.tokens": 64, "window": 32, "chunk.window": 0})
     for prompt_len in range(200, 300):
-        assert prompt_len - _plan(recent, prompt_len).inner[-1].prompt_len >= 32
+        assert prompt_len - _plan(recent, prompt_len).inner[-1].computed >= 32
 
 
 # Requests that need more than the pool -----------------------------------------------------------

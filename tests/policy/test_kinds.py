@@ -194,7 +194,7 @@ CLASSES = [
     (
         "scorer",
         "Nroms",
-        "cannot import the scorer 'OWN:Nroms': .*no attribute 'Nroms'.*PYTHONPATH, where all proc",
+        "cannot import the scorer 'OWN:Nroms': .*no attribute 'Nroms'.*PYTHONPATH, which all proc",
     ),
     ("scorer", "", "cannot import the scorer 'OWN:'"),
 ]
@@ -279,7 +279,7 @@ def test_fields_of_plain_types_travel(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_class_in_a_script_is_refused() -> None:
-    with pytest.raises(ValueError, match="is in the script that runs"):
+    with pytest.raises(ValueError, match="is defined in the script that is run"):
         load_policy("knorm", None, {"scorer.kind": "__main__:Mine"})
 
 

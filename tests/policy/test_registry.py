@@ -12,7 +12,8 @@ import pytest
 from vllm_pyramid.methods.curves import UniformAllocator
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.policy import AUTO, RECOMMENDED, load_policy, load_presets, policy_names
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.probe import probe
 
 pytestmark = pytest.mark.cpu
@@ -90,7 +91,7 @@ def test_the_examples_of_the_documentation(
     probe(own, 6, 2, 16)
     args = {"allocator": {"kind": "my_methods:FirstLayersAllocator", "count": 3}, "sinks": 0}
     plan = load_policy(preset(own_example), 512, args).plan(8192, 8, 16)
-    assert plan.keep.tolist() == [1016, 1016, 1016, 210, 210, 210, 209, 209]
+    assert plan.end.keep.tolist() == [1016, 1016, 1016, 210, 210, 210, 209, 209]
 
 
 @pytest.mark.parametrize("name", ["pyramidvk", "", "None", "../configs/snapkv", "none"])
@@ -199,7 +200,7 @@ def test_a_changed_kind_starts_from_its_own_defaults() -> None:
     policy = load_policy("pyramidkv", 512, {"allocator": "uniform"})
     assert policy.allocator.model_dump() == {"kind": "uniform"}
     plain, scored = load_policy("snapkv", 512), policy
-    assert (plain.plan(2048, 8, 16).keep == scored.plan(2048, 8, 16).keep).all()
+    assert (plain.plan(2048, 8, 16).end.keep == scored.plan(2048, 8, 16).end.keep).all()
 
 
 @pytest.mark.parametrize(
@@ -249,11 +250,11 @@ def test_any_policy_keeps_v_in_host_memory() -> None:
     assert plain.block_sizes(4, 16).tolist() == [16] * 4
     # What is kept is the plain policy's; only the rounding to blocks is that of the larger ones.
     ours, theirs = (p.plan(1000, 4, 32) for p in (policy, plain))
-    assert ours.keep.tolist() == theirs.keep.tolist()
-    assert not (ours.skip % 32).any()
-    assert ours.blocks_in(policy.block_sizes(4, 16)).tolist() == [
+    assert ours.end.keep.tolist() == theirs.end.keep.tolist()
+    assert not (ours.end.skip % 32).any()
+    assert ours.end.blocks_in(policy.block_sizes(4, 16)).tolist() == [
         -(-1000 // size) - skip // size
-        for size, skip in zip([16, 16, 32, 32], ours.skip.tolist(), strict=True)
+        for size, skip in zip([16, 16, 32, 32], ours.end.skip.tolist(), strict=True)
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.plan import IntArray, RetentionPlan
+from vllm_pyramid.plan import EvictionPoint, IntArray, RetentionPlan
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.schedules import IntervalSchedule
 
@@ -52,7 +52,7 @@ def test_every_eviction_keeps_its_budget(
         computed = plan.computed_at(number)
         assert computed == prompt_len + (number - 1) * interval
         now = plan.after(number)
-        assert now.prompt_len == computed and now.block_size == block_size
+        assert now.computed == computed and now.block_size == block_size
         assert now.keep.sum() == min(target, computed) * layers
         assert (now.skip == plan.skip_after(number)).all()
         assert (now.skip >= before).all(), "a layer would have to keep what is gone"
@@ -88,12 +88,12 @@ class Groups(IntervalSchedule):
 
     kind: str = "test"  # type: ignore[assignment]
 
-    def keep(self, prompt: RetentionPlan, computed: int, usual: RetentionPlan) -> IntArray:
-        groups = (computed - prompt.prompt_len) // self.interval
+    def keep(self, prompt: EvictionPoint, computed: int, usual: EvictionPoint) -> IntArray:
+        groups = (computed - prompt.computed) // self.interval
         rates = np.linspace(0.8, 0.2, len(prompt.keep))
         return prompt.keep + groups * np.floor(rates * self.interval).astype(np.int32)
 
-    def front(self, prompt: RetentionPlan, computed: int) -> IntArray:
+    def front(self, prompt: EvictionPoint, computed: int) -> IntArray:
         return self.keep(prompt, computed - self.interval, prompt)
 
 

@@ -43,8 +43,9 @@ from vllm_pyramid.compat.side_channel import (
     read_origins,
 )
 from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
-from vllm_pyramid.plan import DeferredPlan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
@@ -161,9 +162,9 @@ class Setup:
         policy = load_policy(self.policy, self.budget, dict(self.policy_args))
         in_flight = (1 + self.asynchronous) * self.max_num_batched_tokens
         beside = sum(layer.most_blocks(self.max_model_len, in_flight) for layer in self.beside)
-        if policy.inside is not None:
-            blocks = policy.most_blocks(
-                self.max_model_len, self.num_layers, self.block_size, self.stages
+        if policy.inner_policy is not None:
+            blocks = peak_blocks_up_to(
+                policy, self.max_model_len, self.num_layers, self.block_size, self.stages
             )
             return self.of_fullest_stage(blocks) + beside
         blocks = np.array([cdiv(self.max_model_len, size) for size in self.block_sizes])
@@ -376,7 +377,7 @@ class PlainWorker:
         for index, row in enumerate(rows):
             if row.adopted and row.origin is not None:
                 row.skip = step.skips[:, index]
-            begins = step.requests[index].plan.first.prompt_len
+            begins = step.requests[index].plan.exact_tokens
             assert not step.skips[:, index].any() or computed[index] >= begins
             if row.skip is not None:
                 assert (step.skips[:, index] == row.skip).all()
@@ -405,7 +406,7 @@ class PlainWorker:
             for index, request_id in enumerate(step.evictions.request_ids):
                 if blocks := step.evictions.copies[index]:
                     plan = step.evictions.plans[index]
-                    assert isinstance(plan, RetentionPlan)
+                    assert isinstance(plan, EvictionPoint)
                     self._leave_behind(self.rows[request_id], plan, blocks)
                 end, kept_lens = (
                     step.evictions.points[index],
@@ -599,10 +600,10 @@ class PlainWorker:
                 f"layer {layer}: a live position was overwritten"
             )
 
-    def _leave_behind(self, row: Row, plan: RetentionPlan, blocks: list[int]) -> None:
+    def _leave_behind(self, row: Row, plan: EvictionPoint, blocks: list[int]) -> None:
         """Copy what the eviction overwrites; of blocks of `block_size` in every layer."""
         self.num_left += 1
-        places, end = iter(blocks), plan.prompt_len // plan.block_size
+        places, end = iter(blocks), plan.computed // plan.block_size
         for layer, skip in enumerate(plan.skip.tolist()):
             start = self.setup.stage_of[layer] * (self.num_blocks + 1)
             for index in range(skip // plan.block_size, end):

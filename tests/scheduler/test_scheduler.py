@@ -74,7 +74,7 @@ def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     assert pair.schedule().num_scheduled_tokens == {"r": 16}
     told = read_report(pair.in_flight[-1][1])
-    assert told == StepReport({"r": Eviction(int(plan.skip.sum()))}, {})
+    assert told == StepReport({"r": Eviction(int(plan.end.skip.sum()))}, {})
     pair.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
@@ -99,7 +99,7 @@ def test_the_head_stays_while_a_step_that_reads_it_is_in_flight() -> None:
     assert pair.coordinator.blocks_held("r") == [11, 11, 11]
     pair.schedule()
     plan = pair.scheduler.kv_policy.plan(40, 3, 4)
-    assert pair.coordinator.blocks_held("r") == (plan.blocks + 1).tolist()
+    assert pair.coordinator.blocks_held("r") == (plan.end.blocks + 1).tolist()
 
 
 def test_a_worker_that_did_not_evict_stops_the_engine() -> None:
@@ -150,10 +150,10 @@ def test_the_response_says_what_was_kept(setup: Setup, max_tokens: int) -> None:
         "kv_policy": "pyramidkv",
         "kv_budget": 12,
         "prompt_tokens": 40,
-        "kept_tokens": plan.held.tolist(),
-        "evicted_tokens": int(plan.skip.sum()),
+        "kept_tokens": plan.end.held.tolist(),
+        "evicted_tokens": int(plan.end.skip.sum()),
         "blocks_before": 30,
-        "blocks_after": int(plan.blocks.sum()),
+        "blocks_after": int(plan.end.blocks.sum()),
     }
 
 
@@ -188,16 +188,16 @@ def test_the_statistics_count_layers_when_they_change() -> None:
     assert prefill["before"] is None
     # Counted when the worker confirms; the blocks go back when the next step is scheduled.
     assert prefill["now"]["evictions"] == 1
-    assert prefill["now"]["tokens_evicted"] == plan.skip.tolist()
+    assert prefill["now"]["tokens_evicted"] == plan.end.skip.tolist()
     assert prefill["now"]["blocks_freed"] == [0, 0, 0]
     assert prefill["now"]["blocks_held"] == [10, 10, 10]
     assert eviction["before"] == prefill["now"]
     assert eviction["now"] == {
         "evictions": 1,
-        "tokens_evicted": plan.skip.tolist(),
-        "blocks_freed": (plan.skip // 4).tolist(),
-        "blocks_held": (plan.blocks + 1).tolist(),
-        "tokens_held": (plan.held + 1).tolist(),
+        "tokens_evicted": plan.end.skip.tolist(),
+        "blocks_freed": (plan.end.skip // 4).tolist(),
+        "blocks_held": (plan.end.blocks + 1).tolist(),
+        "tokens_held": (plan.end.held + 1).tolist(),
     }
     assert decode == [None, None]
 
@@ -208,7 +208,7 @@ def test_a_request_that_ends_with_its_first_token_is_counted() -> None:
     pair.step()
     plan = pair.scheduler.kv_policy.plan(40, 3, 4)
     assert pair.coordinator.num_evictions == 1
-    assert pair.coordinator.tokens_evicted.tolist() == plan.skip.tolist()
+    assert pair.coordinator.tokens_evicted.tolist() == plan.end.skip.tolist()
     assert pair.coordinator.held_blocks.tolist() == [0, 0, 0]
 
 
@@ -272,10 +272,10 @@ def test_the_response_says_what_was_solved(setup: Setup, max_tokens: int) -> Non
         "kv_policy": "xkv",
         "kv_budget": 12,
         "prompt_tokens": 40,
-        "kept_tokens": plan.held.tolist(),
-        "evicted_tokens": int(plan.skip.sum()),
+        "kept_tokens": plan.end.held.tolist(),
+        "evicted_tokens": int(plan.end.skip.sum()),
         "blocks_before": 30,
-        "blocks_after": int(plan.blocks.sum()),
+        "blocks_after": int(plan.end.blocks.sum()),
         "solved_tokens": list(keep),
     }
     assert sum(keep) == 36
@@ -292,9 +292,9 @@ def test_the_worker_goes_by_its_lengths_before_the_scheduler_knows_them() -> Non
     assert pair.coordinator.blocks_held("r") == [11, 11, 11]
     pair.process()
     resolved = pair.coordinator.confirmed_plan("r")
-    assert resolved is not None and tuple(resolved.keep.tolist()) == keep
+    assert resolved is not None and tuple(resolved.end.keep.tolist()) == keep
     pair.schedule()
-    assert pair.coordinator.blocks_held("r") == (resolved.blocks + 1).tolist()
+    assert pair.coordinator.blocks_held("r") == (resolved.end.blocks + 1).tolist()
 
 
 def test_a_preempted_prompt_is_solved_again() -> None:
@@ -316,7 +316,7 @@ def test_a_preempted_prompt_is_solved_again() -> None:
     second = _keep_of(pair)
     pair.process()
     resolved = pair.coordinator.confirmed_plan("r")
-    assert resolved is not None and tuple(resolved.keep.tolist()) == second != first
+    assert resolved is not None and tuple(resolved.end.keep.tolist()) == second != first
     assert pair.worker.num_solved == 2 and pair.coordinator.num_evictions == 1
 
 
@@ -375,5 +375,5 @@ def test_requests_of_a_solving_policy_that_keep_everything() -> None:
     assert pair.coordinator.blocks_held("full") == [11, 11, 11]
     assert reports == ["own"]
     resolved = pair.coordinator.confirmed_plan("own")
-    assert resolved is not None and resolved.keep.sum() == 60
+    assert resolved is not None and resolved.end.keep.sum() == 60
     assert pair.coordinator.num_evictions == resolved.evicts

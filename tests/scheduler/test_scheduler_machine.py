@@ -40,8 +40,9 @@ from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.scheduler import SampledShares
-from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.request import RequestKeys, resolve
+from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan, peak_blocks
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.scheduler.admission import Admission
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
@@ -203,9 +204,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         served = resolve(policy, RequestKeys.parse(override))
         plan = self.plans[request_id]
         sizes = np.array(self.setup.block_sizes)
-        blocks = plan.most_blocks(prompt_len, sizes, stages=self.setup.stages)
+        blocks = peak_blocks(plan, prompt_len, sizes, stages=self.setup.stages)
         needed = self.setup.of_fullest_stage(blocks) + self.scheduler._pool.beside
-        refused = policy.inside is not None and needed > self.worker.num_blocks
+        refused = policy.inner_policy is not None and needed > self.worker.num_blocks
         assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
         self.seen["refused"] += refused
         return refused
@@ -407,8 +408,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = stop - computed - scheduled
         policy = self.scheduler.kv_policy
         window = policy.min_last_chunk
-        if policy.inside is not None and stop < plan.prompt_len:
-            window = policy.inside.min_last_chunk
+        if policy.inner_policy is not None and stop < plan.prompt_len:
+            window = policy.inner_policy.min_last_chunk
         assert left >= window or (left == 0 and scheduled >= window), (name, computed, scheduled)
 
     def check_tables(self) -> None:
@@ -508,7 +509,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A request that evicts inside its prompt never holds more than its plan says."""
         plan, late = self.plans[name], (self.depth - 1) * self.setup.max_num_batched_tokens
         tokens = max(request.num_computed_tokens, plan.prompt_len) + self.drafts_in_flight
-        peak = plan.most_blocks(tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
+        peak = peak_blocks(plan, tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
         sums = self.coordinator.stages.sums
         assert (sums(np.array(self.coordinator.blocks_held(name))) <= sums(peak)).all()
 
@@ -528,7 +529,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_promise(self, plan: DeferredPlan, resolved: RetentionPlan) -> None:
         """The solved lengths conserve the budget, and the blocks are those of the lengths."""
-        keep, skip = resolved.keep, resolved.skip
+        keep, skip = resolved.end.keep, resolved.end.skip
         initial = plan.budget_tokens * plan.num_layers
         assert keep.sum() == initial if plan.exact else keep.sum() <= initial
         assert keep.min() >= plan.floor and keep.max() <= plan.prompt_len

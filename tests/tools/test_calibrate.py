@@ -52,12 +52,12 @@ def test_the_file_is_a_policy_with_these_shares(tmp_path: Path) -> None:
     assert policy.model_dump(include=same) == solving.model_dump(include=same)
     plan = policy.plan(2000, 4, 16)
     assert isinstance(plan, RetentionPlan)
-    assert plan.keep.sum() == 4 * 40
+    assert plan.end.keep.sum() == 4 * 40
     wanted = 16 + 4 * 24 * calibration.mean
-    assert np.abs(plan.keep - wanted).max() < 1.01
+    assert np.abs(plan.end.keep - wanted).max() < 1.01
     with pytest.raises(ValueError, match="shares for 4 layers, but this model has 8"):
         policy.plan(2000, 8, 16)
-    assert load_policy(str(file), "25%").plan(2000, 4, 16).keep.sum() == 4 * 500
+    assert load_policy(str(file), "25%").plan(2000, 4, 16).end.keep.sum() == 4 * 500
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -80,13 +80,13 @@ def test_budgets_json(capsys: pytest.CaptureFixture[str]) -> None:
         *("--block-size", "32", "--num-kv-heads", "4", "--head-size", "64", "--dtype", "float32"),
     )
     plan = load_policy("pyramidkv", "12%", {"allocator": "geometric"}).plan(1000, 3, 32)
-    assert [row["keep"] for row in report["layers"]] == plan.keep.tolist()
-    assert [row["blocks"] for row in report["layers"]] == plan.blocks.tolist()
+    assert [row["keep"] for row in report["layers"]] == plan.end.keep.tolist()
+    assert [row["blocks"] for row in report["layers"]] == plan.end.blocks.tolist()
     assert report["total"]["keep"] == 3 * 120
     block_mib = 2 * 32 * 4 * 64 * 4 / 2**20
-    assert report["total"]["mib"] == pytest.approx(plan.blocks.sum() * block_mib)
+    assert report["total"]["mib"] == pytest.approx(plan.end.blocks.sum() * block_mib)
     assert report["full"] == {"keep": 3000, "blocks": 96, "mib": pytest.approx(96 * block_mib)}
-    assert report["blocks_share"] == pytest.approx(plan.blocks.sum() / 96)
+    assert report["blocks_share"] == pytest.approx(plan.end.blocks.sum() / 96)
 
 
 def test_budgets_with_v_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from tests.steps import make_tracker, the_hooks
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.plan import DeferredPlan, Eviction, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.request import ALLOCATOR_KEY, RequestKeys
+from vllm_pyramid.policy.request import ALLOCATOR_KEY
+from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
@@ -100,7 +101,7 @@ def check(
     for index, (request_id, prompt_len, computed, scheduled) in enumerate(rows):
         keys = RequestKeys.parse(prompts[request_id][1])
         plan = plan_for(policy, keys, prompt_len, NUM_LAYERS, BLOCK_SIZE)
-        expected = plan.skip.tolist() if computed >= prompt_len else [0] * NUM_LAYERS
+        expected = plan.end.skip.tolist() if computed >= prompt_len else [0] * NUM_LAYERS
         assert step.skips[:, index].tolist() == expected
         query_end += scheduled
         if computed < prompt_len == computed + scheduled:
@@ -115,14 +116,14 @@ def check(
     assert evictions.query_ends.tolist() == [end for _, _, end, _ in ending]
     assert evictions.points.tolist() == [plan.prompt_len for *_, plan in ending]
     assert evictions.budgets.tolist() == [plan.budget_tokens for *_, plan in ending]
-    assert evictions.kept_lens.T.tolist() == [plan.held.tolist() for *_, plan in ending]
+    assert evictions.kept_lens.T.tolist() == [plan.end.held.tolist() for *_, plan in ending]
     for array in (evictions.query_ends, evictions.points, evictions.kept_lens, step.skips):
         assert array.dtype == np.int32
     evictions.tokens_done += np.arange(len(ending))
     report = {
         request_id: Eviction(i)
         for i, (request_id, _, _, plan) in enumerate(ending)
-        if plan.skip.any()
+        if plan.end.skip.any()
     }  # with 0 where nothing was done: the scheduler shall see that
     assert tracker.end_step() == (report, {})
     assert tracker.end_step() == ({}, {}), "reported once"
@@ -213,7 +214,8 @@ def test_a_wrong_override_leaves_the_served_policy() -> None:
     evictions = begin(tracker, [("r", 64, 0, 64)]).evictions
     assert evictions is not None
     assert (
-        evictions.kept_lens[:, 0].tolist() == policy.plan(64, NUM_LAYERS, BLOCK_SIZE).held.tolist()
+        evictions.kept_lens[:, 0].tolist()
+        == policy.plan(64, NUM_LAYERS, BLOCK_SIZE).end.held.tolist()
     )
 
 
@@ -227,9 +229,8 @@ def solve(tracker: EvictionTracker, index: int, keep: list[int]) -> RetentionPla
     plan = evictions.plans[index]
     assert isinstance(plan, DeferredPlan)
     evictions.resolve(index, np.array(keep))
-    resolved = evictions.plans[index]
-    assert isinstance(resolved, RetentionPlan)
-    evictions.tokens_done[index] += int(resolved.skip.sum())
+    resolved = evictions.resolved[index]
+    evictions.tokens_done[index] += int(resolved.end.skip.sum())
     return resolved
 
 
@@ -243,7 +244,7 @@ def test_a_solved_skip_holds_from_the_next_step_on() -> None:
         "nothing is given before it is solved"
     )
     resolved = solve(tracker, 0, [8, 30, 16, 10])
-    assert evictions.kept_lens[:, 0].tolist() == resolved.held.tolist() == [8, 32, 16, 16]
+    assert evictions.kept_lens[:, 0].tolist() == resolved.end.held.tolist() == [8, 32, 16, 16]
     assert evictions.budgets.tolist() == [16]
     assert tracker.end_step() == ({"r": Eviction(184, (8, 30, 16, 10))}, {})
     assert tracker.end_step() == ({}, {})
@@ -265,7 +266,7 @@ def test_recomputation_solves_again_and_forgets_the_old_lengths() -> None:
         resolved = solve(tracker, 0, keep)
         assert tracker.end_step()[0]["r"].keep == tuple(keep)
         skips = begin(tracker, [("r", 64, 64, 1)]).skips
-        assert skips[:, 0].tolist() == resolved.skip.tolist()
+        assert skips[:, 0].tolist() == resolved.end.skip.tolist()
 
 
 def test_a_prompt_that_ended_unsolved_is_a_bug() -> None:

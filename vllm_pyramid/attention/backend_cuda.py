@@ -19,6 +19,7 @@ from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.compat.cache_specs import scales_of
 from vllm_pyramid.kernels import get_ops
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
+from vllm_pyramid.policy.planning import can_evict_after
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
@@ -107,8 +108,8 @@ class PyramidBuilderMixin:
             return one
         stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         layers = getattr(kv_cache_spec, "num_layers", None)  # none: a companion, which never evicts
-        if layers is not None and settings.policy.may_evict_after(
-            settings.num_drafts + 1, layers, kv_cache_spec.block_size
+        if layers is not None and can_evict_after(
+            settings.policy, settings.num_drafts + 1, layers, kv_cache_spec.block_size
         ):
             return one
         return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)

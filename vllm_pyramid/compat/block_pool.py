@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV cache coordinator vLLM builds, and over which block pool."""
+"""Make vLLM build our KV cache coordinator over our block pool."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
 
 @contextmanager
 def lockstep_coordinator(cls: type[KVCacheCoordinatorNoPrefixCache]) -> Iterator[None]:
-    """Inside, `KVCacheManager` builds `cls` instead of choosing a coordinator itself.
+    """Make `KVCacheManager` build `cls` within the context.
 
     Target: `vllm.v1.core.kv_cache_manager.get_kv_cache_coordinator`. Why: it chooses by prefix
-    caching and group count and has no registry. How to remove: when vLLM lets a KV cache config
-    or a spec name its coordinator.
+    caching and group count and has no registry. Remove when a KV cache config or a spec can name
+    its coordinator.
     """
     original = kv_cache_manager.get_kv_cache_coordinator
 
     def build(*, enable_caching: bool, **kwargs: Any) -> Any:
-        return cls(**kwargs)  # whether a request shares its blocks is said with its plan
+        return cls(**kwargs)  # a request's plan says whether it shares blocks
 
     kv_cache_manager.get_kv_cache_coordinator = build
     try:
@@ -35,11 +35,11 @@ def lockstep_coordinator(cls: type[KVCacheCoordinatorNoPrefixCache]) -> Iterator
 
 @contextmanager
 def block_pool(make: Callable[..., BlockPool]) -> Iterator[None]:
-    """Inside, coordinators build their block pool with `make`.
+    """Make coordinators build their block pool with `make` within the context.
 
     Target: `vllm.v1.core.kv_cache_coordinator.BlockPool`. Why: the managers of the groups get the
-    pool when they are built, inside the coordinator's constructor. How to remove: when a
-    coordinator can be given its pool.
+    pool inside the coordinator's constructor. Remove when a coordinator takes its pool as an
+    argument.
     """
     original = kv_cache_coordinator.BlockPool
     kv_cache_coordinator.BlockPool = make

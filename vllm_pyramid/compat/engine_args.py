@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's engine arguments let the front end add flags and adjust the configuration.
+"""Let the front end add flags to vLLM's engine arguments and adjust the configuration.
 
 Target: `EngineArgs.add_cli_args`, `.create_engine_config`, `.create_model_config`, and
 `parse_known_args` of the parsers that get our flags. Why: vLLM has no hook through which a plugin
@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 
 class ConfigHooks(Protocol):
-    """What the front end does while vLLM builds the configuration of one engine with a policy."""
+    """Hooks that run while vLLM builds the configuration of one engine with a policy."""
 
     def prepare_args(self, args: EngineArgs) -> None:
         """Check and change the arguments before vLLM resolves its defaults.
@@ -45,10 +45,10 @@ class ConfigHooks(Protocol):
 
 
 class FrontEnd(Protocol):
-    """What the front end adds to vLLM's engine arguments."""
+    """The front end's flags and hooks."""
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add flags to a parser of engine arguments, once a parser."""
+        """Add flags to a parser of engine arguments; called once per parser."""
 
     def take_flags(self, namespace: argparse.Namespace) -> None:
         """Read the flags from what was parsed.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM turns a client's request into the engine's, so that it can be checked.
+"""Check requests where vLLM turns a client's request into the engine's.
 
-Target: `InputProcessor.process_inputs`. Why: what is wrong with `vllm_xargs` would otherwise be
-found in the engine core, where an exception ends the engine instead of the request. Remove when
-vLLM lets a plugin validate requests.
+Target: `InputProcessor.process_inputs`. Why: mistakes in `vllm_xargs` would otherwise be found
+in the engine core, where an exception ends the engine instead of the request. Remove when plugins
+can validate requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 
 class RequestChecks(Protocol):
-    """Checks requests of one kind of engine: `process_inputs` calls both functions in turn."""
+    """Checks of requests: `process_inputs` calls both functions in turn."""
 
     def before(self, processor: InputProcessor, params: Any, *, resumable: bool) -> Any:
         """Check the parameters before the prompt is tokenised; the result goes to `after`.
@@ -35,13 +35,13 @@ class RequestChecks(Protocol):
 
 
 def check_images(model_config: ModelConfig, request: Any) -> None:
-    """Refuse images, and the like, of models in which their tokens attend both ways.
+    """Refuse images and similar inputs of models in which their tokens attend in both directions.
 
-    Attention to what comes later does not go by chunks that end where an eviction is due, and the
-    CPU has no kernel for it.
+    Attention to later tokens does not work with chunks that end at an eviction, and the CPU has no
+    kernel for it.
 
     Raises:
-        VLLMValidationError: the request has some.
+        VLLMValidationError: the request has such inputs.
     """
     if request.mm_features and model_config.is_mm_prefix_lm:
         raise VLLMValidationError(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's schedulers let another one have a word, under public names.
+"""Give the extension points of vLLM's scheduler public names.
 
 Target: `Scheduler._reserve_prefill_lookahead`, `._get_local_prefix_cache_hit` (vLLM 0.33 has one
-argument more), `._free_request`, `.make_spec_decoding_stats` (which is told of every verified
-draft), and `.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a
-dictionary of errors in 0.33. Why: the last word on the size of a chunk and on whether a request
-starts at all; the prefix that a request may share, which its plan says; the report of a request; an
-exception in the scheduler would end the engine. Remove when schedulers have hooks for these.
+argument more), `._free_request`, `.make_spec_decoding_stats` (called for every verified draft), and
+`.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a dictionary of errors in 0.33. Why: to
+set the size of a chunk and decide whether a request starts at all; to find the prefix that a
+request's plan allows it to share; to report on a request; to end one request with an error, where
+an exception would end the engine. Remove when schedulers have hooks for these.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ class SchedulerPoints(Scheduler):
     """Mixed into vLLM's schedulers; ours override the methods with public names."""
 
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
-        """Tokens of a request's next chunk.
+        """Return the tokens of a request's next chunk.
 
         Args:
-            computed: tokens of the request. tokens: that vLLM would schedule, 0 if none.
+            computed: tokens computed so far. tokens: tokens that vLLM would schedule.
         """
         return self.stock_chunk(request, computed, tokens)
 
     def stock_chunk(self, request: Request, computed: int, tokens: int) -> int:
-        """vLLM's own answer."""
+        """Return vLLM's own answer to `next_chunk`."""
         chunk: int = super()._reserve_prefill_lookahead(request, computed, tokens)
         return chunk
 
-    def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
-        """What is in the cache of a request that has no blocks, and how many tokens that is: none.
+    def cached_prefix(self, request: Request, limit: int) -> tuple[KVCacheBlocks, int]:
+        """Return the cached blocks that a new request can share; by default none.
 
         Args:
-            most: tokens that it may be; the last one is computed in any case.
+            limit: the most tokens that it may share; the last one is always computed.
 
         Returns:
-            The blocks, which `KVCacheManager.allocate_slots` is given, and the tokens.
+            The blocks for `KVCacheManager.allocate_slots`, and their number of tokens.
         """
         return self.kv_cache_manager.empty_kv_cache_blocks, 0
 
     def report_of(self, request: Request) -> dict[str, Any]:
-        """What a request's response says, as `kv_transfer_params`: all that vLLM passes on.
+        """Return the report in a request's response, which travels as `kv_transfer_params`.
 
         Called when the request has ended and still holds its blocks.
         """
         return {}
 
     def ends(self, request: Request) -> None:
-        """The request has ended and is about to give its blocks back."""
+        """Called when a request has ended, before its blocks are freed."""
 
     def freed(self, request: Request) -> None:
-        """The request has ended and its blocks are gone."""
+        """Called when a request has ended, after its blocks are freed."""
 
     def verified(self, accepted: int) -> None:
-        """Of the drafts of a request in a step so many were accepted."""
+        """Called with the number of accepted drafts of a request in a step."""
 
     def make_spec_decoding_stats(
         self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
@@ -77,10 +77,10 @@ class SchedulerPoints(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
-        most = request.num_tokens - 1
+        limit = request.num_tokens - 1
         if max_cache_hit_length is not None:
-            most = min(most, max_cache_hit_length)
-        blocks, tokens = self.cached_prefix(request, most)
+            limit = min(limit, max_cache_hit_length)
+        blocks, tokens = self.cached_prefix(request, limit)
         return blocks, tokens, 0, False
 
     def _free_request(
@@ -93,7 +93,7 @@ class SchedulerPoints(Scheduler):
         return kv_transfer_params or report, ec_transfer_params
 
     def end_with_error(self, request_id: str, reason: str) -> None:
-        """Let a request end with an error in the next step; from 0.33 on with its reason."""
+        """End a request with an error in the next step; from vLLM 0.33 on with the reason."""
         failed: Any = self.grammar_compile_error_reqs
         if isinstance(failed, set):
             failed.add(request_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carrying our data through vLLM's messages between processes.
+"""Carry our data in vLLM's messages between processes.
 
 Worker to scheduler: `ModelRunnerOutput` is pickled, so an extra attribute survives; so does one of
 `SchedulerOutput` on the way to the workers. Scheduler to front end: only declared fields survive;
@@ -28,11 +28,11 @@ _STATS = "vllm_pyramid"
 
 
 class StepReport(NamedTuple):
-    """What a worker says of a step.
+    """A worker's report on a step.
 
     Attributes:
-        evictions: what was evicted, by request id.
-        methods: what the hooks of methods say, by their names.
+        evictions: the evictions, by request id.
+        methods: the reports of the methods' hooks, by their names.
     """
 
     evictions: dict[str, Eviction]
@@ -40,7 +40,7 @@ class StepReport(NamedTuple):
 
 
 def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
-    """Send a report with a step's output."""
+    """Attach a report to a step's output."""
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # one object shared by the whole process
     setattr(output, _REPORT, report)
@@ -48,7 +48,7 @@ def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerO
 
 
 def read_report(output: ModelRunnerOutput) -> StepReport:
-    """What `attach_report` sent, or an empty one."""
+    """Return the report that `attach_report` sent, or an empty one."""
     return getattr(output, _REPORT, StepReport({}, {}))
 
 
@@ -59,7 +59,7 @@ def attach_copies(output: SchedulerOutput, copies: dict[str, list[int]]) -> None
 
 
 def read_copies(output: SchedulerOutput) -> dict[str, list[int]]:
-    """What `attach_copies` sent."""
+    """Return what `attach_copies` sent."""
     copies: dict[str, list[int]] = getattr(output, _COPIES, {})
     return copies
 
@@ -69,8 +69,8 @@ def attach_block_copies(
 ) -> None:
     """Tell the workers which blocks to copy before the step, a list for each pipeline stage.
 
-    vLLM's own field goes to the workers of all stages, whose blocks are not the same: with several
-    stages it stays empty.
+    vLLM's own field goes to the workers of all stages, but each stage has blocks of its own: with
+    several stages the field stays empty.
     """
     if len(of_stages) == 1:
         assert not output.kv_cache_block_copies
@@ -80,31 +80,31 @@ def attach_block_copies(
 
 
 def read_block_copies(output: SchedulerOutput, stage: int) -> Sequence[KVCacheBlockCopy]:
-    """What `attach_block_copies` sent to the workers of a stage."""
+    """Return what `attach_block_copies` sent to the workers of a stage."""
     of_stages: Sequence[list[KVCacheBlockCopy]] | None = getattr(output, _BLOCK_COPIES, None)
     return (output.kv_cache_block_copies or ()) if of_stages is None else of_stages[stage]
 
 
 def attach_origins(output: SchedulerOutput, origins: dict[str, tuple[str, int]]) -> None:
-    """Tell the workers which requests begin with a state: who left it, at how many tokens."""
+    """Tell the workers which requests resume a session: its origin and its tokens."""
     if origins:
         setattr(output, _ORIGINS, origins)
 
 
 def read_origins(output: SchedulerOutput) -> dict[str, tuple[str, int]]:
-    """What `attach_origins` sent."""
+    """Return what `attach_origins` sent."""
     origins: dict[str, tuple[str, int]] = getattr(output, _ORIGINS, {})
     return origins
 
 
 def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:
-    """Put the policy's counters into a step's statistics."""
-    assert stats.kv_connector_stats is None, "KV connectors are refused beside a KV policy"
+    """Attach the policy's counters to a step's statistics."""
+    assert stats.kv_connector_stats is None, "KV connectors are refused with a KV policy"
     stats.kv_connector_stats = {_STATS: policy_stats}
 
 
 def take_policy_stats(stats: SchedulerStats | None) -> dict[str, Any] | None:
-    """Take the counters out again, before vLLM's loggers see a connector that is not there."""
+    """Remove and return the counters, so that vLLM's loggers see no KV connector."""
     if stats is None or not stats.kv_connector_stats or _STATS not in stats.kv_connector_stats:
         return None
     policy_stats: dict[str, Any] = stats.kv_connector_stats.pop(_STATS)

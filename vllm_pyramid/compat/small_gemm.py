@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No AMX matrix products where vLLM's extension has none.
+"""Switch off AMX matrix products that vLLM's extension does not have.
 
 Target: `vllm.model_executor.layers.utils.check_cpu_sgl_kernel`. Why: on a processor with AMX it
 sends every small weight (embeddings of small vocabularies, routers of experts) to operators of a
@@ -14,6 +14,6 @@ from vllm.model_executor.layers import utils
 
 
 def install() -> None:
-    """Answer that no weight suits those operators, where they do not exist. Idempotent."""
+    """Make vLLM use other operators for every weight if these do not exist. Idempotent."""
     if not hasattr(torch.ops._C, "convert_weight_packed"):
         utils.check_cpu_sgl_kernel = lambda n, k, dtype: False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our counters, on their way to the loggers.
+"""Pass our counters to the front end's loggers.
 
 Target: `StatLoggerManager.record`. Why: statistics from the engine core have no field for plugins
 (see `side_channel`), and vLLM's loggers would take ours for a KV connector's.

@@ -36,12 +36,12 @@ def vllm_version() -> str:
             f"vLLM is not installed: install {_either('vLLM')} beside vllm-pyramid, for GPUs with "
             "`pip install 'vllm-pyramid[cuda]'`, for CPUs a CPU build of vLLM"
         )
-    # The file alone: importing vLLM takes seconds.
+    # Only the file, because importing vLLM takes seconds.
     return str(runpy.run_path(str(file))["__version__"])
 
 
 def check_vllm() -> None:
-    """Refuse to start beside a vLLM that this package does not know.
+    """Refuse to start with a vLLM that this package does not support.
 
     Raises:
         WrongVLLMError: no vLLM, another version, or two distributions in one environment; the

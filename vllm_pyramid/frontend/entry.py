@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin registers with vLLM: flags, and the hooks of an engine's configuration.
+"""The flags and configuration hooks that the plugin registers with vLLM.
 
-Light: this module is imported in every vLLM process, so what a policy needs is imported when one is
-asked for.
+Every vLLM process imports this module, so it imports what a policy needs only when one is served.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PolicyConfig:
         engine_config.prepare_args(args, self._settings)
 
     def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> bool:
-        """Do the same where the model matters; return whether the arguments changed."""
+        """Do the same for what depends on the model; return whether the arguments changed."""
         from vllm_pyramid.frontend import engine_config
 
         return engine_config.prepare_for_model(args, model_config, self._settings)
@@ -68,5 +67,5 @@ class PolicyFrontEnd:
         if settings is not None and settings.kv_policy != NO_POLICY:
             return PolicyConfig(settings)
         if (defaults := sys.modules.get("vllm_pyramid.compat.platform.defaults")) is not None:
-            defaults.withdraw()  # an earlier engine of this process had a policy
+            defaults.withdraw()  # of an earlier engine of this process, which had a policy
         return None

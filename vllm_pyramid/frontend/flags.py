@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of `vllm serve` and their way into `additional_config`, which reaches every process."""
+"""Add our flags to `vllm serve` and move them to `additional_config`, which all processes get."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "kv_policy": {
         "metavar": "NAME|PATH.yaml",
         "help": "KV eviction policy with a budget per layer: 'auto' for the recommended one, a "
-        "preset (vllm-pyramid policies lists them) or a YAML file. 'none' (the default) leaves "
-        "vLLM as it is; 'full' runs vllm-pyramid's per-layer cache without eviction, as a "
+        "preset ('vllm-pyramid policies' lists them) or a YAML file. 'none' (the default) leaves "
+        "vLLM unchanged; 'full' runs vllm-pyramid's per-layer cache without eviction, as a "
         "baseline.",
     },
     "kv_budget": {
         "metavar": "N|P%%",
-        "help": "Prompt tokens kept, on average over layers and KV heads: a number, or a share of "
-        "the prompt such as 12%%. Default: the policy's own.",
+        "help": "Mean number of prompt tokens kept per layer and KV head: a number, or a "
+        "percentage of the prompt such as 12%%. Default: the policy's own.",
     },
     "kv_min_tokens": {
         "metavar": "N",
-        "help": "The least that a share of a prompt comes to: prompts of up to N tokens are kept "
-        "whole. 0 for no floor. Default: the preset's own, or 256.",
+        "help": "Floor of percentage budgets: prompts of up to N tokens are kept whole. 0 for no "
+        "floor. Default: the preset's own, or 256.",
     },
     "kv_policy_args": {
         "metavar": "JSON",
@@ -32,18 +32,18 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "kv_trace": {
         "metavar": "DIR",
-        "help": "Write the positions that each request keeps to DIR, one .npz a request.",
+        "help": "Write the positions that each request keeps to DIR, one .npz file per request.",
     },
     "kv_swap_space": {
         "metavar": "GiB",
-        "help": "The most host memory that each worker takes at start for V, with a policy that "
-        "keeps V there (kcache, or values: host). Less than the device's KV cache makes that as "
-        "small. Default: as much as the device's KV cache.",
+        "help": "Host memory that each worker allocates for V at most, with a policy that keeps V "
+        "there (kcache, or values: host). A smaller value than the device's KV cache shrinks that "
+        "too. Default: as much as the device's KV cache.",
     },
     "kv_admission": {
         "metavar": "forecast|prompt",
-        "help": "When a waiting prompt starts: 'forecast', if by what all requests are expected to "
-        "hold it will not be preempted before it was worth its prefill (the default where the "
+        "help": "When a waiting prompt is admitted: 'forecast', if the blocks that all requests "
+        "are expected to hold let it run long enough to be worth its prefill (the default if the "
         "policy evicts), or 'prompt', as soon as it fits, which is vLLM's own rule.",
     },
 }
@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group with our flags to a parser of engine arguments."""
     group = parser.add_argument_group(
         "KV policy (vllm-pyramid)",
-        "A KV cache budget for every layer, and eviction: at the end of a prompt, or later too.",
+        "A KV cache budget for every layer, and eviction at the end of a prompt or later.",
     )
     for key, options in _FLAGS.items():
         group.add_argument("--" + key.replace("_", "-"), dest=key, default=None, **options)
@@ -62,8 +62,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def take_flags(namespace: argparse.Namespace) -> None:
     """Move the flags that were given into `additional_config` and check them together.
 
-    Flags are not checked one by one: whether a budget is possible depends on the policy and its
-    parameters. They move while the parser runs, not in `EngineArgs.from_cli_args`, because
+    The flags are checked together, because a budget's validity depends on the policy and its
+    parameters. They are moved while the parser runs, not in `EngineArgs.from_cli_args`, because
     processes that get the finished namespace (`--api-server-count 2`) call that before plugins are
     loaded.
 

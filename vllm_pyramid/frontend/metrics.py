@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that show what was evicted: in Prometheus and in the log. Reads, never decides.
+"""Counters of what was evicted, in Prometheus and in the log.
 
-They live in the front end (the process that answers `/metrics`; there may be several, over which
-Prometheus' client adds up) and are fed with the scheduler's statistics.
+The front end has them (the process that answers `/metrics`; Prometheus' client adds up several) and
+feeds them with the scheduler's statistics.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOG_INTERVAL_S = 10.0  # vLLM's own statistics are logged this often
 
 
 class PolicyMetrics:
-    """The Prometheus side; one object a process.
+    """The Prometheus metrics and the log line; one object per process.
 
     Metrics (labels: engine, layer):
         vllm_pyramid:evictions_total         evictions of requests (no layer label)
@@ -80,15 +80,15 @@ class PolicyMetrics:
         )
         self._logged: dict[int, dict[str, Any]] = {}
         self._started = time.monotonic()
-        self._next_log: dict[int, float] = {}  # by engine: none keeps another one's line away
+        self._next_log: dict[int, float] = {}  # by engine, so that each logs its own lines
 
     def observe(self, message: dict[str, Any], engine: int) -> None:
-        """Take a message of the scheduler's.
+        """Add a message of the scheduler to the metrics.
 
         Args:
-            message: `now` and `before`, totals since the start (see
-                `PyramidSchedulerMixin.policy_stats`); `before` is None in the first one. Other
-                front ends may have got the messages in between, so what is added is the difference.
+            message: `now` and `before`, totals since the start; `before` is None in the first one.
+                Their difference is added, because other front ends may have got the messages in
+                between.
         """
         now: dict[str, Any] = message["now"]
         before: dict[str, Any] = message["before"] or {}
@@ -139,7 +139,7 @@ _METRICS: PolicyMetrics | None = None
 
 
 def observe(message: dict[str, Any], engine: int) -> None:
-    """Feed the process's `PolicyMetrics`, made on first use (Prometheus names are global)."""
+    """Feed the process's only `PolicyMetrics`: Prometheus names are global."""
     global _METRICS
     if _METRICS is None:
         _METRICS = PolicyMetrics()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV policy cannot work with, each with its reason: the one list of them.
+"""The list of options that do not work with a KV policy, each with its reason.
 
-The table of docs/limits.md is made from it. What a policy's own parts cannot work with is in
-theirs, and what a user's numbers make impossible in `frontend/engine_config.py`.
+The table of docs/limits.md is made from it. The parts of a policy refuse by themselves what they
+cannot work with, and `frontend/engine_config.py` refuses numbers that are too small.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
-from vllm_pyramid.frontend.model_shape import SLIDING, has_other_layers, has_states, layer_kinds
+from vllm_pyramid.frontend.layer_kinds import SLIDING, has_other_layers, has_states, layer_kinds
 from vllm_pyramid.policy import Policy
 
 _STOCK_WORKERS = (
@@ -26,18 +26,18 @@ _STOCK_WORKERS = (
 )
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES, *SCALED_ROWS)
 _SCALED_CACHE = f"a KV cache of type {' or '.join(SCALED_ROWS)}"
-# Ways to draft: without a cache of their own, and with one that all of stays in.
+# Ways to draft: without a cache of their own, or with one that is never evicted from.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that does not work beside a policy.
+    """One option that does not work with a policy.
 
     Attributes:
-        what: by the flag's name, if it has one. why: and what to do instead.
-        asked: whether a configuration has it, with the policy that is served; a string is the
-            value that does not work.
+        what: the flag's name, or a description. why: the reason, and what to do instead.
+        asked: returns whether a configuration has the option with the served policy; a string is
+            the value that does not work.
     """
 
     what: str
@@ -57,7 +57,7 @@ def refuse(refusals: Iterable[Refusal], config: EngineArgs | VllmConfig, policy:
 
 
 def _unless(value: Any, good: tuple[str, ...]) -> str | None:
-    """The value, if it is none of the good ones."""
+    """Return the value unless it is one of the good ones."""
     return None if value in good else str(value)
 
 
@@ -77,12 +77,12 @@ def _has_windows_alone(config: VllmConfig, policy: Policy) -> bool:
     return set(layer_kinds(model.hf_text_config, model.max_model_len)) == {SLIDING}
 
 
-def _has_stages_beside_others(config: VllmConfig, policy: Policy) -> bool:
+def _has_stages_and_other_layers(config: VllmConfig, policy: Policy) -> bool:
     model, text = config.model_config, config.model_config.hf_text_config
-    beside = has_other_layers(text, model.max_model_len) or getattr(
+    others = has_other_layers(text, model.max_model_len) or getattr(
         text, "num_kv_shared_layers", None
     )
-    return config.parallel_config.pipeline_parallel_size > 1 and bool(beside)
+    return config.parallel_config.pipeline_parallel_size > 1 and bool(others)
 
 
 def _has_flash_attention(config: VllmConfig) -> bool:
@@ -99,7 +99,7 @@ def _has_scaled_rows(config: VllmConfig) -> bool:
     return config.cache_config.cache_dtype in SCALED_ROWS
 
 
-# Of the flags as they were given, before anything is loaded.
+# Checked against the user's flags, before anything is loaded.
 OF_ARGUMENTS = (
     Refusal(
         "--kv-transfer-config",
@@ -187,7 +187,7 @@ OF_ARGUMENTS = (
     ),
 )
 
-# Of the finished configuration: what checkpoints and vLLM's defaults switch on.
+# Checked against the finished configuration: checkpoints and vLLM's defaults set options too.
 OF_CONFIGURATION = (
     Refusal(
         "a model that does not generate",
@@ -213,7 +213,7 @@ OF_CONFIGURATION = (
         "--pipeline-parallel-size and a model of which some layers do not evict",
         "windows, states and layers that read others' caches go with one stage alone so far; use "
         "--tensor-parallel-size",
-        _has_stages_beside_others,
+        _has_stages_and_other_layers,
     ),
     Refusal(
         "speculative decoding by another method:",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's own settings, checked where a mistake can be answered with status 400."""
+"""Check a request's settings in the front end, which answers mistakes with status 400."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_pyramid.compat.input_processor import check_images
-from vllm_pyramid.frontend.model_shape import has_other_layers
+from vllm_pyramid.frontend.layer_kinds import has_other_layers
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.request import ServedRequest, check_request
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Engine:
-    """What the front end knows of an engine.
+    """What the front end knows about an engine.
 
     Attributes:
-        settings: None where no policy is served.
-        pool: what all requests share; None where only the scheduler knows it. has_pool: whether
-            `pool` has been worked out.
+        settings: None if no policy is served.
+        pool: the pool of blocks; None if only the scheduler knows it. has_pool: whether `pool` has
+            been computed.
     """
 
     settings: ServedSettings | None
@@ -52,10 +52,10 @@ class PolicyRequestChecks:
     def before(
         self, processor: InputProcessor, params: Any, *, resumable: bool
     ) -> ServedRequest | None:
-        """Check the request's own settings; None where no policy holds for it.
+        """Check the request's own settings; return None if it has no policy.
 
         Raises:
-            VLLMValidationError: a wrong setting, or a prompt that would still grow.
+            VLLMValidationError: a wrong setting, or streaming input.
         """
         settings = self._engine(processor).settings
         if settings is None:
@@ -69,7 +69,7 @@ class PolicyRequestChecks:
         if not isinstance(params, SamplingParams):
             return None
         try:
-            return check_request(settings.policy, params, settings.no_turns)
+            return check_request(settings.policy, params, settings.why_no_turns)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
@@ -92,12 +92,12 @@ class PolicyRequestChecks:
             found.check_turns(length)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
-        if engine.settings.policy.inside is None or request.sampling_params is None:
+        if engine.settings.policy.inner_policy is None or request.sampling_params is None:
             return
         if not engine.has_pool and processor.vllm_config.cache_config.num_gpu_blocks:
             engine.pool, engine.has_pool = pool_of(processor.vllm_config), True
         if engine.pool is None:
-            return  # the scheduler looks, too
+            return  # the scheduler checks it
         try:
             check_fit(found, length, request.sampling_params, engine.pool)
         except ValueError as error:
@@ -105,18 +105,18 @@ class PolicyRequestChecks:
 
 
 def pool_of(config: Any) -> Pool | None:
-    """Return what all requests share, by vLLM's finished configuration.
+    """Return the pool of blocks, from vLLM's finished configuration.
 
     Returns:
-        None where only the scheduler knows how many layers evict, and what the others hold: hybrid
-        models, and drafts with a KV cache.
+        None if only the scheduler knows how many layers evict and what the others hold: for hybrid
+        models, and for drafts with a KV cache.
     """
     cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
     speculation = config.speculative_config
     drafts = speculation is not None and speculation.uses_draft_kv_cache()
     if drafts or has_other_layers(model.hf_text_config, model.max_model_len):
         return None
-    # The blocks are summed over the engines of this front end, each of which has its own pool.
+    # vLLM sums the blocks over the engines of this front end, each of which has its own pool.
     engines = parallel.data_parallel_size
     if parallel.local_engines_only:
         engines = parallel.data_parallel_size_local

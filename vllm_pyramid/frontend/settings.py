@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: what the flags and `additional_config` may say (single requests: `policy/request.py`).
+"""Parse and check the settings of an engine (those of a request: `policy/request_keys.py`).
 
-They come in vLLM's `additional_config` under these keys, from the flags or the user's own code:
+They stand in vLLM's `additional_config` under these keys, from the flags or the user's own code:
 
     {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
      "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast"}
 
-The front end reads them once (`KVSettings`), with the policy's file. What it found, checked and
-merged, joins them under `SERVED_KEY` as data, and that is what the engine core and the workers go
-by (`ServedSettings`): they open no file and check nothing again.
+The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
+under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
+open no file and check nothing again.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ CONFIG_KEYS = (
     "kv_swap_space",
     "kv_admission",
 )
-# When a waiting prompt starts: if by what all requests will hold it will not be preempted before
-# it was worth its prefill, or, as vLLM does, as soon as all of it fits.
+# When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
+# run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
 
 
 def parse_policy_args(value: object) -> dict[str, Any]:
-    """Read `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
+    """Parse `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
 
     Raises:
-        ValueError: malformed JSON (with its line and column), a key given twice, or something that
-            is not an object.
+        ValueError: malformed JSON (with its line and column), a key given twice, or not an
+            object.
     """
     if value is None:
         return {}
@@ -68,10 +68,10 @@ def parse_policy_args(value: object) -> dict[str, Any]:
 
 
 def parse_engine_args(text: str | None) -> dict[str, Any]:
-    """Read `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
+    """Parse `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
 
     Raises:
-        ValueError: malformed JSON, no object, or an argument that the command sets itself.
+        ValueError: malformed JSON, not an object, or an argument that the command sets itself.
     """
     try:
         values = json.loads(text or "{}")
@@ -81,7 +81,7 @@ def parse_engine_args(text: str | None) -> dict[str, Any]:
         raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
     if taken := values.keys() & ({"model", *CONFIG_KEYS} - {"kv_admission"}):
         raise ValueError(
-            f"--engine-args: leave {', '.join(sorted(taken))} out, it has its own flag"
+            f"--engine-args: leave {', '.join(sorted(taken))} out, which has its own flag"
         )
     return values
 
@@ -100,7 +100,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _parse_gib(value: object) -> float | None:
-    """`kv_swap_space`: a number of GiB above 0, or its text."""
+    """Parse `kv_swap_space`: a number of GiB above 0, or its text."""
     if value is None:
         return None
     number = math.nan
@@ -116,19 +116,19 @@ def _parse_gib(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class KVSettings:
-    """The settings of an engine, checked.
+    """The checked settings of an engine.
 
     Attributes:
         kv_policy: a preset's name, the path of a `.yaml` file, or `none` (the plugin stays inert).
         kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
-        kv_min_tokens: the least that a share of a prompt comes to, so that shorter prompts are
-            kept whole; None for the preset's own, or `DEFAULT_MIN_TOKENS`.
+        kv_min_tokens: the floor of percentage budgets, so shorter prompts are kept whole; None for
+            the preset's own, or `DEFAULT_MIN_TOKENS`.
         kv_policy_args: changes to the preset (see `load_policy`).
-        kv_trace: folder for one `.npz` a request with the kept positions; None for no trace.
-        kv_swap_space: GiB of host memory that each worker takes at most for V, for policies with
-            V on the host; None for as much as the device's KV cache, the most it ever takes.
-        kv_admission: when a waiting prompt starts, one of `ADMISSIONS`; None for `forecast` where
-            the policy evicts, and vLLM's own rule, `prompt`, where it does not.
+        kv_trace: folder for one `.npz` file per request with the kept positions; None for no trace.
+        kv_swap_space: GiB of host memory that each worker allocates for V at most, for policies
+            with V on the host; None for as much as the device's KV cache, the upper limit.
+        kv_admission: when a waiting prompt is admitted, one of `ADMISSIONS`; None for `forecast` if
+            the policy evicts, and for vLLM's own rule, `prompt`, if it does not.
     """
 
     kv_policy: str = NO_POLICY
@@ -177,18 +177,18 @@ class KVSettings:
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> KVSettings | None:
-        """Read our keys; None if there are none. Other keys are left alone.
+        """Parse our keys and ignore others; return None if there are none of ours.
 
         Raises:
-            ValueError: a key that is nearly one of ours, or any wrong value.
+            ValueError: a key that nearly matches one of ours, or a wrong value.
         """
         if not isinstance(additional_config, Mapping):
             return None
         refuse_misspelt(additional_config, CONFIG_KEYS, "additional_config")
         if SERVED_KEY in additional_config:
             raise ValueError(
-                f"{SERVED_KEY!r} in additional_config is for this package's own processes: leave "
-                "it out and give kv_policy"
+                f"{SERVED_KEY!r} in additional_config is set by this package: leave it out and "
+                "give kv_policy"
             )
         given = {key: additional_config[key] for key in CONFIG_KEYS if key in additional_config}
         if not given:
@@ -198,26 +198,26 @@ class KVSettings:
         return cls(**given)
 
     def to_additional_config(self) -> dict[str, Any]:
-        """Our keys for `additional_config`; values that say nothing are left out."""
+        """Return our keys for `additional_config`, without those that are not set."""
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         return {key: value for key, value in values.items() if value not in (None, {})}
 
     @cached_property
     def _loaded_policy(self) -> Policy:
         policy = load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
-        least = self.kv_min_tokens
-        if least is None and policy.min_tokens is None:
-            least = DEFAULT_MIN_TOKENS
-        if least is None or not policy.evicts:
+        floor = self.kv_min_tokens
+        if floor is None and policy.min_tokens is None:
+            floor = DEFAULT_MIN_TOKENS
+        if floor is None or not policy.evicts:
             return policy
-        return policy.model_copy(update={"min_tokens": least})
+        return policy.model_copy(update={"min_tokens": floor})
 
     def policy(self) -> Policy | None:
-        """The policy that is served, loaded once; None if the plugin is to stay inert."""
+        """Return the served policy, loaded once; None if the plugin stays inert."""
         return None if self.kv_policy == NO_POLICY else self._loaded_policy
 
     def served(self) -> ServedSettings | None:
-        """What the other processes are told; None if the plugin is to stay inert."""
+        """Return the settings for the other processes; None if the plugin stays inert."""
         policy = self.policy()
         if policy is None:
             return None
@@ -227,8 +227,8 @@ class KVSettings:
             raise ValueError(f"policy {policy.name!r} cannot travel as JSON: {error}") from error
         if not same:
             raise ValueError(
-                f"policy {policy.name!r} is another one when it has travelled as JSON: use fields "
-                "of plain types in the classes of your own"
+                f"policy {policy.name!r} changes when it travels as JSON: use fields of plain "
+                "types in your own classes"
             )
         forecasts = policy.evicts
         if self.kv_admission is not None:

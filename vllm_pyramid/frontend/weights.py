@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.compat.cpu_resources import available_host_memory, free_by_node
 from vllm_pyramid.compat.platform.defaults import chosen_for_children, replicas_here, share_is_vllms
-from vllm_pyramid.frontend.model_shape import has_states
+from vllm_pyramid.frontend.layer_kinds import has_states
 
 logger = init_logger(f"vllm.{__name__}")
 

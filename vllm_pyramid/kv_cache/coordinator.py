@@ -38,7 +38,7 @@ from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache
 from vllm_pyramid.kv_cache.session_resume import SessionResume
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
-from vllm_pyramid.plan import IntArray, RetentionPlan
+from vllm_pyramid.plan import EvictionPoint, IntArray, RetentionPlan, peak_blocks
 
 _NO_BOUND = np.array(np.iinfo(np.int64).max)
 
@@ -204,13 +204,13 @@ class LockstepCoordinator(
         """Blocks that a request holds at most until so many of its tokens are computed: `[stages]`.
 
         Args:
-            late, evicted: see `RetentionPlan.most_blocks`.
+            late, evicted: see `peak_blocks`.
         """
         plan = self.plan_of(request_id)
         if not (plan.inner or plan.every) or num_tokens < plan.prompt_len:
             return self.stages.sums(-(-num_tokens // self.block_sizes))
         sizes = self.stages.sizes
-        of_layers = plan.most_blocks(num_tokens, self.block_sizes, late, sizes, evicted=evicted)
+        of_layers = peak_blocks(plan, num_tokens, self.block_sizes, late, sizes, evicted=evicted)
         return self.stages.sums(of_layers)
 
     def waits_for_blocks(self, request: Request, num_tokens: int) -> bool:
@@ -409,9 +409,9 @@ class LockstepCoordinator(
 
     # Sizes ------------------------------------------------------------------------------------
 
-    def blocks_of(self, plan: RetentionPlan) -> IntArray:
-        """Blocks each layer holds of a prompt that was shortened by the plan, `[layers]`."""
-        return plan.blocks_in(self.block_sizes)
+    def blocks_of(self, point: EvictionPoint) -> IntArray:
+        """Return the blocks that each layer holds after an eviction, `[layers]`."""
+        return point.blocks_in(self.block_sizes)
 
     def whole_blocks(self, tokens: npt.NDArray[np.int64], stage: int = 0) -> npt.NDArray[np.int64]:
         """Blocks of a stage's layers for so many tokens with nothing given back, any shape."""

@@ -15,7 +15,7 @@ from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache, copies_of
 from vllm_pyramid.kv_cache.request_record import PendingPrefixCopy, SchedulerRequest
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
-from vllm_pyramid.plan import Plan, RetentionPlan
+from vllm_pyramid.plan import Plan, RetentionPlan, overwritten_blocks
 
 
 class PrefixSharing:
@@ -142,7 +142,7 @@ class PrefixSharing:
         # Nothing becomes idle between these calls, so the latest are those of this step.
         others = np.zeros(len(self.stages), np.int64)
         for request_id, plan, first, hashes in missing:
-            counts = plan.most_blocks_behind(self.stages.sizes)
+            counts = overwritten_blocks(plan, self.stages.sizes)
             row = self.block_pool.set_aside(counts, others)
             if row is not None:
                 others += counts
@@ -197,7 +197,7 @@ class PrefixSharing:
             self.block_pool.free_blocks(copies or ())
             return np.zeros(self.num_layers, np.int64)
         return self._prefixes.leave_behind(
-            request_id, left.first, left.hashes, resolved.first.skip, copies
+            request_id, left.first, left.hashes, resolved.points[0].skip, copies
         )
 
     def _withdraw_rows(self, request_id: str, request: SchedulerRequest) -> None:

@@ -83,7 +83,7 @@ class RequestPlans:
         if resolved is None or eviction.keep is not None:
             resolved = _resolved(request_id, request.plan, eviction.keep)
         number = eviction.number
-        gone = np.zeros_like(resolved.skip)
+        gone = np.zeros_like(resolved.end.skip)
         if number > before:
             gone = resolved.skip_after(number) - resolved.skip_after(before)
         expected = int(gone.sum())

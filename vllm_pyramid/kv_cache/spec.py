@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_pyramid.compat.cache_specs import register_stock_specs
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 
@@ -50,12 +51,12 @@ class LayerKVCacheSpec(FullAttentionSpec):
         the others say nothing.
         """
         settings = ServedSettings.of(vllm_config)
-        if not self.stages and (settings is None or settings.policy.inside is None):
+        if not self.stages and (settings is None or settings.policy.inner_policy is None):
             return super().max_memory_usage_bytes(vllm_config)
         assert settings is not None, "stages are of an engine with a policy"
         longest = vllm_config.model_config.max_model_len
-        blocks = settings.policy.most_blocks(
-            longest, self.num_layers, self.full_block_size, self.stages
+        blocks = peak_blocks_up_to(
+            settings.policy, longest, self.num_layers, self.full_block_size, self.stages
         )
         stages = PipelineLayout.of(self)
         if stages.of_layer(self.layer_idx) != int(stages.sums(blocks).argmax()):

@@ -24,8 +24,8 @@ class Budget:
     Attributes:
         tokens: a fixed number of tokens, at least 1.
         percent: a share of the prompt in percent, above 0 and at most 100, held exactly.
-        min_tokens: the least that a share comes to: shorter prompts are kept whole. None: not said.
-            A number of tokens is what it says.
+        min_tokens: the floor of a share, so shorter prompts are kept whole; None: not set. It does
+            not apply to a number of tokens.
     """
 
     tokens: int | None = None
@@ -37,14 +37,14 @@ class Budget:
 
     @classmethod
     def parse(cls, value: object) -> Budget:
-        """Read `512`, `"512"` or `"12%"` (also `"12.5%"`).
+        """Parse `512`, `"512"` or `"12%"` (also `"12.5%"`).
 
         Raises:
-            ValueError: anything else, with what was given and what is expected.
+            ValueError: for anything else, with what was given and what is expected.
         """
         if isinstance(value, Budget):
             return value
-        # bool is an int to Python; a budget of `true` is a mistake all the same.
+        # bool is an int to Python, but a budget of `true` is a mistake.
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError(f"budget {value!r} is a {type(value).__name__}: {_HOW}")
         text = str(value).strip() if isinstance(value, str) else value
@@ -73,7 +73,7 @@ class Budget:
 
     @property
     def value(self) -> int | str:
-        """The budget as a user writes it: `512` or `'12%'`; `parse` reads it back, no floor."""
+        """The budget as a user writes it, without its floor: `512` or `'12%'`; `parse` reads it."""
         if self.tokens is not None:
             return self.tokens
         assert self.percent is not None
@@ -88,22 +88,26 @@ class Budget:
         return str(self.value)
 
     def with_floor(self, min_tokens: int | None) -> Budget:
-        """The same with a floor, unless it has one already."""
+        """Return the budget with a floor, unless it has one already."""
         return replace(self, min_tokens=min_tokens) if self.min_tokens is None else self
 
-    def least(self, floor: int) -> int:
-        """The least tokens that it comes to where the prompt has so many; see `tokens_for`."""
-        return self.tokens or max(floor, self.min_tokens or 0)
+    def floor(self, min_budget: int) -> int:
+        """Return the tokens kept of any prompt that is long enough; see `tokens_for`."""
+        return self.tokens or max(min_budget, self.min_tokens or 0)
 
-    def tokens_for(self, prompt_len: int, floor: int) -> int:
-        """Tokens per layer and KV head for a prompt, never more than the prompt has.
+    def tokens_for(self, prompt_len: int, min_budget: int) -> int:
+        """Return the tokens per layer and KV head for a prompt, at most the prompt's own.
+
+        Shares are rounded up.
 
         Args:
             prompt_len: tokens of the prompt.
-            floor: the least that the policy can work with (window + sinks + 1); shares of short
-                prompts are raised to it and to `min_tokens`. Shares are rounded up.
+            min_budget: tokens that the policy needs (window + sinks + 1); shares of short prompts
+                are raised to it and to `min_tokens`.
         """
         if self.tokens is not None:
             return min(self.tokens, prompt_len)
         assert self.percent is not None
-        return min(max(math.ceil(self.percent * prompt_len / 100), self.least(floor)), prompt_len)
+        return min(
+            max(math.ceil(self.percent * prompt_len / 100), self.floor(min_budget)), prompt_len
+        )

@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a prompt's retention before its scores are."""
+"""The plan of a request whose lengths are solved from its prompt's scores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan.retention import IntArray, Piece, RetentionPlan
+from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray, read_only
+from vllm_pyramid.plan.piece import Piece
+from vllm_pyramid.plan.retention import RetentionPlan
 
 
 @dataclass(frozen=True)
 class DeferredPlan:
-    """What is known of a prompt's retention before its scores are: a promise about the lengths.
+    """Bounds of the lengths before the prompt's scores are known; it evicts once, at its end.
 
-    It evicts once, at the prompt's end.
+    It answers the questions of a `RetentionPlan`, and stands for its only eviction point until its
+    lengths are solved.
 
     Attributes:
         prompt_len: tokens of the prompt. block_size: tokens of a cache block.
         num_layers: layers that share the total.
-        budget_tokens: mean tokens a layer keeps, window and sinks included, or may keep at most.
+        budget_tokens: mean tokens that a layer keeps, window and sinks included; an upper bound
+            unless `exact`.
         floor: tokens that every layer keeps: window and sinks.
-        exact: the total is `budget_tokens` times the layers; otherwise at most that.
+        exact: whether the total is `budget_tokens` times the layers, not just at most that.
         fill_blocks: as in `Policy`.
-        least: mean tokens a layer keeps at least.
+        min_tokens: the lower bound of the mean tokens that a layer keeps.
     """
 
     prompt_len: int
@@ -36,109 +41,85 @@ class DeferredPlan:
     floor: int
     exact: bool
     fill_blocks: bool
-    least: int = 0
-    inner: ClassVar[tuple[RetentionPlan, ...]] = ()
+    min_tokens: int = 0
+    inner: ClassVar[tuple[EvictionPoint, ...]] = ()
     end_number: ClassVar[int] = 1
     every: ClassVar[int] = 0
     pieces: ClassVar[tuple[Piece, ...]] = ()
-    is_open: ClassVar[Literal[True]] = True
+    thinned: ClassVar[bool] = False
+    is_deferred: ClassVar[Literal[True]] = True
+    # A prompt counts as one that gives slots back until its lengths are solved.
+    evicts: ClassVar[Literal[True]] = True
+    # Before that nothing can be promised to others.
+    untouched: ClassVar[int] = 0
 
-    @property
-    def evicts(self) -> bool:
-        """True: until it is settled, a prompt is to be treated as one that gives slots back."""
-        return True
+    # The questions of a `RetentionPlan` ---------------------------------------------------------
 
     def evictions_by(self, computed: int) -> int:
-        """See `RetentionPlan.evictions_by`."""
+        """Return the number of the latest eviction once `computed` tokens have been computed."""
         return int(computed >= self.prompt_len)
 
     def computed_at(self, number: int) -> int:
-        """See `RetentionPlan.computed_at`."""
+        """Return the tokens computed at the only eviction, number 1."""
         assert number == 1, number
         return self.prompt_len
 
     def next_eviction(self, computed: int) -> int | None:
-        """See `RetentionPlan.next_eviction`."""
+        """Return the tokens computed at the eviction, or None behind it."""
         return self.prompt_len if computed < self.prompt_len else None
 
     def after(self, number: int) -> DeferredPlan:
-        """See `RetentionPlan.after`."""
+        """Return the plan itself, in place of the point of eviction 1."""
         assert number == 1, number
         return self
 
     def skip_after(self, number: int) -> IntArray:
-        """See `RetentionPlan.skip_after`; an open plan knows only that there is none before."""
+        """Return zeros, the skips before the eviction; those behind it are not known."""
         assert number == 0, "the prompt has ended and its lengths were not solved"
-        return np.zeros(self.num_layers, np.int32)
+        return read_only(np.zeros(self.num_layers, np.int32))
 
     def piece_at(self, computed: int) -> None:
-        """See `RetentionPlan.piece_at`."""
+        """Return None: no prompt with solved lengths is thinned."""
         return
 
     @property
-    def first(self) -> DeferredPlan:
-        """See `RetentionPlan.first`."""
-        return self
-
-    @property
     def exact_tokens(self) -> int:
-        """See `RetentionPlan.exact_tokens`."""
+        """The first tokens whose KV is that of the full cache: the prompt."""
         return self.prompt_len
 
-    def most_blocks(
-        self,
-        tokens: int,
-        block_sizes: npt.NDArray[Any],
-        late: int = 0,
-        stages: Sequence[int] = (),
-        *,
-        evicted: bool = False,
-    ) -> IntArray:
-        """See `RetentionPlan.most_blocks`; what it will give back is not known yet."""
-        return self.estimate().most_blocks(tokens, block_sizes, late, stages, evicted=evicted)
-
-    @property
-    def untouched(self) -> int:
-        """See `RetentionPlan.untouched`; nothing can be promised before the lengths are solved."""
-        return 0
-
-    def most_blocks_behind(self, stages: Sequence[int]) -> npt.NDArray[np.int64]:
-        """See `RetentionPlan.most_blocks_behind`: as many as it may come to, of the only stage."""
-        assert len(stages) == 1, "lengths are solved from the scores of all layers"
-        # Each layer's share is rounded up, and may be one block more where blocks are filled.
-        kept = -(-self.budget_tokens * self.num_layers // self.block_size)
-        whole = self.num_layers * (self.prompt_len // self.block_size)
-        return np.array([min(kept + 2 * self.num_layers, whole)], np.int64)
-
-    @property
+    @cached_property
     def held(self) -> IntArray:
         """Tokens held until the lengths are solved: all of them."""
-        return np.full(self.num_layers, self.prompt_len, np.int32)
+        return read_only(np.full(self.num_layers, self.prompt_len))
+
+    # What the solver is given -------------------------------------------------------------------
 
     @property
     def mean(self) -> int:
-        """B: mean tokens a layer has to choose, or at most."""
+        """B: mean tokens that a layer chooses beyond window and sinks; a bound unless `exact`."""
         return self.budget_tokens - self.floor
 
     @property
-    def least_mean(self) -> int:
-        """The least that B may come to."""
-        return max(self.least - self.floor, 0)
+    def min_mean(self) -> int:
+        """The lower bound of B."""
+        return max(self.min_tokens - self.floor, 0)
 
     @property
     def capacity(self) -> int:
         """C: tokens of the prompt beyond window and sinks."""
         return self.prompt_len - self.floor
 
+    # Its lengths --------------------------------------------------------------------------------
+
     def resolve(self, keep: Sequence[int] | npt.NDArray[Any]) -> RetentionPlan:
-        """The final plan from the solved lengths, once they are checked against the promise.
+        """Check the solved lengths and return the final plan.
 
         Args:
             keep: `[num_layers]` tokens kept per KV head, window and sinks included.
 
         Raises:
-            ValueError: another number of layers, a layer outside floor .. prompt, another total, or
-                less than the least.
+            ValueError: another number of layers, a layer outside floor .. prompt, or a total that
+                breaks the plan's bounds.
         """
         lengths = np.asarray(keep, np.int64)
         if lengths.shape != (self.num_layers,):
@@ -149,22 +130,23 @@ class DeferredPlan:
                 f"lengths between {low} and {high}; each layer keeps at least {self.floor} tokens "
                 f"(window and sinks) and at most the prompt's {self.prompt_len}"
             )
-        total, initial = int(lengths.sum()), self.budget_tokens * self.num_layers
-        if total > initial or (self.exact and total != initial):
+        total, bound = int(lengths.sum()), self.budget_tokens * self.num_layers
+        if total > bound or (self.exact and total != bound):
             raise ValueError(
                 f"the lengths add up to {total} tokens; the budget of {self.budget_tokens} for "
-                f"{self.num_layers} layers is {'' if self.exact else 'at most '}{initial}"
+                f"{self.num_layers} layers is {'' if self.exact else 'at most '}{bound}"
             )
-        if total < self.least * self.num_layers:
+        if total < self.min_tokens * self.num_layers:
             raise ValueError(
                 f"the lengths add up to {total} tokens; {self.num_layers} layers keep at least "
-                f"{self.least} each on average"
+                f"{self.min_tokens} each on average"
             )
         mean = -(-total // self.num_layers)
-        return RetentionPlan.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
+        end = EvictionPoint.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
+        return RetentionPlan((end,))
 
     def resolved(self, keep: Sequence[int] | None) -> RetentionPlan:
-        """`resolve`, of lengths that somebody reports.
+        """Resolve the plan with the lengths that a worker reports.
 
         Raises:
             ValueError: as `resolve`, or no lengths are given.
@@ -174,7 +156,7 @@ class DeferredPlan:
         return self.resolve(keep)
 
     def estimate(self) -> RetentionPlan:
-        """The plan with the budget in every layer alike: for estimates, never for eviction."""
+        """Return the plan with equal lengths in all layers: for estimates, never for eviction."""
         return self.resolve(np.full(self.num_layers, self.budget_tokens))
 
 

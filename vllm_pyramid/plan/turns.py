@@ -5,8 +5,8 @@
     turn        first   answer, second  answer, third
     eviction            1             2                  3
 
-What a layer holds behind a turn's end follows from the tokens and from the ends up to there, never
-from a later one: so what one request has left, the next one of the conversation can go on with.
+What a layer holds behind a turn's end depends on the tokens and on the turns up to there, never on
+later turns: so the conversation's next request can resume with what this request held there.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_pyramid.plan.retention import IntArray, RetentionPlan
+from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray, read_only
+from vllm_pyramid.plan.retention import RetentionPlan
 
 
-def with_turns(plan: RetentionPlan, turns: Sequence[RetentionPlan], least: int) -> RetentionPlan:
-    """The plan of a prompt with evictions where the turns before ended.
+def with_turns(
+    plan: RetentionPlan, turns: Sequence[EvictionPoint], min_distance: int
+) -> RetentionPlan:
+    """Return the plan of a prompt with evictions where earlier turns ended.
 
-    No eviction takes place where no layer has anything to give, nor closer than `least` tokens
-    behind the one before: the queries that score would not all be there. What was given back
-    cannot be taken back: a layer that was to keep more than it holds keeps what it holds.
+    An eviction is left out if no layer has anything to give back, or if it is closer than
+    `min_distance` tokens to the one before: the queries that score would not all be there. Slots
+    that were given back cannot be taken back: a layer that should keep more than it holds keeps
+    what it holds.
 
     Args:
-        plan: of the whole prompt. turns: of the prompts of the turns before it, in order; all made
-            by one policy and budget, and evicting once. least: tokens.
-
-    Returns:
-        The evictions that take place are its `inner`, and the prompt's end, at which it may have
-        nothing to give.
+        plan: the plan of the whole prompt.
+        turns: the eviction at the end of each earlier turn's prompt, in order; all made by one
+            policy and budget.
+        min_distance: tokens.
     """
-    skip = np.zeros_like(plan.skip)
-    inner: list[RetentionPlan] = []
+    skip = np.zeros_like(plan.end.skip)
+    inner: list[EvictionPoint] = []
     for turn in turns:
-        end = inner[-1].prompt_len if inner else 0
-        if inner and turn.prompt_len - end < least:
+        end = inner[-1].computed if inner else 0
+        if inner and turn.computed - end < min_distance:
             continue
         wanted = np.maximum(turn.skip, skip)
         if (wanted > skip).any():
@@ -46,18 +48,15 @@ def with_turns(plan: RetentionPlan, turns: Sequence[RetentionPlan], least: int) 
             skip = wanted
     if not inner:
         return plan
-    if plan.prompt_len - inner[-1].prompt_len >= least:
-        skip = np.maximum(plan.skip, skip)
-    return replace(_skipping(plan, skip), inner=tuple(inner))
+    if plan.prompt_len - inner[-1].computed >= min_distance:
+        skip = np.maximum(plan.end.skip, skip)
+    return replace(plan, points=(*inner, _skipping(plan.end, skip)))
 
 
-def _skipping(plan: RetentionPlan, skip: IntArray) -> RetentionPlan:
-    """The plan with these skips; unchanged where they are its own."""
-    if (plan.skip == skip).all():
-        return plan
-    held = plan.prompt_len - skip
-    keep = np.where(skip < plan.skip, held, np.minimum(plan.keep, held)).astype(np.int32)
-    skip = skip.copy()
-    for values in (skip, keep):
-        values.flags.writeable = False
-    return replace(plan, skip=skip, keep=keep)
+def _skipping(point: EvictionPoint, skip: IntArray) -> EvictionPoint:
+    """Return the point with these skips; the point itself if they are its own."""
+    if (point.skip == skip).all():
+        return point
+    held = point.computed - skip
+    keep = np.where(skip < point.skip, held, np.minimum(point.keep, held))
+    return replace(point, skip=read_only(skip), keep=read_only(keep))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an allocator: how many tokens does each layer keep?
+"""The contract of an allocator: it says how many tokens each layer keeps.
 
-Notation: m layers, l = 0 .. m-1 from the input side, B the mean number of tokens a layer may keep
-beyond what it keeps anyway (window and sinks), C how many such tokens the prompt has, B <= C.
+Notation: m layers, l = 0 .. m-1 from the input side, B the mean number of tokens that a layer keeps
+in addition to window and sinks, C how many such tokens the prompt has, B <= C.
 
-Everything here is a pure function: scheduler and workers ask for the same plans on their own.
+Everything here is a pure function: the scheduler and the workers make equal plans by themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import Budget, Plan, RetentionPlan
+from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ Integers = npt.NDArray[np.int64]
 
 
 class Allocator(Component):
-    """Base of all allocators. Most derive from `CurveAllocator` and override `curve`.
+    """Base class of allocators. Most derive from `CurveAllocator` and override `curve`.
 
     Class attributes:
         solves: the lengths are solved from the prompt's scores at its end (`solved/`).
-        thins_prompts: tokens leave the forward pass between layers, so nobody computes a prompt's
-            full attention; the lengths follow from the allocator's settings, which a budget lowers.
+        thins_prompts: tokens leave the forward pass between layers, so a prompt's full attention is
+            never computed; the lengths follow from the allocator's settings, which a budget lowers.
     """
 
     section: ClassVar[str] = "allocator"
@@ -43,32 +43,32 @@ class Allocator(Component):
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
     ) -> Plan:
-        """What each layer keeps of a prompt; see `Policy.plan`, which caches it."""
+        """Return what each layer keeps of a prompt; `Policy.plan` caches it."""
 
     def check_calibration(self, policy: Policy) -> None:
-        """Raise ValueError unless shares can be taken of what it solves (`solves` is true)."""
+        """Raise ValueError unless shares of layers can be measured from the lengths it solves."""
 
-    def not_resumable(self, policy: Policy) -> str | None:
-        """See the base."""
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse `kv_turns` if lengths are solved."""
         if self.solves:
             return "its lengths are solved from the scores of a whole prompt"
-        return super().not_resumable(policy)
+        return super().why_not_resumable(policy)
 
     def default_budget(self) -> Budget | None:
-        """The budget where arguments brought this allocator and none was given; None: as it was."""
+        """Return the budget if the user chose this allocator but no budget; None: the preset's."""
         return None
 
 
 class CurveAllocator(Allocator):
-    """Base of the allocators that know the lengths beforehand, by B, m and C.
+    """Base class of allocators whose lengths follow from B, m and C.
 
-    `curve` gives real numbers k_l in [0, C] that sum to B * m. `allocate` turns them into integers
+    `curve` returns real numbers k_l in [0, C] that sum to B * m. `allocate` rounds them to integers
     with exactly that sum.
     """
 
     @abstractmethod
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
-        """Tokens per layer as real numbers.
+        """Return the tokens per layer as real numbers.
 
         Args:
             mean: B, 0 <= B <= capacity. num_layers: m >= 1. capacity: C.
@@ -79,7 +79,7 @@ class CurveAllocator(Allocator):
 
     @classmethod
     def check_class(cls) -> None:
-        """A class without a curve is a mistake."""
+        """Raise ValueError if the class does not override `curve`."""
         if cls.curve is CurveAllocator.curve:
             raise ValueError(
                 f"the allocator {cls.__module__}:{cls.__qualname__} has no method "
@@ -87,7 +87,7 @@ class CurveAllocator(Allocator):
             )
 
     def allocate(self, mean: int, num_layers: int, capacity: int) -> Integers:
-        """Tokens per layer as integers: `[m]` int64 within [0, C], summing to exactly B * m.
+        """Return the tokens per layer as integers: `[m]` int64 in [0, C] that sum to B * m.
 
         Each differs from `curve` by less than one token, and the order of the layers is kept.
         """
@@ -101,20 +101,21 @@ class CurveAllocator(Allocator):
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
     ) -> Plan:
-        """See the base."""
+        """Plan a mean of the budget; repeat it during generation if the schedule does."""
         mean = prompt_len
         if policy.evicts:
             mean = budget.tokens_for(prompt_len, policy.min_budget)
-        plan = plan_of_tokens(policy, self, prompt_len, num_layers, block_size, mean)
+        end = point_of_tokens(policy, self, prompt_len, num_layers, block_size, mean)
+        plan = RetentionPlan((end,))
         if not policy.schedule.every:
             return plan
-        # A share is one of the prompt, also when more has been generated.
-        target = max(mean, budget.least(policy.min_budget))
-        return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan, target))
+        # A share refers to the prompt, also when more has been generated.
+        target = max(mean, budget.floor(policy.min_budget))
+        return plan.repeated(policy.schedule.every, partial(_later_point, policy, end, target))
 
 
 def round_to_sum(curve: Reals, total: int) -> Integers:
-    """Largest-remainder rounding: whole numbers next to `curve` that sum to `total`.
+    """Round by largest remainder: whole numbers next to `curve` that sum to `total`.
 
     Ties go to the lower layer, so a curve that does not rise gives integers that do not rise.
     """
@@ -130,18 +131,18 @@ def round_to_sum(curve: Reals, total: int) -> Integers:
 
 
 @lru_cache(maxsize=8192)
-def plan_of_tokens(
+def point_of_tokens(
     policy: Policy,
     allocator: CurveAllocator | None,
     tokens: int,
     num_layers: int,
     block_size: int,
     mean: int,
-) -> RetentionPlan:
-    """What is kept of `tokens` tokens, on average `mean` a layer.
+) -> EvictionPoint:
+    """Return the point that keeps a mean of `mean` of `tokens` tokens in each layer.
 
     Args:
-        allocator: divides them; None where all are kept.
+        allocator: divides them; None if all are kept.
     """
     fixed = policy.window + policy.sinks
     if mean == tokens:
@@ -150,19 +151,19 @@ def plan_of_tokens(
         assert fixed < mean, (fixed, mean, "the budget was not checked")
         assert allocator is not None
         keep = fixed + allocator.allocate(mean - fixed, num_layers, tokens - fixed)
-    return _plan_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
+    return _point_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
 
 
-def _plan_of(
+def _point_of(
     policy: Policy,
     tokens: int,
     block_size: int,
     mean: int,
     keep: npt.NDArray[Any],
     front: npt.NDArray[Any],
-) -> RetentionPlan:
+) -> EvictionPoint:
     recent = np.floor(keep * policy.selector.recent_share)
-    return RetentionPlan.of(
+    return EvictionPoint.of(
         tokens,
         block_size,
         mean,
@@ -173,13 +174,15 @@ def _plan_of(
     )
 
 
-def _later_plan(policy: Policy, prompt: RetentionPlan, target: int, computed: int) -> RetentionPlan:
+def _later_point(
+    policy: Policy, prompt: EvictionPoint, target: int, computed: int
+) -> EvictionPoint:
     """What is kept at the eviction after `computed` tokens; `target` is the prompt's budget."""
     assert isinstance(policy.allocator, CurveAllocator)
     layers, block_size, mean = prompt.num_layers, prompt.block_size, min(target, computed)
-    usual = plan_of_tokens(policy, policy.allocator, computed, layers, block_size, mean)
+    usual = point_of_tokens(policy, policy.allocator, computed, layers, block_size, mean)
     keep = policy.schedule.keep(prompt, computed, usual)
     front = policy.schedule.front(prompt, computed)
     if keep is usual.keep and not front.any():
         return usual
-    return _plan_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)
+    return _point_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)

@@ -10,7 +10,7 @@ from vllm_pyramid.policy.kinds import did_you_mean
 
 
 def refuse_misspelt(keys: Mapping[str, Any], valid: tuple[str, ...], where: str) -> None:
-    """Raise ValueError for keys that look like ours but are not; others belong to somebody else."""
+    """Raise ValueError for keys that nearly match ours; other keys are left to other software."""
     for key in keys:
         if isinstance(key, str) and key.startswith("kv_") and key not in valid:
             hint = did_you_mean(key, valid, cutoff=0.75)
@@ -22,10 +22,10 @@ def refuse_misspelt(keys: Mapping[str, Any], valid: tuple[str, ...], where: str)
 
 
 def parse_min_tokens(value: object, where: str) -> int | None:
-    """A floor of shares: a whole number of tokens or its text; None for none given.
+    """Parse the floor of shares, a whole number of tokens or its text; None if it is not given.
 
     Raises:
-        ValueError: anything else; `where` says what it was to be.
+        ValueError: for anything else; `where` names the key.
     """
     if value is None:
         return None

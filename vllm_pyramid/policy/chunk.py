@@ -4,14 +4,14 @@
     computed tokens   0 ........ E ........ 2 E ........ 3 E ... n
     eviction                     -            1            2     3      (E = `tokens`, n = prompt)
 
-Points stand every E tokens, up to the last one with a whole observation window behind it: they
-depend on the prompt's length and the policy alone. At each, every layer goes back to what the
-policy's allocator gives it of `keep` tokens on average, so between two a layer holds its share and
-E tokens. Points at which there is nothing to give yet are left out. At the prompt's end the policy
-evicts as always, of what is left.
+Points follow every E tokens, up to the last one with a whole observation window behind it: they
+depend on the prompt's length and the policy alone. At each point the policy's allocator
+divides a mean of `keep` tokens between the layers, so between two points a layer holds its part and
+E tokens. Points at which no layer has anything to give back are left out. At the
+prompt's end the policy evicts as usual, from what is left.
 
-The queries before a point know nothing of the question at the prompt's end. So more is kept there
-than at the end, and another scorer chooses.
+The queries before a point know nothing of the question at the prompt's end. Therefore more is kept
+there than at the end, and another scorer chooses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _tokens_behind(policy: Policy) -> int:
-    """Tokens that a prompt has behind a point at least: all that its end keeps or looks back on."""
+    """Return how many tokens follow the last point at least: all that the end looks back on."""
     return max(policy.min_last_chunk, policy.window, policy.scorer.history or 0, 2)
 
 
@@ -44,24 +44,23 @@ def _parse_scorer(value: object) -> Scorer | None:
 
 
 class Chunk(Component):
-    """Base of the only kind; see `EvictionPoints`."""
+    """Base class of the section `chunk`, whose only kind is `EvictionPoints`."""
 
     section: ClassVar[str] = "chunk"
 
 
 class EvictionPoints(Chunk):
-    """Evictions inside the prompt, or none.
+    """Evict inside the prompt every `tokens` tokens, or not at all.
 
     Attributes:
         tokens: E, between two points; 0: the prompt's end is the first eviction.
-        keep: tokens kept per layer and KV head on average at a point, window and sinks included;
-            at least the budget of the prompt in any case. None: E, or the budget where that is
-            more.
-        scorer: what scores at points; None: the policy's. KeyDiff looks at keys alone, and was
-            made for prompts that are read in pieces (arXiv:2504.15364): scores of queries, which
-            know no question yet, lose what it will be about (docs/quality.md).
-        window: tokens before a point that stay in any case, and whose queries score the others
-            where the scorer needs queries; None: the policy's.
+        keep: mean tokens kept per layer and KV head at a point, window and sinks included; raised
+            to the prompt's budget if that is more. None: E.
+        scorer: what scores at points; None: the policy's. The default, KeyDiff, uses keys alone and
+            was made for prompts that are read in pieces (arXiv:2504.15364). Scores of queries that
+            do not know the question yet lose what it will be about (docs/quality.md).
+        window: the last tokens before a point, which stay; their queries score the others if the
+            scorer needs queries. None: the policy's.
     """
 
     kind: Literal["points"] = "points"
@@ -72,8 +71,8 @@ class EvictionPoints(Chunk):
     )
     window: int | None = Field(default=None, ge=0)
 
-    def inside(self, policy: Policy) -> Policy | None:
-        """The policy that evicts at points: to it, what is computed by then is a prompt."""
+    def inner_policy(self, policy: Policy) -> Policy | None:
+        """Return the policy that evicts at points and takes the tokens so far for a prompt."""
         if not self.tokens:
             return None
         return policy.model_copy(
@@ -90,26 +89,28 @@ class EvictionPoints(Chunk):
         )
 
     def worst_length(self, policy: Policy, longest: int) -> int:
-        """Of all prompts with at most so many tokens, one that holds most in its last stretch.
+        """Return the length of a prompt that holds most blocks among those up to `longest` tokens.
 
-        Behind its last point it has as many tokens as can be without a further one.
+        Behind its last point it has as many tokens as fit without a further point.
         """
         if not self.tokens:
             return longest
         return max(longest - (longest - _tokens_behind(policy) + 1) % self.tokens, 1)
 
     def plan(self, policy: Policy, plan: Plan) -> Plan:
-        """The plan with the evictions inside its prompt."""
-        inside = policy.inside
-        if inside is None or not plan.evicts:
+        """Return the plan with the evictions inside its prompt."""
+        inner = policy.inner_policy
+        if inner is None or not plan.evicts:
             return plan
         assert isinstance(plan, RetentionPlan)
         last = (plan.prompt_len - _tokens_behind(policy)) // self.tokens
-        assert inside.budget.tokens is not None
-        keep = Budget(tokens=max(inside.budget.tokens, plan.budget_tokens))
+        assert inner.budget.tokens is not None
+        keep = Budget(tokens=max(inner.budget.tokens, plan.budget_tokens))
         return plan.with_inner(
             [
-                inside.plan(number * self.tokens, plan.num_layers, plan.block_size, keep).estimate()
+                inner.plan(number * self.tokens, plan.num_layers, plan.block_size, keep)
+                .estimate()
+                .end
                 for number in range(1, last + 1)
                 if number * self.tokens > keep.tokens_for(plan.prompt_len, 0)
             ]
@@ -119,16 +120,16 @@ class EvictionPoints(Chunk):
 
     @property
     def works_in_every_step(self) -> bool:
-        """See the base: what goes for the scorer inside the prompt."""
+        """Whether the scorer at points works in every step."""
         return self.tokens > 0 and self.scorer is not None and self.scorer.works_in_every_step
 
     @property
     def works_during_prompt(self) -> bool:
-        """See the base."""
+        """Whether there are points."""
         return self.tokens > 0
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
+        """Refuse policies, scorers and lengths with which points cannot work."""
         if not self.tokens:
             if self != EvictionPoints():
                 raise ValueError(
@@ -152,9 +153,9 @@ class EvictionPoints(Chunk):
                 f"allocator {policy.allocator.kind!r} {why}; choose a policy with another "
                 "allocator, such as snapkv-chunked or pyramidkv-chunked"
             )
-        inside = policy.inside  # which is checked as it is made
-        assert inside is not None
-        for scorer, where in ((policy.scorer, ""), (inside.scorer, "chunk.")):
+        inner = policy.inner_policy  # which is checked as it is made
+        assert inner is not None
+        for scorer, where in ((policy.scorer, ""), (inner.scorer, "chunk.")):
             if scorer.needs_positions:
                 raise ValueError(
                     f"policy {policy.name!r} evicts inside the prompt (chunk.tokens), and "
@@ -167,26 +168,26 @@ class EvictionPoints(Chunk):
                     f"{scorer.history} queries, and chunk.tokens is {self.tokens}: it must not "
                     "look beyond the eviction before"
                 )
-        least = max(inside.min_budget, inside.min_last_chunk, _tokens_behind(policy))
-        if self.tokens < least:
+        smallest = max(inner.min_budget, inner.min_last_chunk, _tokens_behind(policy))
+        if self.tokens < smallest:
             raise ValueError(
                 f"policy {policy.name!r}: chunk.tokens {self.tokens} is too small for its windows "
-                f"and sinks: set at least {least}"
+                f"and sinks: set at least {smallest}"
             )
 
-    def not_shareable(self, policy: Policy) -> str | None:
-        """See the base: what goes for the scorer inside the prompt."""
-        inside = policy.inside
-        return None if inside is None else inside.not_shareable
+    def why_not_shareable(self, policy: Policy) -> str | None:
+        """Return the reason of the scorer at points, if it has one."""
+        inner = policy.inner_policy
+        return None if inner is None else inner.why_not_shareable
 
-    def not_resumable(self, policy: Policy) -> str | None:
-        """See the base."""
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse `kv_turns` if there are points."""
         if self.tokens:
             return "it evicts at points of its own inside the prompt (chunk.tokens)"
-        return super().not_resumable(policy)
+        return super().why_not_resumable(policy)
 
     def check_request(self, policy: Policy, params: SamplingParams) -> None:
-        """See the base."""
+        """Refuse prompt_logprobs if there are points."""
         if self.tokens and params.prompt_logprobs is not None:
             raise ValueError(
                 "prompt_logprobs would be those of an evicted cache: this policy evicts inside the "
@@ -194,8 +195,8 @@ class EvictionPoints(Chunk):
             )
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
-        """What a scorer of its own gathers between points."""
-        inside = policy.inside
-        if inside is None or inside.scorer == policy.scorer:
+        """Return what a scorer of its own gathers between points."""
+        inner = policy.inner_policy
+        if inner is None or inner.scorer == policy.scorer:
             return None
-        return inside.scorer.worker_hooks(inside, replace(context, inside=True))
+        return inner.scorer.worker_hooks(inner, replace(context, inside=True))

@@ -48,13 +48,13 @@ class Component(BaseModel):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise ValueError if this class defines nothing that anybody would call."""
+        """Raise ValueError if this class defines nothing that the engine calls."""
 
     def check(self, policy: Policy) -> None:
         """Raise ValueError unless this part goes with the other parts of the policy."""
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError if this part cannot serve a model of so many layers."""
+        """Raise ValueError if this part cannot serve a model of `num_layers` layers."""
 
     def check_hybrid(self, policy: Policy) -> None:
         """Raise ValueError if this part needs every layer of a model to evict."""
@@ -85,23 +85,21 @@ class Component(BaseModel):
         """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
         return False
 
-    def not_shareable(self, policy: Policy) -> str | None:
-        """Why a prompt cannot begin with what others have computed because of this part; None: it
-        can.
+    def why_not_shareable(self, policy: Policy) -> str | None:
+        """Return why a request cannot share blocks with others because of this part, or None.
 
-        It can where its KV is that of the full cache until its end, and an eviction goes by what
-        the cache and the prompt's last queries say.
+        It can if its KV is that of the full cache until the prompt's end, and an eviction depends
+        only on the cache and the prompt's last queries.
         """
         return None
 
-    def not_resumable(self, policy: Policy) -> str | None:
-        """Why the policy cannot evict where a conversation's earlier turns ended (`kv_turns`)
-        because of this part; None: it can.
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Return why a request cannot resume a conversation because of this part, or None.
 
-        It can where an eviction is the first of many as well as the last, goes by what the cache
-        and the latest queries say, and leaves all that the next turn needs in the device's blocks.
+        It can if a prompt may be evicted several times, each eviction depends only on the cache and
+        the latest queries, and all that the next turn needs is in the device's blocks.
         """
-        return self.not_shareable(policy)
+        return self.why_not_shareable(policy)
 
     @property
     def copies_blocks(self) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request fits into the pool by itself, where prompts may be longer than the pool.
+"""Check that a request fits into the pool by itself, if prompts may be longer than the pool.
 
-With evictions inside the prompt an engine serves longer prompts than its cache could hold. Then one
-that opts out, has a larger budget or generates without end may need more than all blocks: it would
-wait, or preempt itself, for ever. So the front end refuses it with the numbers.
+With evictions inside the prompt an engine serves longer prompts than its cache can hold. A request
+that opts out, has a larger budget or generates without end may then need more than all blocks: it
+would wait, or preempt itself, for ever. So the front end refuses it and says the numbers.
 """
 
 from __future__ import annotations
@@ -12,44 +12,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_pyramid.plan import peak_blocks
 from vllm_pyramid.policy.request import ServedRequest
 
 
 class Pool(NamedTuple):
-    """What all requests share.
+    """The pool of blocks that all requests share.
 
     Attributes:
-        num_layers: that evict. block_size: tokens of a block of K and V.
-        blocks: of the pool, without the null block; each pipeline stage has as many.
+        num_layers: layers that evict. block_size: tokens of a block of K and V.
+        blocks: blocks of the pool without the null block; each pipeline stage has as many.
         max_model_len: tokens of a sequence at most.
-        beside: blocks that a request holds at most in layers that do not evict.
-        stages: layers of each pipeline stage; empty: there is one.
+        other_blocks: blocks that a request holds at most in layers that do not evict.
+        stages: layers of each pipeline stage; empty if there is one.
     """
 
     num_layers: int
     block_size: int
     blocks: int
     max_model_len: int
-    beside: int = 0
+    other_blocks: int = 0
     stages: tuple[int, ...] = ()
 
 
 def check_fit(
     served: ServedRequest, prompt_len: int, params: Any, pool: Pool, *, strict: bool = True
 ) -> None:
-    """Refuse a request that does not fit; end one earlier that asks for all there may be.
+    """Refuse a request that does not fit; shorten one that asks for the greatest length.
 
     Args:
-        params: vLLM's `SamplingParams`, with `max_tokens` set. Where that is the greatest length
-            that the engine allows, as it is if the client named none, it becomes what fits.
-        strict: also refuse one of which some tokens fit, but not those that were asked for.
+        params: vLLM's `SamplingParams`, with `max_tokens` set. If that is the greatest length that
+            the engine allows (the default if the client named none), it is lowered to what fits.
+        strict: also refuse a request of which only a part of its `max_tokens` fits.
 
     Raises:
-        ValueError: the prompt does not fit, or not with as many tokens as were asked for.
+        ValueError: the prompt does not fit, or not with `max_tokens` tokens.
     """
-    most = pool.max_model_len - prompt_len
-    fits = tokens_that_fit(served, prompt_len, pool, min(params.max_tokens, most))
-    if fits >= min(params.max_tokens, most):
+    longest = pool.max_model_len - prompt_len
+    wanted = min(params.max_tokens, longest)
+    fits = tokens_that_fit(served, prompt_len, pool, wanted)
+    if fits >= wanted:
         return
     held = _blocks(served, prompt_len, prompt_len, pool)
     numbers = (
@@ -62,22 +64,22 @@ def check_fit(
             f"{numbers}: send a shorter one, ask for a smaller kv_budget, or start the server with "
             "more memory for the KV cache"
         )
-    if (strict and params.max_tokens < most) or fits < params.min_tokens:
+    if (strict and params.max_tokens < longest) or fits < params.min_tokens:
         raise ValueError(f"{numbers}, which leaves room for {fits} tokens: lower max_tokens")
     params.max_tokens = fits
 
 
-def tokens_that_fit(served: ServedRequest, prompt_len: int, pool: Pool, most: int) -> int:
-    """How many tokens the request can generate, alone in the pool: `most` at most."""
+def tokens_that_fit(served: ServedRequest, prompt_len: int, pool: Pool, limit: int) -> int:
+    """Return how many tokens the request can generate, alone in the pool: `limit` at most."""
 
     def fits(tokens: int) -> bool:
-        # The last one gets no slot.
+        # The last token gets no slot.
         computed = prompt_len + max(tokens - 1, 0)
         return _blocks(served, prompt_len, computed, pool) <= pool.blocks
 
-    if fits(most):
-        return most
-    low, high = 0, most  # fits(low), if the prompt fits at all, and not fits(high)
+    if fits(limit):
+        return limit
+    low, high = 0, limit  # fits(low), if the prompt fits at all, and not fits(high)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -85,13 +87,16 @@ def tokens_that_fit(served: ServedRequest, prompt_len: int, pool: Pool, most: in
 
 
 def _blocks(served: ServedRequest, prompt_len: int, computed: int, pool: Pool) -> int:
-    """Blocks that the request holds at most until so many tokens are computed.
+    """Return the blocks that the request holds at most until `computed` tokens are computed.
 
-    Of the pipeline stage in which that is most.
+    With pipeline stages, the number is that of the stage that holds most.
     """
     policy = served.policy
     sizes = policy.block_sizes(pool.num_layers, pool.block_size)
     plan = served.plan(prompt_len, pool.num_layers, int(sizes.max()))
     stages = pool.stages or (pool.num_layers,)
-    blocks = plan.most_blocks(computed, sizes, stages=stages)
-    return max(int(part.sum()) for part in np.split(blocks, np.cumsum(stages)[:-1])) + pool.beside
+    blocks = peak_blocks(plan, computed, sizes, stages=stages)
+    return (
+        max(int(part.sum()) for part in np.split(blocks, np.cumsum(stages)[:-1]))
+        + pool.other_blocks
+    )

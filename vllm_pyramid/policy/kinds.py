@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a `kind` to its class: the modules of this folder, or a module of the user's."""
+"""Find the class of a `kind`, in `vllm_pyramid.methods` or in a module of the user's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, get_origin
 
 from vllm_pyramid.policy.component import Component
 
-# The folder whose modules hold the built-in kinds: a registry, so it is named and not imported.
+# The folder of the built-in kinds. It is imported by name, because it depends on this folder.
 METHODS = "vllm_pyramid.methods"
 _BUILT_IN = (f"{METHODS}.", "vllm_pyramid.policy.")
 
@@ -22,16 +22,16 @@ ComponentT = TypeVar("ComponentT", bound=Component)
 
 
 def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
-    """` (did you mean 'x'?)` for the closest valid name, or nothing."""
+    """Return ` (did you mean 'x'?)` for the closest valid name, or an empty string."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 @cache
 def built_in_kinds(base: type[ComponentT]) -> dict[str, type[ComponentT]]:
-    """All classes of a section in the modules and folders of `vllm_pyramid.methods`, by kind.
+    """Return all classes of a section in `vllm_pyramid.methods`, by kind.
 
-    A folder shows its classes in its `__init__`; the modules inside are not looked at.
+    A subfolder exports its classes in its `__init__`.
     """
     root = importlib.import_module(METHODS)
     for module in pkgutil.iter_modules(root.__path__, f"{METHODS}."):
@@ -52,15 +52,15 @@ def _import_kind(base: type[ComponentT], kind: str) -> type[ComponentT]:
     module_name, _, class_name = kind.partition(":")
     if module_name == "__main__":
         raise ValueError(
-            f"the {base.section} {kind!r} is in the script that runs, which the processes of the "
-            "engine do not: put it into a module of its own"
+            f"the {base.section} {kind!r} is defined in the script that is run, which the engine's "
+            "processes cannot import: move it into a module of its own"
         )
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"cannot import the {base.section} {kind!r}: {error}; install the package that holds "
-            "it, or put its folder into PYTHONPATH, where all processes of the engine look"
+            f"cannot import the {base.section} {kind!r}: {error}; install the package that "
+            "holds it, or add its folder to PYTHONPATH, which all processes of the engine read"
         ) from error
     except Exception as error:  # a mistake in the user's module, of whatever kind
         raise ValueError(
@@ -74,14 +74,14 @@ def _import_kind(base: type[ComponentT], kind: str) -> type[ComponentT]:
         raise ValueError(f"the {base.section} {kind!r} does not define {missing}")
     if get_origin(found.model_fields["kind"].annotation) is Literal:
         raise ValueError(
-            f"the {base.section} {kind!r} has the kind of a built-in class, which other processes "
-            "would load in its place: declare `kind: str` in it"
+            f"the {base.section} {kind!r} inherits the kind of a built-in class, which other "
+            "processes would load instead: declare `kind: str` in it"
         )
     return found
 
 
 def resolve_kind(base: type[ComponentT], kind: object) -> type[ComponentT]:
-    """The class behind a `kind` of the section that `base` is the base class of.
+    """Return the class of a `kind` in the section whose base class is `base`.
 
     Raises:
         ValueError: unknown kind (the message lists the valid ones), or a class that does nothing.
@@ -104,7 +104,7 @@ def parse_component(base: type[ComponentT], value: object) -> ComponentT:
     Args:
         base: the section's base class.
         value: an instance, the name of a kind, or a mapping with `kind` and that kind's fields;
-            where there is only one kind it need not be named.
+            `kind` may be left out if the section has only one.
 
     Raises:
         ValueError: unknown kind or field (the valid ones are listed), or a bad value.
@@ -132,6 +132,6 @@ def parse_component(base: type[ComponentT], value: object) -> ComponentT:
         written = json.dumps(value)
     except TypeError:
         return cls.model_validate(value)
-    # As JSON, which is what YAML has and what travels: lists are tuples and sets where these are
-    # wanted, and enumerations are their values. No other type is taken for another.
+    # Validated as JSON, like YAML files and what travels between processes: lists become tuples or
+    # sets, and values become enumerations. No other type is converted.
     return cls.model_validate_json(written)

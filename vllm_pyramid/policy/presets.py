@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies by name: the packaged presets, preset files of the user, and changes to either."""
+"""Load policies: packaged presets, the user's preset files, and changes to either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_pyramid.policy.kinds import built_in_kinds, did_you_mean, resolve_kind
 from vllm_pyramid.policy.policy import SECTIONS, Policy
 from vllm_pyramid.policy.yaml_file import read_yaml_mapping
 
-# `auto`: the preset that did best on a real model (docs/quality.md).
+# `auto` is the preset with the best measured quality on a real model (docs/quality.md).
 AUTO, RECOMMENDED = "auto", "snapkv-expected"
 _PRESET_KEYS = tuple(Policy.model_fields)
 _PLAIN_KEYS = tuple(
@@ -24,12 +24,14 @@ _PLAIN_KEYS = tuple(
 
 
 def _configs_dir() -> Path:
-    """The folder of the packaged presets: inside the package, or beside it in a checkout."""
+    """Return the folder of the packaged presets: in the package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "pyramidkv.yaml").is_file():
             return folder
-    raise FileNotFoundError(f"the presets of vllm-pyramid are missing beside {package}")
+    raise FileNotFoundError(
+        f"the presets of vllm-pyramid are not in or next to {package}: reinstall"
+    )
 
 
 @lru_cache(maxsize=1)
@@ -39,12 +41,12 @@ def _preset_files() -> dict[str, Path]:
 
 
 def policy_names() -> list[str]:
-    """The names of the packaged presets, sorted."""
+    """Return the names of the packaged presets, sorted."""
     return list(_preset_files())
 
 
 def load_presets() -> list[Policy]:
-    """All packaged presets, sorted by name."""
+    """Return all packaged presets, sorted by name."""
     return [load_policy(name) for name in policy_names()]
 
 
@@ -53,14 +55,13 @@ def load_policy(
     budget: str | int | Budget | None = None,
     args: Mapping[str, Any] | None = None,
 ) -> Policy:
-    """A policy from a packaged preset or a YAML file, with changes.
+    """Load a policy from a packaged preset or a YAML file and apply changes.
 
     Args:
         name_or_path: a preset's name (`policy_names`), `auto` for the recommended one, or the path
             of a `.yaml` or `.yml` file.
-        budget: replaces the preset's: `512`, `"512"` or `"12%"`. Where `args` turn a policy into
-            one that sets its own total (`retention`), the budget is an upper limit, and without
-            one given here there is none (`100%`).
+        budget: replaces the preset's: `512`, `"512"` or `"12%"`. If `args` make the policy
+            find its own total (`retention`), the budget is an upper limit, and `100%` by default.
         args: replaces further values. A plain key is looked up in the whole preset (`"beta"` is
             `allocator.beta`), a dotted one (`"allocator.kind"`) or a nested mapping names its
             section. A section whose kind changes starts from the new kind's defaults.
@@ -113,7 +114,7 @@ def _read(name_or_path: str) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]
 
 
 def _build(data: dict[Any, Any], where: str, lines: Mapping[tuple[str, ...], int]) -> Policy:
-    """Validate; pydantic's report becomes one line that names keys, values and file lines."""
+    """Validate the data; errors are one line that names keys, values and lines of the file."""
     try:
         return Policy.model_validate(data)
     except ValidationError as error:
@@ -161,7 +162,7 @@ def _apply_args(data: dict[str, Any], args: Mapping[str, Any], where: str) -> No
 
 
 def _resolve_key(data: dict[str, Any], key: str, where: str) -> tuple[str | None, str]:
-    """The section (None for the top level) and field that a key of the arguments means."""
+    """Return the section (None: the top level) and the field that an argument's key means."""
     if key == "budget":
         raise ValueError(
             f"{where}: set the budget with --kv-budget (kv_budget), not as an argument"
@@ -196,12 +197,12 @@ def _resolve_key(data: dict[str, Any], key: str, where: str) -> tuple[str | None
 
 
 def _field_of(key: str, section: str) -> str:
-    """The field that a plain or dotted key means in a section."""
+    """Return the field that a plain or dotted key means in a section."""
     return key.removeprefix(f"{section}.")
 
 
 def _section_fields(data: dict[str, Any]) -> dict[str, list[str]]:
-    """The fields of every section, `kind` left out, for the kinds that `data` has now."""
+    """Return the fields of every section except `kind`, for the kinds that `data` has now."""
     return {
         name: [
             field

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a scorer: how important is each cached key of a layer?"""
+"""The contract of a scorer: it says how important each cached key of a layer is."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Scorer(Component):
-    """Base of all scorers. Most override `score` and nothing else.
+    """Base class of scorers. Most override `score` and nothing else.
 
     Class attributes:
         evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
-        needs_queries: `score` looks at queries; the last `window` queries of a prompt are then in
-            one chunk, with all keys in the cache.
-        needs_positions: `score` looks at the positions of keys, which are known at a request's
-            first eviction alone: survivors do not remember theirs. (Those of queries are known.)
+        needs_queries: `score` uses queries; the scheduler then puts the last `window` queries of a
+            prompt into one chunk, with all keys in the cache.
+        needs_positions: `score` uses the positions of keys, which are known at a request's first
+            eviction only: survivors do not remember theirs. (Positions of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).
-        attention_mass: the scores are attention, so not negative, and their share of a layer's sum
-            says how much of it is kept: what allocators that solve the lengths need.
-        asked: the function that a class of one's own defines.
-        gives_statistics: `scores` can return the window's statistics beside the scores.
+        attention_mass: the scores are attention, so they are not negative and a key's share of a
+            layer's sum is its share of the attention. Allocators that solve the lengths need this.
+        asked: the function that a user's class defines.
+        gives_statistics: `scores` can return the window's statistics with the scores.
     """
 
     section: ClassVar[str] = "scorer"
@@ -43,35 +43,35 @@ class Scorer(Component):
 
     @property
     def history(self) -> int | None:
-        """How many of the last queries before an eviction count; None for all that are seen."""
+        """How many of the last queries before an eviction count; None: all of them."""
         return None
 
     def gathers(self, policy: Policy) -> bool:
-        """Whether what queries give keys is gathered beside the cache, in every step."""
+        """Return whether every step adds up what queries give to keys."""
         return False
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """The importance of each key of one request in one layer; higher is kept first.
+        """Return the importance of each key of one request in one layer; higher is kept first.
 
         Args:
             view: what the layer has, see `ScorerInputs`: G KV heads, T tokens.
 
         Returns:
             `[G, T]` float32 without NaN. The scores of the first `sinks` and the last `window`
-            tokens are not looked at: they stay in any case. Ties go to the lower position.
+            tokens are ignored, because those tokens stay. Ties go to the lower position.
         """
         raise NotImplementedError
 
     def scores(
         self, batch: EvictionBatch, *, statistics: bool = False
     ) -> tuple[torch.Tensor, WindowStatistics | None]:
-        """The same for all requests that evict in a step: `[S, G, columns]` float32.
+        """Return the scores of all requests that evict in a step: `[S, G, columns]` float32.
 
-        A scorer with a kernel of its own overrides this, and keeps `score` as what the kernel is
-        tested against.
+        A scorer with a kernel of its own overrides this, and keeps `score` as the reference that
+        the kernel is tested against.
 
         Args:
-            statistics: also return the window's; asked for only of scorers that give them.
+            statistics: also return the window's; only for scorers with `gives_statistics`.
 
         Returns:
             Column i is the token in place i of the request's table; columns without a token, and
@@ -84,9 +84,9 @@ class Scorer(Component):
         return batch.score_each(self.kind, self.score), None
 
     def compiled(self, batch: EvictionBatch) -> torch.Tensor:
-        """Scores of a made-up batch, whose cache holds anything: compiles what `scores` launches.
+        """Score a made-up batch, whose cache holds anything, to compile what `scores` launches.
 
-        Where that is PyTorch alone there is nothing to compile, and its numbers might be NaN.
+        A scorer in PyTorch has nothing to compile, and might return NaN for such a cache.
         """
         import torch
 
@@ -96,27 +96,27 @@ class Scorer(Component):
         return torch.zeros(shape, device=batch.call.query.device)
 
     def probed(self, view: ScorerInputs) -> torch.Tensor | None:
-        """What is tried once at start-up: `score`; None where it is a kernel's alone."""
+        """Run `score` for the check at start-up; None if the scorer only has a kernel."""
         return None if type(self).score is Scorer.score else self.score(view)
 
     @classmethod
     def check_class(cls) -> None:
-        """A class that scores nothing is a mistake."""
+        """Raise ValueError if the class overrides neither `score` nor `scores`."""
         if cls.score is Scorer.score and cls.scores is Scorer.scores and cls.evicts:
             raise ValueError(
                 f"the scorer {cls.__module__}:{cls.__qualname__} has no method `score(self, view)`"
             )
 
-    def not_resumable(self, policy: Policy) -> str | None:
-        """See the base."""
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse `kv_turns` for scorers that need positions, or rank nothing."""
         if not self.evicts:
-            return "it keeps every token, and what it keeps is found without them"
+            return "it keeps every token, so there is nothing to resume from"
         if self.needs_positions:
             return f"the scorer {self.kind!r} needs positions, which survivors do not have"
-        return super().not_resumable(policy)
+        return super().why_not_resumable(policy)
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
+        """Refuse policies without the window or the schedule that this scorer needs."""
         if self.needs_queries and policy.window < 1:
             raise ValueError(
                 f"policy {policy.name!r} scores with the queries of the observation window, so "

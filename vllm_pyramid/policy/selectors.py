@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selectors: given scores and a number, which tokens stay? Sinks and the window always do."""
+"""Selectors choose which tokens stay, given scores and a number; sinks and window always do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Selector(Component):
-    """Base of all selectors."""
+    """Base class of selectors."""
 
     section: ClassVar[str] = "selector"
 
@@ -27,19 +27,19 @@ class Selector(Component):
         return 0.0
 
     def select(self, scores: torch.Tensor, keep: int) -> torch.Tensor:
-        """Which tokens of one request stay in one layer.
+        """Choose the tokens of one request that stay in one layer.
 
         Args:
-            scores: `[G, T]` float32; sinks and window have +inf. keep: how many stay in each head,
-                at least those with +inf and at most T.
+            scores: `[G, T]` float32; sinks and window have +inf.
+            keep: how many stay in each head: at least those with +inf, at most T.
 
         Returns:
-            `[G, keep]` integers, the places of those that stay: no place twice, in any order.
+            `[G, keep]` integers, the places of the tokens that stay: no place twice, in any order.
         """
         raise NotImplementedError
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
-        """The same for all requests that evict in a step: `[S, G, max_keep]` int32.
+        """Choose for all requests that evict in a step: `[S, G, max_keep]` int32.
 
         Args:
             scores: as from `Scorer.scores`.
@@ -53,12 +53,12 @@ class Selector(Component):
         return batch.select_each(self.kind, self.select, scores)
 
     def probed(self, scores: torch.Tensor, keep: int) -> torch.Tensor | None:
-        """What is tried once at start-up: `select`; None where it is a kernel's alone."""
+        """Run `select` for the check at start-up; None if the selector only has a kernel."""
         return None if type(self).select is Selector.select else self.select(scores, keep)
 
     @classmethod
     def check_class(cls) -> None:
-        """A class that selects nothing is a mistake."""
+        """Raise ValueError if the class overrides neither `select` nor `kept`."""
         if cls.select is Selector.select and cls.kept is Selector.kept:
             raise ValueError(
                 f"the selector {cls.__module__}:{cls.__qualname__} has no method "
@@ -67,12 +67,12 @@ class Selector(Component):
 
 
 class TopKSelector(Selector):
-    """The best-scored tokens of every KV head, each head its own; ties go to the lower position.
+    """Keep the best-scored tokens of each KV head; ties go to the lower position.
 
     Attributes:
         recent: the share of a layer's tokens that go to the most recent ones, rounded down and at
-            least the policy's `window`; the best of the others get the rest. For scorers that
-            accumulate: others say with `window` what is recent.
+            least the policy's `window`; the best of the others get the rest. Only for scorers that
+            accumulate; other policies set `window`.
     """
 
     kind: Literal["top_k"] = "top_k"
@@ -80,11 +80,11 @@ class TopKSelector(Selector):
 
     @property
     def recent_share(self) -> float:
-        """See the base."""
+        """The field `recent`."""
         return self.recent
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
+        """Refuse `recent` for scorers that do not use it."""
         if self.recent and (policy.scorer.needs_queries or not policy.scorer.evicts):
             raise ValueError(
                 f"policy {policy.name!r} sets selector.recent, which its scorer "
@@ -92,11 +92,11 @@ class TopKSelector(Selector):
             )
 
     def select(self, scores: torch.Tensor, keep: int) -> torch.Tensor:
-        """The rule in PyTorch; `kept` runs the kernel."""
+        """Choose in PyTorch; the engine runs `kept`."""
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :keep]
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
-        """See the base: `ops.select`, which protects sinks and window by itself."""
+        """Choose with `ops.select`, which protects sinks and window by itself."""
         window, sinks = batch.policy.window, batch.policy.sinks
         if not batch.protects_more_than(window, sinks):
             return batch.call.ops.select(

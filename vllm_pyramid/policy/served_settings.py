@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an engine as its processes go by them: plain data that travels as JSON.
+"""The checked settings of an engine: plain data that travels to its processes as JSON.
 
 The front end reads and checks the flags once and puts the result under `SERVED_KEY` into vLLM's
 `additional_config`. The engine core and the workers read `ServedSettings` from there: they open no
@@ -21,7 +21,7 @@ SERVED_KEY = "vllm_pyramid"
 
 
 def asks_for_policy(additional_config: object) -> bool:
-    """Whether a policy is to be served, before anything is read or checked."""
+    """Return whether the user asks for a policy; nothing is checked yet."""
     if not isinstance(additional_config, Mapping):
         return False
     return additional_config.get("kv_policy", NO_POLICY) not in (None, NO_POLICY)
@@ -29,17 +29,18 @@ def asks_for_policy(additional_config: object) -> bool:
 
 @dataclass(frozen=True)
 class ServedSettings:
-    """The settings of an engine as its processes go by them.
+    """The settings of an engine with a policy.
 
     Attributes:
-        policy: what is served. trace: folder for traces, or None.
+        policy: the served policy. trace: folder for traces, or None.
         swap_space_bytes: host memory for V of each worker; None: as much as the device's cache.
-        forecasts: whether prompts start by what all requests will hold, not by what they hold now.
-        backend: of the attention, where there is a choice.
+        forecasts: whether prompts are admitted by what all requests will hold, not by what they
+            hold now.
+        backend: the attention backend, on devices with a choice.
         num_drafts: tokens that are drafted for a request in a step; 0 without speculation.
-        asks_prefix_caching: whether the user did, and it is not only vLLM's default.
-        no_turns: why this engine cannot evict where a conversation's turns ended; None: it can, if
-            the policy can.
+        asks_prefix_caching: whether the user asked for prefix caching, not only vLLM's default.
+        why_no_turns: why this engine cannot resume conversations (`kv_turns`), whatever the policy;
+            None if it can.
     """
 
     policy: Policy
@@ -49,16 +50,16 @@ class ServedSettings:
     backend: str | None = None
     num_drafts: int = 0
     asks_prefix_caching: bool = False
-    no_turns: str | None = None
+    why_no_turns: str | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the settings as JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {**values, "policy": self.policy.as_data()}
 
     @classmethod
     def of(cls, config: Any) -> ServedSettings | None:
-        """From vLLM's finished configuration; None where no policy is served."""
+        """Read the settings from vLLM's finished configuration; None if no policy is served."""
         found = config.additional_config
         if not isinstance(found, Mapping) or SERVED_KEY not in found:
             return None
@@ -68,24 +69,24 @@ class ServedSettings:
     def min_last_chunk(self) -> int:
         """Prompt tokens that the prefill's last chunk must have.
 
-        A trace wants a window of them. As many as a token and its drafts look like a decode step,
-        which captured graphs replay without coming by any eviction.
+        A trace needs a window of them. A chunk with no more tokens than a decode step has with its
+        drafts looks like one, and captured graphs replay decode steps without any eviction.
         """
-        least = self._behind_drafts(self.policy.min_last_chunk)
-        return max(least, self.policy.trace_window) if self.trace is not None else least
+        tokens = self._more_than_drafts(self.policy.min_last_chunk)
+        return max(tokens, self.policy.trace_window) if self.trace is not None else tokens
 
     @property
     def min_inner_chunk(self) -> int:
-        """The same of a chunk that ends at an eviction inside the prompt."""
-        inside = self.policy.inside or self.policy
-        return self._behind_drafts(inside.min_last_chunk)
+        """Tokens that a chunk must have if it ends at an eviction inside the prompt."""
+        policy = self.policy.inner_policy or self.policy
+        return self._more_than_drafts(policy.min_last_chunk)
 
-    def _behind_drafts(self, tokens: int) -> int:
+    def _more_than_drafts(self, tokens: int) -> int:
         return max(tokens, self.num_drafts + 2) if self.num_drafts else tokens
 
 
 @lru_cache(maxsize=4)
 def _read_settings(data: str) -> ServedSettings:
-    """From JSON. vLLM asks again and again while it looks for the length that fits."""
+    """Parse JSON. Cached, because vLLM reads its configuration many times at start-up."""
     values = json.loads(data)
     return ServedSettings(policy=Policy.model_validate(values.pop("policy")), **values)

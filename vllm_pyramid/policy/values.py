@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of the part that says where V lies; by default beside K, in the device's pages."""
+"""The part of a policy that places V: by default in the device's pages, with K."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from vllm_pyramid.policy.component import Component
 
 
 class Values(Component):
-    """Base. Blocks of layers without V on the device have twice the tokens (`KeyOnlyKVCacheSpec`).
+    """Base class. Blocks without V have twice the tokens (`KeyOnlyKVCacheSpec`).
 
     Class attributes:
-        uses_swap_space: whether `--kv-swap-space` has a meaning.
+        uses_swap_space: whether `--kv-swap-space` has an effect.
     """
 
     section: ClassVar[str] = "values"
     uses_swap_space: ClassVar[bool] = False
 
     def on_device(self, layer: int) -> bool:
-        """Whether the device's pages hold V of this layer, counted from the bottom, beside K."""
+        """Return whether the device's pages hold V of this layer, counted from the bottom."""
         return True
 
     def most_rows(self, layer: int) -> int | None:
-        """Rows of V that a query head of a generated token reads at most; None: of all keys."""
+        """Return how many rows of V a query head of a generated token reads at most; None: all."""
         return None
 
 
 class DeviceValues(Values):
-    """Beside K, in the same page."""
+    """Keep V in the page of its K."""
 
     kind: Literal["device"] = "device"

@@ -12,7 +12,7 @@ KeyLines = dict[tuple[str, ...], int]
 
 
 def read_yaml_mapping(path: Path) -> tuple[dict[Any, Any], KeyLines]:
-    """The top-level mapping of a YAML file, and the line (from 1) of every key by its path.
+    """Read the top-level mapping of a YAML file, and the line (from 1) of every key by its path.
 
     Raises:
         ValueError: missing or unreadable file, malformed YAML, a key given twice, or a file that is

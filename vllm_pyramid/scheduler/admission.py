@@ -41,7 +41,7 @@ import numpy.typing as npt
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.plan import Plan, RetentionPlan
+from vllm_pyramid.plan import Plan, RetentionPlan, tokens_per_step
 
 Numbers = npt.NDArray[np.int64]
 
@@ -214,7 +214,7 @@ class Admission:
         chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces[:1])])
         most_in_step = 0
         if plan.inner:
-            chunk, most_in_step = plan.tokens_a_step(chunk)
+            chunk, most_in_step = tokens_per_step(plan, chunk)
         # One that evicts inside its prompt, or evicted while it generated, never holds all of it;
         # heads come back some steps late, and so many tokens are computed in each.
         whole: Numbers | int = UNBOUNDED
@@ -244,7 +244,7 @@ class Admission:
         if not plan.every:
             return UNBOUNDED
         held = plan.after(plan.evictions_by(end)).held
-        most = np.maximum(held, plan.held) + plan.every + self._lag
+        most = np.maximum(held, plan.end.held) + plan.every + self._lag
         coordinator = self._coordinator
         return coordinator.stages.sums(-(-most // coordinator.block_sizes) + 1)
 

@@ -18,6 +18,7 @@ from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -72,7 +73,7 @@ class Reports(SchedulerPoints):
             return
         plan = plan.estimate()  # another shape rounds to blocks a little differently
         total = self.kv_cache_config.num_blocks - 1
-        full, kept = coordinator.full_blocks(length), coordinator.blocks_of(plan)
+        full, kept = coordinator.full_blocks(length), coordinator.blocks_of(plan.end)
         stages, whole = coordinator.stages, np.full_like(kept, full // coordinator.num_layers)
         logger.info(
             "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
@@ -89,8 +90,8 @@ class Reports(SchedulerPoints):
             "evicted" if plan.evicts else "with this policy",
         )
         if plan.inner:
-            peak = self.kv_policy.most_blocks(
-                length, coordinator.num_layers, block_size, stages.sizes
+            peak = peak_blocks_up_to(
+                self.kv_policy, length, coordinator.num_layers, block_size, stages.sizes
             )
             logger.info(
                 "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
@@ -119,7 +120,7 @@ class Reports(SchedulerPoints):
             "blocks_after": int(whole.sum()),
         }
         turns = self.coordinator.turns(request.request_id)
-        if self.kv_policy.inside is not None or turns is not None:
+        if self.kv_policy.inner_policy is not None or turns is not None:
             report["inner_evictions"] = len(plan.inner)
         if turns is not None:
             report["kv_turns"] = [*turns, plan.prompt_len]
@@ -129,18 +130,19 @@ class Reports(SchedulerPoints):
             number = self.coordinator.confirmed_number(request.request_id)
             if request.num_computed_tokens >= plan.prompt_len:
                 number = max(number, resolved.end_number)  # which may have had nothing to give
+            point = resolved.end
             if resolved.every or number != resolved.end_number:
                 # Everything below is of the latest eviction, when so many tokens were computed.
-                resolved = resolved.after(number)
-                report["kv_budget"] = resolved.budget_tokens
-                report["computed_tokens"] = resolved.prompt_len
-                report["blocks_before"] = self.coordinator.full_blocks(resolved.prompt_len)
-            report["kept_tokens"] = resolved.held.tolist()
-            report["evicted_tokens"] = int(resolved.skip.sum())
-            report["blocks_after"] = int(self.coordinator.blocks_of(resolved).sum())
-            if plan.is_open:
-                report["kv_budget"] = resolved.budget_tokens
-                report["solved_tokens"] = resolved.keep.tolist()
+                point = resolved.after(number)
+                report["kv_budget"] = point.budget_tokens
+                report["computed_tokens"] = point.computed
+                report["blocks_before"] = self.coordinator.full_blocks(point.computed)
+            report["kept_tokens"] = point.held.tolist()
+            report["evicted_tokens"] = int(point.skip.sum())
+            report["blocks_after"] = int(self.coordinator.blocks_of(point).sum())
+            if plan.is_deferred:
+                report["kv_budget"] = point.budget_tokens
+                report["solved_tokens"] = point.keep.tolist()
         if (least := self.coordinator.min_tokens(request.request_id)) is not None:
             report["kv_min_tokens"] = least
         for hooks in self.hooks:

@@ -26,6 +26,7 @@ from vllm_pyramid.kv_cache.request_record import NoBlocks
 from vllm_pyramid.kv_cache.session_cache import Conversation
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 from vllm_pyramid.policy.request import (
     ALLOCATOR_KEY,
     ServedRequest,
@@ -82,10 +83,10 @@ class PyramidSchedulerMixin(Reports):
             manager.enable_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
         self.kv_policy = settings.policy
-        self._no_turns = settings.no_turns
+        self._no_turns = settings.why_no_turns
         self._min_last_chunk = settings.min_last_chunk
         self._min_inner_chunk = settings.min_inner_chunk
-        inside = self.kv_policy.inside
+        inside = self.kv_policy.inner_policy
         # Elsewhere the pool has room for whole sequences: nobody needs his own head's blocks.
         self._pool_may_be_smaller = inside is not None or self.kv_policy.schedule.every > 0
         self.hooks = self.kv_policy.scheduler_hooks(self.coordinator.num_layers)
@@ -137,9 +138,9 @@ class PyramidSchedulerMixin(Reports):
             request.request_id,
             plan,
             served.policy.name,
-            served.least_of_share,
-            served.policy.shareable_tokens(plan) if shares else 0,
-            served.policy.reusable_tokens(plan) if shares else 0,
+            served.share_floor,
+            shareable_tokens(served.policy, plan) if shares else 0,
+            reusable_tokens(served.policy, plan) if shares else 0,
             Conversation.of(served, plan, shares),
         )
         super().add_request(request)
@@ -156,7 +157,7 @@ class PyramidSchedulerMixin(Reports):
         try:
             served = check_request(self.kv_policy, params, self._no_turns)
             served.check_turns(request.num_prompt_tokens)
-            if self.kv_policy.inside is not None:
+            if self.kv_policy.inner_policy is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.
                 check_fit(served, request.num_prompt_tokens, limited, self._pool, strict=False)

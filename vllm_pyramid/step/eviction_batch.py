@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plan import Plan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.step.upload import upload
@@ -67,7 +67,7 @@ class EvictionBatch:
         return int(self.host_keeps.max())
 
     @property
-    def plans(self) -> Sequence[Plan]:
+    def plans(self) -> Sequence[EvictionPoint | DeferredPlan]:
         """The S plans."""
         return [self.evictions.plans[index] for index in self.shortened]
 
@@ -79,7 +79,7 @@ class EvictionBatch:
         result = np.empty((2, len(self.shortened)), np.int32)
         for index, plan in enumerate(self.plans):
             result[:, index] = sinks, window
-            if isinstance(plan, RetentionPlan):
+            if isinstance(plan, EvictionPoint):
                 layer = self.call.layer
                 result[:, index] = max(sinks, plan.front[layer]), max(window, plan.recent[layer])
         return result

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plan import Eviction, Plan, RetentionPlan
+from vllm_pyramid.plan import Eviction, EvictionPoint, Plan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.step.step_evictions import StepEvictions
@@ -174,7 +174,7 @@ class Step:
         for index in np.flatnonzero(evictions.is_reported).tolist():
             plan, keep = evictions.plans[index], None
             if index in unsolved:
-                assert isinstance(plan, RetentionPlan), "a prompt ended and was not solved"
+                assert isinstance(plan, EvictionPoint), "a prompt ended and was not solved"
                 keep = tuple(plan.keep.tolist())
             report[evictions.request_ids[index]] = Eviction(
                 int(evictions.tokens_done[index]), keep, int(evictions.eviction_numbers[index])

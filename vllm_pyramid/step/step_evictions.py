@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.kernels.records import FP8_DTYPES
-from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.upload import upload
@@ -34,12 +34,13 @@ class StepEvictions:
     Attributes:
         kept_lens: `[L, E]` int32, tokens that stay in each layer; all of them while a plan is open.
         budgets: `[E]` int32, mean tokens per layer of the plans; of an open one once it is solved.
-        unsolved: indices of the requests whose plan was open when the step began.
+        unsolved: indices of the requests whose plan was deferred when the step began.
         solved: indices of the others.
+        resolved: the whole plans of `unsolved` requests, by index, once they are solved.
         inside_prompt: `[E]` bool, whether the eviction comes before the prompt's end.
         at_prompt_end: `[E]` bool, whether it comes at the prompt's end.
         is_reported: `[E]` bool, whether the scheduler hears of the eviction: the request's plan
-            shortens a layer, or was open.
+            shortens a layer, or was deferred.
         tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
 
     Args:
@@ -52,6 +53,7 @@ class StepEvictions:
         plans: E plans of this eviction; open ones until they are solved in this step.
         eviction_numbers: E numbers: which eviction of its request it is, from 1.
         end_numbers: E numbers of the eviction at the request's prompt's end.
+        intervals: `[E]` int64, tokens between two evictions after the prompt's end, or 0.
         previous_skips: `[L, E]` int32, the skips that held until now.
         block_size: tokens of the largest cache block.
         copies: E lists of blocks that receive copies of what a request's first eviction overwrites,
@@ -67,9 +69,10 @@ class StepEvictions:
         query_lens: IntArray,
         prompt_lens: IntArray,
         points: IntArray,
-        plans: list[Plan],
+        plans: list[EvictionPoint | DeferredPlan],
         eviction_numbers: Sequence[int],
         end_numbers: Sequence[int],
+        intervals: Indices,
         previous_skips: IntArray,
         block_size: int,
         copies: Sequence[list[int] | None],
@@ -82,6 +85,7 @@ class StepEvictions:
         self.eviction_numbers = np.array(eviction_numbers, np.int64)
         self.inside_prompt = self.eviction_numbers < np.array(end_numbers)
         self.at_prompt_end = self.eviction_numbers == np.array(end_numbers)
+        self.intervals = intervals
         self.previous_skips = previous_skips
         self.block_size = block_size
         self.copies = copies
@@ -93,12 +97,15 @@ class StepEvictions:
             "a layer is to keep more tokens than it has: the allocator or schedule of this policy "
             "does not fall back to fewer tokens as more are computed"
         )
-        is_open = np.array([plan.is_open for plan in plans], bool)
-        self.unsolved: Indices = np.flatnonzero(is_open)
-        self.solved: list[int] = np.flatnonzero(~is_open).tolist()
-        self.is_reported: npt.NDArray[np.bool_] = is_open | np.any(self.kept_lens < visible, axis=0)
+        is_deferred = np.array([plan.is_deferred for plan in plans], bool)
+        self.unsolved: Indices = np.flatnonzero(is_deferred)
+        self.solved: list[int] = np.flatnonzero(~is_deferred).tolist()
+        self.resolved: dict[int, RetentionPlan] = {}
+        self.is_reported: npt.NDArray[np.bool_] = is_deferred | np.any(
+            self.kept_lens < visible, axis=0
+        )
         # Prompts that are computed in pieces have evicted while the layers ran.
-        self._is_done = np.array([bool(plan.pieces) for plan in plans], bool)
+        self._is_done = np.array([plan.thinned for plan in plans], bool)
         self._on_device: dict[bytes, _DeviceEvictions] = {}
         self._copies_on_device: dict[int, torch.Tensor] = {}
 
@@ -167,13 +174,13 @@ class StepEvictions:
             blocks, plan = self.copies[index], self.plans[index]
             if not blocks:
                 continue
-            assert isinstance(plan, RetentionPlan) and self.eviction_numbers[index] == 1
+            assert isinstance(plan, EvictionPoint) and self.eviction_numbers[index] == 1
             if (targets := self._copies_on_device.get(index)) is None:
                 targets = upload(np.array(blocks, np.int64), device)
                 self._copies_on_device[index] = targets
             count = int(plan.blocks_behind[call.layer])
             start = int(plan.blocks_behind[: call.layer].sum())
-            end = plan.prompt_len // plan.block_size
+            end = plan.computed // plan.block_size
             sources = call.block_table[int(self.rows[index]), end - count : end].long()
             targets = targets[start : start + count]
             for cache in call.moved:
@@ -199,8 +206,9 @@ class StepEvictions:
             ValueError: the lengths exceed what the plan has promised.
         """
         resolved = self.open_plan(index).resolve(keep)
-        self.plans[index] = resolved
-        self.kept_lens[:, index] = resolved.held
+        self.resolved[index] = resolved
+        self.plans[index] = resolved.end
+        self.kept_lens[:, index] = resolved.end.held
         self.budgets[index] = resolved.budget_tokens
 
 

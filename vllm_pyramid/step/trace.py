@@ -185,8 +185,7 @@ class TraceWriter:
                         np.full(heads, 1.0 if is_whole else np.nan, np.float32),
                     )
                 arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = layers[layer]
-            plan = evictions.plans[index]
-            if not at_prompt_end or plan.every:
+            if not at_prompt_end or evictions.intervals[index]:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
             name = _file_name(request_id) + ("" if at_prompt_end else f"@{end}") + self.suffix
             partial = self.folder / f".{name}.part"

@@ -72,12 +72,12 @@ class EvictionTracker:
         plan = served.plan(prompt_len, self.num_layers, self.block_size)
         self.remove(request_id)
         self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan)
-        self._num_open += plan.is_open
+        self._num_open += plan.is_deferred
 
     def remove(self, request_id: str) -> None:
         """Forget a request, which has finished."""
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._num_open -= request.initial.is_open
+            self._num_open -= request.initial.is_deferred
             for hooks in self.hooks.forget:
                 hooks.forget(request_id)
 
@@ -192,6 +192,7 @@ class EvictionTracker:
             plans=[plan.after(number) for plan, number in evicting],
             eviction_numbers=eviction_numbers,
             end_numbers=[plan.end_number for plan, _ in evicting],
+            intervals=self._row_interval[ending],
             previous_skips=skips[:, ending],
             block_size=self.block_size,
             copies=[self.copies.get(record.request_id) for record in records],
@@ -205,14 +206,14 @@ class EvictionTracker:
         """Assert that requests which give something up have the queries that scorers look at."""
         skips_change = np.array(
             [
-                plan.is_open or bool((plan.skip_after(number) != previous).any())
+                plan.is_deferred or bool((plan.skip_after(number) != previous).any())
                 for (plan, number), previous in zip(
                     evicting, evictions.previous_skips.T, strict=True
                 )
             ]
         )
         inside, policy = evictions.inside_prompt, self.policy
-        for part, is_part in ((policy, ~inside), (policy.inside or policy, inside)):
+        for part, is_part in ((policy, ~inside), (policy.inner_policy or policy, inside)):
             if part.scorer.needs_queries:
                 is_short = evictions.query_lens[skips_change & is_part] < part.window
                 assert not is_short.any(), (
@@ -234,8 +235,8 @@ class EvictionTracker:
         if step.evictions is not None:
             for index in step.evictions.unsolved.tolist():
                 request = step.requests[int(step.evictions.rows[index])]
-                assert request.initial.is_open
-                request.plan = step.evictions.plans[index]
+                assert request.initial.is_deferred
+                request.plan = step.evictions.resolved[index]
         step.evictions = step.layout = None
         return evictions, reports
 

@@ -168,7 +168,7 @@ def rotary_for_scorers(policy: Policy, model: torch.nn.Module, name: str) -> Rot
     Raises:
         ValueError: scorers cannot undo the layer's embedding.
     """
-    policies = [policy] if policy.inside is None else [policy, policy.inside]
+    policies = [policy] if policy.inner_policy is None else [policy, policy.inner_policy]
     scorers = [part.scorer for part in policies if part.scorer.needs_rotary]
     if not scorers:
         return None

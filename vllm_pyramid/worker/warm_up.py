@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_pyramid.attention.layer_context import LayerContext
-from vllm_pyramid.plan import RetentionPlan
+from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.step_evictions import StepEvictions
@@ -45,7 +45,9 @@ def compile_kernels(
     kinds = set()
     for context, layer in layers:
         policy = context.tracker.policy
-        policies = [part for part in (policy, policy.inside) if part is not None and part.evicts]
+        policies = [
+            part for part in (policy, policy.inner_policy) if part is not None and part.evicts
+        ]
         queries = max((max(part.window, part.trace_window) for part in policies), default=0)
         queries = max(1, min(queries, max_model_len))
         call = _made_up_inputs(context, layer, queries, dtype)
@@ -126,7 +128,7 @@ def _evict(
     """Score, select and compact a prompt of `length` tokens, whose first `front` ones stay."""
     keeps = np.full(num_layers, policy.sinks + policy.window + 1)
     queries, tokens = np.array([[len(call.query)], [length]], np.int32)
-    plan = RetentionPlan.of(length, 1, int(keeps[0]), keeps, fill_blocks=False, front=front)
+    plan = EvictionPoint.of(length, 1, int(keeps[0]), keeps, fill_blocks=False, front=front)
     evictions = StepEvictions(
         request_ids=["made up"],
         rows=np.zeros(1, np.int64),
@@ -137,6 +139,7 @@ def _evict(
         plans=[plan],
         eviction_numbers=[1],
         end_numbers=[1],
+        intervals=np.zeros(1, np.int64),
         previous_skips=np.zeros((num_layers, 1), np.int32),
         block_size=call.key_cache.shape[2],
         copies=[None],

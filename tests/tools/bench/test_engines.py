@@ -45,7 +45,7 @@ def test_throughput(tmp_path: Path) -> None:
     assert (full["policy"], evicted["policy"]) == ("full", "pyramidkv")
     pool = _blocks(OUTPUT, REQUESTS)
     whole, prompt = pool // POOL, PROMPT // 16 * LAYERS
-    kept = int(load_policy("pyramidkv", "12%").plan(PROMPT, LAYERS, 16).blocks.sum())
+    kept = int(load_policy("pyramidkv", "12%").plan(PROMPT, LAYERS, 16).end.blocks.sum())
     for row in (full, evicted):
         # The same tokens of each, in the same pool; a token that was not generated is an error.
         assert row["output_tokens_per_s"] > 0 and row["decode_tokens_per_s"] > 0

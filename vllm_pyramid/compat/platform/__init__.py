@@ -29,8 +29,8 @@ def cpu_platform_plugin() -> str | None:
     Where it is offered, PyTorch is asked for huge pages: blocks lie at random in the cache, so
     small pages cost an address translation every few rows. It looks at the variable once, when it
     allocates for the first time, and an engine may run in this very process: later would be too
-    late. And a package that vLLM imports is told not to compile kernels for GPUs in the
-    background, which it would do in two processes beside every engine.
+    late. A package that vLLM imports is told not to compile kernels for GPUs in the
+    background, which it would do in two further processes of every engine.
     """
     from vllm.platforms import builtin_platform_plugins
 

@@ -28,7 +28,7 @@ logger = init_logger(f"vllm.{__name__}")
 MEMORY_KEY = "vllm_pyramid_cpu_memory"  # of additional_config: the worker chooses its share
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _CHOSEN_BY_USER = (BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_SIM_MULTI_NUMA")
-# With at least so many cores a worker, one of them for the front end costs little.
+# Cores of a worker from which on reserving one of them for the front end costs little.
 CORES_TO_SPARE = 8
 # Of what is free: the rest is for activations, and for what other processes still take.
 SHARE_OF_FREE = 0.8
@@ -130,7 +130,7 @@ def share_is_vllms(args: EngineArgs) -> bool:
     from vllm import LLM
 
     own = inspect.signature(LLM.__init__).parameters["gpu_memory_utilization"].default
-    # The very objects: somebody who writes the same number has chosen it.
+    # Compared by identity: a user who writes the same number has chosen it.
     return any(args.gpu_memory_utilization is one for one in (own, _ARGS_DEFAULT))
 
 

@@ -35,7 +35,7 @@ class WheelCpuPlatform(PyramidCpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """See the base; and PyTorch's rotary."""
+        """Finish the configuration for the CPU and take PyTorch's rotary embedding."""
         super().check_and_update_config(vllm_config)
         logger.warning_once(
             "this vLLM was built for CUDA and runs on the CPU with PyTorch's operators, slowly: "

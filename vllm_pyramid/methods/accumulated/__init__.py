@@ -58,7 +58,7 @@ class AccumulatingScorer(Scorer):
         """See the base."""
         return True
 
-    def not_shareable(self, policy: Policy) -> str | None:
+    def why_not_shareable(self, policy: Policy) -> str | None:
         """See the base."""
         if not self.gathers(policy):
             return None

@@ -100,7 +100,9 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         looks = (past == 0) | (step.intervals > 0)
         if self.inside:
             point, looks = inner, inner >= 0
-        elif self.policy.inside is not None and self.policy.inside.scorer == self.scorer:
+        elif (
+            self.policy.inner_policy is not None and self.policy.inner_policy.scorer == self.scorer
+        ):
             point = np.where(inner >= 0, inner, point)
         first = np.zeros_like(point)
         if self.scorer.history is not None:

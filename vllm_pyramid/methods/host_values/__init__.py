@@ -66,7 +66,7 @@ class HostValues(Values):
         """See the base: V lies elsewhere."""
         return False
 
-    def not_resumable(self, policy: Policy) -> str | None:
+    def why_not_resumable(self, policy: Policy) -> str | None:
         """See the base."""
         return "V lies in host memory, which copies of the device's blocks leave behind"
 

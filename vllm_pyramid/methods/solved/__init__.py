@@ -22,12 +22,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.curves import share_out
-from vllm_pyramid.plan import Budget, DeferredPlan, Plan
+from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.allocator import (
     Allocator,
     Integers,
     Reals,
-    plan_of_tokens,
+    point_of_tokens,
     round_to_sum,
 )
 
@@ -129,7 +129,8 @@ class SolvingAllocator(Allocator):
             floor = 0 if budget.tokens else budget.min_tokens or 0
             least = max(fixed, min(mean, floor))
         if least >= prompt_len:
-            return plan_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
+            end = point_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
+            return RetentionPlan((end,))
         assert fixed < mean, (fixed, mean, "the budget was not checked")
         return DeferredPlan(
             prompt_len,
@@ -138,7 +139,7 @@ class SolvingAllocator(Allocator):
             mean,
             floor=fixed,
             exact=not self.sets_total,
-            least=least,
+            min_tokens=least,
             fill_blocks=policy.fill_blocks,
         )
 

@@ -53,7 +53,7 @@ class SampledShares(SchedulerHooks):
         self, request_id: str, application: str, plan: Plan
     ) -> dict[str, Any] | None:
         """Let the request be solved, or give it its application's average."""
-        if not plan.is_open:
+        if not plan.is_deferred:
             return None
         found = self.shares_for(request_id, application)
         if found is None:
@@ -100,7 +100,7 @@ class SampledShares(SchedulerHooks):
     def add(self, request_id: str, plan: DeferredPlan, resolved: RetentionPlan) -> None:
         """A sampled request has been solved. Solved again after a preemption, it counts once."""
         known = self._of_request.pop(request_id, None)
-        chosen = resolved.keep.astype(np.float64) - plan.floor
+        chosen = resolved.end.keep.astype(np.float64) - plan.floor
         if known is not None and chosen.sum() > 0:
             known.total += chosen / chosen.sum()
             known.solved += 1

@@ -48,7 +48,7 @@ class LayerSolver(EvictionHooks):
             if own.dim() > 1:
                 own = own[:, : plan.prompt_len - self.policy.window]
             measured = self.solver.measures(
-                own.contiguous(), plan.mean, plan.capacity, self.policy.sinks, plan.least_mean
+                own.contiguous(), plan.mean, plan.capacity, self.policy.sinks, plan.min_mean
             )
             measures.append(measured.double())
         # The one copy to the host: a number a layer and prompt. It waits for the device.

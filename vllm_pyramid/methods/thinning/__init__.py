@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
-from vllm_pyramid.plan import Budget, IntArray, Piece, Plan, RetentionPlan
+from vllm_pyramid.plan import Budget, EvictionPoint, IntArray, Piece, Plan, RetentionPlan
 from vllm_pyramid.policy.allocator import Allocator
 from vllm_pyramid.policy.schedules import Schedule
 from vllm_pyramid.policy.selectors import Selector
@@ -87,7 +87,7 @@ class RecentEnsembleScorer(AccumulatingScorer):
                 f"thinned by the schedule thin_generated, not by {policy.schedule.kind!r}"
             )
 
-    def not_shareable(self, policy: Policy) -> str | None:
+    def why_not_shareable(self, policy: Policy) -> str | None:
         """See the base."""
         return (
             "tokens leave between the layers while a prompt is processed, so the KV of a prefix "
@@ -206,7 +206,7 @@ class DecayAllocator(Allocator):
         )
         if not policy.schedule.every:
             return plan
-        return plan.repeated(policy.schedule.every, partial(_later_plan, policy, plan))
+        return plan.repeated(policy.schedule.every, partial(_later_point, policy, plan.end))
 
     def recent(self, tokens: int) -> int:
         """Tokens of the recent sequence of a piece of `tokens`; at least one, its last."""
@@ -315,14 +315,14 @@ def thinning_plan(
 
 
 @lru_cache(maxsize=8192)
-def _later_plan(policy: Policy, prompt: RetentionPlan, computed: int) -> RetentionPlan:
+def _later_point(policy: Policy, prompt: EvictionPoint, computed: int) -> EvictionPoint:
     """What is kept at the eviction after `computed` tokens of a prompt that was thinned.
 
     The room that was filled at the prompt's end stays filled: the prompt's tokens are not touched.
     """
     schedule = policy.schedule
     keep = schedule.keep(prompt, computed, prompt)
-    return RetentionPlan.of(
+    return EvictionPoint.of(
         computed,
         prompt.block_size,
         -(-int(keep.sum()) // len(keep)),
@@ -409,17 +409,17 @@ class ThinGeneratedSchedule(Schedule):
         """Of group number `group`, 1 the first that leaves the window: `[num_layers]`."""
         return _kept_of_group(self, group, num_layers)
 
-    def keep(self, prompt: RetentionPlan, computed: int, usual: RetentionPlan) -> IntArray:
+    def keep(self, prompt: EvictionPoint, computed: int, usual: EvictionPoint) -> IntArray:
         """All that is held of the prompt, what is kept of the groups, the window."""
         recent = self.recent(prompt, computed)
-        left = computed - prompt.prompt_len - recent
+        left = computed - prompt.computed - recent
         return prompt.held + self.kept(left, prompt.num_layers) + recent
 
-    def front(self, prompt: RetentionPlan, computed: int) -> IntArray:
+    def front(self, prompt: EvictionPoint, computed: int) -> IntArray:
         return prompt.held
 
-    def recent(self, prompt: RetentionPlan, computed: int) -> int:
-        return min(self.gen_window, computed - prompt.prompt_len)
+    def recent(self, prompt: EvictionPoint, computed: int) -> int:
+        return min(self.gen_window, computed - prompt.computed)
 
 
 @lru_cache(maxsize=4096)  # every layer asks for its number of the same groups

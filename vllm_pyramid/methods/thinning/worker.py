@@ -186,7 +186,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         if step.evictions is None:
             return
         for index, row in enumerate(step.evictions.rows.tolist()):
-            if step.evictions.eviction_numbers[index] == 1 and step.evictions.plans[index].pieces:
+            if step.evictions.eviction_numbers[index] == 1 and step.evictions.plans[index].thinned:
                 request = step.requests[row]
                 step.evictions.tokens_done[index] = _of(request).given
                 if self.trace is not None:

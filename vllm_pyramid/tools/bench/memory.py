@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import Eviction, RetentionPlan
+from vllm_pyramid.plan import Eviction, RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.tools.bench.cost import RequestNeeds, prefill_ops
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE, Shape
 
@@ -82,7 +83,7 @@ class PolicyMemory:
     @cached_property
     def _gathering(self) -> bool:
         """Whether what queries give keys is gathered beside the cache."""
-        inside = self.policy.inside
+        inside = self.policy.inner_policy
         return self.policy.scorer.gathers(self.policy) or (
             inside is not None and inside.scorer.gathers(inside)
         )
@@ -101,10 +102,10 @@ class PolicyMemory:
 
         Without evictions inside the prompt vLLM checks that all of its tokens fit.
         """
-        if self.policy.inside is None:
+        if self.policy.inner_policy is None:
             return self.whole_request_blocks(prompt_len + output_len)
         return max(
-            int(self.policy.most_blocks(prompt_len, self.shape.layers, BLOCK_SIZE).sum()),
+            int(peak_blocks_up_to(self.policy, prompt_len, self.shape.layers, BLOCK_SIZE).sum()),
             self._most_blocks(self._plan(prompt_len), output_len),
         )
 
@@ -120,7 +121,7 @@ class PolicyMemory:
             return
         # Lengths follow from the policy's own shares. The budget is an upper limit, also 100%.
         plan = self._plan(prompt_len)
-        kept = int(plan.keep.sum()) / (prompt_len * layers)
+        kept = int(plan.end.keep.sum()) / (prompt_len * layers)
         if not plan.evicts:
             raise ValueError(
                 f"{label} keeps all of a prompt of {prompt_len} tokens: give a longer --prompt-len"
@@ -155,7 +156,7 @@ class PolicyMemory:
 
     def _peak(self, plan: RetentionPlan) -> int:
         """Blocks that are held at most while the prompt is processed, all layers together."""
-        return int(plan.most_blocks(plan.prompt_len, self._block_sizes).sum())
+        return int(peak_blocks(plan, plan.prompt_len, self._block_sizes).sum())
 
     def _attention(self, plan: RetentionPlan, output_len: int) -> tuple[float, float]:
         """Bytes and operations of attention in a decode step: sums over L, means over J."""
@@ -202,11 +203,11 @@ class PolicyMemory:
         width, tokens = 2 * shape.heads * shape.head_size, plan.prompt_len
         if plan.inner:
             start, kept_lens, total = 0, np.zeros(shape.layers), 0.0
-            for stretch in (*plan.inner, plan):
-                new = stretch.prompt_len - start
+            for point in plan.points:
+                new = point.computed - start
                 total += 2 * shape.layer_parameters * shape.layers * new
                 total += 2 * width * float((kept_lens * new + new**2 / 2).sum())
-                start, kept_lens = stretch.prompt_len, stretch.held.astype(np.float64)
+                start, kept_lens = point.computed, point.held.astype(np.float64)
             return total
         if not plan.pieces:
             ops = prefill_ops(shape, tokens)

@@ -127,7 +127,7 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
             "out, or add kcache or a .yaml file with `swap_v: true`"
         )
     for memory in map(job.memory, variants) if job.resume else ():
-        if memory is not None and (reason := memory.policy.not_resumable) is not None:
+        if memory is not None and (reason := memory.policy.why_not_resumable) is not None:
             raise ValueError(f"--resume and {memory.policy.name}: {reason}; leave out one of them")
     if any(variant.is_stock for variant in variants) and not runs_without_plugins():
         raise ValueError(

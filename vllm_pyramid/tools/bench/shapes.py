@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_pyramid.frontend.model_shape import DTYPE_BYTES, row_bytes
+from vllm_pyramid.frontend.cache_shape import DTYPE_BYTES, row_bytes
 
 BLOCK_SIZE = 16  # tokens of a KV cache block in every engine of the bench
 

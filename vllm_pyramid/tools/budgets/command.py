@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm_pyramid.frontend.model_shape import CACHE_BYTES, CacheShape, shape_of_model, with_drafts
+from vllm_pyramid.frontend.cache_shape import CACHE_BYTES, CacheShape
+from vllm_pyramid.frontend.model_shape import shape_of_model, with_drafts
 from vllm_pyramid.frontend.settings import KVSettings, parse_policy_args
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     block_size = shape.tokens_of_block(blocks.tokens)
     largest_block = int(policy.block_sizes(shape.num_layers, block_size).max())
     plan = policy.plan(args.prompt_len, shape.num_layers, largest_block)
-    if plan.is_open:
+    if plan.is_deferred:
         from vllm_pyramid.tools.budgets.open_lengths import show_open_budgets
 
         show_open_budgets(policy, plan, source, shape, blocks, as_json=args.json)
@@ -130,14 +131,15 @@ def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
 def _budget_report(
     policy: Policy, plan: RetentionPlan, shape: CacheShape, blocks_of: BlockSize, source: str
 ) -> dict[str, Any]:
+    from vllm_pyramid.plan import peak_blocks
     from vllm_pyramid.tools.budgets.other_layers import beside
 
     block_size = shape.tokens_of_block(blocks_of.tokens)
     block_bytes = shape.page_bytes(blocks_of.tokens)
     full_blocks = -(-plan.prompt_len // block_size) * shape.num_layers
     sizes = policy.block_sizes(shape.num_layers, block_size)
-    by_layer = plan.blocks_in(sizes).tolist()
-    blocks, peak = sum(by_layer), int(plan.most_blocks(plan.prompt_len, sizes).sum())
+    by_layer = plan.end.blocks_in(sizes).tolist()
+    blocks, peak = sum(by_layer), int(peak_blocks(plan, plan.prompt_len, sizes).sum())
     swapped = [n for layer, n in enumerate(by_layer) if not policy.values.on_device(layer)]
     return {
         "source": source,
@@ -152,16 +154,16 @@ def _budget_report(
         "layers": [
             {
                 "layer": shape.layers[layer] if shape.layers else layer,
-                "keep": int(plan.keep[layer]),
-                "held": int(plan.held[layer]),
+                "keep": int(plan.end.keep[layer]),
+                "held": int(plan.end.held[layer]),
                 "blocks": by_layer[layer],
                 "mib": by_layer[layer] * block_bytes / _MIB,
             }
             for layer in range(shape.num_layers)
         ],
         "total": {
-            "keep": int(plan.keep.sum()),
-            "held": int(plan.held.sum()),
+            "keep": int(plan.end.keep.sum()),
+            "held": int(plan.end.held.sum()),
             "blocks": blocks,
             "mib": blocks * block_bytes / _MIB,
         },
@@ -174,7 +176,7 @@ def _budget_report(
         "peak": {
             "blocks": peak,
             "mib": peak * block_bytes / _MIB,
-            "evictions": [inner.prompt_len for inner in plan.inner],
+            "evictions": [inner.computed for inner in plan.inner],
         },
         "host_mib": sum(swapped) * block_bytes / _MIB,
     }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from vllm_pyramid.frontend.model_shape import CacheShape
+from vllm_pyramid.frontend.cache_shape import CacheShape
 from vllm_pyramid.policy import DeferredPlan, Policy
 from vllm_pyramid.tools.budgets.other_layers import BlockSize, beside, beside_sentences
 
@@ -80,7 +80,7 @@ def _report(
         "lengths": "solved from each prompt",
         "total_is": "exact" if plan.exact else "at most",
         "layer": {"least": plan.floor, "most": plan.prompt_len},
-        "total": {"least": plan.least * plan.num_layers, "keep": total, "blocks": blocks},
+        "total": {"least": plan.min_tokens * plan.num_layers, "keep": total, "blocks": blocks},
         "full": {"keep": plan.prompt_len * plan.num_layers, "blocks": full},
         **({"layers": shape.layers} if shape.layers else {}),
         **beside(shape, plan.prompt_len, chosen, blocks, full),

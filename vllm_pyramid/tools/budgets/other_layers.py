@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_pyramid.frontend.model_shape import CHUNKED, FULL, STATE, CacheShape, state_block_size
+from vllm_pyramid.frontend.cache_shape import CacheShape
+from vllm_pyramid.frontend.layer_kinds import CHUNKED, FULL, STATE
+from vllm_pyramid.frontend.model_shape import state_block_size
 
 _MIB = 1024 * 1024
 

@@ -76,7 +76,7 @@ class Variant:
         policy = self.load()
         if policy.allocator.thins_prompts:
             return "thins prompts between layers"
-        if policy.inside is not None:
+        if policy.inner_policy is not None:
             return "evicts inside the prompt"
         return "evicts where earlier turns ended" if self.turns else None
 
@@ -136,7 +136,7 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
 
 def _check_turns(variant: Variant) -> None:
     """Raise ValueError where the policy cannot be, or cannot evict at the ends of turns."""
-    reason = variant.load().not_resumable
+    reason = variant.load().why_not_resumable
     if variant.turns and reason is not None:
         raise ValueError(f"{variant.label!r}: the policy takes no kv_turns: {reason}")
 

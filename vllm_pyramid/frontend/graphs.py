@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse CUDA graphs that would cover an eviction, or attention that a policy replaces."""
+
+from __future__ import annotations
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+
+from vllm_pyramid.policy import Policy
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def check_graphs(config: VllmConfig, policy: Policy) -> None:
+    """Refuse full graphs of prefill, which would replay attention without evicting.
+
+    Policies that replace the attention of some layers also exclude attention from decode graphs.
+
+    Raises:
+        ValueError: naming the option to change.
+    """
+    compilation = config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is not None and policy.attends:
+        _exclude_attention(config, policy, mode)
+        return
+    if mode is None or not policy.evicts:
+        return
+    if mode.mixed_mode() == CUDAGraphMode.FULL:
+        raise ValueError(
+            f"compilation_config.cudagraph_mode {mode.name} captures prefill in a full graph, "
+            "which would skip the eviction: use FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE "
+            "or NONE"
+        )
+
+
+def _exclude_attention(config: VllmConfig, policy: Policy, mode: CUDAGraphMode) -> None:
+    """Turn vLLM's default into graphs without attention, and refuse other graphs that cover it."""
+    compilation = config.compilation_config
+    if mode == CUDAGraphMode.NONE:
+        return
+    if mode.decode_mode() == CUDAGraphMode.FULL and mode != CUDAGraphMode.FULL_AND_PIECEWISE:
+        raise ValueError(
+            f"compilation_config.cudagraph_mode {mode.name} captures whole decode steps, and "
+            f"policy {policy.name!r} replaces the attention of some layers by code that runs on "
+            "the host in each step: use PIECEWISE or NONE"
+        )
+    if compilation.use_inductor_graph_partition:
+        raise ValueError(
+            f"policy {policy.name!r} does not work with "
+            "compilation_config.use_inductor_graph_partition and CUDA graphs: the graphs would "
+            "include the writing of V; leave one of them out"
+        )
+    if mode != CUDAGraphMode.PIECEWISE:
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        logger.info(
+            "kv-policy %s: cudagraph_mode is PIECEWISE, not %s: which rows of V a step fetches is "
+            "known to the host only, so attention runs between the graphs",
+            policy.name,
+            mode.name,
+        )

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each layer keeps at one eviction of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class EvictionPoint:
+    """What each layer keeps once `computed` tokens have been computed.
+
+    All arrays are `[num_layers]` int32 and read-only.
+
+    Attributes:
+        computed: tokens computed by then; at the prompt's end, the tokens of the prompt.
+        block_size: tokens of a cache block.
+        budget_tokens: the mean of `keep`, rounded up; at most `computed`.
+        keep: tokens the policy keeps per KV head, window and sinks included: the paper's number.
+        skip: tokens whose slots are given back: `computed - keep`, rounded down to a block if the
+            policy fills blocks. Survivors stand in positions `skip .. computed - 1`.
+        front: how many of the first tokens that a layer holds stay, whatever their scores.
+        recent: how many of the last tokens that a layer holds stay, whatever their scores.
+        thinned: the layers gave up these slots while they ran, piece by piece (`Piece`).
+    """
+
+    computed: int
+    block_size: int
+    budget_tokens: int
+    keep: IntArray
+    skip: IntArray
+    front: IntArray
+    recent: IntArray
+    thinned: bool = False
+    is_deferred: ClassVar[Literal[False]] = False
+
+    @classmethod
+    def of(
+        cls,
+        computed: int,
+        block_size: int,
+        budget_tokens: int,
+        keep: npt.NDArray[Any],
+        fill_blocks: bool,
+        *,
+        front: npt.NDArray[Any] | int = 0,
+        recent: npt.NDArray[Any] | int = 0,
+    ) -> EvictionPoint:
+        """Build the point that keeps `keep`, `[num_layers]` whole numbers."""
+        skip = computed - keep
+        if fill_blocks:
+            skip = skip // block_size * block_size
+        zeros = np.zeros_like(keep)
+        return cls(
+            computed,
+            block_size,
+            budget_tokens,
+            read_only(keep),
+            read_only(skip),
+            front=read_only(zeros + front),
+            recent=read_only(zeros + recent),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the point is for."""
+        return len(self.keep)
+
+    @cached_property
+    def held(self) -> IntArray:
+        """Tokens that stay per KV head, `computed - skip`: `keep`, or up to a block more."""
+        return read_only(self.computed - self.skip)
+
+    @cached_property
+    def blocks(self) -> IntArray:
+        """Blocks that each layer holds after the eviction, a partly filled last one included."""
+        return self.blocks_in(np.array(self.block_size))
+
+    def blocks_in(self, block_sizes: npt.NDArray[Any]) -> IntArray:
+        """Return `blocks` for layers with blocks of different sizes.
+
+        Args:
+            block_sizes: `[num_layers]`; `block_size` is a multiple of each, so that skipped blocks
+                are whole in all of them.
+        """
+        return read_only(-(-self.computed // block_sizes) - self.skip // block_sizes)
+
+    @cached_property
+    def blocks_behind(self) -> IntArray:
+        """Whole blocks of the tokens so far that this eviction writes to, `[num_layers]`."""
+        return read_only(self.computed // self.block_size - self.skip // self.block_size)
+
+
+class Eviction(NamedTuple):
+    """What the worker did at one eviction of a request.
+
+    Attributes:
+        tokens: evicted now, summed over all layers.
+        keep: tokens that the policy keeps in each layer, where they were solved from the prompt's
+            scores; None where the scheduler knows them.
+        number: which eviction of the request, see `RetentionPlan.end_number`.
+    """
+
+    tokens: int
+    keep: tuple[int, ...] | None = None
+    number: int = 1
+
+
+def read_only(values: npt.NDArray[Any]) -> IntArray:
+    """Return a read-only int32 copy."""
+    result = values.astype(np.int32)
+    result.flags.writeable = False
+    return result

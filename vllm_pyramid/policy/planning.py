@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy keeps of a prompt of a given length, and what follows from it.
+
+Everything here is a pure function of its arguments, so the scheduler and every worker agree without
+a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_pyramid.plan import Budget, IntArray, Plan, RetentionPlan, peak_blocks, with_turns
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.policy import Policy
+
+
+@lru_cache(maxsize=8192)
+def plan_prompt(
+    policy: Policy,
+    prompt_len: int,
+    num_layers: int,
+    block_size: int,
+    budget: Budget,
+    turns: tuple[int, ...],
+) -> Plan:
+    """Return the plan of a prompt; see `Policy.plan`, which fills in the policy's own budget.
+
+    Cached: equal arguments return the same object.
+    """
+    assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
+    policy.check_layers(num_layers)
+    plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
+    if not turns:
+        return policy.chunk.plan(policy, plan)
+    earlier = [plan_prompt(policy, turn, num_layers, block_size, budget, ()) for turn in turns]
+    assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
+    return with_turns(plan, [turn.estimate().end for turn in earlier], policy.min_turn)
+
+
+def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
+    """Return how many first tokens of a request have the KV of the full cache; None: all of them.
+
+    That count includes generated tokens. Blocks beyond `shareable_tokens` are copied into blocks
+    of the request's own, and out of them before it evicts.
+    """
+    if policy.why_not_shareable is not None or plan.pieces:
+        return 0
+    if plan.untouched is None:
+        return plan.prompt_len if policy.splits_at_prompt_end else None
+    return plan.exact_tokens if policy.copies_blocks else plan.untouched
+
+
+def shareable_tokens(policy: Policy, plan: Plan) -> int | None:
+    """Return how many first tokens of a request have blocks that it may share; None: all of them.
+
+    Their KV is that of the full cache, whatever the policy and the budget, and no eviction of
+    this request writes into their blocks.
+    """
+    reusable = reusable_tokens(policy, plan)
+    return reusable if plan.untouched is None or reusable == 0 else plan.untouched
+
+
+def peak_blocks_up_to(
+    policy: Policy, longest: int, num_layers: int, block_size: int, stages: Sequence[int] = ()
+) -> IntArray:
+    """Return each layer's blocks at the worst moment of any prompt up to a length.
+
+    Policies that evict inside prompts are considered until their first eviction after the prompt.
+
+    Args:
+        longest: tokens that a prompt has at most. block_size: tokens of a block of K and V.
+        stages: see `peak_blocks`.
+
+    Returns:
+        `[num_layers]`; their sum is what a pool must have, or each stage's sum its own pool.
+    """
+    sizes = policy.block_sizes(num_layers, block_size)
+    generated = policy.schedule.every if policy.inner_policy is not None else 0
+    ends = np.cumsum(stages or (num_layers,))[:-1]
+    peaks = []
+    for length in {longest, policy.chunk.worst_length(policy, longest)}:
+        plan = policy.plan(length, num_layers, int(sizes.max()))
+        peaks.append(np.split(peak_blocks(plan, length + generated, sizes, stages=stages), ends))
+    worst = [max(of_stage, key=np.sum) for of_stage in zip(*peaks, strict=True)]
+    # Where blocks begin in another prompt, a layer may touch one more.
+    blocks = np.concatenate(worst) + (policy.inner_policy is not None)
+    return np.minimum(blocks, -(-longest // sizes)).astype(np.int32)
+
+
+def can_evict_after(policy: Policy, tokens: int, num_layers: int, block_size: int) -> bool:
+    """Return whether a chunk of up to `tokens` tokens can end at an eviction.
+
+    It can if prompts of that length are evicted with some allowed budget, or if evictions inside
+    prompts are that close. True also for policies whose budgets are not numbers of tokens, where it
+    cannot be known.
+    """
+    if 0 < policy.chunk.tokens <= tokens:
+        return True
+    budget = Budget(tokens=policy.min_budget)
+    without_floor = policy.model_copy(update={"min_tokens": None})
+    try:
+        policy.check_budget(budget)
+    except ValueError:
+        return True
+    lengths = range(1, tokens + 1)
+    plans = (without_floor.plan(length, num_layers, block_size, budget) for length in lengths)
+    return any(plan.evicts for plan in plans)
