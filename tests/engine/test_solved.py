@@ -181,7 +181,7 @@ def test_a_sample_is_solved_and_the_rest_gets_its_average(
             wanted = 8 + engine.num_layers * (budget - 8) * share
             assert kept in {n - (n - k) // BLOCK * BLOCK for k in (int(wanted), int(wanted) + 1)}
     theirs = {ALLOCATOR_KEY: {"kind": "shares", "shares": [1, 2, 3, 4]}}
-    with pytest.raises(VLLMValidationError, match="not for requests to set"):
+    with pytest.raises(VLLMValidationError, match="cannot be set by requests"):
         engine.client.add_request("wrong", {"prompt_token_ids": prompts[0]}, greedy(4, **theirs))
     engine.check_whole()
 
