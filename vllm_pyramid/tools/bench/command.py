@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the sub-command; 0 on success.
+    """Run the sub-command; returns 0 on success.
 
     Raises:
         ValueError: an option is wrong, or the measurement failed.
@@ -50,9 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("pandas") is None:
         raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
     if isinstance(options, Cost):
-        return _run_cost(options, console)
-    samples = options.out / "samples.jsonl"
-    check_writable(options.out, (samples, options.json_file, options.csv_file))
+        return _run_cost(options)
+    check_writable(options.out, (options.json_file,))
     if isinstance(options, SchedulerSteps):
         return _run_scheduler(options, console)
     return _run_engines(args.measure, options, console)
@@ -70,8 +69,7 @@ def _run_engines(measure: str, options: EngineOptions, console: Any) -> int:
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
-            kept = f"the same command goes on with what is finished, in {options.out}"
-            console.print(f"Interrupted: {kept if options.resumable else 'nothing of it is kept'}.")
+            console.print("Interrupted: nothing of it is kept.")
             return 130
     return 0
 
@@ -87,14 +85,12 @@ def _run_scheduler(options: SchedulerSteps, console: Any) -> int:
         rows = scheduler_rows(
             options.layers, options.requests, options.steps, options.prompt_len, progress
         )
-    write("scheduler", options, console, rows, {})
+    write("scheduler", options, rows, {})
     return 0
 
 
-def _run_cost(options: Cost, console: Any) -> int:
-    from vllm_pyramid.tools.bench.cost import MACHINES
-    from vllm_pyramid.tools.bench.cost_table import as_markdown, cost_rows, displayed
-    from vllm_pyramid.tools.bench.report import rich_table
+def _run_cost(options: Cost) -> int:
+    from vllm_pyramid.tools.bench.cost import MACHINES, as_markdown, cost_rows
 
     known = options.model in SHAPES
     shape = SHAPES[options.model] if known else shape_of_config(options.model)
@@ -107,11 +103,10 @@ def _run_cost(options: Cost, console: Any) -> int:
         options.output_len,
         options.request_rate,
     )
-    if options.markdown:
-        print(as_markdown(rows), end="")
-        return 0
-    title = f"{options.model} on {options.devices} x {options.machine}, {options.output_len} out"
-    title += f"; engines for {options.request_rate:,.0f} requests/s"
-    text = displayed(rows)
-    console.print(rich_table(title, text.columns, text.to_numpy().tolist()))
+    if not options.markdown:
+        print(
+            f"{options.model} on {options.devices} x {options.machine}, {options.output_len} out; "
+            f"engines for {options.request_rate:,.0f} requests/s"
+        )
+    print(as_markdown(rows) if options.markdown else rows.to_string(index=False))
     return 0
