@@ -84,7 +84,7 @@ def test_end_to_end_adds_prefills_and_decode_steps() -> None:
 def test_eviction_pays_as_the_cache_outweighs_the_weights() -> None:
     """Longer prompts gain more; at 12 % never more than 1 / 0.12, but for whole requests."""
     machine = Machine(4.8e12, 989e12, 141e9)
-    rows = cost_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256, 100.0)
+    rows = cost_rows(SHAPES["llama-3-8b"], machine, [8192, 131072], ["12%"], 256)
     assert rows["budget"].tolist() == ["100%", "12%"] * 2
     whole, short, again, long = map(float, rows["of 100%"])
     assert whole == again == 1.0 and 1 < short < long <= 1.02 / 0.12
@@ -96,7 +96,7 @@ def test_eviction_pays_as_the_cache_outweighs_the_weights() -> None:
 def test_a_model_that_does_not_fit_says_so() -> None:
     machine = Machine(4.8e12, 989e12, 141e9)
     with pytest.raises(ValueError, match="141 GB of weights do not fit"):
-        cost_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256, 100.0)
+        cost_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256)
 
 
 def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
@@ -116,5 +116,5 @@ def test_documented_tables_are_what_the_command_prints() -> None:
         ("llama-3-70b", 8),
     ):
         machine = Machine(4.8e12, 989e12, 141e9, devices)
-        rows = cost_rows(SHAPES[name], machine, lens, budgets, 256, 10000.0)
+        rows = cost_rows(SHAPES[name], machine, lens, budgets, 256)
         assert as_markdown(rows) in text, f"{name} on {devices}: run the command beside the table"

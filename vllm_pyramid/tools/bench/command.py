@@ -90,23 +90,15 @@ def _run_scheduler(options: SchedulerSteps, console: Any) -> int:
 
 
 def _run_cost(options: Cost) -> int:
-    from vllm_pyramid.tools.bench.cost import MACHINES, as_markdown, cost_rows
+    from vllm_pyramid.tools.bench.cost import H200, as_markdown, cost_rows
 
     known = options.model in SHAPES
     shape = SHAPES[options.model] if known else shape_of_config(options.model)
-    machine = replace(MACHINES[options.machine], devices=options.devices)
-    rows = cost_rows(
-        shape,
-        machine,
-        options.prompt_lens,
-        options.budgets,
-        options.output_len,
-        options.request_rate,
-    )
-    if not options.markdown:
-        print(
-            f"{options.model} on {options.devices} x {options.machine}, {options.output_len} out; "
-            f"engines for {options.request_rate:,.0f} requests/s"
-        )
-    print(as_markdown(rows) if options.markdown else rows.to_string(index=False))
+    machine = replace(H200, devices=options.devices)
+    rows = cost_rows(shape, machine, options.prompt_lens, options.budgets, options.output_len)
+    if options.markdown:
+        print(as_markdown(rows))
+        return 0
+    print(f"{options.model} on {options.devices} H200, {options.output_len} tokens out")
+    print(rows.to_string(index=False))
     return 0

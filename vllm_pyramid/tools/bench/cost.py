@@ -17,6 +17,7 @@ import pandas as pd
 from vllm_pyramid.policy import Budget
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE, Shape
 
+ALL_ENGINES = 10000  # requests/s that all engines together are to serve
 CACHE_SHARE = 0.9  # of a server's memory; the KV cache gets what the weights leave of it
 
 
@@ -38,7 +39,7 @@ class Machine:
 
 
 # NVIDIA's data sheet of the H200 SXM: 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity, 141 GB.
-MACHINES = {"h200": Machine(4.8e12, 989e12, 141e9)}
+H200 = Machine(4.8e12, 989e12, 141e9)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,6 @@ def cost_rows(
     prompt_lens: Sequence[int],
     budgets: Sequence[str],
     output_len: int,
-    request_rate: float,
 ) -> pd.DataFrame:
     """Return rows of `COLUMNS` as text: each prompt length, without eviction and by budget.
 
@@ -156,7 +156,7 @@ def cost_rows(
             requests = model.end_to_end(1000 * batch, batch)
             row = (prompt_len, budget or "100%", model.cache_bytes(kept) / 1e9, batch, 1e3 * step,
                    batch / step, batch / step / whole_rate, model.prefill(), requests,
-                   ceil(request_rate / requests))  # fmt: skip
+                   ceil(ALL_ENGINES / requests))  # fmt: skip
             cells = zip(COLUMNS.items(), row, strict=True)
             rows.append({heading: form.format(value) for (heading, form), value in cells})
     return pd.DataFrame(rows)

@@ -28,9 +28,7 @@ def run_measure(measure: str, options: EngineOptions, prepared: Prepared, consol
     profiles: list[dict[str, Any]] = []
     with Progress(console, total) as progress:
         if isinstance(options, Latency):
-            samples = latencies_over_http(
-                prepared, options.rates, options.max_concurrency, options.repetitions, progress
-            )
+            samples = latencies_over_http(prepared, options.rates, options.repetitions, progress)
         else:
             # Decode windows hold the requests of all variants at once.
             with Engines(prepared, share=not steady, on_stage=progress.stage) as engines:

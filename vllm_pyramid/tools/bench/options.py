@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     AliasChoices,
@@ -145,7 +145,6 @@ class Latency(EngineOptions):
         description=f"whole requests {ROOM} (as many as requests)",
     )
     rates: Rates = Field((inf,), description="requests per second, `inf` for all at once")
-    max_concurrency: PositiveInt | None = Field(None, description="the most requests under way")
 
 
 class Pressure(EngineOptions):
@@ -206,14 +205,12 @@ class Cost(_Options):
     """what memory and arithmetic allow, on paper"""
 
     model: str = Field("llama-3-8b", description="a shape, a folder or a Hugging Face name")
-    machine: Literal["h200"] = Field("h200", description="the machine")
-    devices: PositiveInt = Field(1, description="that share the model")
+    devices: PositiveInt = Field(1, description="H200s that share the model")
     prompt_lens: Annotated[tuple[Annotated[int, Field(ge=16)], ...], *_List] = Field(
         (8192, 32768, 131072), description="tokens"
     )
     budgets: Names = Field(("12%", "2048"), validation_alias=BUDGET, description="tokens or %")
     output_len: PositiveInt = Field(256, description="tokens")
-    request_rate: PositiveFloat = Field(10000.0, description="requests per second of all engines")
     markdown: bool = Field(False, description="print the table as Markdown")
 
 

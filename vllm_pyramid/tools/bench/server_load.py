@@ -153,18 +153,12 @@ class Server(LoggedProcess):
 
 
 def load(
-    server: Server,
-    prepared: Prepared,
-    variant: Variant,
-    job: Job,
-    rate: float,
-    seed: int,
-    most: int | None = None,
+    server: Server, prepared: Prepared, variant: Variant, job: Job, rate: float, seed: int
 ) -> Sample:
     """Run `vllm bench serve` once.
 
     Args:
-        rate: requests/s, `inf` for all at once. most: requests under way; None for no limit.
+        rate: requests/s, `inf` for all at once.
 
     Raises:
         ChildError: it failed, a request failed, or the server ended or counts fewer evictions than
@@ -174,7 +168,7 @@ def load(
     before = evictions(server.url) if evicts else 0
     try:
         with Gauges(server.url) as gauges:
-            result = _vllm_bench_serve(server.url, prepared.model, variant, job, rate, seed, most)
+            result = _vllm_bench_serve(server.url, prepared.model, variant, job, rate, seed)
         done, evicted = result["completed"], evictions(server.url) - before if evicts else None
     except ChildError as error:
         if server.has_ended:  # what the client says is not the cause
@@ -200,7 +194,7 @@ def load(
 
 
 def _vllm_bench_serve(
-    url: str, model: str, variant: Variant, job: Job, rate: float, seed: int, most: int | None
+    url: str, model: str, variant: Variant, job: Job, rate: float, seed: int
 ) -> dict[str, Any]:
     """Return its result file."""
     arguments = {
@@ -217,7 +211,6 @@ def _vllm_bench_serve(
         "num_warmups": 0,
         "temperature": 0,
         "request_rate": str(rate),
-        "max_concurrency": most,
         "extra_body": {"vllm_xargs": {"kv_budget": variant.budget}} if variant.budget else {},
         "percentile_metrics": "ttft,tpot",
         "metric_percentiles": ",".join(map(str, PERCENTILES)),
@@ -278,7 +271,6 @@ def _start(prepared: Prepared, variant: Variant, servers: int) -> Server:
 def latencies_over_http(
     prepared: Prepared,
     rates: Sequence[float],
-    concurrency: int | None,
     repetitions: int,
     progress: Progress,
 ) -> Samples:
@@ -301,7 +293,7 @@ def latencies_over_http(
             for variant in prepared.variants:
                 progress.stage(f"{variant.label}, {rate:g}/s, {number + 1} of {repetitions}")
                 server = servers[variant.name]
-                sample = load(server, prepared, variant, job, rate, seed, concurrency)
+                sample = load(server, prepared, variant, job, rate, seed)
                 samples.append((variant, sample))
                 progress.advance(job.num_prompts)
     return samples
