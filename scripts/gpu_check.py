@@ -225,7 +225,7 @@ def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
 def command(stage: Stage, output: Path) -> list[str]:
     """What runs; it writes `output` (a JSON object; for `numerics` pytest's XML)."""
     if stage.arguments[:1] == ("bench",):
-        cli = [sys.executable, "-m", "vllm_pyramid.tools.cli", *stage.arguments, "--no-pictures"]
+        cli = [sys.executable, "-m", "vllm_pyramid.tools.cli", *stage.arguments]
         return [*cli, "--out", str(output.with_suffix(".bench")), "--json", str(output)]
     if stage.arguments:
         script, *arguments = stage.arguments

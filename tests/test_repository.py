@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
-import json
 import re
 import shlex
 import subprocess
@@ -71,23 +71,27 @@ def test_no_document_has_a_gap() -> None:
         assert not re.search(r"@[A-Z]{3,}@|\bTODO\b|NOTE: the figures", path.read_text()), path
 
 
-RESULTS = sorted((ROOT / "docs" / "results").glob("bench-*.json"))
+def _table(name: str) -> list[dict[str, str]]:
+    with (ROOT / "docs" / "results" / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_kept_figures_have_the_command_that_makes_them(path: Path) -> None:
-    """With no path of the machine on which they were measured, and named in the documents."""
-    kept = json.loads(path.read_text())
-    words = shlex.split(kept["command"])
+@pytest.mark.parametrize("run", _table("bench-commands.csv"), ids=lambda run: run["run"])
+def test_kept_figures_have_the_command_that_makes_them(run: dict[str, str]) -> None:
+    """The command names no path of the machine that ran it, and a page names the run."""
+    words = shlex.split(run["command"])
     assert words[:2] == ["vllm-pyramid", "bench"] and not any(w.startswith("/") for w in words)
+    rows = [row for row in _table("bench.csv") if row["run"] == run["run"]]
+    assert rows and run["processor"] and run["date"]
     given = dict(itertools.pairwise(words))
-    for row in kept["rows"]:
-        for flag in ("prompt_len", "output_len", "num_prompts", "repetitions"):
-            if (flag, row["measure"]) == ("prompt_len", "prefix"):
-                continue  # of a turn there; tests/tools/bench/test_command.py works it out
-            if (option := f"--{flag.replace('_', '-')}") in given:
-                assert int(given[option]) == row[flag], flag
-        if "--pool-prompts" in given:
-            assert row["pool_prompts"] in map(float, given["--pool-prompts"].split(","))
+    if "--pool-prompts" in given:
+        pools = set(map(float, given["--pool-prompts"].split(",")))
+        assert {float(row["pool_prompts"]) for row in rows} == pools
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")]
-    assert any(path.name in text for text in pages), f"no page under docs/ names {path.name}"
+    assert any(f"`{run['run']}`" in text for text in pages), f"no page names {run['run']}"
+
+
+def test_every_kept_row_belongs_to_a_run() -> None:
+    runs = {run["run"] for run in _table("bench-commands.csv")}
+    assert {row["run"] for row in _table("bench.csv")} == runs
+    assert {row["run"] for row in _table("bench-profiles.csv")} <= runs

@@ -75,11 +75,6 @@ worker/adapter.py, worker/adapter_v1.py, worker/adapter_v2.py
 small_gemm
     Target: model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU).
     Why: it chooses operators that only a CPU build has. Remove when vLLM checks whether they exist.
-step_functions
-    Target: step, schedule, update_from_output, process_outputs, execute_model, sample_tokens,
-    _model_forward, compute_logits, _sample, layer.cpu_linear, forward of a model's small layers:
-    replaced on the objects, while `bench --profile` times a step.
-    Why: measure where a step's time goes. Remove when vLLM reports it.
 cpu_resources
     Target: vllm.utils.cpu_resource_utils: memory of nodes and containers, cores.
     Why: defaults, and V's share of the memory. Remove when vLLM reports free memory.
@@ -101,8 +96,8 @@ seeds
     generators back without `set_offset` there.
 
 Patches of `engine_args` are applied when the plugin loads and do nothing without a policy; that of
-`small_gemm` applies to the CUDA wheel on a CPU; those of `step_functions` to single steps of
-`bench --profile`; all others only with a policy. Subclasses of vLLM's extension points (scheduler,
-worker, attention backend, platform, KV cache spec and manager) stand in the folders of their
-subject. Operators that vLLM's CPU code lacks are in `compat/platform/torch_ops.py`.
+`small_gemm` applies to the CUDA wheel on a CPU; all others only with a policy. Subclasses of vLLM's
+extension points (scheduler, worker, attention backend, platform, KV cache spec and manager) stand
+in the folders of their subject. Operators that vLLM's CPU code lacks are in
+`compat/platform/torch_ops.py`.
 """

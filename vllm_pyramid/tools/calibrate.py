@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pyramid calibrate`: the average of solved budgets as a policy with fixed shares.
 
-The prompts run through the real engine, which solves each of them; what a layer got of the tokens
-beyond window and sinks is its share. The mean of the shares over the prompts becomes a policy file
-with the allocator `shares`, whose lengths are known beforehand: no scores of other layers to wait
-for, nothing to solve per request (XKV's sampling, arXiv:2412.05896: budgets of one application look
-alike, Fig. 10).
+The real engine solves each prompt; a layer's share is its part of the tokens beyond window and
+sinks. The mean shares over the prompts become a policy file with the allocator `shares`, whose
+lengths are known beforehand: a request waits for no scores of other layers and solves nothing
+(XKV's sampling, arXiv:2412.05896: budgets of one application look alike, Fig. 10).
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ import numpy.typing as npt
 
 from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args, parse_policy_args
 from vllm_pyramid.policy.served_settings import NO_POLICY
+from vllm_pyramid.tools.command_parts import Progress, has_matplotlib
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy
 
 Shares = npt.NDArray[np.float64]
-_KEYS = ("prompt", "prompt_token_ids")
+_KEYS = {"prompt": str, "prompt_token_ids": list}
 _AT_ONCE = 8  # prompts between two moves of the progress bar
 
 
 def add_parser(commands: Any) -> None:
-    """Add the sub-command to the parsers of `vllm-pyramid`."""
+    """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "calibrate", help="average solved budgets over your prompts into a policy file"
     )
@@ -60,11 +60,11 @@ def add_parser(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """The shares that were measured.
 
     Attributes:
-        shares: `[prompts, layers]`, each row sums to 1: of the tokens beyond window and sinks.
-        skipped: prompts that fit into the budget, of which nothing was solved.
+        shares: `[prompts, layers]` of the tokens beyond window and sinks; each row sums to 1.
+        skipped: prompts that fit into the budget, so that nothing was solved.
     """
 
     shares: Shares
@@ -72,16 +72,16 @@ class Calibration:
 
     @property
     def mean(self) -> Shares:
-        """`[layers]`, sums to 1."""
+        """The `[layers]` mean shares, which sum to 1."""
         mean: Shares = self.shares.mean(axis=0)
         return mean
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The prompts of a JSON Lines file, as vLLM takes them.
+    """Return the prompts of a JSON Lines file, as vLLM takes them.
 
     Raises:
-        ValueError: unreadable, empty, or a line that is not such an object, with its number.
+        ValueError: the file is unreadable or empty, or a line is no such object.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -96,8 +96,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not valid JSON: {error.msg}") from None
         given = [key for key in _KEYS if isinstance(data, dict) and key in data]
-        kind = {"prompt": str, "prompt_token_ids": list}
-        if len(given) != 1 or not isinstance(data[given[0]], kind[given[0]]) or not data[given[0]]:
+        if len(given) != 1 or not isinstance(data[given[0]], _KEYS[given[0]]) or not data[given[0]]:
             raise ValueError(
                 f'{path}, line {number}: one of "prompt" (a text) and "prompt_token_ids" (a list) '
                 "is needed, and not empty"
@@ -109,13 +108,14 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(reports: Iterable[dict[str, Any]], floor: int) -> Calibration:
-    """Shares from the responses' reports.
+    """Return the shares in the responses' reports.
 
     Args:
-        reports: `kv_transfer_params` of the responses. floor: window and sinks of the policy.
+        reports: `kv_transfer_params` of the responses.
+        floor: window and sinks of the policy.
 
     Raises:
-        ValueError: no prompt was long enough to be solved.
+        ValueError: every prompt fits into the budget.
     """
     rows, skipped = [], 0
     for report in reports:
@@ -134,7 +134,7 @@ def collect(reports: Iterable[dict[str, Any]], floor: int) -> Calibration:
 
 
 def policy_text(policy: Policy, calibration: Calibration, name: str, source: str) -> str:
-    """The policy file: everything as in `policy`, but fixed shares for its allocator."""
+    """Return a policy file like `policy`, but with fixed shares for its allocator."""
     import yaml
 
     number, layers = calibration.shares.shape
@@ -153,28 +153,22 @@ def policy_text(policy: Policy, calibration: Calibration, name: str, source: str
 
 
 def draw(calibration: Calibration, title: str, path: Path) -> None:
-    """A picture of the shares: mean, the middle half of the prompts, and all of them.
+    """Draw the shares: mean, middle half of the prompts (box), and all of them (whiskers).
 
     Raises:
         ValueError: matplotlib is not installed, or cannot write such a file.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError:
+    if not has_matplotlib():
         raise ValueError(
             "--picture needs matplotlib: install it (pip install 'vllm-pyramid[bench]'), or leave "
             "the picture out"
-        ) from None
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+        )
+    from matplotlib.figure import Figure
 
-    layers = np.arange(calibration.shares.shape[1])
-    percent = 100 * calibration.shares
-    low, first, third, high = np.percentile(percent, [0, 25, 75, 100], axis=0)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.fill_between(layers, low, high, alpha=0.15, color="tab:blue", label="all prompts")
-    axes.fill_between(layers, first, third, alpha=0.35, color="tab:blue", label="middle half")
-    axes.plot(layers, percent.mean(axis=0), color="tab:blue", marker="o", label="mean")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    layers = range(calibration.shares.shape[1])
+    axes.boxplot(100 * calibration.shares, positions=layers, whis=(0, 100), showmeans=True)
     axes.axhline(100 / len(layers), color="grey", linestyle="--", label="all alike")
     axes.set(
         title=title, xlabel="layer, from the input side", ylabel="share of the tokens [%]", ylim=0
@@ -184,14 +178,12 @@ def draw(calibration: Calibration, title: str, path: Path) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot write the picture {path}: {error}") from error
-    finally:
-        plt.close(figure)
 
 
 def _solve(
     model: str, settings: KVSettings, prompts: Sequence[dict[str, Any]], engine_args: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Run the prompts through the engine; yields their reports."""
+    """Run the prompts through the engine, and yield their reports."""
     from vllm import SamplingParams
 
     from vllm_pyramid import LLM
@@ -221,7 +213,7 @@ def _policy_of(settings: KVSettings) -> Policy:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The sub-command."""
+    """Run the sub-command; returns 0 on success."""
     # Short prompts have shares too.
     settings = KVSettings(
         args.kv_policy,
@@ -241,15 +233,13 @@ def run(args: argparse.Namespace) -> int:
     engine_args = parse_engine_args(args.engine_args)
 
     from rich.console import Console
-    from rich.progress import Progress
 
     console = Console()
     reports = []
-    with Progress(console=console) as progress:
-        task = progress.add_task("prompts", total=len(prompts))
+    with Progress(console, len(prompts)) as progress:
         for report in _solve(args.model, settings, prompts, engine_args):
             reports.append(report)
-            progress.advance(task)
+            progress.advance()
     calibration = collect(reports, policy.window + policy.sinks)
     from vllm_pyramid.policy import load_policy
 

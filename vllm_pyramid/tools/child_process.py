@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an engine or a server in a process of its own, which frees its memory when it ends.
 
-The child is `python -m MODULE`, or another program with the same protocol. It reads tasks from
-standard input, one JSON object a line. It prints messages to standard output, one JSON object a
-line, each line beginning with `MARK`; all other lines are vLLM's and are ignored. `run_child` gives
-a child one task. A `Child` stays and gets further tasks; the last message of an answer has `done`.
+The child reads tasks from standard input, one JSON object a line. It prints messages to standard
+output, one JSON object a line, each line beginning with `MARK`; all other lines are vLLM's and are
+ignored. `run_child` gives a child one task. A `Child` stays and gets further tasks; the last
+message of an answer has `done`.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ class ChildError(RuntimeError):
 
 
 def say(**message: Any) -> None:
-    """Called in the child: send a message to the parent."""
+    """Send a message from the child to its parent."""
     print(f"\n{MARK}{json.dumps(message)}", flush=True)
 
 
 def read_task() -> dict[str, Any]:
-    """Called in the child: what the parent wants."""
+    """Return, in the child, the one task that its parent gives."""
     task: dict[str, Any] = json.loads(sys.stdin.readline())
     return task
 
 
 def read_tasks() -> Iterator[dict[str, Any]]:
-    """Called in a child that is asked again and again, until the parent wants nothing more.
-
-    Waiting costs no time of the processor: the process sleeps in a read.
-    """
+    """Yield the parent's tasks, in the child, until it closes the pipe; wait asleep for each."""
     for line in iter(sys.stdin.readline, ""):
         yield json.loads(line)
 
 
 class LoggedProcess:
-    """A process whose log error messages show. Use it in a `with` statement: it ends with it.
+    """A process whose log is part of error messages. It ends with its `with` statement.
 
     Args:
-        command: the program and its arguments. what: names it in error messages.
-        offline: nothing is to be fetched from a hub. environment: variables beyond this process's.
+        command: the program and its arguments.
+        what: its name in error messages.
+        offline: whether nothing may be fetched from a hub.
+        environment: variables in addition to those of this process.
     """
 
     _piped: ClassVar[bool] = False  # its standard input and output; else the log has the output
@@ -79,7 +78,7 @@ class LoggedProcess:
                 "TOKENIZERS_PARALLELISM": "false",
                 "VLLM_NO_USAGE_STATS": "1",
                 # Huge pages. PyTorch reads it once, at its first allocation: the CPU platform asks
-                # for it when it is chosen, which may be too late, and peers have no such platform.
+                # for it when it is chosen, which may be too late.
                 "THP_MEM_ALLOC_ENABLE": "1",
                 **({"HF_HUB_OFFLINE": "1"} if offline else {}),
                 **os.environ,
@@ -101,7 +100,7 @@ class LoggedProcess:
         return self._process.poll() is not None
 
     def error(self) -> ChildError:
-        """Of a process that has ended or is about to: its status and the end of its log."""
+        """Return the status and the end of the log of a process that has ended or is about to."""
         status = self._process.wait()
         self._log.seek(0)
         tail = "".join(self._log.readlines()[-_LOG_TAIL_LINES:])
@@ -109,12 +108,12 @@ class LoggedProcess:
 
 
 class Child(LoggedProcess):
-    """A process that waits for tasks; see the top of this file."""
+    """A process that waits for tasks, with the protocol at the top of this file."""
 
     _piped = True
 
     def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give it a task; yields its messages up to the one that has `done`.
+        """Give it a task, and yield its messages up to the one that has `done`.
 
         Raises:
             ChildError: the process ended instead.
@@ -127,7 +126,7 @@ class Child(LoggedProcess):
         raise self.error()
 
     def finish(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give it its only or last task; yields its messages until the process ends.
+        """Give it its last task, and yield its messages until the process ends.
 
         Raises:
             ChildError: the process failed.
@@ -157,11 +156,13 @@ class Child(LoggedProcess):
 def run_child(
     module: str, task: Mapping[str, Any], what: str, *, offline: bool
 ) -> Generator[dict[str, Any], None, None]:
-    """Run `module` on one task; yields its messages as they come.
+    """Run `python -m module` on one task, and yield its messages as they come.
 
-    Close the iterator (or let it run out) to be sure that every process it started has ended.
+    Every process that it started has ended when the iterator is closed or exhausted.
 
-    Args: as for `LoggedProcess`.
+    Args:
+        module, task: of the child.
+        what, offline: as for `LoggedProcess`.
 
     Raises:
         ChildError: the process failed.
@@ -171,7 +172,7 @@ def run_child(
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process that leads a group, and whatever it started, also after an interruption."""
+    """End a process that leads a group, and the processes that it started."""
     for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
         if process.poll() is not None and sign == signal.SIGTERM:
             continue  # it has ended: only what it left behind is to be killed
@@ -183,9 +184,9 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def orderly_termination() -> Iterator[None]:
-    """Let SIGTERM unwind the stack: otherwise it would leave the engine's processes behind.
+    """Let SIGTERM unwind the stack, so that the engine's processes end too.
 
-    Once: a second one (`timeout` sends two) would break off what the first one has begun.
+    Further signals are ignored (`timeout` sends two): they would interrupt the unwinding.
     """
 
     def unwind(*_: object) -> None:

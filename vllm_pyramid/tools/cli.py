@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.tools import calibrate
@@ -18,11 +17,6 @@ from vllm_pyramid.tools.bench.command import add_command as add_bench
 from vllm_pyramid.tools.budgets.command import add_command as add_budgets
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 
-if TYPE_CHECKING:
-    pass
-
-_MIB = 1024 * 1024
-_SIZES = ("num_layers", "num_kv_heads", "head_size", "dtype")
 _NEED_VLLM = ("bench", "calibrate", "eval")
 
 
@@ -91,12 +85,6 @@ def _run_policies(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_demo(argv: Sequence[str]) -> int:
-    from vllm_pyramid.tools.demo import run
-
-    return run.main(argv)
-
-
 def _run_model(args: argparse.Namespace) -> int:
     from vllm_pyramid.tools.demo import model_path
     from vllm_pyramid.tools.smollm2 import smollm2_folder
@@ -108,11 +96,13 @@ def _run_model(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 on success, 2 on wrong input, which is explained in one line."""
+    """Run the command; returns 0 on success, 2 on wrong input, which one line explains."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         if argv[:1] == ["demo"]:
-            return _run_demo(argv[1:])
+            from vllm_pyramid.tools.demo.run import main as run_demo
+
+            return run_demo(argv[1:])
         args = _build_parser().parse_args(argv)
         if args.command in _NEED_VLLM:
             check_vllm()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `vllm-pyramid` share: lists on the command line, files, progress bars."""
+"""Parts of the commands of `vllm-pyramid`: lists on the command line, files, progress bars."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "Progress",
-    "check_writable",
-    "has_matplotlib",
-    "names",
-    "numbers",
-    "progress_bar",
-    "split_cache_dtype",
-]
-
 
 def names(text: str, what: str) -> tuple[str, ...]:
-    """The parts of a list such as `full,snapkv`, each once.
+    """Return the parts of a list such as `full,snapkv`, each once.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the list is empty.
     """
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
@@ -32,10 +22,10 @@ def names(text: str, what: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
-    """The whole numbers of a list such as `1024,4096`.
+    """Return the whole numbers of a list such as `1024,4096`.
 
     Raises:
-        ValueError: there are none, or one is too small or something else.
+        ValueError: the list is empty, or a part is too small or no whole number.
     """
     found = names(text, what)
     for name in found:
@@ -45,10 +35,7 @@ def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
 
 
 def split_cache_dtype(policy: str) -> tuple[str, str | None]:
-    """`snapkv@fp8` is the policy `snapkv` on a KV cache of `--kv-cache-dtype fp8`.
-
-    Returns:
-        The policy, and the cache's type; None for the model's own.
+    """Split `snapkv@fp8` into the policy and the type of its KV cache; None for the model's own.
 
     Raises:
         ValueError: the cache cannot have that type.
@@ -66,12 +53,10 @@ def split_cache_dtype(policy: str) -> tuple[str, str | None]:
 
 
 def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:
-    """Find out now, not after a long run, whether the results can be written.
-
-    Leaves no empty file behind, which would look like the results of a run that was stopped.
+    """Check before a long run that its results can be written. No empty file stays.
 
     Raises:
-        ValueError: the folder cannot be made, or a file not opened.
+        ValueError: the folder cannot be made, or a file cannot be opened.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +71,7 @@ def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:
 
 
 def progress_bar(console: Any) -> Any:
-    """Rich's, with what is done of how much and the time that is left."""
+    """Return Rich's progress bar with counts, and the time that has passed and is left."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -127,10 +112,10 @@ class Progress:
         self._bar.update(self._task, description=text)
 
     def advance(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count `count` more as done."""
         self._bar.advance(self._task, count)
 
 
 def has_matplotlib() -> bool:
-    """Whether pictures can be drawn at all."""
+    """Return whether matplotlib, which draws pictures, is installed."""
     return importlib.util.find_spec("matplotlib") is not None

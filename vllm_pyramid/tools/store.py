@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results in a file of JSON lines, each under a key, written as they come.
 
-That is how an interrupted `vllm-pyramid eval` or `bench` goes on.
+An interrupted `vllm-pyramid eval` continues with them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 
 from vllm_pyramid.version import __version__
 
-__all__ = ["Store", "identity_of_model", "key_of"]
-
 
 class Store:
     """The results of this and earlier runs.
 
     Args:
-        path: is made if need be. fresh: forget what is in it.
+        path: of the file, which is made if it does not exist.
+        fresh: delete what is in it.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
@@ -39,7 +38,7 @@ class Store:
             self._file.write("\n")
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The result under a key; None if there is none."""
+        """Return the result under a key; None if there is none."""
         return self._known.get(key)
 
     def put(self, key: str, result: dict[str, Any]) -> None:
@@ -54,12 +53,12 @@ class Store:
 
 
 def key_of(*parts: Any) -> str:
-    """A short name for what JSON can write."""
+    """Return a short name for values that JSON can write."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def identity_of_model(model: str) -> list[Any]:
-    """What changes with the model (its files' sizes and times, or its name) and with our code."""
+    """Return values that change with the model (its files, or its name) and with our code."""
     folder = Path(model)
     files: dict[str, Any] = {}
     if folder.is_dir():
@@ -72,7 +71,7 @@ def identity_of_model(model: str) -> list[Any]:
 
 
 def hash_of_package() -> str:
-    """Changes with every source file and compiled kernel of this package."""
+    """Return a hash of every source file and compiled kernel of this package."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):

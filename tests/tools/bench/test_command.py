@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import shlex
 import sys
@@ -20,15 +21,12 @@ import pytest
 import torch
 
 from vllm_pyramid.tools.bench import measures, prepare, server_load
-from vllm_pyramid.tools.bench.cost import Machine
 from vllm_pyramid.tools.bench.job import WARM_UP_SEED, Job, Variant, variants_of
 from vllm_pyramid.tools.bench.options import parse
 from vllm_pyramid.tools.bench.prepare import Prepared, processor
-from vllm_pyramid.tools.bench.results import make_rows, records
 from vllm_pyramid.tools.bench.server_load import (
     Gauges,
     Server,
-    as_sample,
     evictions,
     flags_of,
     load,
@@ -40,21 +38,15 @@ from vllm_pyramid.tools.cli import _build_parser, main
 
 pytestmark = pytest.mark.cpu
 
-RESULTS = sorted((Path(__file__).parents[3] / "docs" / "results").glob("bench-*.json"))
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+WITH_PEERS = ("one-request", "peers")  # runs of a bench that had programs outside of vLLM too
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["throughput", "--policies", "snapvk"], "unknown policy 'snapvk'"),
-        (["throughput", "--policies", "kvpress-h20"], "unknown peer 'kvpress-h20'"),
         (["throughput", "--policies", ","], "--policies ',': Value should have at least 1 item"),
-        (["throughput", "--policies", "kvpress-snapkv"], "give --peer-python PATH"),
-        (
-            ["throughput", "--policies", "transformers", "--peer-python", "/nowhere"],
-            "--peer-python: /nowhere is no program",
-        ),
-        (["capacity", "--policies", "transformers"], "has no pool, queue or server"),
         (["throughput", "--budget", "0%"], "above 0%"),
         (["throughput", "--budget", "4"], "budget 4 is too small"),
         (["throughput", "--budget", "4096"], "keeps all of a prompt of 2048"),
@@ -166,22 +158,20 @@ class FakeEngines:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def machine(self) -> Machine:
-        return Machine(1e9, 1e10)
-
     def limit_pool(self, variant: Variant, pool: float) -> None:
         self.limits[variant] = pool
 
-    def run(
+    def ask(
         self,
         variant: Variant,
-        prompts: list[list[int]],
-        max_tokens: int,
-        on_progress: Callable[[int], None],
-        later: list[list[list[int]]] | None = None,
+        do: str,
+        on_progress: Callable[[int], None] = lambda _: None,
+        **task: Any,
     ) -> dict[str, Any]:
-        cls = type(self)
-        assert later is None or [len(turns) for turns in later] == [self.job.turns - 1] * len(later)
+        cls, prompts, max_tokens = type(self), task["prompts"], task["max_tokens"]
+        assert do == "run" and task["budget"] == variant.budget
+        later = task.get("later", [])
+        assert [len(turns) for turns in later] == [self.job.turns - 1] * len(later)
         if len(prompts) == self.job.num_prompts:  # not a warm-up
             if len(cls.runs) == cls.fail_after:
                 raise ChildError("the engine failed")
@@ -209,132 +199,56 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngines]:
     return FakeEngines
 
 
-JOB = ["--prompt-len", "256", "--output-len", "8", "--num-prompts", "4", "--no-pictures"]
+JOB = ["--prompt-len", "256", "--output-len", "8", "--num-prompts", "4"]
 
 
-def test_policies_take_turns_and_an_interrupted_run_goes_on(
+def test_policies_take_turns(
     fake: type[FakeEngines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     command = ["bench", "throughput", *JOB, "--repetitions", "3", "--out", str(out)]
-    command += ["--budget", "12%,50%"]
+    command += ["--budget", "12%,50%", "--json", str(tmp_path / "too.json")]
     fake.fail_after = 5
     assert main(command) == 2
     assert "the engine failed" in capsys.readouterr().err
     turn = [("stock", None, 4.0), ("pyramidkv", "12%", 4.0), ("pyramidkv", "50%", 4.0)]
     assert fake.runs == [*turn, *turn[:2]]
-
-    # The half repetition is measured again: its parts are compared with one another.
+    fake.runs.clear()
     fake.fail_after = None
     assert main(command) == 0
-    assert fake.runs[5:] == turn * 2
+    assert fake.runs == turn * 3
     written = json.loads((out / "throughput.json").read_text())
+    assert written == json.loads((tmp_path / "too.json").read_text())
     assert [row["policy"] for row in written["rows"]] == ["stock", "pyramidkv", "pyramidkv"]
     row = written["rows"][1]
     assert row["repetitions"] == 3 and row["output_tokens_per_s"] == 32.0
     assert row["output_ratio"] == 2.0 and row["decode_ratio"] == 4.0
-    assert row["predicted_decode_tokens_per_s"] > 0 and 0 < row["predicted_prefill_share"] < 1
-    assert written["baseline"] == "stock" and written["machine"]["bandwidth"] == 1e9
-
-    assert [place["processor"] for place in written["measured"]] == [processor()] * 3
-    said = capsys.readouterr().out
-    assert "1 of 3 repetitions are there" in said and f"on {processor()}." in said
+    assert written["baseline"] == "stock" and written["processor"] == processor()
+    assert f"on {processor()}." in capsys.readouterr().out
 
 
-def test_what_is_finished_is_measured_afresh(
-    fake: type[FakeEngines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No figure of an earlier run stands among new ones, unless the run was interrupted."""
-    policy = tmp_path / "mine.yaml"
-    text = (Path(__file__).parents[3] / "configs" / "pyramidkv.yaml").read_text()
-    policy.write_text(text)
-    command = ["bench", "throughput", *JOB, "--out", str(tmp_path / "out"), "--policies"]
-    command += [f"full,{policy}"]
-
-    def run(*more: str) -> dict[str, Any]:
-        assert main([*command, *more]) == 0
-        written: dict[str, Any] = json.loads((tmp_path / "out" / "throughput.json").read_text())
-        return written
-
-    first = run("--repetitions", "2")
-    again = run("--repetitions", "2")
-    assert len(fake.runs) == 8
-    assert again["measured"][0]["date"] > first["measured"][-1]["date"]
-    # More repetitions are another run, with all of its own.
-    assert len(run("--repetitions", "3")["measured"]) == 3 and len(fake.runs) == 14
-
-    def interrupted(*more: str) -> None:
-        fake.runs.clear()
-        fake.fail_after = 3
-        assert main([*command, "--repetitions", "2", *more]) == 2
-        fake.fail_after = None
-
-    def measured_then() -> int:
-        fake.runs.clear()
-        run("--repetitions", "2")
-        return len(fake.runs)
-
-    interrupted()
-    assert measured_then() == 2
-    # Another policy under the same name, another machine: nothing to go on with.
-    interrupted()
-    policy.write_text(text + "\n# changed\n")
-    assert measured_then() == 2
-    interrupted()
-    policy.write_text(text.replace("window: 8", "window: 16"))
-    assert policy.read_text() != text and measured_then() == 4
-    interrupted()
-    fake.runs.clear()
-    run("--repetitions", "2", "--fresh")
-    assert len(fake.runs) == 4
-    assert "Going on" in capsys.readouterr().out
-
-
-def test_samples_are_kept_until_the_results_are_written(
-    fake: type[FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ["bench", "throughput", *JOB, "--repetitions", "2", "--out", str(tmp_path)]
-
-    def fails(*_: Any) -> None:
-        raise ValueError("the disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measures, "write", fails)
-        assert main(command) == 2
-    assert len(fake.runs) == 4 and (tmp_path / "samples.jsonl").stat().st_size
-    assert main(command) == 0
-    assert len(fake.runs) == 4 and not (tmp_path / "samples.jsonl").exists()
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_commands_of_kept_results_are_still_options(path: Path) -> None:
-    kept = json.loads(path.read_text())
-    words = shlex.split(kept["command"])[1:]
-    if "--peer-python" in words:  # an environment that is not here
-        words[words.index("--peer-python") + 1] = sys.executable
-    args = _build_parser().parse_args(words)
-    options = parse(args.measure, vars(args))
-    for row in kept["rows"]:
-        assert (
-            row["prompt_len"] == options.longest_prompt
-            and row["num_prompts"] == options.num_prompts
-        )
-        assert row["repetitions"] == options.repetitions
-        assert row["pool_prompts"] in [pool for pool, _ in options.rounds]
-        assert row["policy"] in (*options.policies, "full")  # the first policy was `full` once
+def _kept(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(
-    ("measure", "said"),
-    [
-        (["throughput"], "goes on with what is finished"),
-        (["capacity"], "nothing of it is kept"),
-        (["throughput", "--decode-only"], "nothing of it is kept"),
-    ],
+    "kept",
+    [run for run in _kept("bench-commands.csv") if run["run"] not in WITH_PEERS],
+    ids=lambda run: run["run"],
 )
+def test_commands_of_kept_results_are_still_options(kept: dict[str, str]) -> None:
+    args = _build_parser().parse_args(shlex.split(kept["command"])[1:])
+    options = parse(args.measure, vars(args))
+    for row in _kept("bench.csv"):
+        if row["run"] == kept["run"]:
+            assert float(row["pool_prompts"]) in [pool for pool, _ in options.rounds]
+            assert row["policy"] in (*options.policies, "full")  # the first policy was `full` once
+
+
+@pytest.mark.parametrize("measure", [["throughput"], ["capacity"], ["throughput", "--decode-only"]])
 def test_interrupted(
     measure: list[str],
-    said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -344,7 +258,7 @@ def test_interrupted(
 
     monkeypatch.setattr(measures, "Engines", interrupted)
     assert main(["bench", *measure, *JOB, "--out", str(tmp_path)]) == 130
-    assert said in capsys.readouterr().out
+    assert "nothing of it is kept" in capsys.readouterr().out
 
 
 def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeEngines], tmp_path: Path) -> None:
@@ -358,28 +272,16 @@ def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeEngines], tmp_path: 
     assert (tmp_path / "pressure.csv").read_text().count("\n") == 5
 
 
-def test_variants_and_what_they_keep() -> None:
-    variants = variants_of(
-        ["stock", "full", "snapkv", "kvpress-snapkv", "transformers"],
-        ["12%", "256"],
-        2048,
-        SHAPES["small"],
-    )
-    assert [variant.label for variant in variants] == [
-        *("stock", "full", "snapkv 12%", "snapkv 256"),
-        *("kvpress-snapkv 12%", "kvpress-snapkv 256", "transformers"),
-    ]
-    job = Job(SHAPES["small"], 2048, 2, 32, 4.0)
-    layers, token = job.shape.layers, job.shape.token_bytes
-    # In the only decode step, the token that goes in is there too.
-    kept = [job.needs(variant).step_bytes / (layers * token) - 1 for variant in variants]
-    assert kept[:2] == [2048.0, 2048.0] and kept[3:] == [256.0, 246.0, 256.0, 2048.0]
-    assert 246 <= kept[2] < 246 + 16  # whole blocks
-    assert [job.v_on_host(variant) for variant in variants] == [False] * 7
+def test_variants() -> None:
+    shape = SHAPES["small"]
+    variants = variants_of(["stock", "full", "snapkv"], ["12%", "256"], 2048, shape)
+    assert [variant.label for variant in variants] == ["stock", "full", "snapkv 12%", "snapkv 256"]
+    job = Job(shape, 2048, 2, 32, 4.0)
+    assert [job.v_on_host(variant) for variant in variants] == [False] * 4
     # A limit that nothing has to be lowered for.
-    (thinned,) = variants_of(["pyramidinfer"], ["100%"], 2048, SHAPES["small"])
+    (thinned,) = variants_of(["pyramidinfer"], ["100%"], 2048, shape)
     assert thinned == Variant("pyramidinfer", "100%")
-    (kcache,) = variants_of(["kcache"], ["12%"], 2048, SHAPES["small"])
+    (kcache,) = variants_of(["kcache"], ["12%"], 2048, shape)
     assert kcache == Variant("kcache", None) and job.v_on_host(kcache)
 
 
@@ -437,9 +339,8 @@ def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
     assert job.pool_blocks(kcache, 4.0) == blocks and "kv_swap_space" not in job.engine_arguments(
         kcache
     )
-    assert job.host_bytes(kcache, 4.0) == blocks * 16384
     # 16 x 4 numbers of 4 bytes beside 16 KiB.
-    assert job.pool_blocks(h2o, 4.0) == blocks * 64 // 65 and job.host_bytes(h2o, 4.0) is None
+    assert job.pool_blocks(h2o, 4.0) == blocks * 64 // 65
     small = replace(job, kv_swap_space=2000 * 16384 / 2**30)
     assert (
         small.pool_blocks(kcache, 4.0) == 1999 and small.pool_blocks(h2o, 4.0) == 64 * blocks // 65
@@ -447,20 +348,11 @@ def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
     assert small.pool_blocks(kcache, 1.0) == 132 * 8
     assert small.engine_arguments(kcache)["kv_swap_space"] == small.kv_swap_space
     assert "kv_swap_space" not in small.engine_arguments(h2o)
-    (row,) = records(
-        make_rows("capacity", small, [kcache], [(kcache, {"pool_prompts": 4.0})], None)
-    )
-    assert row["host_bytes"] == 1999 * 16384
-    # A prompt takes 128 + 7 x 64 blocks, a request at its end 132 + 7 x 66.
-    assert row["predicted_resident"] == 1 + (1999 - 576) // 594 == 3
 
 
-def test_pools_and_batches_are_of_equal_bytes() -> None:
+def test_pools_are_of_equal_bytes() -> None:
     job = Job(SHAPES["small"], 2048, 64, 32, 4.0)
     assert job.pool_bytes == (4 * 132 + 1) * 8 * 16 * 2 * 4 * 64 * 2
-    assert job.peer_batch(Variant("transformers", None)) == 4
-    # 4 x 2112 tokens hold 27 requests of 246 + 64.
-    assert job.peer_batch(Variant("kvpress-snapkv", "12%")) == 27
     assert job.prompts(1) == job.prompts(1) != job.prompts(2)
     warm_up = job.prompts(WARM_UP_SEED)[0]
     assert all(warm_up not in job.prompts(repetition) for repetition in range(5))
@@ -475,15 +367,22 @@ def test_flags_of_a_server() -> None:
     ]
 
 
-def test_what_is_kept_of_a_result_of_vllm() -> None:
+def test_what_is_kept_of_a_result_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     result = {f"p{p}_{m}_ms": float(p) for p in (50, 90, 99) for m in ("ttft", "tpot")}
+    monkeypatch.setattr(server_load, "_vllm_bench_serve", lambda *_: result)
+    prepared: Any = SimpleNamespace(model="model")
+    server: Any = SimpleNamespace(url="http://127.0.0.1:9", has_ended=False)
     result["output_throughput"] = 10.0
-    job = Job(SHAPES["small"], 256, 8, 20, 4.0)
-    made = as_sample(result, job, 2.0)
-    assert (made["ttft_p50_ms"], made["tpot_p99_ms"], made["request_rate"]) == (50.0, 99.0, 2.0)
-    assert made["output_tokens_per_s"] == 10.0 and made["pool_prompts"] == 4.0
-    assert as_sample(result, job, float("inf"))["request_rate"] is None
-    few = as_sample(result, replace(job, num_prompts=19), 2.0)
+
+    def made(requests: int, rate: float) -> dict[str, Any]:
+        result["completed"] = requests
+        job = Job(SHAPES["small"], 256, 8, requests, 4.0)
+        return load(server, prepared, Variant("stock", None), job, rate, 0)
+
+    many, few = made(20, 2.0), made(19, float("inf"))
+    assert (many["ttft_p50_ms"], many["tpot_p99_ms"], many["request_rate"]) == (50.0, 99.0, 2.0)
+    assert many["output_tokens_per_s"] == 10.0 and many["pool_prompts"] == 4.0
+    assert few["request_rate"] is None
     assert few["ttft_p90_ms"] == 90.0 and "ttft_p99_ms" not in few
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is observed of the scheduler, and the rates of a peer's batches."""
+"""What the bench reads from the scheduler."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_pyramid.tools.bench import peer as peer_module
 from vllm_pyramid.tools.bench.engine import Engine
-from vllm_pyramid.tools.bench.peer import Peer
-from vllm_pyramid.tools.bench.scheduler_state import (
-    Batch,
-    BlockGrowth,
-    SchedulerLog,
-    finish_without_preemption,
-    steps_with_room,
-)
+from vllm_pyramid.tools.bench.scheduler_log import Batch, SchedulerLog, steps_with_room
 
 pytestmark = pytest.mark.cpu
 
@@ -97,45 +89,13 @@ def test_preemptions_are_counted() -> None:
     assert log.preemptions == 1 and log.ended == [Batch(0, 0)]
 
 
-def _growth(blocks: int, tokens: int, left: int) -> BlockGrowth:
-    return BlockGrowth(blocks, tokens, left, (16, 16))
-
-
 def test_room_by_hand() -> None:
-    # Two tables: 4 blocks now, of 40 tokens the newest 24 at least; 8 more fill the last blocks.
-    growth = _growth(4, 40, 30)
-    assert [growth.after(steps) for steps in (0, 8, 9, 24, 25, 30, 99)] == [4, 4, 6, 6, 8, 8, 8]
-    three = [growth, _growth(5, 40, 30), _growth(4, 47, 1)]
-    # At their ends 8, 9 and 4 blocks: the two smallest need 12, all 21.
-    assert [finish_without_preemption(three, blocks) for blocks in (3, 4, 11, 12, 20, 21)] == [
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-    ]
-    # Two of them need two blocks each in the 9th step, and again in the 25th.
-    assert [steps_with_room(three, free, 30) for free in (0, 3, 4, 7, 8)] == [8, 8, 24, 24, 30]
-
-
-def test_a_peers_rate_is_that_of_full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(peer_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    class Timed(Peer):
-        def __init__(self) -> None:
-            self.size = 0
-
-        def prefill(self, prompts: list[list[int]], keep: int | None) -> None:
-            self.size = len(prompts)
-            clock[0] += 100.0
-
-        def step(self) -> None:
-            clock[0] += 2.0 if self.size == 4 else 1.5
-
-    answer = Timed().run([[1]] * 9, 11, None, batch=4)
-    assert answer["decode_tokens_per_s"] == 2.0 and answer["batch"] == 4
-    assert answer["seconds"] == 300 + 20 + 20 + 15 and len(answer["timings"]) == 9
-    few = Timed().run([[1]] * 3, 11, None, batch=4)
-    assert few["decode_tokens_per_s"] == 2.0 and few["batch"] == 3
+    """Two tables; the last blocks of two requests have 8 tokens left, that of the third one."""
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    scheduler = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group, group]),
+        running=[SimpleNamespace(num_computed_tokens=tokens) for tokens in (40, 40, 47)],
+    )
+    steps = [steps_with_room(scheduler, free, 30) for free in (0, 1, 2, 5, 6, 7, 8, 12)]
+    # They need 2 blocks from the 2nd step on, 6 from the 9th, 8 from the 18th, 12 from the 25th.
+    assert steps == [1, 1, 8, 8, 17, 17, 24, 30]

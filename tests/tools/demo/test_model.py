@@ -30,7 +30,7 @@ def test_the_card_names_the_text_and_its_licence() -> None:
     for words in (
         "Python Software Foundation",
         "PSF licence",
-        "train_demo_model.py",
+        "seed 20261120",
         "no assistant",
     ):
         assert words in card

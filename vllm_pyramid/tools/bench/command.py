@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the sub-command; 0 on success.
+    """Run the sub-command; returns 0 on success.
 
     Raises:
         ValueError: an option is wrong, or the measurement failed.
@@ -50,9 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("pandas") is None:
         raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
     if isinstance(options, Cost):
-        return _run_cost(options, console)
-    samples = options.out / "samples.jsonl"
-    check_writable(options.out, (samples, options.json_file, options.csv_file))
+        return _run_cost(options)
+    check_writable(options.out, (options.json_file,))
     if isinstance(options, SchedulerSteps):
         return _run_scheduler(options, console)
     return _run_engines(args.measure, options, console)
@@ -70,8 +69,7 @@ def _run_engines(measure: str, options: EngineOptions, console: Any) -> int:
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
-            kept = f"the same command goes on with what is finished, in {options.out}"
-            console.print(f"Interrupted: {kept if options.resumable else 'nothing of it is kept'}.")
+            console.print("Interrupted: nothing of it is kept.")
             return 130
     return 0
 
@@ -87,31 +85,20 @@ def _run_scheduler(options: SchedulerSteps, console: Any) -> int:
         rows = scheduler_rows(
             options.layers, options.requests, options.steps, options.prompt_len, progress
         )
-    write("scheduler", options, console, rows, {})
+    write("scheduler", options, rows, {})
     return 0
 
 
-def _run_cost(options: Cost, console: Any) -> int:
-    from vllm_pyramid.tools.bench.cost import MACHINES
-    from vllm_pyramid.tools.bench.cost_table import as_markdown, cost_rows, displayed
-    from vllm_pyramid.tools.bench.report import rich_table
+def _run_cost(options: Cost) -> int:
+    from vllm_pyramid.tools.bench.cost import H200, as_markdown, cost_rows
 
     known = options.model in SHAPES
     shape = SHAPES[options.model] if known else shape_of_config(options.model)
-    machine = replace(MACHINES[options.machine], devices=options.devices)
-    rows = cost_rows(
-        shape,
-        machine,
-        options.prompt_lens,
-        options.budgets,
-        options.output_len,
-        options.request_rate,
-    )
+    machine = replace(H200, devices=options.devices)
+    rows = cost_rows(shape, machine, options.prompt_lens, options.budgets, options.output_len)
     if options.markdown:
-        print(as_markdown(rows), end="")
+        print(as_markdown(rows))
         return 0
-    title = f"{options.model} on {options.devices} x {options.machine}, {options.output_len} out"
-    title += f"; engines for {options.request_rate:,.0f} requests/s"
-    text = displayed(rows)
-    console.print(rich_table(title, text.columns, text.to_numpy().tolist()))
+    print(f"{options.model} on {options.devices} H200, {options.output_len} tokens out")
+    print(rows.to_string(index=False))
     return 0

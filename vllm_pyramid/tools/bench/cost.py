@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model: the formulas of docs/performance.md.
+"""The cost model of docs/performance.md, and the table of `vllm-pyramid bench cost`.
 
 The model is a lower bound on time. It counts memory reads at the streaming rate and arithmetic at
 the rate of a large matrix product. Linear layers and attention run one after the other. It leaves
@@ -8,9 +8,17 @@ out norms, sampling and the engine's own work in each step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
+import pandas as pd
+
+from vllm_pyramid.policy import Budget
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE, Shape
+
+ALL_ENGINES = 10000  # requests/s that all engines together are to serve
+CACHE_SHARE = 0.9  # of a server's memory; the KV cache gets what the weights leave of it
 
 
 @dataclass(frozen=True)
@@ -18,125 +26,143 @@ class Machine:
     """A machine, or several devices that share a model by tensor parallelism.
 
     Attributes:
-        bandwidth: bytes/s of a streaming read. flops: operations/s of a large matrix product in
-            the model's dtype. memory: bytes, for weights and cache; 0 where it does not matter.
-        devices: how many share the model; the other three are those of one device.
+        bandwidth: bytes/s of a streaming read, of one device.
+        flops: operations/s of a large matrix product in the model's dtype, of one device.
+        memory: bytes of one device, for weights and cache.
+        devices: how many share the model.
     """
 
     bandwidth: float
     flops: float
-    memory: float = 0.0
+    memory: float
     devices: int = 1
 
 
 # NVIDIA's data sheet of the H200 SXM: 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity, 141 GB.
-MACHINES = {"h200": Machine(4.8e12, 989e12, 141e9)}
+H200 = Machine(4.8e12, 989e12, 141e9)
 
 
 @dataclass(frozen=True)
-class RequestNeeds:
-    """What one request needs of a machine.
+class CostModel:
+    """What requests of one kind cost on a machine.
 
     Attributes:
-        prompt_len, output_len: tokens.
-        prefill_ops: operations of its prefill.
-        step_bytes: bytes of its cache that attention reads in a decode step. Summed over the
-            layers, averaged over the steps. step_ops: operations of attention in a decode step.
-        prompt_cache: bytes of cache when its prompt has been processed, before any eviction.
-        decode_cache: the most bytes of cache after that.
+        prompt_len, output_len: tokens of a request.
+        kept: tokens of the prompt that a layer keeps, mean over the layers.
     """
 
+    shape: Shape
+    machine: Machine
     prompt_len: int
     output_len: int
-    prefill_ops: float
-    step_bytes: float
-    step_ops: float
-    prompt_cache: float
-    decode_cache: float
+    kept: float
 
-    @classmethod
-    def plain(cls, shape: Shape, prompt_len: int, output_len: int, kept: float) -> RequestNeeds:
-        """A request whose layers keep `kept` tokens of the prompt, on average over the layers."""
-        cached = shape.layers * (kept + output_len / 2)
-        return cls(
-            prompt_len,
-            output_len,
-            prefill_ops(shape, prompt_len),
-            step_bytes=cached * shape.token_bytes,
-            step_ops=4 * cached * shape.heads * shape.head_size,
-            prompt_cache=blocks_bytes(shape, prompt_len),
-            decode_cache=blocks_bytes(shape, kept + output_len),
+    def cache_bytes(self, tokens: float) -> float:
+        """Return the bytes of the blocks for `tokens` tokens in each layer."""
+        return -(-tokens // BLOCK_SIZE) * self.shape.block_bytes * self.shape.layers
+
+    def decode_step(self, batch: float) -> float:
+        """Return the seconds of a decode step of `batch` requests.
+
+        t = max(s P / w, 2 P B / f) + B max(r / w, o / f)
+
+        P weights of s bytes, batch B, r bytes and o operations of a request's attention, w bytes/s
+        and f operations/s of all devices together.
+        """
+        shape, machine = self.shape, self.machine
+        bandwidth, flops = machine.bandwidth * machine.devices, machine.flops * machine.devices
+        weights = shape.element_bytes * shape.step_parameters
+        linear = max(weights / bandwidth, 2 * shape.step_parameters * batch / flops)
+        cached = shape.layers * (self.kept + self.output_len / 2)
+        operations = 4 * cached * shape.heads * shape.head_size
+        return linear + batch * max(cached * shape.token_bytes / bandwidth, operations / flops)
+
+    def prefill(self) -> float:
+        """Return the seconds of a prompt's prefill, by its arithmetic alone.
+
+        2 P n operations in the matrices, 2 L H D n^2 in causal attention. The scores of an
+        observation window and the move of the tokens that are kept are left out.
+        """
+        shape, n = self.shape, self.prompt_len
+        linear = 2 * shape.layers * shape.layer_parameters * n
+        attention = 2 * shape.layers * shape.heads * shape.head_size * n**2
+        return (linear + attention) / (self.machine.flops * self.machine.devices)
+
+    def resident(self, pool_bytes: float) -> int:
+        """Return how many requests decode at once in a KV cache of `pool_bytes`.
+
+        The last one to be admitted needs its whole prompt for a moment. With b bytes for a whole
+        prompt and e for what a request holds at its end: 1 + (pool - b) / e, and at most pool / e.
+        """
+        whole = self.cache_bytes(self.prompt_len)
+        most = self.cache_bytes(self.kept + self.output_len)
+        if pool_bytes < max(whole, most):
+            return 0
+        return int(min(1 + (pool_bytes - whole) // most, pool_bytes // most))
+
+    def end_to_end(self, num_prompts: int, batch: int) -> float:
+        """Return the requests/s of `num_prompts` requests, `batch` of them decoding at a time."""
+        batch = min(batch, num_prompts)
+        steps = num_prompts / batch * (self.output_len - 1)  # the prefill gives the first token
+        return num_prompts / (num_prompts * self.prefill() + steps * self.decode_step(batch))
+
+
+# Headings and formats of the table's columns.
+COLUMNS = {
+    "prompt": "{:,.0f}",
+    "budget": "{}",
+    "cache of a request, GB": "{:.2f}",
+    "resident": "{:,.0f}",
+    "decode step, ms": "{:.1f}",
+    "decode, tok/s": "{:,.0f}",
+    "of 100%": "{:.2f}",
+    "prefill, s": "{:.2f}",
+    "requests/s": "{:.2f}",
+    "engines": "{:,.0f}",
+}
+
+
+def cost_rows(
+    shape: Shape,
+    machine: Machine,
+    prompt_lens: Sequence[int],
+    budgets: Sequence[str],
+    output_len: int,
+) -> pd.DataFrame:
+    """Return rows of `COLUMNS` as text: each prompt length, without eviction and by budget.
+
+    Raises:
+        ValueError: the weights, or one request, do not fit.
+    """
+    weights = shape.element_bytes * (shape.step_parameters + shape.hidden * shape.vocabulary)
+    pool = machine.memory * machine.devices * CACHE_SHARE - weights
+    if pool <= 0:
+        raise ValueError(
+            f"{weights / 1e9:.0f} GB of weights do not fit into {CACHE_SHARE:.0%} of "
+            f"{machine.devices} x {machine.memory / 1e9:.0f} GB: give more --devices"
         )
+    rows = []
+    for prompt_len in prompt_lens:
+        whole_rate = None
+        for budget in (None, *budgets):
+            kept = prompt_len if budget is None else Budget.parse(budget).tokens_for(prompt_len, 1)
+            model = CostModel(shape, machine, prompt_len, output_len, kept)
+            batch = model.resident(pool)
+            if not batch:
+                raise ValueError(f"a prompt of {prompt_len} tokens does not fit beside the weights")
+            step = model.decode_step(batch)
+            whole_rate = whole_rate or batch / step
+            # A thousand waves: the last one, which drains, does not count.
+            requests = model.end_to_end(1000 * batch, batch)
+            row = (prompt_len, budget or "100%", model.cache_bytes(kept) / 1e9, batch, 1e3 * step,
+                   batch / step, batch / step / whole_rate, model.prefill(), requests,
+                   ceil(ALL_ENGINES / requests))  # fmt: skip
+            cells = zip(COLUMNS.items(), row, strict=True)
+            rows.append({heading: form.format(value) for (heading, form), value in cells})
+    return pd.DataFrame(rows)
 
 
-def blocks_bytes(shape: Shape, tokens: float) -> float:
-    """Bytes of the blocks for so many tokens in each layer (on average)."""
-    return -(-tokens // BLOCK_SIZE) * shape.block_bytes * shape.layers
-
-
-def decode_step(shape: Shape, machine: Machine, batch: float, needs: RequestNeeds) -> float:
-    """Seconds of a decode step of `batch` requests.
-
-    t = max(s P / w, 2 P B / f) + B max(r / w, o / f)
-
-    P weights of s bytes, batch B, r bytes and o operations of a request's attention
-    (`RequestNeeds.step_bytes`, `step_ops`), w bytes/s and f operations/s of all devices together.
-    """
-    bandwidth, flops = machine.bandwidth * machine.devices, machine.flops * machine.devices
-    weights = shape.element_bytes * shape.step_parameters
-    linear = max(weights / bandwidth, 2 * shape.step_parameters * batch / flops)
-    return linear + batch * max(needs.step_bytes / bandwidth, needs.step_ops / flops)
-
-
-def prefill_ops(shape: Shape, prompt_len: int) -> float:
-    """Operations of a prompt's prefill: 2 P n in the matrices, 2 L H D n^2 in causal attention.
-
-    The scores of an observation window (a share 2 w / n of the attention) are left out, and so is
-    the move of the tokens that are kept.
-    """
-    linear = 2 * shape.layers * shape.layer_parameters * prompt_len
-    attention = 2 * shape.layers * shape.heads * shape.head_size * prompt_len**2
-    return linear + attention
-
-
-def prefill(machine: Machine, needs: RequestNeeds) -> float:
-    """Seconds of one prompt's prefill; arithmetic alone."""
-    return needs.prefill_ops / (machine.flops * machine.devices)
-
-
-def resident(pool_bytes: float, needs: RequestNeeds) -> int:
-    """Requests that decode at once in a KV cache of `pool_bytes`.
-
-    The last one to be admitted needs its whole prompt for a moment. With b bytes for a whole prompt
-    and e for the most that a request holds after it: 1 + (pool - b) / e, and at most pool / e.
-    """
-    whole, most = needs.prompt_cache, needs.decode_cache
-    if pool_bytes < max(whole, most):
-        return 0
-    return int(min(1 + (pool_bytes - whole) // most, pool_bytes // most))
-
-
-def _seconds(
-    shape: Shape, machine: Machine, needs: RequestNeeds, num_prompts: int, batch: int
-) -> tuple[float, float]:
-    """Seconds of the prefills and of the decode steps of `num_prompts`, `batch` at a time."""
-    batch = min(batch, num_prompts)
-    steps = num_prompts / batch * (needs.output_len - 1)  # the prefill gives the first token
-    decoding = steps * decode_step(shape, machine, batch, needs)
-    return num_prompts * prefill(machine, needs), decoding
-
-
-def end_to_end(
-    shape: Shape, machine: Machine, needs: RequestNeeds, num_prompts: int, batch: int
-) -> float:
-    """Output tokens/s of `num_prompts` requests, `batch` decoding at a time."""
-    seconds = sum(_seconds(shape, machine, needs, num_prompts, batch))
-    return num_prompts * needs.output_len / seconds
-
-
-def prefill_share(
-    shape: Shape, machine: Machine, needs: RequestNeeds, num_prompts: int, batch: int
-) -> float:
-    """The share of prefill in the time of `end_to_end`."""
-    prefills, decoding = _seconds(shape, machine, needs, num_prompts, batch)
-    return prefills / (prefills + decoding)
+def as_markdown(rows: pd.DataFrame) -> str:
+    """Return the table of docs/results/llama-3-on-h200.md."""
+    made = [f"| {' | '.join(cells)} |" for cells in ([*rows], *rows.to_numpy().tolist())]
+    return "\n".join([made[0], "|" + "---:|" * len(rows.columns), *made[1:]])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's engine in a process of its own, that gets one task after the other.
+"""One policy's engine in a process of its own, which gets one task after the other.
 
-Started by `engines.py`. The first task says what to start, the others what to do; between tasks the
-process sleeps. vLLM's engine core runs in this process, so that every step can be timed and
+`processes.py` starts it. The first task says what to start, the others what to do; between tasks
+the process sleeps. vLLM's engine core runs in this process, so that every step can be timed and
 observed, and an idle engine takes no processor time.
 """
 
@@ -15,18 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vllm_pyramid.tools.bench.memory import evictions_counted
-from vllm_pyramid.tools.bench.profile import profile, refusal
-from vllm_pyramid.tools.bench.samples import Request, Sample, Step, Timing, engine_sample
-from vllm_pyramid.tools.bench.scheduler_state import (
-    BlockGrowth,
+from vllm_pyramid.tools.bench.profile import profile
+from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
+from vllm_pyramid.tools.bench.scheduler_log import (
     SchedulerLog,
-    finish_without_preemption,
+    evictions_counted,
     steps_with_room,
 )
 from vllm_pyramid.tools.child_process import read_tasks, say
 
-_MACHINE_ROUNDS = 20
 _SETTLED_STEPS = 3  # without prefill: then no further request is admitted
 
 
@@ -44,7 +41,7 @@ class Talk:
 
 
 def _sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
-    """Exactly so many tokens, the likeliest. `own`: of the request's own settings."""
+    """Return parameters for exactly `max_tokens` greedy tokens, with the request's settings."""
     from vllm import SamplingParams
 
     if budget is not None:
@@ -70,8 +67,7 @@ class Engine:
         self.client = llm.llm_engine
         self.scheduler = self.client.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        cache = self.scheduler.kv_cache_config
-        groups = cache.kv_cache_groups
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
         # Stock vLLM's blocks are of all layers, and may be of more tokens.
         layers = sum(len(group.layer_names) for group in groups) // len(groups)
         self.blocks_of_one = layers * groups[0].kv_cache_spec.page_size_bytes // block_bytes
@@ -89,7 +85,7 @@ class Engine:
         """Leave `blocks` blocks of one layer to requests, by allocating all others.
 
         Raises:
-            ValueError: the pool has not as many.
+            ValueError: the pool has fewer.
         """
         self.pool.free_blocks(self._reserved)
         self._reserved = []
@@ -100,25 +96,18 @@ class Engine:
             raise ValueError(f"the pool has {self.pool_blocks} blocks, not {blocks}")
         self._reserved = self.pool.get_new_blocks(spare // self.blocks_of_one)
 
-    def _allocated(self) -> int:
-        free = self.pool.get_num_free_blocks() * self.blocks_of_one
-        return self.pool_blocks - free
-
-    def add(self, prompts: list[list[int]], max_tokens: int, budget: str | None) -> None:
-        """Send requests, all at once."""
-        params = _sampling(max_tokens, budget)
+    def _send(self, prompt: list[int], params: Any) -> str:
+        """Send a request, and return its name, which no other request has had."""
         self._count += 1
-        for index, prompt in enumerate(prompts):
-            self._send(f"{self._count}-{index}", prompt, params)
-
-    def _send(self, name: str, prompt: list[int], params: Any) -> None:
+        name = str(self._count)
         self.client.add_request(name, {"prompt_token_ids": prompt}, params)
         self._sent[name] = time.perf_counter()
+        return name
 
     def step(
         self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0
     ) -> Step:
-        """One batch of the engine, from the end of the one before to its own."""
+        """Run one batch of the engine, from the end of the one before to its own."""
         ended = self._log.ended
         ended.clear()
         outputs: list[Any] = []
@@ -136,7 +125,7 @@ class Engine:
             decoding=max((batch.decoding for batch in ended), default=0),
             waiting=bool(self.scheduler.waiting),
             finished=finished,
-            blocks=self._allocated(),
+            blocks=self.pool_blocks - self.pool.get_num_free_blocks() * self.blocks_of_one,
         )
 
     def run(
@@ -149,11 +138,11 @@ class Engine:
         concurrency: int | None = None,
         resume: bool = False,
     ) -> Sample:
-        """A whole job of requests or conversations.
+        """Run a whole job of requests or conversations.
 
         Args:
-            later: of each prompt, what follows it: the next turn is sent when the one before has
-                been answered, and begins with it and its answer.
+            later: the turns that follow each prompt. A turn is sent when the one before has been
+                answered, and begins with it and its answer.
             concurrency: prompts under way at once; None: all.
             on_finish: called when the last turn of a prompt has been answered.
             resume: requests say where the turns before them ended.
@@ -162,24 +151,17 @@ class Engine:
             RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
         self._log.preemptions = 0
-        self._count += 1
-        talks = [
-            Talk(prompt, list(turns))
-            for prompt, turns in zip(prompts, later or [[]] * len(prompts), strict=True)
-        ]
-        waiting = list(enumerate(talks))
+        later = later or [[] for _ in prompts]
+        expected = len(prompts) + sum(map(len, later))
+        waiting = [Talk(*one) for one in zip(prompts, map(list, later), strict=True)]
+        talks: dict[str, Talk] = {}
+        first: dict[str, float] = {}
         requests: list[Request] = []
         steps: list[Step] = []
-        first: dict[str, float] = {}
 
-        def send(name: str, talk: Talk) -> None:
+        def send(talk: Talk) -> None:
             own = {"kv_turns": list(talk.ends)} if resume else {}
-            self._send(name, talk.prompt, _sampling(max_tokens, budget, **own))
-
-        def send_next() -> None:
-            if waiting:
-                index, talk = waiting.pop(0)
-                send(f"{self._count}-{index}-0", talk)
+            talks[self._send(talk.prompt, _sampling(max_tokens, budget, **own))] = talk
 
         def on_output(output: Any, now: float) -> None:
             name, tokens = output.request_id, output.outputs[0].token_ids
@@ -187,28 +169,27 @@ class Engine:
                 first.setdefault(name, now)
             if not output.finished:
                 return
-            sent = self._sent.pop(name)
-            timing = Timing(first[name] - sent, now - sent, len(tokens))
-            report = output.kv_transfer_params or {}
-            evicted = report.get("evicted_tokens", 0) > 0
-            prompt_len = len(output.prompt_token_ids)
-            requests.append(Request(timing, prompt_len, output.num_cached_tokens or 0, evicted))
-            count, index, turn = map(int, name.split("-"))
-            talk = talks[index]
+            sent, prompt_len = self._sent.pop(name), len(output.prompt_token_ids)
+            evicted = (output.kv_transfer_params or {}).get("evicted_tokens", 0) > 0
+            cached = output.num_cached_tokens or 0
+            requests.append(
+                Request(first[name] - sent, now - sent, len(tokens), prompt_len, cached, evicted)
+            )
+            talk = talks[name]
             if talk.turns:
                 talk.ends.append(prompt_len)
                 talk.prompt = [*talk.prompt, *tokens, *talk.turns.pop(0)]
-                send(f"{count}-{index}-{turn + 1}", talk)
+                send(talk)
                 return
             on_finish()
-            send_next()
+            if waiting:
+                send(waiting.pop(0))
 
-        for _ in range(concurrency or len(prompts)):
-            send_next()
+        for _ in range(min(concurrency or len(prompts), len(prompts))):
+            send(waiting.pop(0))
         while self.client.has_unfinished_requests():
             steps.append(self.step(on_output, len(requests)))
-        wrong = [r.timing.tokens for r in requests if r.timing.tokens != max_tokens]
-        expected = len(prompts) + sum(map(len, later or []))
+        wrong = [request.tokens for request in requests if request.tokens != max_tokens]
         if len(requests) != expected or wrong:
             raise RuntimeError(
                 f"{expected} requests for {max_tokens} tokens: {len(requests)} came back, "
@@ -228,7 +209,7 @@ class Engine:
         max_tokens: int,
         budget: str | None,
         on_prefill: Callable[[int], None],
-    ) -> dict[str, Any]:
+    ) -> Sample:
         """Send requests and step until as many decode as are admitted.
 
         Returns:
@@ -241,7 +222,8 @@ class Engine:
         """
         self._log.preemptions = 0
         evictions = evictions_counted(self.scheduler)
-        self.add(prompts, max_tokens, budget)
+        for prompt in prompts:
+            self._send(prompt, _sampling(max_tokens, budget))
         resident, before_queueing, idle, peak = 0, None, 0, 0
         while idle < _SETTLED_STEPS:  # what an eviction frees is free a step later
             step = self.step()
@@ -262,22 +244,19 @@ class Engine:
                 f"with the budget {budget} {resident} requests decode, and the scheduler counts "
                 f"{evicted} evictions"
             )
-        running = [BlockGrowth.of(self.scheduler, request) for request in self.scheduler.running]
         free = self.pool.get_num_free_blocks()
-        usable = self.pool.num_gpu_blocks - 1 - len(self._reserved)
         tokens_left = min(r.max_tokens - r.num_output_tokens for r in self.scheduler.running)
         return {
             "resident_max": resident,
-            "to_their_end": finish_without_preemption(running, usable),
             "before_queueing": before_queueing,
             "decode_blocks": step.blocks,
             "peak_blocks": peak,
             "tokens_left": tokens_left,
-            "steps_left": steps_with_room(running, free, tokens_left),
+            "steps_left": steps_with_room(self.scheduler, free, tokens_left),
         }
 
     def steps(self, count: int) -> dict[str, Any]:
-        """`count` decode steps of the running requests.
+        """Run `count` decode steps of the running requests.
 
         Raises:
             RuntimeError: a prompt was admitted or a request finished meanwhile.
@@ -291,8 +270,8 @@ class Engine:
         return {"seconds": [step.seconds for step in steps], "batch": batches.pop()}
 
     def profile(self, count: int) -> dict[str, Any]:
-        """As many decode steps, every other one with timers (see `profile.profile`)."""
-        return profile(self.client, lambda: self.steps(1)["seconds"][0], count)
+        """Run `count` decode steps under PyTorch's profiler (see `profile.profile`)."""
+        return profile(lambda: self.steps(1)["seconds"][0], count)
 
     def clear(self) -> None:
         """End every request."""
@@ -305,7 +284,7 @@ class Engine:
 
 
 def start(task: dict[str, Any]) -> Engine:
-    """The engine that a task describes."""
+    """Start the engine that a task describes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm.platforms import current_platform
 
@@ -321,39 +300,8 @@ def start(task: dict[str, Any]) -> Engine:
     return Engine(LLM(task["model"], **args), task["block_bytes"])
 
 
-def machine() -> dict[str, float]:
-    """Bytes/s of a streaming read and operations/s of a large bfloat16 product, of this device."""
-    import torch
-    from vllm.platforms import current_platform
-
-    on_cpu = current_platform.is_cpu()
-    device = "cpu" if on_cpu else "cuda"
-
-    def fastest(function: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(_MACHINE_ROUNDS):
-            begin = time.perf_counter()
-            function()
-            if not on_cpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    size = (256 if on_cpu else 4096) << 20
-    data = torch.ones(size // 8, dtype=torch.int64, device=device)
-    read: Callable[[], Any] = data.sum
-    if on_cpu:
-        from vllm_pyramid.kernels.cpu.library import load
-
-        library, threads = load(), torch.get_num_threads()
-        read = lambda: library.pyr_read(data.data_ptr(), size, threads)  # noqa: E731
-    edge = 1024 if on_cpu else 8192
-    left, right = (torch.randn(edge, edge, device=device).bfloat16() for _ in range(2))
-    return {"bandwidth": size / fastest(read), "flops": 2 * edge**3 / fastest(lambda: left @ right)}
-
-
 def main() -> None:
-    """Entry point of `python -m vllm_pyramid.tools.bench.engine`."""
+    """Run `python -m vllm_pyramid.tools.bench.engine`: do the tasks of standard input."""
     engine: Engine | None = None
     for task in read_tasks():
         do = task.pop("do")
@@ -363,13 +311,11 @@ def main() -> None:
             continue
         assert engine is not None
         methods: dict[str, Callable[..., Any]] = {
-            "machine": machine,
             "reserve": engine.reserve,
             "run": partial(engine.run, on_finish=lambda: say(progress=1)),
             "fill": partial(engine.fill, on_prefill=lambda new: say(progress=new)),
             "steps": engine.steps,
             "profile": engine.profile,
-            "profile_refusal": partial(refusal, engine.client),
             "clear": engine.clear,
         }
         say(done=methods[do](**task))

@@ -1,88 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the measure that an `EngineOptions` describes: its processes, its rounds, its results."""
+"""The measures with engines: all variants alternate, A B A B, so that other load affects all."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
-from vllm_pyramid.tools.bench.cost import Machine
-from vllm_pyramid.tools.bench.engines import Engines
-from vllm_pyramid.tools.bench.options import EngineOptions, Latency, Prefix, Pressure, Throughput
+from vllm_pyramid.tools.bench.job import WARM_UP_SEED, Variant
+from vllm_pyramid.tools.bench.options import Capacity, EngineOptions, Latency, Throughput
 from vllm_pyramid.tools.bench.prepare import Prepared
-from vllm_pyramid.tools.bench.profile import table
-from vllm_pyramid.tools.bench.report import say, write
-from vllm_pyramid.tools.bench.results import make_rows
-from vllm_pyramid.tools.bench.rounds import Samples, capacity, decode_windows, whole_jobs
-from vllm_pyramid.tools.bench.samples import SampleStore
+from vllm_pyramid.tools.bench.processes import Engines
+from vllm_pyramid.tools.bench.profile import WINDOWS, table
+from vllm_pyramid.tools.bench.report import Samples, make_rows, write
 from vllm_pyramid.tools.bench.server_load import latencies_over_http
 from vllm_pyramid.tools.command_parts import Progress
-
-# Samples, the machine's rates if they were measured, and what is written beside the rows.
-Measured = tuple[Samples, Machine | None, dict[str, Any]]
 
 
 def run_measure(measure: str, options: EngineOptions, prepared: Prepared, console: Any) -> None:
     """Measure, write the results, and show them."""
-    rounds = len(options.rounds) if options.resumable else 1
+    rounds = len(options.rounds)
+    steady = isinstance(options, Throughput) and options.decode_only
     if isinstance(options, Latency):
         rounds = options.repetitions * len(options.rates)
+    elif steady or isinstance(options, Capacity):
+        rounds = 1
     total = len(prepared.variants) * prepared.job.num_prompts * rounds
-    with ExitStack() as stack:
-        if isinstance(options, Throughput | Pressure | Prefix) and options.resumable:
-            identity = [prepared.identity(measure), options.rounds]
-            store = SampleStore(options.out / "samples.jsonl", identity, fresh=options.fresh)
-            stack.enter_context(store)  # until the results are written
-            samples, machine, found = _whole_jobs(options, prepared, store, console, total)
+    profiles: list[dict[str, Any]] = []
+    with Progress(console, total) as progress:
+        if isinstance(options, Latency):
+            samples = latencies_over_http(prepared, options.rates, options.repetitions, progress)
         else:
-            with Progress(console, total) as progress:
-                samples, machine, found = _at_once(options, prepared, progress)
-        rates = {"bandwidth": machine.bandwidth, "flops": machine.flops} if machine else None
-        baseline = prepared.variants[0].label
-        about = {"threads": prepared.threads, "machine": rates, **found, "baseline": baseline}
-        rows = make_rows(measure, prepared.job, prepared.variants, samples, machine)
-        write(measure, options, console, rows, about)
-    if machine:
-        say(
-            console,
-            f"allowed: by a streaming read of {machine.bandwidth / 1e9:.1f} GB/s and products of "
-            f"{machine.flops / 1e9:.0f} GFLOP/s, measured in this run; baseline: {baseline}; in "
-            "brackets the repetitions' range.",
+            # Decode windows hold the requests of all variants at once.
+            with Engines(prepared, share=not steady, on_stage=progress.stage) as engines:
+                if isinstance(options, Throughput) and steady:
+                    samples, profiles = decode_windows(
+                        prepared, engines, options.repetitions, progress, profile=options.profile
+                    )
+                elif isinstance(options, Capacity):
+                    samples = fill(prepared, engines, progress, clear=True)
+                else:
+                    samples = whole_jobs(prepared, engines, options.rounds, progress)
+    about: dict[str, Any] = {"threads": prepared.threads, "baseline": prepared.variants[0].label}
+    if profiles:
+        about["profile"] = profiles
+    rows = make_rows(measure, prepared.job, prepared.variants, samples)
+    write(measure, options, rows, about)
+    if profiles:
+        print(table(profiles))
+
+
+def whole_jobs(
+    prepared: Prepared,
+    engines: Engines,
+    rounds: Sequence[tuple[float, int]],
+    progress: Progress,
+) -> Samples:
+    """Run the whole job in each round (a pool and the number of a repetition), variant by variant.
+
+    When the pool changes, every process runs one short request first.
+    """
+    job, ready = prepared.job, None
+    samples: Samples = []
+    for pool, number in rounds:
+        if ready != pool:
+            warm_up = job.prompts(WARM_UP_SEED)[:1]
+            for variant in prepared.variants:
+                progress.stage(f"{variant.label}, warm-up")
+                engines.limit_pool(variant, pool)
+                engines.ask(variant, "run", **_job_of(variant, warm_up, min(8, job.output_len)))
+            ready = pool
+        prompts, later = job.prompts(number), job.later_turns(number)
+        for variant in prepared.variants:
+            progress.stage(f"{variant.label}, {number + 1}")
+            task = _job_of(variant, prompts, job.output_len)
+            task |= {"later": later, "concurrency": job.concurrency}
+            task["resume"] = job.resume and not variant.is_stock
+            sample = engines.ask(variant, "run", progress.advance, **task)
+            samples.append((variant, sample | {"pool_prompts": pool}))
+    return samples
+
+
+def _job_of(variant: Variant, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    return {"prompts": prompts, "max_tokens": max_tokens, "budget": variant.budget}
+
+
+def fill(prepared: Prepared, engines: Engines, progress: Progress, *, clear: bool) -> Samples:
+    """Let as many requests decode as each variant admits. Nothing is timed."""
+    filled = []
+    for variant in prepared.variants:
+        progress.stage(f"{variant.label}, prefill")
+        job = _job_of(variant, prepared.job.prompts(0), prepared.job.output_len)
+        sample = engines.ask(variant, "fill", progress.advance, **job)
+        filled.append((variant, sample | {"pool_prompts": prepared.job.pool_prompts}))
+        if clear:
+            engines.ask(variant, "clear")
+    return filled
+
+
+def decode_windows(
+    prepared: Prepared, engines: Engines, repetitions: int, progress: Progress, *, profile: bool
+) -> tuple[Samples, list[dict[str, Any]]]:
+    """Time windows of decode steps, of as many requests as each variant admits.
+
+    Args:
+        profile: find out where a step's time goes too.
+
+    Raises:
+        ValueError: the requests have too few tokens left for the windows.
+    """
+    filled = fill(prepared, engines, progress, clear=False)
+    timed = repetitions + 1  # the first one warms up
+    steps = _window_steps(prepared, filled, timed + (WINDOWS if profile else 0))
+    samples: Samples = []
+    for window in range(timed):
+        for variant, sample in filled:
+            progress.stage(f"{variant.label}, window {window} of {repetitions}")
+            answer = engines.ask(variant, "steps", count=steps)
+            rate = answer["batch"] * steps / sum(answer["seconds"])
+            decode = {"decode_tokens_per_s": rate, "decode_batch": answer["batch"]}
+            if window:
+                samples.append((variant, sample | decode))
+    profiles = []
+    for variant, sample in filled:
+        if profile:
+            progress.stage(f"{variant.label}, profile")
+            made = engines.ask(variant, "profile", count=WINDOWS * steps)
+            profiles.append({"label": variant.label, "batch": sample["resident_max"], **made})
+        engines.ask(variant, "clear")
+    return samples, profiles
+
+
+def _window_steps(prepared: Prepared, filled: Sequence[tuple[Variant, Any]], windows: int) -> int:
+    """Return the steps of each window, in which no request finishes or is preempted."""
+    job = prepared.job
+    left = min(sample["tokens_left"] for _, sample in filled) - 1
+    room = min(sample["steps_left"] for _, sample in filled)
+    if left < windows:
+        raise ValueError(
+            f"--output-len {job.output_len} is too short: after the prefill of all prompts "
+            f"{max(left, 0)} decode steps are left for {windows} windows; give at least "
+            f"{job.output_len + windows - left}"
         )
-    if "profile" in found:
-        console.print(table(found["profile"]))
-
-
-def _at_once(options: EngineOptions, prepared: Prepared, progress: Progress) -> Measured:
-    """The measures of which an interrupted run keeps nothing."""
-    repetitions = options.repetitions
-    if isinstance(options, Latency):
-        rates, most = options.rates, options.max_concurrency
-        return latencies_over_http(prepared, rates, most, repetitions, progress), None, {}
-    share = not isinstance(options, Throughput)  # decode windows hold all requests at once
-    with Engines(prepared, share=share, on_stage=progress.stage) as engines:
-        if not isinstance(options, Throughput):
-            return capacity(prepared, engines, progress), None, {}
-        machine = engines.machine()
-        samples, profiles = decode_windows(
-            prepared, engines, repetitions, progress, profile=options.profile
+    if room < windows:
+        raise ValueError(
+            f"the admitted requests have room for {room} further steps of the {windows} windows "
+            f"before one is preempted: give another --pool-prompts than {job.pool_prompts:g}, or "
+            "fewer --num-prompts"
         )
-        return samples, machine, {"profile": profiles} if profiles else {}
-
-
-def _whole_jobs(
-    options: EngineOptions, prepared: Prepared, store: SampleStore, console: Any, total: int
-) -> Measured:
-    """The measures that go on after an interruption."""
-    if found := sum(store.has(*which) for which in options.rounds):
-        say(
-            console,
-            f"Going on with a run that was interrupted: {found} of {len(options.rounds)} "
-            "repetitions are there (--fresh starts over).",
-        )
-    with (
-        Progress(console, total) as progress,
-        Engines(prepared, share=True, on_stage=progress.stage) as engines,
-    ):
-        samples = whole_jobs(prepared, engines, store, options.rounds, progress)
-    return samples, store.machine, {"measured": store.places}
+    return min(left, room) // windows

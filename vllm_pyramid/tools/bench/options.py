@@ -7,14 +7,12 @@ A measure is a pydantic model: its fields make the flags, their help and their v
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     AliasChoices,
     AliasPath,
     BaseModel,
@@ -28,21 +26,14 @@ from pydantic import (
 )
 
 from vllm_pyramid.frontend.settings import parse_engine_args
-from vllm_pyramid.tools.bench.job import PEERS
 from vllm_pyramid.tools.bench.shapes import SHAPES
 
 
 def _split(value: Any) -> Any:
-    """The parts of a list such as `full,snapkv`, each once."""
+    """Return the parts of a list such as `full,snapkv`, each once."""
     if not isinstance(value, str):
         return value
     return tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
-
-
-def _executable(path: str) -> str:
-    if not os.access(path, os.X_OK):
-        raise ValueError(f"{path} is no program that can be run")
-    return path
 
 
 _List = (BeforeValidator(_split), Field(min_length=1))
@@ -51,10 +42,9 @@ Counts = Annotated[tuple[PositiveInt, ...], *_List]
 Rates = Annotated[tuple[PositiveFloat, ...], *_List]
 # Whole requests that the KV cache has room for. A prompt is held in full until it is processed.
 Requests = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-OnePool = Annotated[tuple[Requests, ...], *_List, Field(max_length=1)]
+Pools = Annotated[tuple[Requests, ...], BeforeValidator(_split)]
 AtLeastTwo = Annotated[int, Field(ge=2)]  # output tokens: prefill gives the first
 ROOM = "(prompt and output) that the cache has room for without eviction"
-FRESH = "start over, even if an interrupted run could go on"
 BUDGET = AliasChoices("budget", "budgets")
 
 
@@ -63,20 +53,14 @@ class _Options(BaseModel):
 
 
 class MeasureOptions(_Options):
-    """Of the measures that write results."""
+    """Options of the measures that write results."""
 
-    out: Path = Field(
-        Path("bench-results"),
-        description="folder for all results; interrupted whole jobs (throughput without "
-        "--decode-only, pressure) go on there",
-    )
+    out: Path = Field(Path("bench-results"), description="folder for the results")
     json_file: Path | None = Field(None, alias="json", description="write the rows there too")
-    csv_file: Path | None = Field(None, alias="csv", description="write the rows there too")
-    no_pictures: bool = Field(False, description="draw nothing (needs no matplotlib)")
 
 
 class EngineOptions(MeasureOptions):
-    """Of the measures that start engines or servers."""
+    """Options of the measures that start engines or servers."""
 
     model: str = Field(
         "small",
@@ -87,8 +71,8 @@ class EngineOptions(MeasureOptions):
     policies: Names = Field(
         ("stock", "pyramidkv"),
         description="names, .yaml files, `stock` and `stock-prefix-caching` for vLLM without this "
-        "plugin, each with another type of KV cache if need be (`snapkv@fp8`); in throughput also "
-        f"{', '.join(PEERS)}; the others are compared with the first",
+        "plugin, each with another type of KV cache if need be (`snapkv@fp8`); the others are "
+        "compared with the first",
     )
     budgets: Names = Field(
         ("12%",),
@@ -113,11 +97,7 @@ class EngineOptions(MeasureOptions):
     engine_args: Annotated[dict[str, Any], BeforeValidator(parse_engine_args)] = Field(
         {}, description="JSON, further arguments of vllm_pyramid.LLM"
     )
-    peer_python: Annotated[str, AfterValidator(_executable)] | None = Field(
-        None, description="Python of an environment with kvpress"
-    )
-
-    pools: OnePool = Field(
+    pools: Annotated[Pools, Field(min_length=1, max_length=1)] = Field(
         (4.0,), validation_alias="pool_prompts", description=f"whole requests {ROOM}"
     )
 
@@ -125,11 +105,6 @@ class EngineOptions(MeasureOptions):
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt of the job."""
         return self.prompt_len
-
-    @property
-    def resumable(self) -> bool:
-        """Whether an interrupted run goes on: where the repetitions are whole jobs."""
-        return False
 
     @property
     def rounds(self) -> list[tuple[float, int]]:
@@ -149,11 +124,6 @@ class Throughput(EngineOptions):
     profile: bool = Field(
         False, description="with --decode-only, on the CPU: also where the time of a step goes"
     )
-    fresh: bool = Field(False, description=FRESH)
-
-    @property
-    def resumable(self) -> bool:
-        return not self.decode_only
 
     @model_validator(mode="after")
     def _check_profile(self) -> Throughput:
@@ -169,26 +139,20 @@ class Capacity(EngineOptions):
 class Latency(EngineOptions):
     """time to the first token and per token over HTTP, at given request rates"""
 
-    pools: Annotated[tuple[Requests, ...], BeforeValidator(_split), Field(max_length=1)] = Field(
+    pools: Annotated[Pools, Field(max_length=1)] = Field(
         (),
         validation_alias="pool_prompts",
         description=f"whole requests {ROOM} (as many as requests)",
     )
     rates: Rates = Field((inf,), description="requests per second, `inf` for all at once")
-    max_concurrency: PositiveInt | None = Field(None, description="the most requests under way")
 
 
 class Pressure(EngineOptions):
     """the whole job with less and less cache memory"""
 
-    pools: Annotated[tuple[Requests, ...], *_List] = Field(
+    pools: Annotated[Pools, Field(min_length=1)] = Field(
         (16.0, 8.0, 4.0, 2.0, 1.0), description=f"numbers of whole requests {ROOM}"
     )
-    fresh: bool = Field(False, description=FRESH)
-
-    @property
-    def resumable(self) -> bool:
-        return True
 
 
 class Prefix(EngineOptions):
@@ -200,7 +164,6 @@ class Prefix(EngineOptions):
         "compared with the first",
     )
     prompt_len: PositiveInt = Field(1024, description="tokens that a user adds in each turn")
-    output_len: AtLeastTwo = Field(64, description="tokens of an answer")
     num_prompts: PositiveInt = Field(8, description="conversations")
     turns: PositiveInt = Field(
         8, description="of a conversation, each sent when the one before has been answered"
@@ -216,22 +179,17 @@ class Prefix(EngineOptions):
         description="requests of our policies say where their turns ended (kv_turns), so that each "
         "goes on with what the turn before has kept",
     )
-    pools: Annotated[tuple[Requests, ...], BeforeValidator(_split)] = Field(
+    pools: Pools = Field(
         (),
         validation_alias="pool_prompts",
         description="numbers of whole conversations that the cache has room for without eviction "
         "(all)",
     )
-    fresh: bool = Field(False, description=FRESH)
 
     @property
     def longest_prompt(self) -> int:
         answers = (self.turns - 1) * self.output_len
         return self.shared_len + self.turns * self.prompt_len + answers
-
-    @property
-    def resumable(self) -> bool:
-        return True
 
 
 class SchedulerSteps(MeasureOptions):
@@ -247,14 +205,12 @@ class Cost(_Options):
     """what memory and arithmetic allow, on paper"""
 
     model: str = Field("llama-3-8b", description="a shape, a folder or a Hugging Face name")
-    machine: Literal["h200"] = Field("h200", description="the machine")
-    devices: PositiveInt = Field(1, description="that share the model")
+    devices: PositiveInt = Field(1, description="H200s that share the model")
     prompt_lens: Annotated[tuple[Annotated[int, Field(ge=16)], ...], *_List] = Field(
         (8192, 32768, 131072), description="tokens"
     )
     budgets: Names = Field(("12%", "2048"), validation_alias=BUDGET, description="tokens or %")
     output_len: PositiveInt = Field(256, description="tokens")
-    request_rate: PositiveFloat = Field(10000.0, description="requests per second of all engines")
     markdown: bool = Field(False, description="print the table as Markdown")
 
 
@@ -275,18 +231,18 @@ def _flags(name: str, alias: str | AliasPath | AliasChoices | None) -> list[str]
 
 
 def _shown(value: Any) -> str:
-    """A default in a help text."""
+    """Return a default as a help text shows it."""
     if isinstance(value, tuple):
         return ",".join(map(_shown, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """A flag for every field. What is not given is None."""
+    """Add a flag for every field. The value of a flag that is not given is None."""
     for name, field in model.model_fields.items():
         flags = _flags(name, field.validation_alias)
         text = field.description or ""
-        if field.default not in (None, False, {}):
+        if field.default not in (None, False, {}, ()):
             text += f" ({_shown(field.default)})"
         text = text.replace("%", "%%")
         if field.annotation is bool:
@@ -296,10 +252,10 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 
 
 def parse(measure: str, given: Mapping[str, Any]) -> Any:
-    """The options of a measure, from the namespace of its flags.
+    """Return the options of a measure, from the namespace of its flags.
 
     Raises:
-        ValueError: the first that is wrong, named by its flag.
+        ValueError: an option is wrong; the message names the flag of the first such option.
     """
     model = MEASURES[measure]
     values = {name: given[name] for name in model.model_fields if given.get(name) is not None}

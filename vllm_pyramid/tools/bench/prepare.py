@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the options to a job and its variants. What cannot run is refused here, before it starts."""
+"""From the options to a job and its variants. What cannot run is refused before anything starts."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.compat.versions import runs_without_plugins, vllm_version
-from vllm_pyramid.tools.bench.job import KVPRESS, Job, Variant, variants_of
+from vllm_pyramid.compat.versions import runs_without_plugins
+from vllm_pyramid.tools.bench.job import Job, Variant, variants_of
 from vllm_pyramid.tools.bench.options import EngineOptions, Latency, Prefix, Throughput
 from vllm_pyramid.tools.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
-from vllm_pyramid.tools.store import identity_of_model
 
 BUILT_IN = "built-in"
 
@@ -26,33 +24,19 @@ class Prepared:
 
     Attributes:
         variants: the first one is the baseline.
-        model: folder or name. random: its weights are made up. name: what identifies the model.
+        model: folder or name. random: whether its weights are made up.
         threads: of each engine; None where a GPU computes.
-        peer_python: Python of an environment with kvpress.
     """
 
     job: Job
     variants: tuple[Variant, ...]
     model: str
     random: bool
-    name: str
     threads: int | None
-    peer_python: str | None
-
-    def identity(self, measure: str) -> list[Any]:
-        """All that the results depend on, beside the pools and the number of repetitions."""
-        memories = [self.job.memory(variant) for variant in self.variants]
-        policies = [memory.definition for memory in memories if memory is not None]
-        versions = [metadata.version(name) for name in ("torch", "transformers")]
-        return [
-            *(identity_of_model(self.name), measure, asdict(self.job)),
-            *([asdict(variant) for variant in self.variants], policies),
-            *(processor(), self.threads, self.peer_python, [*versions, vllm_version()]),
-        ]
 
 
 def prepare(options: EngineOptions, folder: Path) -> Prepared:
-    """What the options describe.
+    """Return what the options describe.
 
     Args:
         folder: for the files of a model with random weights.
@@ -76,13 +60,8 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
         shape = shape_of_config(model)
     talks: dict[str, Any] = {}
     if isinstance(options, Prefix):
-        talks = {
-            "turns": options.turns,
-            "shared_len": options.shared_len,
-            "concurrency": options.concurrency,
-            "resume": options.resume,
-            "prefix_caching": True,
-        }
+        names = ("turns", "shared_len", "concurrency", "resume")
+        talks = {name: getattr(options, name) for name in names} | {"prefix_caching": True}
     job = Job(
         shape=shape,
         prompt_len=options.longest_prompt,
@@ -95,18 +74,17 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
     )
     variants = variants_of(options.policies, options.budgets, job.prompt_len, shape)
     _check_variants(options, job, variants)
-    name = options.model if random else model
     threads = _threads(options.threads)
     if isinstance(options, Throughput) and options.profile and threads is None:
         raise ValueError(
             "--profile times operators as they return, which means nothing on a GPU: use vLLM's "
             "own profiler there (--profiler-config)"
         )
-    return Prepared(job, tuple(variants), model, random, name, threads, options.peer_python)
+    return Prepared(job, tuple(variants), model, random, threads)
 
 
 def _with_one_attention(engine_args: dict[str, Any]) -> dict[str, Any]:
-    """The engines' arguments, so that all run one attention where vLLM alone would take another."""
+    """Return arguments with which all engines run one attention, stock vLLM's included."""
     import torch
 
     named = "attention_backend" in engine_args
@@ -120,7 +98,11 @@ def _with_one_attention(engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant]) -> None:
-    """Raise ValueError where one of them cannot take part, or needs another argument."""
+    """Check that every variant can take part.
+
+    Raises:
+        ValueError: one cannot, or needs another argument.
+    """
     if job.kv_swap_space is not None and not any(map(job.v_on_host, variants)):
         raise ValueError(
             "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "
@@ -138,22 +120,10 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
         for variant in variants:
             for pool in options.pools:
                 job.check_room(variant, pool)
-    peers = [variant for variant in variants if variant.is_peer]
-    if peers and not isinstance(options, Throughput):
-        raise ValueError(
-            f"{peers[0].policy} generates outside of vLLM: it has no pool, queue or server, and "
-            "takes part in `bench throughput` alone"
-        )
-    if any(peer.policy.startswith(KVPRESS) for peer in peers) and not options.peer_python:
-        raise ValueError(
-            "kvpress needs another Transformers than vLLM: give --peer-python PATH, the Python of "
-            "an environment with kvpress 0.5.5 (scripts/kvpress_parity/run.sh makes one in "
-            "build/kvpress-venv)"
-        )
 
 
 def _threads(given: int | None) -> int | None:
-    """Of each engine: `--threads`, or OMP_NUM_THREADS, or all cores; None where a GPU computes."""
+    """Return the threads of each engine; None where a GPU computes."""
     import torch
 
     if torch.cuda.is_available():
@@ -166,7 +136,7 @@ def _threads(given: int | None) -> int | None:
 
 
 def processor() -> str:
-    """The names of the processor and of the GPU, if there is one."""
+    """Return the names of the processor and of the GPU, if there is one."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)

@@ -1,63 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bench writes: tables on the console; JSON, CSV and pictures in its folder."""
+"""From samples to rows (medians, ranges, ratios to the baseline), files and tables."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 import pandas as pd
-from rich.table import Table
 
 import vllm_pyramid
-from vllm_pyramid.tools.bench import pictures
+from vllm_pyramid.tools.bench.job import Job, Variant
 from vllm_pyramid.tools.bench.options import MeasureOptions
 from vllm_pyramid.tools.bench.prepare import processor
-from vllm_pyramid.tools.bench.results import as_json, labelled
-from vllm_pyramid.tools.bench.samples import now
-from vllm_pyramid.tools.command_parts import has_matplotlib
+from vllm_pyramid.tools.bench.samples import PERCENTILES, Sample
 
-# The lines of a table, in order. Those of a ratio have the range of the repetitions too.
-_LINES = {
-    "output_tokens_per_s": "output tok/s, end to end",
-    "output_ratio": "  of baseline",
-    "prefill_share": "share of prefill",
-    "predicted_prefill_share": "  by the cost model",
-    "decode_tokens_per_s": "decode tok/s, steady",
-    "decode_ratio": "  of baseline",
-    "predicted_decode_tokens_per_s": "  allowed",
-    "decode_batch": "decode batch",
-    "resident_max": "requests at once",
-    "to_their_end": "  finish without preemption",
-    "predicted_resident": "  by the cost model",
-    "before_queueing": "before one waits",
-    "preemptions": "preempted",
-    "cached_share": "share of prompts in the cache",
-    "ttft_miss_ms": "TTFT ms, nothing there",
-    "ttft_hit_ms": "TTFT ms, something there",
-    "ttft_p50_ms": "TTFT ms, median",
-    "ttft_p99_ms": "  99th percentile",
-    "ttft_ratio": "  of baseline",
-    "tpot_p50_ms": "TPOT ms, median",
-    "tpot_p99_ms": "  99th percentile",
-    "tpot_ratio": "  of baseline",
-    "decode_blocks": "blocks, decoding",
-    "peak_blocks": "blocks, at most",
-    "host_bytes": "V on host, bytes",
-    "schedule_ms": "schedule() ms",
-    "schedule_ratio": "  of the first",
-    "step_ms": "step ms",
-    "step_ratio": "  of the first",
-}
-# Of the requests of a row, or of the layers and requests of a scheduler: a table for each.
-_CONDITIONS = {
-    "pool_prompts": "room for {:g} whole requests",
-    "request_rate": "{:g} requests/s",
-    "layers": "{} layers",
-    "requests": "{} requests",
-}
+Samples = list[tuple[Variant, Sample]]
+
+# What a row holds, in the order of the files. A measure that does not give a value leaves it empty.
+#
+# output_tokens_per_s: end to end. decode_tokens_per_s, decode_batch: of steady decode steps.
+# prefill_share: of the time. cached_share: of the prompts' tokens, found in the prefix cache;
+# ttft_hit, ttft_miss: of requests that found something there, and that did not.
+# ttft, tpot: time to the first token (waiting included) and per token after it.
+# resident_max: the most requests that decoded at once; over HTTP the most that ran at once.
+# before_queueing: requests that decode when the first one has to wait.
+# peak_blocks: the most blocks of one layer allocated at
+# once, summed over the layers; decode_blocks: the most in steps without a prompt.
+# output_low ... decode_high: the smallest and the largest repetition.
+# ..._ratio: to the baseline, of rates or of median times: the median of the repetitions' ratios,
+# and the smallest and the largest.
+_KEYS = ["policy", "budget"]
+_JOB = ["prompt_len", "output_len", "num_prompts", "turns", "shared_len"]
+_CONDITIONS = ["pool_prompts", "request_rate"]
+_TIMES = [f"{metric}_p{percent}_ms" for metric in ("ttft", "tpot") for percent in PERCENTILES]
+_RATES = ["output_tokens_per_s", "decode_tokens_per_s", "decode_batch", "prefill_share"]
+_MEDIANS = [*_RATES, "cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES]
+_LARGEST = [
+    *("resident_max", "before_queueing", "peak_blocks", "decode_blocks", "preemptions"),
+]
+_RANGES = {"output": "output_tokens_per_s", "decode": "decode_tokens_per_s"}
+_RATIOS = _RANGES | {"ttft": "ttft_p50_ms", "tpot": "tpot_p50_ms"}
+_SPREAD = [
+    *(f"{name}_{end}" for name in _RANGES for end in ("low", "high")),
+    *(f"{name}_ratio{end}" for name in _RATIOS for end in ("", "_low", "_high")),
+]
+_COLUMNS = [
+    *("measure", *_KEYS, *_JOB, *_CONDITIONS, *_MEDIANS, *_LARGEST, "repetitions", *_SPREAD),
+]
+
+
+def make_rows(
+    measure: str, job: Job, variants: Sequence[Variant], samples: Sequence[tuple[Variant, Sample]]
+) -> pd.DataFrame:
+    """Return a row for each variant under each condition.
+
+    Args:
+        variants: the first one is the baseline.
+        samples: in the order in which they were measured. In addition to what was measured a
+            sample has `pool_prompts` and, over HTTP, `request_rate`.
+    """
+    frame = pd.DataFrame(
+        [dict(zip(_KEYS, _identity(v), strict=True)) | sample for v, sample in samples],
+        columns=[*_KEYS, *_CONDITIONS, *_MEDIANS, *_LARGEST],
+    )
+    numbers = frame.columns[len(_KEYS) :]
+    frame[numbers] = frame[numbers].astype(float)
+    keys = [*_CONDITIONS, *_KEYS]
+    frame["repetition"] = frame.groupby(keys, dropna=False).cumcount()
+    base = frame[(frame[_KEYS] == _identity(variants[0])).all(axis=1)]
+    pairs = frame.merge(base, "left", [*_CONDITIONS, "repetition"], suffixes=("", "_base"))
+    ratios = {f"{name}_ratio": column for name, column in _RATIOS.items()}
+    for name, column in ratios.items():
+        frame[name] = pairs[column] / pairs[f"{column}_base"]
+    groups = frame.groupby(keys, sort=False, dropna=False)
+    rows = groups[[*_MEDIANS, *ratios]].median().join(groups[_LARGEST].max())
+    rows["repetitions"] = groups.size()
+    for name, column in (_RANGES | {name: name for name in ratios}).items():
+        rows[f"{name}_low"] = groups[column].min()
+        rows[f"{name}_high"] = groups[column].max()
+    rows = rows.reset_index().assign(measure=measure, **{name: getattr(job, name) for name in _JOB})
+    return rows[_COLUMNS].astype(dict.fromkeys(_LARGEST, "Int64"))
+
+
+def _identity(variant: Variant) -> list[str]:
+    return [variant.name, variant.budget or "100%"]
+
+
+def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows for JSON; an empty value is None."""
+    made: list[dict[str, Any]] = json.loads(rows.to_json(orient="records", double_precision=15))
+    return made
+
+
+def table(rows: pd.DataFrame) -> str:
+    """Return the rows as text, a column for each variant (or scheduler) under each condition."""
+    named = ["scheduler", *_KEYS, *_CONDITIONS, "layers", "requests"]
+    keys = [name for name in named if name in rows and rows[name].notna().any()]
+    shown = rows.set_index(keys).drop(columns="measure", errors="ignore")
+    return shown.dropna(axis="columns", how="all").map(_number).T.to_string()
 
 
 def _number(value: float) -> str:
@@ -66,96 +110,30 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _cell(row: Mapping[str, Any], name: str) -> str:
-    text = _number(row[name])
-    if text and f"{name}_low" in row:
-        text = f"{row[name]:.2f} ({row[f'{name}_low']:.2f}–{row[f'{name}_high']:.2f})"
-    return text
-
-
-def tables(rows: pd.DataFrame) -> list[Table]:
-    """A table for each condition: variants (or schedulers) side by side, without empty lines."""
-    label = "scheduler" if "scheduler" in rows else "label"
-    rows = rows if label in rows else labelled(rows)
-    present = {name: form for name, form in _CONDITIONS.items() if name in rows}
-    made = []
-    for values, group in rows.groupby(list(present), sort=False, dropna=False):
-        title = [
-            form.format(value)
-            for value, form in zip(cast("tuple[Any, ...]", values), present.values(), strict=True)
-            if not pd.isna(value)
-        ]
-        row = group.iloc[0]
-        if "num_prompts" in row:
-            size = f"{row['prompt_len']:,} + {row['output_len']} tokens"
-            talks = f"conversations of {row['turns']} turns, the last" if row["turns"] > 1 else ""
-            title = [f"{row['num_prompts']} {talks or 'requests'} of {size}", *title]
-            if row["shared_len"]:
-                title.append(f"{row['shared_len']:,} tokens shared by all")
-            title.append(f"medians of {row['repetitions']}")
-        records = cast("list[dict[str, Any]]", group.to_dict("records"))
-        lines = [
-            [heading, *(_cell(one, name) for one in records)]
-            for name, heading in _LINES.items()
-            if name in group and group[name].notna().any()
-        ]
-        made.append(rich_table("; ".join(title), ["", *group[label]], lines))
-    return made
-
-
-def rich_table(title: str, headings: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
-    """A table of text, with the first column to the left."""
-    table = Table(title=title)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=not index)
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
-def say(console: Any, text: str) -> None:
-    """A sentence, as long as it is."""
-    console.print(text, highlight=False, soft_wrap=True)
-
-
 def write(
-    measure: str, options: MeasureOptions, console: Any, rows: pd.DataFrame, about: dict[str, Any]
+    measure: str, options: MeasureOptions, rows: pd.DataFrame, about: Mapping[str, Any]
 ) -> None:
-    """Tables on the console; JSON, CSV and a picture in files.
+    """Print the table, and write the rows as JSON and CSV.
 
     Args:
-        about: what was run. Its `measured` says when and where each repetition was, if known.
+        about: what was run, for the JSON file.
     """
     about = {
         "version": vllm_pyramid.__version__,
-        "date": now(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["vllm-pyramid", *sys.argv[1:]]),
         "processor": processor(),
         **about,
     }
+    text = json.dumps({**about, "rows": records(rows)}, indent=1) + "\n"
     for path in (options.out / f"{measure}.json", options.json_file):
         if path is not None:
-            path.write_text(as_json(rows, about), encoding="utf-8")
-    for path in (options.out / f"{measure}.csv", options.csv_file):
-        if path is not None:
-            rows.to_csv(path, index=False)
-    for table in tables(rows):
-        console.print(table)
-    say(console, _when_and_where(about))
-    written = [f"{measure}.json", f"{measure}.csv"]
-    if not options.no_pictures:
-        if has_matplotlib():
-            written.append(pictures.draw(measure, rows, options.out).name)
-        else:
-            console.print(
-                "No pictures: they need matplotlib (pip install 'vllm-pyramid\\[bench]')."
-            )
-    say(console, f"In {options.out}: {', '.join(written)}.")
-
-
-def _when_and_where(about: Mapping[str, Any]) -> str:
-    """Of all repetitions."""
-    measured = about.get("measured") or [about]
-    first, last = (measured[index]["date"][:16].replace("T", " ") for index in (0, -1))
-    places = ", ".join(dict.fromkeys(place["processor"] for place in measured))
-    return f"Measured {first if first == last else f'{first} to {last}'} UTC on {places}."
+            path.write_text(text, encoding="utf-8")
+    rows.to_csv(options.out / f"{measure}.csv", index=False)
+    print(table(rows))
+    date = about["date"][:16].replace("T", " ")
+    said = f"Measured {date} UTC on {about['processor']}."
+    if "baseline" in about:
+        said += f" Ratios are to {about['baseline']}."
+    said += f" In {options.out}: {measure}.json, {measure}.csv."
+    print(said)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -31,19 +31,22 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pyramid.compat.side_channel import StepReport, attach_report
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.plan import Eviction
 from vllm_pyramid.plugin import register
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
-from vllm_pyramid.tools.bench.memory import evictions_counted, evictions_to_report
+from vllm_pyramid.tools.bench.scheduler_log import evictions_counted
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE
 from vllm_pyramid.tools.command_parts import Progress
 from vllm_pyramid.tools.demo import model_path
 
 ONE_GROUP, GROUPS, PYRAMID = "vLLM, one group", "vLLM, a group a layer", "vllm-pyramid"
 CACHING = "vllm-pyramid, prefix caching"
-COLUMNS = [
-    *("scheduler", "layers", "requests", "steps", "schedule_ms", "step_ms"),
-    *("schedule_ratio", "step_ratio", "blocks_held"),
-]
+_SHAPE: dict[str, Any] = {
+    "block_size": BLOCK_SIZE,
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+}
 
 
 class SchedulerDriver:
@@ -82,7 +85,7 @@ class SchedulerDriver:
         self.times: list[dict[str, float]] = []
 
     def step(self) -> dict[str, float]:
-        """One `schedule` and `update_from_output`; milliseconds of the first and of both."""
+        """Call `schedule` and `update_from_output`; return the first's and both's milliseconds."""
         start = time.perf_counter()
         output = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -95,7 +98,7 @@ class SchedulerDriver:
             ],
         )
         if isinstance(self.scheduler, PyramidScheduler):
-            evicted = evictions_to_report(self.scheduler, names)
+            evicted = _evictions_to_report(self.scheduler, names)
             result = attach_report(result, StepReport(evicted, {}))
         begin = time.perf_counter()
         self.scheduler.update_from_output(output, result)
@@ -109,46 +112,22 @@ class SchedulerDriver:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
-def _config(
-    requests: int, longest: int, additional: dict[str, Any], *, caching: bool = False
-) -> VllmConfig:
-    return EngineArgs(
-        model=str(model_path()),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        block_size=BLOCK_SIZE,
-        max_model_len=longest,
-        max_num_batched_tokens=8192,
-        max_num_seqs=requests,
-        enable_prefix_caching=caching,
-        async_scheduling=False,
-        additional_config=additional,
-    ).create_engine_config()
-
-
-def _groups(layers: int, per_layer: bool, own: bool) -> list[KVCacheGroupSpec]:
-    names = [f"layer.{layer}" for layer in range(layers)]
-    shape: dict[str, Any] = {
-        "block_size": BLOCK_SIZE,
-        "num_kv_heads": 8,
-        "head_size": 128,
-        "dtype": torch.bfloat16,
-    }
-    if own:
-        specs = [
-            LayerKVCacheSpec(layer_idx=layer, num_layers=layers, model_layer=layer, **shape)
-            for layer in range(layers)
-        ]
-        return [KVCacheGroupSpec([n], spec) for n, spec in zip(names, specs, strict=True)]
-    if per_layer:
-        return [KVCacheGroupSpec([name], FullAttentionSpec(**shape)) for name in names]
-    return [KVCacheGroupSpec(names, FullAttentionSpec(**shape))]
+def _evictions_to_report(scheduler: Any, names: Iterable[str]) -> dict[str, Eviction]:
+    """Return the evictions that a worker would report for this step."""
+    coordinator, found = scheduler.coordinator, {}
+    for name in names:
+        plan, before = coordinator.plan_of(name), coordinator.confirmed_number(name)
+        number = plan.evictions_by(scheduler.requests[name].num_computed_tokens)
+        if plan.evicts and number > before:
+            tokens = int((plan.skip_after(number) - plan.skip_after(before)).sum())
+            found[name] = Eviction(tokens, number=number)
+    return found
 
 
 def scheduler_rows(
     layers: Sequence[int], requests: Sequence[int], steps: int, prompt_len: int, progress: Progress
 ) -> pd.DataFrame:
-    """Every number of layers with every number of running requests: a row for each scheduler.
+    """Return a row for each scheduler, number of layers and number of running requests.
 
     Args:
         prompt_len: of the shortest prompt, at least 64.
@@ -167,25 +146,42 @@ def scheduler_rows(
 def _compare(
     layers: int, requests: int, steps: int, prompt_len: int, progress: Progress
 ) -> pd.DataFrame:
-    """The four schedulers: medians, and their ratios to the first one's."""
+    """Return the medians of the four schedulers, and their ratios to the first one's."""
     prompt_lens = [prompt_len + index % BLOCK_SIZE for index in range(requests)]
-    longest = prompt_len + BLOCK_SIZE + steps + 128
-    stock = _config(requests, longest, {})
+
+    def config(additional: dict[str, Any], *, caching: bool = False) -> VllmConfig:
+        return EngineArgs(
+            model=str(model_path()),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            block_size=BLOCK_SIZE,
+            max_model_len=prompt_len + BLOCK_SIZE + steps + 128,
+            max_num_batched_tokens=8192,
+            max_num_seqs=requests,
+            enable_prefix_caching=caching,
+            async_scheduling=False,
+            additional_config=additional,
+        ).create_engine_config()
+
+    names = [f"layer.{layer}" for layer in range(layers)]
+    one = [KVCacheGroupSpec(names, FullAttentionSpec(**_SHAPE))]
+    each = [KVCacheGroupSpec([name], FullAttentionSpec(**_SHAPE)) for name in names]
+    own = [
+        KVCacheGroupSpec(
+            [name],
+            LayerKVCacheSpec(layer_idx=layer, num_layers=layers, model_layer=layer, **_SHAPE),
+        )
+        for layer, name in enumerate(names)
+    ]
     policy = {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 0}
-    ours = _config(requests, longest, policy)
-    sharing = _config(requests, longest, policy, caching=True)
-    drivers = {
-        ONE_GROUP: SchedulerDriver(
-            Scheduler, stock, _groups(layers, False, False), prompt_lens, steps
-        ),
-        GROUPS: SchedulerDriver(Scheduler, stock, _groups(layers, True, False), prompt_lens, steps),
-        PYRAMID: SchedulerDriver(
-            PyramidScheduler, ours, _groups(layers, True, True), prompt_lens, steps
-        ),
-        CACHING: SchedulerDriver(
-            PyramidScheduler, sharing, _groups(layers, True, True), prompt_lens, steps
-        ),
+    stock = config({})
+    kinds: dict[str, tuple[type[Scheduler], VllmConfig, list[KVCacheGroupSpec]]] = {
+        ONE_GROUP: (Scheduler, stock, one),
+        GROUPS: (Scheduler, stock, each),
+        PYRAMID: (PyramidScheduler, config(policy), own),
+        CACHING: (PyramidScheduler, config(policy, caching=True), own),
     }
+    drivers = {name: SchedulerDriver(*kind, prompt_lens, steps) for name, kind in kinds.items()}
     for name in (PYRAMID, CACHING):
         if (evicted := evictions_counted(drivers[name].scheduler)) != requests:
             raise RuntimeError(f"{name}: {evicted} of {requests} requests were evicted")
@@ -201,8 +197,9 @@ def _compare(
     rows = pd.DataFrame(
         {name: pd.DataFrame(driver.times).median() for name, driver in drivers.items()}
     ).T
-    for name in ("schedule", "step"):
-        rows[f"{name}_ratio"] = rows[f"{name}_ms"] / rows[f"{name}_ms"].iloc[0]
     held = [driver.blocks_held for driver in drivers.values()]
-    rows = rows.assign(layers=layers, requests=requests, steps=steps, blocks_held=held)
-    return rows.rename_axis("scheduler").reset_index()[COLUMNS]
+    made = {"layers": layers, "requests": requests, "steps": steps, **rows}
+    made |= {f"{name}_ratio": rows[f"{name}_ms"] / rows[f"{name}_ms"].iloc[0]
+             for name in ("schedule", "step")}  # fmt: skip
+    frame = pd.DataFrame(made | {"blocks_held": held}, index=rows.index)
+    return frame.rename_axis("scheduler").reset_index()

@@ -25,10 +25,10 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_pyramid.tools.bench.engines import gpu_share
 from vllm_pyramid.tools.bench.job import Job, Variant
 from vllm_pyramid.tools.bench.prepare import Prepared
-from vllm_pyramid.tools.bench.rounds import Samples
+from vllm_pyramid.tools.bench.processes import gpu_share
+from vllm_pyramid.tools.bench.report import Samples
 from vllm_pyramid.tools.bench.samples import PERCENTILES, Sample, percentiles_of
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE
 from vllm_pyramid.tools.child_process import ChildError, LoggedProcess
@@ -51,17 +51,17 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def metrics(url: str, timeout: float) -> dict[str, float]:
-    """The counters and gauges of a server, each summed over its labels (engines, layers)."""
+    """Return a server's counters and gauges, each summed over its labels (engines, layers)."""
     with _DIRECT.open(f"{url}/metrics", timeout=timeout) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-        totals: dict[str, float] = {}
-        for sample in (sample for family in families for sample in family.samples):
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    totals: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return totals
 
 
 def evictions(url: str) -> int:
-    """Evictions that a server with a policy has counted since its start.
+    """Return the evictions that a server with a policy has counted since its start.
 
     Raises:
         ChildError: it does not answer.
@@ -73,15 +73,15 @@ def evictions(url: str) -> int:
 
 
 class Gauges:
-    """Looks at a server's gauges twice a second in a `with` statement, and keeps the largest.
+    """Reads a server's gauges twice a second in a `with` statement, and keeps the largest values.
 
-    What a server allocates between two looks is not seen, so the values are lower bounds.
+    What a server allocates between two readings is not seen, so the values are lower bounds.
 
     Attributes:
         largest: `resident_max`, the most requests that ran at once (prefill included), and
-            `peak_blocks`, the most blocks of one layer allocated at once, all layers added up.
-            Without what no look saw: stock vLLM has no gauge for blocks.
-        looks: how many the server has answered.
+            `peak_blocks`, the most blocks of one layer allocated at once, summed over the layers.
+            Values that were always 0 are left out: stock vLLM has no gauge for blocks.
+        looks: readings that the server has answered.
     """
 
     def __init__(self, url: str, interval: float = LOOK_SECONDS) -> None:
@@ -110,7 +110,7 @@ class Gauges:
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of `LLM` as flags of `vllm serve`."""
+    """Return arguments of `LLM` as flags of `vllm serve`."""
     flags = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -122,7 +122,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class Server(LoggedProcess):
-    """`vllm serve`; see `wait_until_ready`."""
+    """`vllm serve` on a free port of this machine."""
 
     def __init__(
         self, model: str, flags: Sequence[str], policy: str, environment: Mapping[str, str]
@@ -153,18 +153,12 @@ class Server(LoggedProcess):
 
 
 def load(
-    server: Server,
-    prepared: Prepared,
-    variant: Variant,
-    job: Job,
-    rate: float,
-    seed: int,
-    most: int | None = None,
+    server: Server, prepared: Prepared, variant: Variant, job: Job, rate: float, seed: int
 ) -> Sample:
-    """One run of `vllm bench serve`.
+    """Run `vllm bench serve` once.
 
     Args:
-        rate: requests/s, `inf` for all at once. most: requests under way; None for no limit.
+        rate: requests/s, `inf` for all at once.
 
     Raises:
         ChildError: it failed, a request failed, or the server ended or counts fewer evictions than
@@ -174,7 +168,7 @@ def load(
     before = evictions(server.url) if evicts else 0
     try:
         with Gauges(server.url) as gauges:
-            result = _vllm_bench_serve(server.url, prepared.model, variant, job, rate, seed, most)
+            result = _vllm_bench_serve(server.url, prepared.model, variant, job, rate, seed)
         done, evicted = result["completed"], evictions(server.url) - before if evicts else None
     except ChildError as error:
         if server.has_ended:  # what the client says is not the cause
@@ -185,13 +179,24 @@ def load(
             f"{done} of {job.num_prompts} requests to {variant.label} came back, and the server "
             f"counts {evicted} evictions"
         )
-    return as_sample(result, job, rate) | gauges.largest
+    times = {
+        f"{metric}_p{percent}_ms": result[f"p{percent}_{metric}_ms"]
+        for metric in ("ttft", "tpot")
+        for percent in percentiles_of(job.num_prompts)
+    }
+    return {
+        "pool_prompts": job.pool_prompts,
+        "request_rate": None if rate == inf else rate,
+        "output_tokens_per_s": result["output_throughput"],
+        **times,
+        **gauges.largest,
+    }
 
 
 def _vllm_bench_serve(
-    url: str, model: str, variant: Variant, job: Job, rate: float, seed: int, most: int | None
+    url: str, model: str, variant: Variant, job: Job, rate: float, seed: int
 ) -> dict[str, Any]:
-    """Its result file."""
+    """Return its result file."""
     arguments = {
         "backend": "openai",
         "base_url": url,
@@ -206,7 +211,6 @@ def _vllm_bench_serve(
         "num_warmups": 0,
         "temperature": 0,
         "request_rate": str(rate),
-        "max_concurrency": most,
         "extra_body": {"vllm_xargs": {"kv_budget": variant.budget}} if variant.budget else {},
         "percentile_metrics": "ttft,tpot",
         "metric_percentiles": ",".join(map(str, PERCENTILES)),
@@ -228,28 +232,15 @@ def _vllm_bench_serve(
         return result
 
 
-def as_sample(result: Mapping[str, Any], job: Job, rate: float) -> Sample:
-    """What we keep of a result of `vllm bench serve`."""
-    return {
-        "pool_prompts": job.pool_prompts,
-        "request_rate": None if rate == inf else rate,
-        "output_tokens_per_s": result["output_throughput"],
-    } | {
-        f"{metric}_p{percent}_ms": result[f"p{percent}_{metric}_ms"]
-        for metric in ("ttft", "tpot")
-        for percent in percentiles_of(job.num_prompts)
-    }
-
-
 def with_slack(job: Job, variants: Sequence[Variant]) -> dict[str, Any]:
-    """Arguments of servers that take texts a little longer than configured.
+    """Return arguments of servers that take texts a little longer than configured.
 
-    The KV cache has room for one such text and for what a policy gathers beside it. That may be a
-    few blocks more than `--pool-prompts 1` says; for all policies.
+    The KV cache of every server has room for one such text and for what a policy accumulates next
+    to it, which may be a few blocks more than `--pool-prompts 1` says.
     """
     longest = min(job.prompt_len + job.output_len + TEXT_SLACK, job.shape.positions)
     blocks = (ceil(longest / BLOCK_SIZE) + 1) * job.shape.layers  # vLLM keeps one of a layer back
-    block_bytes = job.shape.block_bytes + max(map(job.bytes_beside_block, variants))
+    block_bytes = job.shape.block_bytes + max(map(job.beside_block_bytes, variants))
     made = {
         "max_model_len": longest,
         "kv_cache_memory_bytes": max(job.pool_bytes, blocks * block_bytes),
@@ -258,7 +249,7 @@ def with_slack(job: Job, variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def _start(prepared: Prepared, variant: Variant, servers: int) -> Server:
-    """A server with a variant's policy."""
+    """Start a server with a variant's policy."""
     environment = dict(variant.environment)
     arguments: dict[str, Any] = {"load_format": "dummy"} if prepared.random else {}
     if prepared.threads is None:
@@ -280,12 +271,12 @@ def _start(prepared: Prepared, variant: Variant, servers: int) -> Server:
 def latencies_over_http(
     prepared: Prepared,
     rates: Sequence[float],
-    concurrency: int | None,
     repetitions: int,
     progress: Progress,
 ) -> Samples:
-    """Every rate with all variants in turn, repetition by repetition."""
-    job, samples = prepared.job, []
+    """Measure every rate with all variants in turn, repetition by repetition."""
+    job = prepared.job
+    samples: Samples = []
     policies = {variant.name: variant for variant in prepared.variants}
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -297,15 +288,12 @@ def latencies_over_http(
             progress.stage(f"{variant.label}, warm-up")
             seed = repetitions * len(rates)  # no measurement's
             load(servers[variant.name], prepared, variant, replace(job, num_prompts=1), inf, seed)
-        for turn, rate in enumerate(rates):
-            for repetition in range(repetitions):
-                seed = turn * repetitions + repetition  # new prompts, unknown to a prefix cache
-                for variant in prepared.variants:
-                    progress.stage(
-                        f"{variant.label}, {rate:g}/s, {repetition + 1} of {repetitions}"
-                    )
-                    server = servers[variant.name]
-                    sample = load(server, prepared, variant, job, rate, seed, concurrency)
-                    samples.append((variant, sample))
-                    progress.advance(job.num_prompts)
+        turns = [(rate, number) for rate in rates for number in range(repetitions)]
+        for seed, (rate, number) in enumerate(turns):  # new prompts, unknown to a prefix cache
+            for variant in prepared.variants:
+                progress.stage(f"{variant.label}, {rate:g}/s, {number + 1} of {repetitions}")
+                server = servers[variant.name]
+                sample = load(server, prepared, variant, job, rate, seed)
+                samples.append((variant, sample))
+                progress.advance(job.num_prompts)
     return samples

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,47 +76,41 @@ SHAPES = {
 
 
 def named_shape(name: str, layers: int | None) -> Shape:
-    """A shape of `SHAPES`, with another number of layers if one is given."""
+    """Return a shape of `SHAPES`, with another number of layers if one is given."""
     shape = SHAPES[name]
     return shape if layers is None else replace(shape, layers=layers)
 
 
 def write_model(shape: Shape, folder: Path) -> None:
-    """A folder that vLLM loads with `load_format="dummy"`; the tokenizer is the built-in model's.
+    """Write a model that vLLM loads with `load_format="dummy"`, with the built-in tokenizer.
 
     Its tokens are the first of the vocabulary: prompts of random token ids can be sent as text.
     """
+    from transformers import LlamaConfig
+
     from vllm_pyramid.tools.demo import model_path
 
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_size,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.positions,
-        "rope_theta": 500000.0,
-        # Transformers 5 reads the base here, 4 beside it.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "dtype": shape.dtype,
-        "torch_dtype": shape.dtype,
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.positions,
+        rope_theta=500000.0,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype=shape.dtype,
+    ).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(model_path()) / name, folder / name)
 
 
 def shape_of_config(model: str, dtype: str | None = None) -> Shape:
-    """The shape of a model from its configuration.
+    """Return the shape of a model from its configuration.
 
     Raises:
         ValueError: no readable configuration, or not a decoder with one MLP a layer.

@@ -102,6 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
+    """Return the cache's sizes, and in words where they are from."""
     if args.model is not None:
         if args.num_kv_heads or args.head_size:
             raise ValueError(
@@ -109,30 +110,23 @@ def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
                 "--num-layers instead of --model"
             )
         return shape_of_model(args.model, args.dtype)
-    assumed = [
-        f"{name} {value}"
-        for name, given, value in (
-            ("--num-kv-heads", args.num_kv_heads, "8"),
-            ("--head-size", args.head_size, "128"),
-            ("--dtype", args.dtype, "bfloat16"),
-        )
-        if given is None
-    ]
-    shape = CacheShape(
-        num_layers=args.num_layers,
-        num_kv_heads=args.num_kv_heads or 8,
-        head_size=args.head_size or 128,
-        dtype=args.dtype or "bfloat16",
+    defaults = {"num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+    sizes: dict[str, Any] = {name: getattr(args, name) or value for name, value in defaults.items()}
+    assumed = ", ".join(
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in defaults.items()
+        if getattr(args, name) is None
     )
     note = f"a model of {args.num_layers} layers"
-    return shape, f"{note} (assumed: {', '.join(assumed)})" if assumed else note
+    shape = CacheShape(num_layers=args.num_layers, **sizes)
+    return shape, f"{note} (assumed: {assumed})" if assumed else note
 
 
 def _budget_report(
     policy: Policy, plan: RetentionPlan, shape: CacheShape, blocks_of: BlockSize, source: str
 ) -> dict[str, Any]:
     from vllm_pyramid.plan import peak_blocks
-    from vllm_pyramid.tools.budgets.other_layers import beside
+    from vllm_pyramid.tools.budgets.other_layers import report_of_other_layers
 
     block_size = shape.tokens_of_block(blocks_of.tokens)
     block_bytes = shape.page_bytes(blocks_of.tokens)
@@ -150,7 +144,7 @@ def _budget_report(
         "prompt_len": plan.prompt_len,
         "block_size": block_size,
         **{name: asdict(shape)[name] for name in _SIZES},
-        **beside(shape, plan.prompt_len, blocks_of, blocks, full_blocks),
+        **report_of_other_layers(shape, plan.prompt_len, blocks_of, blocks, full_blocks),
         "layers": [
             {
                 "layer": shape.layers[layer] if shape.layers else layer,
@@ -188,7 +182,7 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
     from rich.table import Table
 
     from vllm_pyramid.tools.budgets.open_lengths import floor_sentence
-    from vllm_pyramid.tools.budgets.other_layers import beside_sentences
+    from vllm_pyramid.tools.budgets.other_layers import sentences_of_other_layers
 
     widest = max(row["held"] for row in report["layers"])
     table = Table(
@@ -207,38 +201,35 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
         bar = Bar(size=widest, begin=0, end=row["held"], color="cyan")
         cells = [str(row[key]) for key in ("layer", "keep", "held", "blocks")]
         table.add_row(*cells, f"{row['mib']:.2f}", bar)
-    console = Console()
-    console.print(table)
-    console.print(f"For {report['source']}.", highlight=False)
-    console.print(
+    their = "their" if "other_layers" in report else "the"
+    said = [
+        f"For {report['source']}.",
         f"{report['num_layers']} layers x {report['num_kv_heads']} KV heads x "
         f"{report['head_size']} ({report['dtype']}): {total['blocks']} of {full['blocks']} blocks, "
         f"{total['mib']:.2f} of {full['mib']:.2f} MiB, {100 * report['blocks_share']:.1f} % of "
-        f"{'their' if 'other_layers' in report else 'the'} full cache.",
-        highlight=False,
-    )
-    for sentence in beside_sentences(report):
-        console.print(sentence, highlight=False)
+        f"{their} full cache.",
+        *sentences_of_other_layers(report),
+    ]
     peak = report["peak"]
-    who = "the layers that evict hold" if "other_layers" in report else "it holds"
-    points = peak["evictions"]
-    inside = ""
+    holder = "the layers that evict hold" if "other_layers" in report else "it holds"
+    points, inside = peak["evictions"], ""
     if points:
         more = f", {points[1]}, ..., {points[-1]}" if len(points) > 2 else ""
         inside = f", evicting at {points[0]}{more} tokens too ({len(points)} times)"
-    console.print(
-        f"While the prompt is processed {who} up to {peak['blocks']} blocks, "
-        f"{peak['mib']:.2f} MiB{inside}.",
-        highlight=False,
+    said.append(
+        f"While the prompt is processed {holder} up to {peak['blocks']} blocks, "
+        f"{peak['mib']:.2f} MiB{inside}."
     )
     if report["host_mib"]:
-        console.print(
+        said.append(
             f"V in host memory: {report['host_mib']:.2f} MiB; a block of a layer whose V is there "
-            "holds K of twice the tokens.",
-            highlight=False,
+            "holds K of twice the tokens."
         )
-    console.print(
+    said.append(
         f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "
-        "with whole blocks filled up." + floor_sentence(policy),
-        highlight=False,
+        "with whole blocks filled up." + floor_sentence(policy)
     )
+    console = Console()
+    console.print(table)
+    for sentence in said:
+        console.print(sentence, highlight=False)

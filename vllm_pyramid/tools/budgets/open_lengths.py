@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid budgets` where lengths depend on the prompt: what can be said beforehand."""
+"""`vllm-pyramid budgets` where lengths depend on the prompt: what is known beforehand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 from vllm_pyramid.frontend.cache_shape import CacheShape
 from vllm_pyramid.policy import DeferredPlan, Policy
-from vllm_pyramid.tools.budgets.other_layers import BlockSize, beside, beside_sentences
+from vllm_pyramid.tools.budgets.other_layers import (
+    BlockSize,
+    report_of_other_layers,
+    sentences_of_other_layers,
+)
 
 
 def show_open_budgets(
@@ -20,7 +24,7 @@ def show_open_budgets(
     *,
     as_json: bool,
 ) -> None:
-    """Print what an open plan promises, and why there is no table of layers."""
+    """Print the bounds of a plan whose lengths each prompt decides."""
     report = _report(policy, plan, source, shape, chosen)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -33,7 +37,7 @@ def show_open_budgets(
     which = f"All {plan.num_layers} layers"
     if shape.layers:
         which += f" that evict ({', '.join(map(str, shape.layers))})"
-    more = "".join(f"\n{sentence}" for sentence in beside_sentences(report))
+    more = "".join(f"\n{sentence}" for sentence in sentences_of_other_layers(report))
     Console(soft_wrap=True).print(
         f"{policy.name}, budget {policy.budget}, prompt of {plan.prompt_len} tokens, blocks of "
         f"{report['block_size']}: the lengths depend on the prompt.\n"
@@ -51,10 +55,10 @@ def show_open_budgets(
 
 
 def floor_sentence(policy: Policy) -> str:
-    """What is to be said of a share's floor; nothing where there is none."""
+    """Return a sentence on the floor of percentage budgets; empty where there is none."""
     if not policy.min_tokens or policy.budget.percent is None or not policy.evicts:
         return ""
-    return f" A share never comes to less than {policy.min_tokens} tokens (--kv-min-tokens)."
+    return f" Percentage budgets have a floor of {policy.min_tokens} tokens (--kv-min-tokens)."
 
 
 def _report(
@@ -83,5 +87,5 @@ def _report(
         "total": {"least": plan.min_tokens * plan.num_layers, "keep": total, "blocks": blocks},
         "full": {"keep": plan.prompt_len * plan.num_layers, "blocks": full},
         **({"layers": shape.layers} if shape.layers else {}),
-        **beside(shape, plan.prompt_len, chosen, blocks, full),
+        **report_of_other_layers(shape, plan.prompt_len, chosen, blocks, full),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that do not evict: what `vllm-pyramid budgets` says of them.
+"""What `vllm-pyramid budgets` says about layers that do not evict.
 
 Blocks of all layers come from one pool, so their pages are of one size. Where layers keep states
 vLLM makes them as large as a state, which may be hundreds of tokens of attention.
@@ -19,7 +19,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class BlockSize:
-    """Tokens of a block before pages are made alike, and where the number comes from.
+    """Tokens of a block before all pages get one size, and where the number comes from.
 
     Attributes:
         source: "given", "vllm" (by the size of a state), "default".
@@ -32,7 +32,7 @@ class BlockSize:
 
 
 def choose_blocks(model: str | None, shape: CacheShape, given: int | None) -> BlockSize:
-    """What the user says, else what vLLM would choose for a model with states, else 16."""
+    """Return the user's block size, or vLLM's for a model with states, or 16."""
     if given is not None:
         return BlockSize(given, "given")
     if model is None or not shape.has_states:
@@ -43,13 +43,14 @@ def choose_blocks(model: str | None, shape: CacheShape, given: int | None) -> Bl
         return BlockSize(16, "default", str(error))
 
 
-def beside(
+def report_of_other_layers(
     shape: CacheShape, length: int, chosen: BlockSize, blocks: int, full_blocks: int
 ) -> dict[str, Any]:
-    """What layers hold that do not evict, and all layers together; empty where all evict.
+    """Return what layers without eviction hold, and all layers together; empty where all evict.
 
     Args:
-        blocks: that the layers hold which evict. full_blocks: that they would with everything kept.
+        blocks: that the evicting layers hold.
+        full_blocks: that they would hold with everything kept.
     """
     if not shape.other_layers and not shape.readers:
         return {}
@@ -76,8 +77,8 @@ def beside(
     }
 
 
-def beside_sentences(report: dict[str, Any]) -> list[str]:
-    """The same in words, and what whole blocks cost; nothing where all layers evict."""
+def sentences_of_other_layers(report: dict[str, Any]) -> list[str]:
+    """Return the same in words, and the cost of whole blocks; empty where all layers evict."""
     said = []
     for kind in report.get("other_layers", ()):
         layers = f"{kind['layers']} layers" if kind["layers"] > 1 else "1 layer"
@@ -111,13 +112,13 @@ def _in_mib(kind: dict[str, Any]) -> str:
 
 
 def _states(report: dict[str, Any]) -> list[str]:
-    """Why blocks are as long as they are, and what that costs."""
+    """Return why blocks are that long, and what that costs."""
     size = report["block_size"]
     if report["block_size_from"] == "default":
         return [
-            "What a state takes is not known from the configuration, and vLLM cannot be asked here "
+            "The configuration does not give the size of a state, and vLLM cannot be asked here "
             f"({report['block_size_unknown']}). It makes the blocks of attention as long as a "
-            f"state's page, maybe hundreds of tokens, so fewer come free than with the {size} "
+            f"state's page, maybe hundreds of tokens, so fewer are freed than with the {size} "
             "assumed here: give --block-size as the server's log says it."
         ]
     told = (
