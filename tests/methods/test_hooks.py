@@ -104,7 +104,6 @@ def test_a_method_selects_what_is_attended_to(name: str, policy: str) -> None:
             first = (-(-back_end.computed[request] // BLOCK) - 2) * BLOCK
             first = max(first, back_end.skip(layer, request))
             key, value = back_end.held(back_end.before[layer], layer, request, first)
-            assert BLOCK < len(key) <= 2 * BLOCK or first > back_end.computed[request] - 2 * BLOCK
             group = HEADS // KV_HEADS
             key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
             logits = torch.einsum("hd,nhd->hn", back_end.queries[layer][row], key) * SCALE
@@ -250,7 +249,7 @@ class Reports(StepHooks):
     name = "reports"
 
     def __init__(self, context: WorkerContext) -> None:
-        self.wants, self.step, self.forgotten = context.step, Step.nothing(LAYERS, 0), ""
+        self.step, self.forgotten = context.step(), ""
 
     def begin_step(self, step: Step) -> StepNeeds:
         self.step = step
@@ -269,13 +268,10 @@ class Reports(StepHooks):
 
 def test_a_step_gets_what_is_needed_and_reports() -> None:
     back_end = BackEnd("cpu", evicting("pyramidkv"), PROMPTS, [Reports])
-    tracker = back_end.tracker
-    found = []
-    ends = tracker.end_step
-    tracker.end_step = lambda: found.append(ends()) or found[-1]  # type: ignore[func-returns-value, method-assign]
     back_end.step({"a": 70})
-    assert [reports for _, reports in found] == [{"reports": {"tokens": 70}}]
-    assert tracker.without_graphs(["a"], back_end.tracker.step.computed)
+    assert back_end.reports == {"reports": {"tokens": 70}}
+    tracker = back_end.tracker
+    assert tracker.without_graphs(["a"], tracker.step.computed)
     (hooks,) = (one for one in back_end.hooks if isinstance(one, Reports))
     tracker.remove("a")
     assert hooks.forgotten == "a"
@@ -345,12 +341,11 @@ def test_a_hook_that_a_back_end_does_not_call_is_refused(hooks: Any, said: str) 
 @pytest.mark.parametrize("policy", policies(), ids=lambda policy: policy.name)
 def test_all_policies_have_their_hooks_called(policy: Policy) -> None:
     called = CudaImpl.called_hooks(policy)
-    context = make_context(4, specs=None)
     if policy.attends:
         assert called == LAYER_HOOKS
-        return  # its hooks need a device
-    context = make_context(4)
-    MethodHooks(policy.worker_hooks(context)).check_called("CudaImpl", called)
+    else:  # the hooks of the others need no specs
+        hooks = MethodHooks(policy.worker_hooks(make_context(4)))
+        hooks.check_called("CudaImpl", called)
 
 
 def test_a_scorer_inside_prompts_is_told_so() -> None:
