@@ -47,7 +47,7 @@ def evicting(name: str) -> Policy:
 
 
 def serve_prompts(back_end: BackEnd) -> None:
-    """Each in one step, so that there are evictions; then a token of each."""
+    """Each prompt in one step, which evicts; then a token of each."""
     for name, tokens in PROMPTS.items():
         back_end.step({name: tokens})
     back_end.step(dict.fromkeys(PROMPTS, 1))
@@ -115,15 +115,14 @@ def test_a_method_selects_what_is_attended_to(name: str, policy: str) -> None:
 
 
 class Attends(LayerHooks):
-    """Attends in one layer, in place of the back end."""
+    """Attends in the lowest layer, in place of the back end."""
 
     name = "attends"
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
-        if inputs.layer:
-            return False
-        out.fill_(inputs.layer + 0.5)
-        return True
+        if inputs.layer == 0:
+            out.fill_(0.5)
+        return inputs.layer == 0
 
 
 @BACK_ENDS
@@ -197,13 +196,10 @@ class FirstNumbers(CacheHooks, LayerHooks, EvictionHooks):
         self.copied += len(sources)
 
     def after_write(self, write: CacheWrite) -> None:
-        assert torch.equal(
-            write.key_cache[write.slots // BLOCK, :, write.slots % BLOCK], write.keys
-        )
-        assert torch.equal(
-            write.value_cache[write.slots // BLOCK, :, write.slots % BLOCK], write.values
-        )
-        self.pool[write.slots // BLOCK, :, write.slots % BLOCK] = write.keys[..., 0]
+        blocks, rows = write.slots // BLOCK, write.slots % BLOCK
+        assert torch.equal(write.key_cache[blocks, :, rows], write.keys)
+        assert torch.equal(write.value_cache[blocks, :, rows], write.values)
+        self.pool[blocks, :, rows] = write.keys[..., 0]
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
         for row, keep in enumerate(batch.host_keeps.tolist()):
@@ -289,8 +285,7 @@ class Scores(EvictionHooks):
 
 
 class Solves(Scores):
-    def solve(self, plans: Any, evidence: torch.Tensor) -> Any:
-        return []
+    def solve(self, plans: Any, evidence: Any) -> Any: ...
 
 
 def test_two_that_want_to_score_are_refused() -> None:
@@ -301,8 +296,8 @@ def test_two_that_want_to_score_are_refused() -> None:
     with pytest.raises(ValueError, match="both want to solve"):
         MethodHooks([Solves("one"), Solves("two", inside=True)])
     one, two = Scores("one"), Scores("two", inside=True)
-    sorted_ = MethodHooks([one, two])
-    assert sorted_.scorer is one and sorted_.scorer_inside is two
+    both = MethodHooks([one, two])
+    assert both.scorer is one and both.scorer_inside is two
     assert MethodHooks([one]).scorer_inside is one
 
 
@@ -348,9 +343,8 @@ def test_all_policies_have_their_hooks_called(policy: Policy) -> None:
         hooks.check_called("CudaImpl", called)
 
 
-def test_a_scorer_inside_prompts_is_told_so() -> None:
+def test_a_scorer_inside_prompts_knows_it() -> None:
     args = {"window": 8, "chunk": {"tokens": 48, "keep": 24, "scorer": "accumulated_attention"}}
     policy = load_policy("pyramidkv", "24", args=args)
     hooks = MethodHooks(policy.worker_hooks(make_context(2)))
-    assert isinstance(hooks.scorer_inside, KeyMass) and hooks.scorer_inside.inside
-    assert hooks.scorer is None
+    assert isinstance(hooks.scorer_inside, KeyMass) and hooks.scorer is None

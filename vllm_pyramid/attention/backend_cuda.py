@@ -203,25 +203,23 @@ class PyramidImplMixin:
             slot_mapping = context.slots(slot_mapping)
         if context is None or context.values is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        else:
-            parts = self._parts(layer, kv_cache)
-            key_scale = parts.scales.get("key_scale", 1.0)
-            get_ops(key.device.type).write_rows(key, parts.keys, slot_mapping, scale=key_scale)
-        if context is not None and context.hooks.after_write:
-            parts = self._parts(layer, kv_cache)
-            context.after_write(
-                CacheWrite(
-                    get_ops(key.device.type),
-                    context.layer,
-                    key,
-                    value,
-                    parts.keys,
-                    parts.values,
-                    slot_mapping,
-                    key_scale=parts.scales.get("key_scale", 1.0),
-                    value_scale=parts.scales.get("value_scale", 1.0),
-                )
-            )
+        if context is None or (context.values is None and not context.hooks.after_write):
+            return
+        parts = self._parts(layer, kv_cache)
+        write = CacheWrite(
+            get_ops(key.device.type),
+            context.layer,
+            key,
+            value,
+            parts.keys,
+            parts.values,
+            slot_mapping,
+            key_scale=parts.scales.get("key_scale", 1.0),
+            value_scale=parts.scales.get("value_scale", 1.0),
+        )
+        if context.values is not None:
+            write.ops.write_rows(key, parts.keys, slot_mapping, scale=write.key_scale)
+        context.after_write(write)
 
     def forward(
         self,
