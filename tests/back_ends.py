@@ -80,6 +80,7 @@ class BackEnd:
         cache: `[P, G, N, 2 * D]` of all layers, in the layout of the back end.
         outs: of the latest step each layer's attention, `[T, H, D]`. queries: the same.
         before: of the latest step and each layer, the cache when it was written.
+        reports: of the latest step.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class BackEnd:
             )
             self.impls.append(impl)
         self.computed = dict.fromkeys(prompts, 0)
+        self.reports: dict[str, Any] = {}
         self.outs: list[torch.Tensor] = []
         self.queries: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []
@@ -185,7 +187,7 @@ class BackEnd:
             self.queries.append(query)
         for name in names:
             self.computed[name] += scheduled[name]
-        self.tracker.end_step()
+        _, self.reports = self.tracker.end_step()
 
     def metadata(
         self, layer: int, table: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor

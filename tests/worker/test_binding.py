@@ -300,7 +300,7 @@ def test_traces_start_when_the_worker_says_so(tmp_path: Path) -> None:
 
 def test_a_hook_that_attention_does_not_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     called = LAYER_HOOKS - {"after_write"}
-    monkeypatch.setattr(OurImpl, "called_hooks", classmethod(lambda cls, policy: called))
+    monkeypatch.setattr(OurImpl, "called_hooks", staticmethod(lambda policy: called))
     said = "the method accumulated has the hook `after_write`, which the attention back end OurImpl"
     with pytest.raises(ValueError, match=said):
         Runner("h2o").initialize_kv_cache(make_groups())

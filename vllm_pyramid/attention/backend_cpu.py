@@ -39,7 +39,7 @@ class PyramidCpuBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """A member of vLLM's backend enumeration."""
+        """Return a member of vLLM's backend enumeration."""
         return "CUSTOM"
 
     @staticmethod
@@ -56,7 +56,7 @@ class PyramidCpuBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Where the user named none: vLLM 0.33 asks, 0.32 takes what our platform sets."""
+        """Return the block size without `--block-size`: vLLM 0.33 asks, 0.32 asks the platform."""
         return CPU_BLOCK_SIZE
 
     @classmethod
@@ -65,7 +65,7 @@ class PyramidCpuBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Heads outside tokens: the rows of a KV head in a block are contiguous."""
+        """Return the layout with heads outside tokens: a KV head's rows are contiguous."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
@@ -94,7 +94,7 @@ class PyramidCpuMetadata:
 
 
 class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
-    """Slices the step's retention; all the work was done once for all layers.
+    """Slices the step's skips by layer; they were computed once for all layers.
 
     Attributes:
         context: set by the model runner; None for layers that do not evict.
@@ -119,7 +119,7 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> PyramidCpuMetadata:
-        """Metadata of this builder's layers for the current step."""
+        """Return the metadata of this builder's layers for the current step."""
         common = common_attn_metadata
         if common.causal is not True:
             raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
@@ -201,7 +201,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return LAYER_HOOKS
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, `[P, G, N, D]` each: planes of a head's memory, which vLLM allocates as one.
+        """Return K and V, `[P, G, N, D]` each: planes of a head's memory, allocated as one.
 
         Where V lies elsewhere, vLLM's memory is all K. Its memory of 8-bit floats is one of bytes.
         """
@@ -216,7 +216,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return planes[:, :, :tokens], planes[:, :, tokens:]
 
     def _scales(self, layer: Any) -> tuple[float, float]:
-        """What the numbers in the layer's caches are multiplied with.
+        """Return what the numbers in the layer's caches are multiplied with.
 
         A layer that reads another's cache has scales of its own, which are not that cache's.
         """

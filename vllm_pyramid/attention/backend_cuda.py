@@ -28,7 +28,7 @@ from vllm_pyramid.step.hooks import LAYER_HOOKS
 
 @dataclass(frozen=True)
 class CacheParts:
-    """A layer's memory as our kernels see it.
+    """A layer's memory, as our kernels see it.
 
     Attributes:
         keys, values: `[P, G, N, D]`. scales: fields of `AttentionBatch`. rows: of
@@ -42,9 +42,9 @@ class CacheParts:
 
 
 def parts_of_scaled_rows(kv_cache: torch.Tensor, dtype: torch.dtype) -> CacheParts:
-    """Of `[P, G, N, 2 * (D + 4)]` bytes in vLLM's order: K, its scale, V, its scale.
+    """Split `[P, G, N, 2 * (D + 4)]` bytes in vLLM's order: K, its scale, V, its scale.
 
-    Moved are words of 4 bytes: rows begin at a multiple of those alone.
+    Words of 4 bytes are moved: rows begin at a multiple of these alone.
     """
     half = kv_cache.shape[-1] // 2
     numbers, words, floats = (kv_cache.view(t) for t in (dtype, torch.int32, torch.float32))
@@ -90,7 +90,7 @@ class PyramidBuilderMixin:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decode steps of one token, or of one and its drafts, if the stock kernel can do these.
+        """Return which steps may be graphs: decode steps of one token, or of one and its drafts.
 
         An eviction is Python, which a graph leaves out. None at all where a policy works in every
         step, or attends by itself; vLLM then runs attention between piecewise graphs, or says
@@ -120,8 +120,10 @@ class PyramidBuilderMixin:
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """The stock metadata over this layer's table. `fast_build` leaves out FlashAttention's
-        ahead-of-time schedule, which would be computed once a layer instead of once a step.
+        """Return the stock metadata over this layer's table.
+
+        `fast_build` leaves out FlashAttention's ahead-of-time schedule, which would be computed
+        once a layer instead of once a step.
         """
         context = self.context
         if context is None:  # a companion
@@ -153,7 +155,7 @@ class PyramidBuilderMixin:
         metadata.kv_offsets = shifted.skips[place, : common.num_reqs]
         if shifted.replays:
             # The graph reads the tensors that it was captured with; what is built for its step is
-            # read by nobody.
+            # not read.
             self._of_replays[shape] = metadata
         return metadata
 
@@ -202,25 +204,23 @@ class PyramidImplMixin:
             slot_mapping = context.slots(slot_mapping)
         if context is None or context.values is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        else:
-            parts = self._parts(layer, kv_cache)
-            key_scale = parts.scales.get("key_scale", 1.0)
-            get_ops(key.device.type).write_rows(key, parts.keys, slot_mapping, scale=key_scale)
-        if context is not None and context.hooks.after_write:
-            parts = self._parts(layer, kv_cache)
-            context.after_write(
-                CacheWrite(
-                    get_ops(key.device.type),
-                    context.layer,
-                    key,
-                    value,
-                    parts.keys,
-                    parts.values,
-                    slot_mapping,
-                    key_scale=parts.scales.get("key_scale", 1.0),
-                    value_scale=parts.scales.get("value_scale", 1.0),
-                )
-            )
+        if context is None or (context.values is None and not context.hooks.after_write):
+            return
+        parts = self._parts(layer, kv_cache)
+        write = CacheWrite(
+            get_ops(key.device.type),
+            context.layer,
+            key,
+            value,
+            parts.keys,
+            parts.values,
+            slot_mapping,
+            key_scale=parts.scales.get("key_scale", 1.0),
+            value_scale=parts.scales.get("value_scale", 1.0),
+        )
+        if context.values is not None:
+            write.ops.write_rows(key, parts.keys, slot_mapping, scale=write.key_scale)
+        context.after_write(write)
 
     def forward(
         self,
@@ -287,7 +287,7 @@ class PyramidImplMixin:
     def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:
         values = self.context.values if self.context is not None else None
         if (of_rows := SCALED_ROWS.get(self.kv_cache_dtype)) is not None:
-            assert values is None, "V of such a cache lies beside K"
+            assert values is None, "V of such a cache is in K's pages"
             return parts_of_scaled_rows(kv_cache, of_rows)
         scales = {}
         if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:
@@ -313,7 +313,7 @@ class PyramidImplMixin:
         max_query_len: int,
         max_seq_len: int,
     ) -> AttentionInputs:
-        """The layer's attention as our own kernels see it.
+        """Return the layer's attention as our own kernels see it.
 
         Args:
             layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`.

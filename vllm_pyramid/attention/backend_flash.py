@@ -15,11 +15,11 @@ from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin, PyramidImpl
 
 
 class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
-    """See `PyramidBuilderMixin`."""
+    """FlashAttention's metadata over a layer's own table."""
 
 
 class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
-    """See `PyramidImplMixin`."""
+    """FlashAttention, with hooks and evictions behind it."""
 
 
 class PyramidFlashBackend(FlashAttentionBackend):

@@ -16,17 +16,17 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin, PyramidImplMixin
 from vllm_pyramid.compat.backend_names import SCALED_ROWS
 
-# What the builders of one device share, by name and shape; gone with the last of them.
+# Scratch that the builders of one device share, by name and shape; freed with the last of them.
 _SCRATCH: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 
 
 class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
-    """See `PyramidBuilderMixin`."""
+    """The Triton back end's metadata over a layer's own table."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's; one scratch for all layers, which run in turn, as with vLLM's one builder.
+        """Share one scratch between all layers, which run in turn, as with vLLM's one builder.
 
-        A layer's own would be 4 MiB of an 8B, behind the back of vLLM's memory profile.
+        A layer's own would be 4 MiB of an 8B, which vLLM's memory profile does not see.
         """
         super().__init__(*args, **kwargs)
         for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"):
@@ -36,7 +36,7 @@ class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
 
 
 class PyramidTritonImpl(PyramidImplMixin, TritonAttentionImpl):
-    """See `PyramidImplMixin`."""
+    """Triton's attention, with hooks and evictions behind it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -16,19 +16,21 @@ if TYPE_CHECKING:
 
 
 class CapKVScorer(Scorer):
-    """The leverage of a value, `w v A^-1 v` with `A = I + sum(w v v)`, over the tokens of a head.
+    """CapKV: keep the tokens whose values add most to the information in the cache.
 
-    `w = exp(tau cos(k, m))`, over its largest, with m the mean of the window's queries without
-    rotary embedding, turned to the positions to come on average. Values that say the same share
-    their leverage, so a copy is worth less than something new. The mean over the group's heads;
-    sinks take no part.
+    Scores a token by the leverage of its value, `w v A^-1 v` with `A = I + sum(w v v)` over the
+    tokens of a head: values that say the same share their leverage, so a copy is worth less than
+    something new. The weight is `w = exp(tau cos(k, m))`, divided by the largest; m is the mean of
+    the window's queries without rotary embedding, rotated to the positions to come on average. The
+    score is the mean over the query heads of a group. Sinks take no part.
 
-    As released by the authors; the paper writes a dot product for the cosine, and takes the mean of
-    all the prompt's queries where this takes the last `window`, since a long prompt is chunked.
+    Follows the authors' release of arXiv:2604.25975. The paper writes a dot product for the cosine,
+    and takes the mean of all the prompt's queries; here it is that of the last `window`, since a
+    long prompt is computed in chunks.
 
     Attributes:
-        tau: weight of the likeness between key and mean query; 5 is the paper's best on average.
-        future_positions: how many positions to come the queries are turned to.
+        tau: weight of the cosine between a key and the mean query; 5 is the paper's best average.
+        future_positions: number of positions to come over which the rotation is averaged.
     """
 
     needs_queries: ClassVar[bool] = True
@@ -38,7 +40,6 @@ class CapKVScorer(Scorer):
     future_positions: int = Field(default=512, ge=1)
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         import torch
         import torch.nn.functional as F
 

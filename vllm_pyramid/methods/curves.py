@@ -19,7 +19,7 @@ from vllm_pyramid.policy.allocator import CurveAllocator, Reals
 
 
 class UniformAllocator(CurveAllocator):
-    """Every layer the same (SnapKV, StreamingLLM): k_l = B."""
+    """Give every layer the same: k_l = B (SnapKV, StreamingLLM)."""
 
     kind: Literal["uniform"] = "uniform"
 
@@ -28,7 +28,7 @@ class UniformAllocator(CurveAllocator):
 
 
 class SharesAllocator(CurveAllocator):
-    """Fixed shares, such as `vllm-pyramid calibrate` measures them: k_l = B * m * s_l / sum(s).
+    """Give layers fixed shares, as `vllm-pyramid calibrate` measures: k_l = B * m * s_l / sum(s).
 
     A layer whose share comes to more than C keeps C; the others share what is left.
 
@@ -42,7 +42,7 @@ class SharesAllocator(CurveAllocator):
     @field_validator("shares", mode="before")
     @classmethod
     def _from_list(cls, value: object) -> object:
-        """YAML and JSON have lists only; whole numbers in them are numbers too."""
+        """Turn a list, as YAML and JSON have it, into a tuple of floats."""
         if isinstance(value, list | tuple):
             return tuple(float(share) if type(share) in (int, float) else share for share in value)
         return value
@@ -113,7 +113,7 @@ class _InterpolatingAllocator(DecayingAllocator):
 
     @abstractmethod
     def shape(self, depth: Reals) -> Reals:
-        """s at relative depths 0 .. 1: `[m]` to `[m]`."""
+        """Return s at relative depths 0 .. 1: `[m]` to `[m]`."""
 
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
         shape = self.shape(np.linspace(0.0, 1.0, num_layers))
@@ -127,7 +127,7 @@ class _InterpolatingAllocator(DecayingAllocator):
 
 
 class ArithmeticAllocator(_InterpolatingAllocator):
-    """PyramidKV's arithmetic sequence (its section 4.2.1, Eq. 1).
+    """PyramidKV: let the lengths fall with depth in equal steps (arXiv:2406.02069, 4.2.1, Eq. 1).
 
     k_{m-1} = B / beta, k_0 = 2B - k_{m-1}, equal steps between. If k_0 > C: k_0 = C and
     k_{m-1} = 2B - C.
@@ -140,7 +140,7 @@ class ArithmeticAllocator(_InterpolatingAllocator):
 
 
 class ExponentialAllocator(_InterpolatingAllocator):
-    """Exponential decay from k_0 onto k_{m-1} = B / beta, with rate ln(beta) over the whole depth.
+    """Let the lengths decay from k_0 to k_{m-1} = B / beta, with rate ln(beta) over the depth.
 
     k_l = k_{m-1} + (k_0 - k_{m-1}) * (beta^-x - beta^-1) / (1 - beta^-1) with x = l / (m-1).
     PyramidKV's Table 4 compares such a strategy by name without giving its formula.
@@ -156,7 +156,7 @@ class ExponentialAllocator(_InterpolatingAllocator):
 
 
 class GeometricAllocator(DecayingAllocator):
-    """Geometric sequence: k_{m-1} = B / beta and k_l = k_{m-1} * q^(m-1-l).
+    """Let the lengths fall as a geometric sequence: k_{m-1} = B / beta, k_l = k_{m-1} q^(m-1-l).
 
     q >= 1 solves (1 + q + ... + q^(m-1)) = beta * m. If k_0 > C: k_0 = C, and q solves
     C * (1 + q^-1 + ... + q^-(m-1)) = B * m. PyramidKV's Table 4 compares such a strategy by name
@@ -182,7 +182,7 @@ class GeometricAllocator(DecayingAllocator):
 
 @lru_cache(maxsize=4096)
 def _solve_log_ratio(num_terms: int, mean: float) -> float:
-    """log r such that the mean of 1, r, ..., r^(num_terms-1) is `mean`, by bisection.
+    """Return log r such that the mean of 1, r, ..., r^(num_terms-1) is `mean`, by bisection.
 
     The mean grows with r from 1 / num_terms (r = 0) over 1 (r = 1) without bound.
     """

@@ -26,21 +26,22 @@ def check_queries(queries: int | None, policy: Policy) -> None:
 
 
 class ExpectedAttentionScorer(Scorer):
-    """The attention of a query drawn from a normal distribution, times the norm of V.
+    """Expected Attention: keep what queries that are still to come will attend to.
 
-    Mean m and covariance S are those of the window's queries without rotary embedding, turned to
-    the positions to come on average. The expected weight of key k is the softmax over the keys of
-    `m k / sqrt(D) + k S k / (2 D)` (1 / sqrt(D) stands for the layer's scale); its mean over the
-    group, plus `epsilon`, times `||v||`. The first tokens, which are kept, take no part in the
-    softmax; learned sinks do.
+    Takes future queries as drawn from a normal distribution, whose mean m and covariance S are
+    those of the window's queries without rotary embedding, rotated to the positions to come on
+    average. The expected weight of key k is the softmax over the keys of
+    `m k / sqrt(D) + k S k / (2 D)` (1 / sqrt(D) stands for the layer's scale). The score is its
+    mean over the query heads of a group, plus `epsilon`, times `||v||`. The first tokens, which are
+    kept, take no part in the softmax; learned sinks do.
 
-    The paper takes the statistics of all the prompt's queries; here they are those of the last
-    `window` queries, since a long prompt comes in chunks.
+    Follows arXiv:2510.00636, which takes the statistics of all the prompt's queries; here they are
+    those of the last `window`, since a long prompt is computed in chunks.
 
     Attributes:
-        queries: of how many of the window's last queries; None: of all.
-        future_positions: how many positions to come the queries are turned to.
-        covariance: use S; otherwise the mean alone.
+        queries: number of the window's last queries that count; None: all of them.
+        future_positions: number of positions to come over which the rotation is averaged.
+        covariance: whether S counts; otherwise the mean alone does.
         epsilon: added to the weight, so that V counts where the weight is next to nothing.
     """
 
@@ -53,12 +54,10 @@ class ExpectedAttentionScorer(Scorer):
     epsilon: float = Field(default=0.0, ge=0.0)
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         super().check(policy)
         check_queries(self.queries, policy)
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         import torch.nn.functional as F
 
         queries = view.unrotated_queries(self.queries).transpose(0, 1)  # [H, W, D]

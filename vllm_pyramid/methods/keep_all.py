@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class NoScorer(Scorer):
-    """Every token is kept."""
+    """Keep every token: what `full` and `kcache` have in place of a scorer."""
 
     evicts: ClassVar[bool] = False
     kind: Literal["none"] = "none"
 
     def check_budget(self, policy: Policy, budget: Budget) -> None:
-        """A budget would be ignored."""
+        """Raise ValueError for a budget, which would have no effect."""
         if budget.percent != 100:
             raise ValueError(
                 f"policy {policy.name!r} keeps every token, so a budget of {budget} has no effect: "

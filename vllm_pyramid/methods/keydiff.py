@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class KeyDiffScorer(Scorer):
-    """Minus the cosine between a key and the mean direction of all keys of its head.
+    """KeyDiff: keep the keys that differ most from the others of their head.
 
-    The mean is that of the keys scaled to length 1, over all tokens that the layer holds. Looks at
-    keys alone, so it can evict at any time.
+    Scores a key by minus its cosine with the mean direction of all keys of the head that the layer
+    holds, each scaled to length 1 (arXiv:2504.15364). Looks at keys alone, so it can evict at any
+    time. It has no parameters.
     """
 
     kind: Literal["keydiff"] = "keydiff"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         import torch.nn.functional as F
 
         anchor = F.normalize(view.keys, dim=-1).mean(dim=1, keepdim=True)

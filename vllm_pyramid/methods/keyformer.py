@@ -20,14 +20,17 @@ _NUMBERS_AT_ONCE = 2**23
 
 
 class KeyformerScorer(AccumulatingScorer):
-    """`softmax((logits + noise) / tau)`, summed over all queries so far and the group's heads.
+    """Keyformer: keep the keys with the most attention so far, regularised by Gumbel noise.
 
-    The noise, Gumbel(0, 1), is another number for each head, query and key; it makes up for the
-    keys that are no longer there, over which a plain softmax would spread. tau rises linearly from
-    `tau_start`, while the prompt is read, to `tau_end` after `generated` tokens.
+    Scores a key by `softmax((logits + noise) / tau)`, summed over all queries so far and the query
+    heads of a group (arXiv:2403.09054). The noise, Gumbel(0, 1), is another number for each head,
+    query and key; it makes up for the evicted keys, over which the softmax would have spread. tau
+    rises linearly from `tau_start`, while the prompt is read, to `tau_end`.
 
     Attributes:
-        generated: tokens after which tau has risen to `tau_end`. seed: of the noise.
+        tau_start, tau_end: temperature of the softmax at the prompt, and at the end.
+        generated: number of generated tokens after which tau is `tau_end`.
+        seed: of the noise.
     """
 
     kind: Literal["keyformer"] = "keyformer"
@@ -37,7 +40,6 @@ class KeyformerScorer(AccumulatingScorer):
     seed: int = 0
 
     def observe(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         import torch
 
         heads = torch.arange(view.num_query_heads, device=view.queries.device)

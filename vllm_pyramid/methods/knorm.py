@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class KeyNormScorer(Scorer):
-    """The lower the L2 norm of a key, the more attention it tends to get: `-||k||`.
+    """Keep the keys with the lowest L2 norm: these tend to get the most attention.
 
-    Looks at keys alone, so it can evict at any time.
+    Scores a key by `-||k||` (arXiv:2406.11430). Looks at keys alone, so it can evict at any time.
+    It has no parameters.
     """
 
     kind: Literal["knorm"] = "knorm"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         return -view.keys.norm(dim=-1)

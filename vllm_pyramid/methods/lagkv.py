@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class LagKVScorer(Scorer):
-    """How uneven a token's channels are, measured by the ranges of the next `lag` tokens.
+    """LagKV: keep the tokens that stand out against the tokens that follow them.
 
-    Behind the sinks the tokens are cut into parts of `lag`. In each head, K and V of a part are
-    scaled channel by channel to the minimum and maximum of the part that follows; the standard
-    deviation over the channels, softmax over the part, mean of K and V, gives an order within the
-    part. The last full part and what is behind it have no successor and come first, later tokens
-    before earlier ones. Looks at no query, so it can evict at any time.
+    Cuts the tokens behind the sinks into parts of `lag`. In each head, K and V of a part are scaled
+    channel by channel to the minimum and maximum of the part that follows (arXiv:2504.04704). Their
+    standard deviation over the channels, softmax over the part, summed over K and V, orders the
+    tokens within the part. The last full part and what is behind it have no successor and come
+    first, later tokens before earlier ones. Looks at no query, so it can evict at any time.
 
     Attributes:
         lag: tokens of a part.
@@ -32,7 +32,7 @@ class LagKVScorer(Scorer):
     lag: int = Field(default=128, ge=2)
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base: 0 .. 1 is the rank within a part, 1 and more the most recent tokens."""
+        """Return the rank within a part, 0 .. 1; 1 and more for the most recent tokens."""
         scores = (1 + view.places / view.num_tokens).repeat(view.num_kv_heads, 1)
         parts = (view.num_tokens - view.sinks) // self.lag - 1
         if parts >= 1:
@@ -44,7 +44,7 @@ class LagKVScorer(Scorer):
         return scores
 
     def _unevenness(self, x: torch.Tensor, first: int, parts: int) -> torch.Tensor:
-        """`[G, parts, lag]` of K or V, `[G, T, D]`."""
+        """Return how uneven the channels of K or V, `[G, T, D]`, are: `[G, parts, lag]`."""
         cut = x[:, first : first + (parts + 1) * self.lag].unflatten(1, (parts + 1, self.lag))
         lows, highs = cut[:, 1:].amin(dim=2, keepdim=True), cut[:, 1:].amax(dim=2, keepdim=True)
         scaled = (cut[:, :-1] - lows) / (highs - lows).clamp(min=1e-6)  # some channels are constant

@@ -12,7 +12,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """A hash of 32-bit words held in int64: two rounds of shift, exclusive or, and multiply.
+    """Hash 32-bit words held in int64 by two rounds of shift, exclusive or, and multiply.
 
     The constants are odd, so that each step can be undone and no two words meet, and small enough
     for a product that int64 holds.
@@ -23,7 +23,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(seed: int, *axes: torch.Tensor) -> torch.Tensor:
-    """Numbers in (0, 1), float32, in the shape that `axes`, integers, broadcast to."""
+    """Return numbers in (0, 1), float32, in the shape that `axes`, integers, broadcast to."""
     import torch
 
     word = torch.full((), seed & _WORD, dtype=torch.int64, device=axes[0].device)

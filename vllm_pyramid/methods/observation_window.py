@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def odd(field: str) -> Any:
-    """A validator of a pooling's width."""
+    """Return a validator of a pooling's width."""
 
     def check(value: int) -> int:
         if value % 2 == 0:
@@ -30,10 +30,11 @@ def odd(field: str) -> Any:
 
 
 class ObservationWindowScorer(Scorer):
-    """Attention that the prompt's last `window` queries pay to a key (SnapKV; PyramidKV 4.2.2).
+    """SnapKV: keep the keys to which the prompt's last `window` queries attend.
 
-    The float32 softmax over all keys is summed over the window's queries, reduced over the query
-    heads that share a KV head, and pooled along the positions.
+    Scores a key by the float32 softmax over all keys, summed over the window's queries, reduced
+    over the query heads that share a KV head, and pooled along the positions, so that neighbours
+    stay together (arXiv:2404.14469, section 4; PyramidKV, arXiv:2406.02069, section 4.2.2).
 
     Attributes:
         pooling: `avg` or `max` with stride 1 and zero padding, or `none`.
@@ -52,7 +53,7 @@ class ObservationWindowScorer(Scorer):
     _odd = odd("kernel_size")
 
     def check(self, policy: Policy) -> None:
-        """Its kernel sees whole prompts only, so it cannot evict during generation."""
+        """Raise ValueError for evictions during generation: the kernel sees whole prompts alone."""
         super().check(policy)
         if policy.schedule.every:
             raise ValueError(
@@ -62,7 +63,7 @@ class ObservationWindowScorer(Scorer):
             )
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """The formula in PyTorch; `scores` runs the kernel."""
+        """Return the scores by PyTorch; `scores` runs the kernel."""
         import torch.nn.functional as F
 
         mass = view.attention().sum(dim=1)[:, : view.num_tokens - view.window]
@@ -75,7 +76,7 @@ class ObservationWindowScorer(Scorer):
     def scores(
         self, batch: EvictionBatch, *, statistics: bool = False
     ) -> tuple[torch.Tensor, WindowStatistics | None]:
-        """See the base: `ops.window_scores`, one launch for all requests."""
+        """Return the scores of all requests by one launch of `ops.window_scores`."""
         from vllm_pyramid.kernels.records import Reduction, WindowBatch
 
         call = batch.call

@@ -22,20 +22,19 @@ _AT_ONCE = 8
 
 
 class ObservedExpectedScorer(Scorer):
-    """SnapKV's attention times the size of V, pooled widely, plus Expected Attention.
+    """Keep what the question attends to, and what any continuation is expected to attend to.
 
-    The first part is what the last `queries` attend to (SnapKV, arXiv:2404.14469), weighed by the
-    L1 norm of V (VATP, arXiv:2406.12335), then pooled so wide that an answer of several tokens
-    stays together. It finds what the question is about. The second is what queries to come are
-    expected to attend to (arXiv:2510.00636): it keeps what any continuation needs. Each is divided
-    by its sum over the head's tokens. The policy's window may be longer than `queries`: it keeps a
-    whole question, of which the end looks at the text. The combination is ours; docs/quality.md
-    compares it.
+    Adds two scores, each divided by its sum over the head's tokens. The first is the attention of
+    the last `queries` (SnapKV, arXiv:2404.14469), weighed by the L1 norm of V (VATP,
+    arXiv:2406.12335) and pooled so wide that an answer of several tokens stays together. The second
+    is Expected Attention (arXiv:2510.00636). The policy's window may be longer than `queries`: it
+    keeps a whole question, of which the end looks at the text. The combination is ours;
+    docs/quality.md compares it.
 
     Attributes:
-        queries: of the window's last ones, whose attention and statistics count.
-        kernel_size: width of the pooling of the first part in tokens, odd.
-        expected: weight of the second part beside the first.
+        queries: number of the window's last queries whose attention and statistics count.
+        kernel_size: width of the pooling of the first score in tokens, odd.
+        expected: weight of the second score; the first has 1.
         future_positions: see `ExpectedAttentionScorer`.
     """
 
@@ -50,12 +49,10 @@ class ObservedExpectedScorer(Scorer):
     _odd = odd("kernel_size")
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         super().check(policy)
         check_queries(self.queries, policy)
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         import torch
         import torch.nn.functional as F
 
@@ -78,5 +75,5 @@ class ObservedExpectedScorer(Scorer):
 
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:
-    """`[G, n]` as shares of each head's sum."""
+    """Return `[G, n]` as shares of each head's sum."""
     return scores / scores.sum(dim=-1, keepdim=True).clamp(min=1e-30)

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 class RandomScorer(Scorer):
-    """A number for each position, KV head and layer, the same for all requests and runs.
+    """Keep tokens at random: the control for every comparison.
+
+    Draws a number for each position, KV head and layer, the same for all requests and runs.
 
     Attributes:
-        seed: another one gives other numbers.
+        seed: of the numbers.
     """
 
     needs_positions: ClassVar[bool] = True
@@ -26,7 +28,6 @@ class RandomScorer(Scorer):
     seed: int = 0
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         import torch
 
         heads = torch.arange(view.num_kv_heads, device=view.places.device) + view.first_kv_head

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 class RecencyScorer(Scorer):
-    """Later tokens matter more: sinks and the most recent tokens are kept."""
+    """StreamingLLM: keep the policy's sinks, and the most recent tokens.
+
+    Scores a token by its place (arXiv:2309.17453, section 3.2). It has no parameters.
+    """
 
     kind: Literal["recency"] = "recency"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """The place of a token."""
         return view.places.float().expand(view.num_kv_heads, -1)

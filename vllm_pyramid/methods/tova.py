@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 class TovaScorer(Scorer):
-    """The attention of the last query, its mean over all heads of the layer.
+    """TOVA: keep the tokens to which the last query attends.
 
-    So all heads keep the same tokens. With `window: 1` it can evict at any time, as the paper does
-    at every token; a wider window protects more tokens and leaves the scores as they are.
+    Scores a token by the last query's attention, averaged over all heads of the layer, so that all
+    heads keep the same tokens (arXiv:2401.06104). With `window: 1` it can evict at any time, as the
+    paper does at every token; a wider window protects more tokens and leaves the scores as they
+    are. It has no parameters.
     """
 
     needs_queries: ClassVar[bool] = True
     kind: Literal["tova"] = "tova"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         return view.mean_of_heads(view.attention(1)[:, 0]).expand(view.num_kv_heads, -1)

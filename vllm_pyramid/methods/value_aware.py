@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 
 class ValueAwareScorer(Scorer):
-    """The attention of the window's queries to a key, times the L1 norm of its value.
+    """VATP: keep the tokens with much attention and large values.
 
-    Attention alone says little where V is next to nothing. The mean over the window's queries and
-    over the query heads of a group; the paper has one query head a KV head. Sinks have much
-    attention and hardly any V, so the paper keeps the first 20 tokens whatever their score.
+    Scores a token by the attention of the window's queries, averaged over these and over the query
+    heads of a group, times the L1 norm of its value: attention says little where V is next to
+    nothing (arXiv:2406.12335). The paper has one query head a KV head. Sinks have much attention
+    and hardly any V, so the paper keeps the first 20 tokens whatever their score. It has no
+    parameters.
     """
 
     needs_queries: ClassVar[bool] = True
@@ -26,6 +28,5 @@ class ValueAwareScorer(Scorer):
     kind: Literal["value_aware"] = "value_aware"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        """See the base."""
         attention = view.reduce_groups(view.attention().mean(dim=1))
         return attention * view.values.norm(p=1, dim=-1)

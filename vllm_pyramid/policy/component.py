@@ -9,9 +9,9 @@ A section of a preset is a mapping with a `kind` and the fields of that kind, or
 Built-in kinds have short names. `kind: "package.module:ClassName"` uses a class of your own; it
 must derive from the section's base class and be importable in every process of the engine.
 
-`Component` is the contract. Whoever reads a policy (front end, scheduler, worker) asks every part
-the same questions and knows none of them by name; the answers below are those of a part that has
-nothing to say.
+`Component` is the contract. The front end, the scheduler and the worker ask every part of a policy
+the same questions and know none of them by name; the answers below are those of a part that asks
+for nothing special.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Component(BaseModel):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise ValueError if this class defines nothing that the engine calls."""
+        """Raise ValueError if this class lacks what its section calls."""
 
     def check(self, policy: Policy) -> None:
         """Raise ValueError unless this part goes with the other parts of the policy."""
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError if this part cannot serve a model of `num_layers` layers."""
+        """Raise ValueError if this part cannot serve a model of `num_layers`."""
 
     def check_hybrid(self, policy: Policy) -> None:
         """Raise ValueError if this part needs every layer of a model to evict."""
@@ -64,29 +64,29 @@ class Component(BaseModel):
 
     @property
     def works_in_every_step(self) -> bool:
-        """Whether decode steps do more than attention because of this part."""
+        """Return whether decode steps do more than attention because of this part."""
         return False
 
     @property
     def works_during_prompt(self) -> bool:
-        """Whether steps inside a prompt do more than attention because of this part."""
+        """Return whether steps inside a prompt do more than attention because of this part."""
         return self.works_in_every_step
 
     @property
     def attends(self) -> bool:
-        """Whether the hooks of this part attend in place of some layers' attention, in all steps.
+        """Return whether hooks of this part attend, or choose what is attended to, in all steps.
 
-        That is Python, which a captured graph of a whole step would leave out.
+        That is Python, which a captured graph of a whole step would leave out (`LayerHooks`).
         """
         return False
 
     @property
     def splits_at_prompt_end(self) -> bool:
-        """Whether no step may have tokens of the prompt and tokens behind it, evicting or not."""
+        """Return whether no step may have tokens of the prompt and tokens behind it."""
         return False
 
     def why_not_shareable(self, policy: Policy) -> str | None:
-        """Return why a request cannot share blocks with others because of this part, or None.
+        """Return why a prompt cannot begin with blocks of another request; None: it can.
 
         It can if its KV is that of the full cache until the prompt's end, and an eviction depends
         only on the cache and the prompt's last queries.
@@ -94,7 +94,7 @@ class Component(BaseModel):
         return None
 
     def why_not_resumable(self, policy: Policy) -> str | None:
-        """Return why a request cannot resume a conversation because of this part, or None.
+        """Return why the policy cannot evict where earlier turns ended (`kv_turns`); None: it can.
 
         It can if a prompt may be evicted several times, each eviction depends only on the cache and
         the latest queries, and all that the next turn needs is in the device's blocks.
@@ -103,7 +103,7 @@ class Component(BaseModel):
 
     @property
     def copies_blocks(self) -> bool:
-        """Whether all of a block is in one page of the device, which copying it takes along."""
+        """Return whether all of a block is in one page of the device, which is copied with it."""
         return True
 
     # When an engine starts or a request comes ---------------------------------------------------
@@ -125,7 +125,7 @@ class Component(BaseModel):
         """Raise ValueError if a request wants what this part cannot give."""
 
     def for_request(self, keys: dict[str, Any]) -> Component:
-        """This part as a request wants it.
+        """Return this part as a request wants it.
 
         Args:
             keys: of the request's own keys those that are for parts (`kv_top_n` so far), types

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -90,8 +90,7 @@ class AttentionInputs:
         return self.offsets is not None
 
 
-@dataclass(frozen=True)
-class CacheWrite:
+class CacheWrite(NamedTuple):
     """One layer's new tokens in a step. Shape legend as in `kernels/records.py`.
 
     Attributes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scorers whose evidence is gathered in every step, so that they can evict at any time.
 
-`gather.py` keeps what the queries so far gave each key beside the cache: 4 bytes a token, layer and
-KV head. A scorer says what one step's queries add (`observe`), or names a kernel that does it.
+`gather.py` keeps a pool of what the queries so far gave each key: 4 bytes a token, layer and KV
+head. A scorer says what one step's queries add (`observe`), or names a kernel that adds it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ class AccumulatingScorer(Scorer):
     asked: ClassVar[str] = "observe"
 
     def gathers(self, policy: Policy) -> bool:
-        """See the base."""
         return True
 
     def observe(self, view: ScorerInputs) -> torch.Tensor:
-        """What the queries of a step add to each key's sum: `[G, T]` float32.
+        """Return what the queries of a step add to each key's sum: `[G, T]` float32.
 
         Args:
             view: `view.queries` are those of the step that count; none of them is missing.
@@ -50,16 +49,14 @@ class AccumulatingScorer(Scorer):
         raise NotImplementedError
 
     def probed(self, view: ScorerInputs) -> torch.Tensor | None:
-        """See the base; what is gathered scores later."""
+        """Return what `observe` gives; None where a kernel adds it."""
         return None if self.mass_kind is not None else self.observe(view)
 
     @property
     def works_in_every_step(self) -> bool:
-        """See the base."""
         return True
 
     def why_not_shareable(self, policy: Policy) -> str | None:
-        """See the base."""
         if not self.gathers(policy):
             return None
         return (
@@ -69,7 +66,7 @@ class AccumulatingScorer(Scorer):
 
     @classmethod
     def check_class(cls) -> None:
-        """A class that adds up nothing is a mistake."""
+        """Raise ValueError for a class without `observe` and without a kernel."""
         if cls.mass_kind is None and cls.observe is AccumulatingScorer.observe:
             raise ValueError(
                 f"the scorer {cls.__module__}:{cls.__qualname__} has no method "
@@ -77,7 +74,6 @@ class AccumulatingScorer(Scorer):
             )
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         super().check(policy)
         every = policy.schedule.every
         if every and self.history is not None and self.history > every:
@@ -93,10 +89,11 @@ class AccumulatingScorer(Scorer):
 
 
 class AccumulatedAttentionScorer(AccumulatingScorer):
-    """H2O's heavy hitters: the attention that a key was given by all queries so far.
+    """H2O: keep the heavy hitters, the keys with the most attention so far.
 
-    Softmax probabilities, summed over all queries since the key was written (its own and those of
-    the prompt included) and over the query heads of the KV head (arXiv:2306.14048, section 4).
+    Scores a key by its softmax probabilities, summed over all queries since it was written (its own
+    and those of the prompt included) and over the query heads of the KV head (arXiv:2306.14048,
+    section 4). It has no parameters.
     """
 
     kind: Literal["accumulated_attention"] = "accumulated_attention"
@@ -104,12 +101,12 @@ class AccumulatedAttentionScorer(AccumulatingScorer):
 
 
 class PersistenceScorer(AccumulatingScorer):
-    """Scissorhands: how seldom a key was below the average among the last queries.
+    """Scissorhands: keep the keys that were seldom below the average attention of late.
 
     For each of the last `queries` queries before an eviction, a key counts 1 for every query head
-    of its KV head that gives it less than 1 / t of its attention, t being the keys that the query
-    sees. The keys with the smallest counts stay (arXiv:2305.17118, section 4: the counter of low
-    scores of its algorithm, over its history window).
+    of its KV head that gives it less than 1 / t of its attention, where the query sees t keys. The
+    keys with the smallest counts stay (arXiv:2305.17118, section 4: the counter of low scores of
+    its algorithm, over its history window).
 
     Attributes:
         queries: length of the history window; not longer than the interval between evictions.
@@ -124,5 +121,4 @@ class PersistenceScorer(AccumulatingScorer):
 
     @property
     def history(self) -> int | None:
-        """See the base."""
         return self.queries

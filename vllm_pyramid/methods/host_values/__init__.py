@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V in host memory (KCache, arXiv:2404.18057): the device holds K alone, and fetches the best V.
+"""V in host memory (KCache, arXiv:2404.18057): the device holds K alone, and reads the best V.
 
     device page b  [ K of 2 N tokens ]    host page b  [ V of the same 2 N tokens ]
 
@@ -26,12 +26,14 @@ TOP_N_KEY = "kv_top_n"  # of requests
 
 
 class HostValues(Values):
-    """Keep V of the layers from `device_layers` on in host memory, K alone on the device.
+    """KCache: keep V in host memory, and read it for the keys with the largest attention alone.
+
+    The device keeps K alone in the layers from `device_layers` on.
 
     Attributes:
-        top_n: keys a query head of a generated token takes V of: those with the largest attention.
-            Prompts attend to everything, and so does who sees no more keys.
-        device_layers: the lowest layers, which keep V beside K: the paper's L.
+        top_n: keys of which a query head of a generated token reads V: those with the largest
+            attention. Prompts attend to everything, and so do queries that see no more keys.
+        device_layers: number of the lowest layers, which keep V on the device: the paper's L.
         renormalize: make the weights of these keys sum to 1. The paper does not (section 3.1):
             there they are those of the softmax over all keys.
     """
@@ -44,34 +46,28 @@ class HostValues(Values):
     uses_swap_space: ClassVar[bool] = True
 
     def on_device(self, layer: int) -> bool:
-        """See the base."""
         return layer < self.device_layers
 
     def most_rows(self, layer: int) -> int | None:
-        """See the base."""
         return None if self.on_device(layer) else self.top_n
 
     @property
     def attends(self) -> bool:
-        """See the base."""
         return True
 
     @property
     def splits_at_prompt_end(self) -> bool:
-        """Behind the prompt keys are chosen: no step may have queries of both kinds."""
+        """Return True: keys are chosen behind the prompt, and no step has queries of both kinds."""
         return True
 
     @property
     def copies_blocks(self) -> bool:
-        """See the base: V lies elsewhere."""
         return False
 
     def why_not_resumable(self, policy: Policy) -> str | None:
-        """See the base."""
         return "V lies in host memory, which copies of the device's blocks leave behind"
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         if any(part.works_during_prompt for part in policy.parts):
             raise ValueError(
                 f"policy {policy.name!r} keeps V in host memory (values: host), which goes with "
@@ -81,7 +77,6 @@ class HostValues(Values):
             )
 
     def check_layers(self, num_layers: int) -> None:
-        """See the base."""
         if self.device_layers >= num_layers:
             raise ValueError(
                 f"values: host keeps V of {self.device_layers} layers on the device, and the model "
@@ -89,7 +84,6 @@ class HostValues(Values):
             )
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """See the base."""
         if config.speculative_config is not None:
             raise ValueError(
                 f"policy {policy.name!r} keeps V in host memory (values: host) and fetches what "
@@ -98,7 +92,7 @@ class HostValues(Values):
             )
 
     def for_request(self, keys: dict[str, Any]) -> HostValues:
-        """A request may choose its own number of keys."""
+        """Return this part with a request's own number of keys."""
         top_n = keys.pop(TOP_N_KEY, None)
         return self if top_n is None else self.model_copy(update={"top_n": top_n})
 
@@ -110,7 +104,6 @@ class HostValues(Values):
         return FetchedValueCache(policy, self, context)
 
     def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
-        """See the base."""
         from vllm_pyramid.methods.host_values.traffic import SwapTraffic
 
         return SwapTraffic()

@@ -18,7 +18,7 @@ Shape legend as in `kernels/records.py`; N are the tokens of a block of K alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.reads import Numbers, ReadLayout, StepRows
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import CopyStream, WorkerContext
 from vllm_pyramid.step.step import Step
@@ -35,65 +36,9 @@ from vllm_pyramid.step.upload import upload
 # Scratch of the queries that choose, in float32: of 128 MiB, more only where one query needs it.
 WORKSPACE_CELLS = 32 << 20
 
-Numbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Requests `first .. last - 1` of a step, whose V is read in one way.
-
-    Attributes:
-        most_queries, most_visible: of one of them.
-        table: `[rows, S]` int32, their blocks in the buffer; None where V is read on the host.
-        places: of `Ops.copy_pages`, the pages to fetch. slots: `[tokens]` int64 in the buffer.
-        tokens: of the step, that are theirs.
-        top_ns: `[rows]` int32. choosers: of those that choose, or None.
-    """
-
-    first: int
-    last: int
-    most_queries: int
-    most_visible: int
-    table: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    tokens: slice | None = None
-    top_ns: torch.Tensor | None = None
-    choosers: Choosers | None = None
-
-    def of(self, call: AttentionInputs, **changes: Any) -> Any:
-        """The batch of these requests; queries and outputs are those of all."""
-        rows, batch = slice(self.first, self.last), call.batch
-        return replace(
-            batch,
-            block_table=batch.block_table[rows],
-            query_start_loc=batch.query_start_loc[self.first : self.last + 1],
-            seq_lens=batch.seq_lens[rows],
-            skips=batch.skips[rows],
-            max_query_len=self.most_queries,
-            max_seq_len=self.most_visible,
-            **changes,
-        )
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """A step in the layers that skip the same.
-
-    Attributes:
-        fetched, direct: how V is read.
-        whole, chosen: `[R]` keys that a request's queries use: once a KV head where all are used,
-            once a query head where these choose.
-    """
-
-    fetched: list[_Rows]
-    direct: list[_Rows]
-    whole: Numbers
-    chosen: Numbers
-
 
 class FetchedValues:
-    """The buffers, the copies under way, and attention.
+    """Keeps the buffers and the copies under way, and attends.
 
     Args:
         context: of the worker. first_layer: the lowest one whose V is on the host.
@@ -125,12 +70,12 @@ class FetchedValues:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers on the device."""
+        """Return the size of the buffers on the device."""
         new = int(np.prod(self._new_shape)) * self._dtype.itemsize
         return 2 * (self._pages * self._page_bytes + new) + 4 * self._cells
 
     def allocate(self) -> None:
-        """The buffers, once: they do not depend on the cache."""
+        """Allocate the buffers, once: they do not depend on the cache."""
         self._caches = {}
         if self._new:
             return
@@ -146,22 +91,22 @@ class FetchedValues:
         self._forget_copies()
 
     def add(self, layer: int, cache: torch.Tensor) -> None:
-        """V of a layer on the host, `[P, G, N, D]`."""
+        """Take V of a layer on the host, `[P, G, N, D]`."""
         self._caches[layer] = cache
 
     def _buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """A buffer as pages like those of `like`: `[S, G, N, D]`."""
+        """Return a buffer as pages like those of `like`: `[S, G, N, D]`."""
         return self._buffers[index].view(like.dtype).view(self._pages, *like.shape[1:])
 
     # A step ---------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step, top_ns: npt.NDArray[np.int32]) -> None:
-        """`top_ns`: `[R]`, 0 where all keys are used."""
+        """Begin a step. `top_ns` is `[R]`, 0 where all keys are used."""
         self._step, self._top_ns = step, top_ns
-        self._layouts: dict[bytes, _Layout] = {}
+        self._layouts: dict[bytes, ReadLayout] = {}
 
     def end_step(self) -> None:
-        """Nothing that was launched behind this runs beside the step's copies."""
+        """Let all that is launched behind this call wait for the step's copies."""
         if self._last is not None:
             self._copies.wait(self._last)
         self._step = None
@@ -176,9 +121,9 @@ class FetchedValues:
         self._used_last = 0
 
     def write(self, write: CacheWrite) -> None:
-        """V of new tokens goes to the host, behind the layers that follow.
+        """Copy V of new tokens to the host, while the layers that follow run.
 
-        By way of a memory of ours: graphs reuse theirs between two layers.
+        By way of a buffer of ours: graphs reuse their memory between two layers.
         """
         place, count = write.layer % 2, len(write.slots)
         assert count <= self._new_tokens, (count, self._new_tokens)
@@ -191,10 +136,10 @@ class FetchedValues:
         )
 
     def attend(self, call: AttentionInputs, out: torch.Tensor) -> tuple[Numbers, Numbers] | None:
-        """Attention of a layer whose V is on the host.
+        """Attend in a layer whose V is on the host.
 
         Returns:
-            `_Layout.whole` and `chosen`; None in a step without real requests, which has zeros.
+            `ReadLayout.whole` and `chosen`; None in a step without real requests, which has zeros.
         """
         if self._step is None:
             out.zero_()
@@ -231,19 +176,19 @@ class FetchedValues:
         return layout.whole, layout.chosen
 
     def prefetch(self, ops: Ops, layer: int) -> None:
-        """The layer is about to attend: fetch what the first one with V on the host will need."""
+        """Fetch, from a layer with V on the device, what the first one with V on the host needs."""
         if self._step is not None and layer < self.first_layer:
             self._fetch_next(ops, self.first_layer - 1, 0)
 
     def _fetch_next(self, ops: Ops, layer: int, index: int) -> None:
-        """Fetch what comes behind part `index` of a layer."""
+        """Fetch the part that comes behind part `index` of a layer."""
         if layer >= self.first_layer and index + 1 < len(self._layout(layer).fetched):
             self._fetch(ops, layer, index + 1)
         elif layer + 1 in self._caches and self._layout(layer + 1).fetched:
             self._fetch(ops, layer + 1, 0)
 
     def _fetch(self, ops: Ops, layer: int, index: int) -> int:
-        """The buffer that holds, or will hold, a part of a layer."""
+        """Return the buffer that holds, or will hold, a part of a layer."""
         if (layer, index) in self._held:
             return self._held.index((layer, index))
         place = 1 - self._used_last
@@ -258,14 +203,14 @@ class FetchedValues:
 
     # How V is read --------------------------------------------------------------------------------
 
-    def _layout(self, layer: int) -> _Layout:
+    def _layout(self, layer: int) -> ReadLayout:
         assert self._step is not None
         skips = self._step.skips[layer]
         if (found := self._layouts.get(key := skips.tobytes())) is None:
             found = self._layouts[key] = self._make_layout(skips)
         return found
 
-    def _make_layout(self, skips: npt.NDArray[np.int32]) -> _Layout:
+    def _make_layout(self, skips: npt.NDArray[np.int32]) -> ReadLayout:
         step = self._step
         assert step is not None
         queries = step.scheduled.astype(np.int64)
@@ -273,7 +218,7 @@ class FetchedValues:
         visible, top_ns = before + queries, self._top_ns.astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(queries)])
         chooses = (top_ns > 0) & (top_ns < visible) & (queries > 0)
-        # Who chooses takes at most `top_ns` keys; its first queries may see fewer.
+        # A request that chooses takes at most `top_ns` keys; its first queries may see fewer.
         fewer = np.clip(top_ns - before - 1, 0, queries)
         chosen = queries * top_ns - fewer * (top_ns - before) + fewer * (fewer + 1) // 2
         fetches = ~chooses & (queries > 1)
@@ -294,7 +239,7 @@ class FetchedValues:
             else:
                 direct.append(self._direct(rows, most, chooses[rows], queries[rows]))
             first = last
-        return _Layout(
+        return ReadLayout(
             fetched,
             direct,
             np.where(chooses | (queries == 0), 0, visible),
@@ -303,8 +248,8 @@ class FetchedValues:
 
     def _fetched(
         self, rows: slice, most: tuple[int, int], before: Numbers, queries: Numbers, tokens: slice
-    ) -> _Rows:
-        """Requests whose V is fetched: each gets pages of the buffer, one behind the other."""
+    ) -> StepRows:
+        """Give requests whose V is fetched pages of the buffer, one behind the other."""
         size, device = self.block_size, self.context.device
         bases = np.concatenate([[0], np.cumsum(-(-(before + queries) // size))])[:-1]
         # Pages that hold something already: in the buffer, row and entry of the table.
@@ -316,7 +261,7 @@ class FetchedValues:
         of = np.repeat(np.arange(len(queries)), queries)
         new = before[of] + np.arange(len(of)) - np.repeat(np.cumsum(queries) - queries, queries)
         slots = bases[of] * size + new
-        return _Rows(
+        return StepRows(
             *(rows.start, rows.stop, *most),
             table=self._columns + upload(bases.astype(np.int32), device)[:, None],
             places=upload(places.astype(np.int32), device) if len(places) else None,
@@ -326,8 +271,8 @@ class FetchedValues:
 
     def _direct(
         self, rows: slice, most: tuple[int, int], chooses: npt.NDArray[np.bool_], queries: Numbers
-    ) -> _Rows:
-        """Requests that read V where it lies."""
+    ) -> StepRows:
+        """Return requests that read V where it lies."""
         device, top_ns = self.context.device, self._top_ns[rows]
         choosers = None
         if chooses.any():
@@ -341,12 +286,12 @@ class FetchedValues:
                 workspace=self._workspace,
             )
         own = upload(np.ascontiguousarray(top_ns), device)
-        return _Rows(*(rows.start, rows.stop, *most), top_ns=own, choosers=choosers)
+        return StepRows(*(rows.start, rows.stop, *most), top_ns=own, choosers=choosers)
 
     # Warm-up --------------------------------------------------------------------------------------
 
     def compile_kernels(self, call: AttentionInputs) -> None:
-        """Launch all variants that a step may launch, on a made-up call (`WorkerHooks`)."""
+        """Launch all variants that a step may launch, on a made-up call (`CacheHooks`)."""
         batch, ops, device = call.batch, call.ops, call.query.device
         out = torch.empty_like(call.query)
         cache = self._caches[call.layer]
@@ -363,11 +308,11 @@ class FetchedValues:
         ops.copy_pages(self._buffer(0, cache), cache, batch.block_table, zeros)
         table = self._columns[None]
         one = torch.ones(1, dtype=torch.int32, device=device)
-        for most in (1, 2):  # with two there are kernels of prompts beside those of single queries
+        for most in (1, 2):  # with two there are kernels of prompts, too
             own = replace(batch, max_query_len=most)
             ops.paged_attention(out, own, call.softmax)
-            beside = replace(own, value_cache=values, value_table=table)
-            ops.paged_attention(out, beside, call.softmax)
+            apart = replace(own, value_cache=values, value_table=table)
+            ops.paged_attention(out, apart, call.softmax)
             choosers = Choosers(zeros[:, :2].contiguous(), 1, workspace=self._workspace)
             ops.topn_attention(
                 out, own, call.softmax, one, renormalize=self.renormalize, choosers=choosers

@@ -30,15 +30,15 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole pool."""
+        """Return the size of the whole pool."""
         return self.num_pages * self.page_bytes
 
     def release(self) -> None:
-        """Nobody will use it any more."""
+        """Release the memory, which is not used any more."""
         self._memory.release()
 
     def values(self, key_cache: torch.Tensor) -> torch.Tensor:
-        """V beside a layer's K: `[P, G, N, D]` as `key_cache`, in host memory, dense.
+        """Return V of a layer, `[P, G, N, D]` as `key_cache`, in host memory, dense.
 
         Args:
             key_cache: `[P, G, N, D]` over the whole device pool.

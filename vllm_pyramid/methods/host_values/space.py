@@ -12,14 +12,14 @@ _GIB = 2**30
 
 
 def gib(num_bytes: int) -> str:
-    """`num_bytes` for people."""
+    """Format `num_bytes` in GiB."""
     return f"{num_bytes / _GIB:.3g} GiB"
 
 
 def capped_cache_bytes(
     device_bytes: int, swap_bytes: int | None, *, page_bytes: int, longest_pages: int, longest: int
 ) -> int:
-    """Bytes that the device's KV cache may have, so that each of its pages has one on the host.
+    """Return the bytes that the device's KV cache may have, so that each page has one on the host.
 
     Args:
         device_bytes: what the device has room for. swap_bytes: `--kv-swap-space`, or None.

@@ -37,7 +37,7 @@ class _Moved:
 
 
 class SwapTraffic(SchedulerHooks):
-    """Sums a request and since the start."""
+    """Adds up what moved, for each request and since the start."""
 
     name = NAME
 
@@ -46,7 +46,7 @@ class SwapTraffic(SchedulerHooks):
         self._written = self._read = 0
 
     def on_step_report(self, report: StepTraffic, is_alive: Callable[[str], bool]) -> None:
-        """Take a step's report. Of requests that have ended only the totals are counted."""
+        """Add a step's report; for requests that have ended, to the totals alone."""
         for name, written, read, decoded in zip(*report, strict=True):
             self._written += written
             self._read += read
@@ -60,7 +60,7 @@ class SwapTraffic(SchedulerHooks):
                 moved.decoded += decoded
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
-        """The report of a request that ends, which is forgotten.
+        """Forget a request, and return what moved for it.
 
         `v_bytes_read_per_token` is the mean of the tokens behind the prompt that went through the
         model; 0 where there was none. A preempted request has moved its V again, and says so.
@@ -74,5 +74,5 @@ class SwapTraffic(SchedulerHooks):
         }
 
     def totals(self) -> dict[str, int]:
-        """Bytes since the start."""
+        """Return the bytes since the start."""
         return {"v_bytes_written": self._written, "v_bytes_read": self._read}

@@ -160,7 +160,7 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
 
 
 class FetchedValueCache(HostValueCache):
-    """The same on devices with a memory of their own, which fetch V from the host's."""
+    """V on devices with a memory of their own, which fetch it from the host's."""
 
     def __init__(self, policy: Policy, values: HostValues, context: WorkerContext) -> None:
         super().__init__(policy, values, context)

@@ -43,9 +43,9 @@ class SolvingAllocator(Allocator):
     """Base of the data-dependent allocators. All methods are pure functions.
 
     Attributes:
-        sample_first: of each application, solve the first so many requests only; the others get
-            the average of those solved so far.
-        sample_share: of each application, solve this share of the requests only, above 0, below 1.
+        sample_first: number of requests of each application that are solved; later ones get the
+            average of those solved so far.
+        sample_share: share of the requests of each application that are solved, above 0, below 1.
 
     Class attributes:
         needs_statistics: `evidence` wants the window's statistics.
@@ -70,16 +70,15 @@ class SolvingAllocator(Allocator):
 
     @property
     def samples(self) -> bool:
-        """True if only some requests are solved."""
+        """Return whether only some requests are solved."""
         return self.sample_first is not None or self.sample_share is not None
 
     @property
     def sets_total(self) -> bool:
-        """True if the total follows from the prompt too; the budget is then an upper limit."""
+        """Return whether the total follows from the prompt, too; the budget is then a limit."""
         return False
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         if not policy.scorer.attention_mass:
             raise ValueError(
                 f"policy {policy.name!r} has the allocator {self.kind!r}, which takes the lengths "
@@ -102,7 +101,6 @@ class SolvingAllocator(Allocator):
             )
 
     def check_calibration(self, policy: Policy) -> None:
-        """See the base."""
         if self.samples:
             raise ValueError(
                 f"policy {policy.name!r} solves only a sample of the prompts (sample_first or "
@@ -115,13 +113,13 @@ class SolvingAllocator(Allocator):
             )
 
     def default_budget(self) -> Budget | None:
-        """Where the total is found, the budget is an upper limit: none unless one is given."""
+        """Return 100 % where the total is found: the budget is then an upper limit."""
         return Budget.parse("100%") if self.sets_total else None
 
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
     ) -> Plan:
-        """An open plan, where the prompt may be shortened."""
+        """Return an open plan, where the prompt may be shortened."""
         mean = budget.tokens_for(prompt_len, policy.min_budget)
         fixed = policy.window + policy.sinks
         least = mean
@@ -149,14 +147,13 @@ class SolvingAllocator(Allocator):
         return LayerSolver(policy, self, context)
 
     def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
-        """See the base."""
         from vllm_pyramid.methods.solved.scheduler import SampledShares
 
         return SampledShares(self, num_layers) if self.samples else None
 
     @abstractmethod
     def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        """What a layer says, summed over this rank's KV heads: `[S, ...]` floating point.
+        """Return what a layer says, summed over this rank's KV heads: `[S, ...]` floating point.
 
         Args:
             scores: `[S, G, n]` of `window_scores`, -inf behind a prompt's context.
@@ -167,7 +164,7 @@ class SolvingAllocator(Allocator):
     def measures(
         self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
     ) -> torch.Tensor:
-        """One number a layer, on the device: `[m]`.
+        """Return one number a layer, on the device: `[m]`.
 
         Args:
             evidence: `[m, ...]` of one request over all heads; where it has a last dimension of
@@ -178,7 +175,7 @@ class SolvingAllocator(Allocator):
 
     @abstractmethod
     def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
-        """Tokens per layer: `[m]` int64 within [0, C] that sum to B * m (at most, if `sets_total`).
+        """Return tokens per layer: `[m]` int64 in [0, C], B * m in all (at most, if `sets_total`).
 
         Args:
             measures: `[m]`, read back. mean: B. capacity: C.
@@ -186,13 +183,14 @@ class SolvingAllocator(Allocator):
 
 
 class GlobalAllocator(SolvingAllocator):
-    """XKV: the greatest mean retention R over all layers for a total (its Eq. 17).
+    """XKV: share the budget so that all layers together keep the most attention.
 
-    Or, with `retention`, the least total whose mean R reaches it (its Eq. 18); the budget is then
-    an upper limit.
+    Finds the lengths with the greatest mean retention R over all layers for a total
+    (arXiv:2412.05896, Eq. 17), or, with `retention`, the least total whose mean R reaches it
+    (Eq. 18); the budget is then an upper limit.
 
     Attributes:
-        retention: the share of the layers' scores that is to be kept on average, or None.
+        retention: share of the layers' scores that is to be kept on average, or None.
     """
 
     kind: Literal["global"] = "global"
@@ -245,7 +243,7 @@ class SharingAllocator(SolvingAllocator):
 
 
 class NeededTokensAllocator(SharingAllocator):
-    """ZigZagKV: in proportion to the tokens that a layer needs to keep most of its attention.
+    """ZigZagKV: give layers tokens in proportion to those that hold most of their attention.
 
     The number of a layer is the mean over its KV heads of the fewest tokens that hold `mass` of the
     head's score (LMBA). `floor` is the paper's least size of a layer; its value is ours.
@@ -265,7 +263,7 @@ class NeededTokensAllocator(SharingAllocator):
 
 
 class EntropyAllocator(SharingAllocator):
-    """In proportion to the entropy of a layer's attention (PyramidKV's ablation, Table 4)."""
+    """Give layers tokens in proportion to the entropy of their attention (PyramidKV, Table 4)."""
 
     kind: Literal["entropy"] = "entropy"
     needs_statistics: ClassVar[bool] = True
@@ -278,7 +276,10 @@ class EntropyAllocator(SharingAllocator):
 
 
 class GiniAllocator(SharingAllocator):
-    """In proportion to the Gini coefficient of a layer's attention (PyramidKV's Table 4)."""
+    """Give layers tokens in proportion to the Gini coefficient of their attention.
+
+    PyramidKV compares it by name (arXiv:2406.02069, Table 4).
+    """
 
     kind: Literal["gini"] = "gini"
     needs_statistics: ClassVar[bool] = True

@@ -22,7 +22,7 @@ from vllm_pyramid.step.hooks import SchedulerHooks
 if TYPE_CHECKING:
     from vllm_pyramid.methods.solved import SolvingAllocator
 
-MAX_APPLICATIONS = 1024  # clients name them, so they must not add up for ever
+MAX_APPLICATIONS = 1024  # clients name them, so their number needs a limit
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Application:
 
 
 class SampledShares(SchedulerHooks):
-    """The running averages of all applications.
+    """Keeps the running averages of all applications.
 
     Args:
         solver: the policy's, with `sample_first` or `sample_share`. num_layers: of the model.
@@ -71,10 +71,10 @@ class SampledShares(SchedulerHooks):
         return {} if prompts is None else {"averaged_over": prompts}
 
     def shares_for(self, request_id: str, application: str) -> tuple[tuple[float, ...], int] | None:
-        """A request has come that could be solved: the shares to use instead, or None to solve it.
+        """Return the shares to use for a request that could be solved, or None to solve it.
 
-        Solved are the first requests, or an even sample beginning with the first one; and every one
-        that comes before an average is known.
+        The first requests are solved, or an even sample beginning with the first one, and every
+        request that comes before an average is known.
 
         Returns:
             The shares, a number a layer that sum to about 1, and how many prompts they are of.
@@ -98,7 +98,7 @@ class SampledShares(SchedulerHooks):
         return index == 0 or math.floor(index * self._share) > math.floor((index - 1) * self._share)
 
     def add(self, request_id: str, plan: DeferredPlan, resolved: RetentionPlan) -> None:
-        """A sampled request has been solved. Solved again after a preemption, it counts once."""
+        """Count a sampled request that was solved; again after a preemption, it counts once."""
         known = self._of_request.pop(request_id, None)
         chosen = resolved.end.keep.astype(np.float64) - plan.floor
         if known is not None and chosen.sum() > 0:

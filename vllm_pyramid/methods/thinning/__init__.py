@@ -24,7 +24,8 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
-from vllm_pyramid.plan import Budget, EvictionPoint, IntArray, Piece, Plan, RetentionPlan
+from vllm_pyramid.methods.thinning.plans import later_point, thinning_plan
+from vllm_pyramid.plan import Budget, EvictionPoint, IntArray, Plan
 from vllm_pyramid.policy.allocator import Allocator
 from vllm_pyramid.policy.schedules import Schedule
 from vllm_pyramid.policy.selectors import Selector
@@ -44,10 +45,11 @@ _STEPS = 40  # of the bisection: finer than a token in any prompt
 
 
 class RecentEnsembleScorer(AccumulatingScorer):
-    """Attention that the recent sequence pays to a context token (PyramidInfer, section 4).
+    """PyramidInfer: keep the context tokens to which the recent sequence attends.
 
-    The softmax over all keys is averaged over the recent queries, later ones weighing more, and
-    over all query heads: one score a token, so that a layer keeps one set for all its heads.
+    Averages the softmax over all keys over the recent queries, later ones weighing more, and over
+    all query heads (arXiv:2405.12532, section 4): one score a token, so that a layer keeps one set
+    for all its heads.
 
     While a prompt is processed, it is taken from the piece. It is gathered in every step only with
     the schedule `thin_generated`, of generated tokens, from the queries of the sliding window.
@@ -63,20 +65,18 @@ class RecentEnsembleScorer(AccumulatingScorer):
 
     @property
     def works_in_every_step(self) -> bool:
-        """See the base; the schedule says whether steps that generate gather."""
+        """Return False: the schedule says whether steps that generate gather."""
         return False
 
     @property
     def works_during_prompt(self) -> bool:
-        """See the base."""
         return True
 
     def gathers(self, policy: Policy) -> bool:
-        """See the base: of generated tokens, where these are thinned."""
+        """Return whether generated tokens are thinned, for which their attention is gathered."""
         return policy.schedule.every > 0
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         parts = (policy.scorer, policy.allocator, policy.selector)
         wanted = (RecentEnsembleScorer, DecayAllocator, TopKSharedSelector)
         if not all(isinstance(part, cls) for part, cls in zip(parts, wanted, strict=True)):
@@ -88,7 +88,6 @@ class RecentEnsembleScorer(AccumulatingScorer):
             )
 
     def why_not_shareable(self, policy: Policy) -> str | None:
-        """See the base."""
         return (
             "tokens leave between the layers while a prompt is processed, so the KV of a prefix "
             "depends on the budget"
@@ -124,8 +123,8 @@ class DecayAllocator(Allocator):
         interval: layers 0, interval, 2 * interval, ... thin.
         min_context: context tokens that every layer keeps, where there are so many.
         recent_ratio: the recent sequence's share of a piece.
-        piece_tokens: longer prompts are thinned in pieces of so many tokens, each as a prompt of
-            its own that also attends to what is left of the pieces before.
+        piece_tokens: tokens of a piece. Longer prompts are thinned piece by piece, each as a prompt
+            of its own that also attends to what is left of the pieces before.
     """
 
     thins_prompts: ClassVar[bool] = True
@@ -138,7 +137,6 @@ class DecayAllocator(Allocator):
     piece_tokens: int = Field(default=2048, ge=2)
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         if not isinstance(policy.scorer, RecentEnsembleScorer):
             raise _only_together(policy)
         if policy.window or policy.sinks > self.min_context:
@@ -149,7 +147,6 @@ class DecayAllocator(Allocator):
             )
 
     def check_budget(self, policy: Policy, budget: Budget) -> None:
-        """See the base."""
         if budget.percent is None:
             raise ValueError(
                 f"policy {policy.name!r} keeps shares of each piece of a prompt, so its budget, an "
@@ -157,26 +154,22 @@ class DecayAllocator(Allocator):
             )
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
-        """See the base."""
         from vllm_pyramid.methods.thinning.engine import check_thinning_args
 
         check_thinning_args(args, policy, self)
 
     def check_hybrid(self, policy: Policy) -> None:
-        """See the base."""
         raise ValueError(
             f"policy {policy.name!r} drops tokens between layers, and this model has layers that "
             "need all of them (windows, states) or read others' caches: choose another policy"
         )
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """See the base."""
         from vllm_pyramid.methods.thinning.engine import check_thinning_config
 
         check_thinning_config(config, policy, self)
 
     def check_request(self, policy: Policy, params: SamplingParams) -> None:
-        """See the base."""
         if params.prompt_logprobs is not None:
             raise ValueError(
                 f"prompt_logprobs with policy {policy.name!r}: tokens of the prompt leave the "
@@ -193,7 +186,7 @@ class DecayAllocator(Allocator):
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
     ) -> Plan:
-        """A plan of pieces; later evictions thin what was generated."""
+        """Return a plan of pieces; later evictions thin what was generated."""
         plan = thinning_plan(
             self,
             prompt_len,
@@ -206,16 +199,16 @@ class DecayAllocator(Allocator):
         )
         if not policy.schedule.every:
             return plan
-        return plan.repeated(policy.schedule.every, partial(_later_point, policy, plan.end))
+        return plan.repeated(policy.schedule.every, partial(later_point, policy, plan.end))
 
     def recent(self, tokens: int) -> int:
-        """Tokens of the recent sequence of a piece of `tokens`; at least one, its last."""
+        """Return the recent tokens of a piece of `tokens`; at least one, its last."""
         return min(tokens, max(1, int(tokens * self.recent_ratio)))
 
     def contexts(
         self, context: int, num_layers: int, decay_ratio: float, least: int = 0
     ) -> Integers:
-        """Context tokens that each layer keeps, `[num_layers]`, never more than the one below."""
+        """Return context tokens that each layer keeps, `[num_layers]`, falling with depth."""
         kept = np.empty(num_layers, np.int64)
         floor = min(context, max(self.min_context, least))
         for layer in range(num_layers):
@@ -229,7 +222,7 @@ class DecayAllocator(Allocator):
         return kept
 
     def lengths(self, tokens: int, num_layers: int, share: float = 1.0, least: int = 0) -> Integers:
-        """Tokens that each layer keeps of a piece, its recent sequence included: `[num_layers]`.
+        """Return tokens that each layer keeps of a piece, recent ones included: `[num_layers]`.
 
         Args:
             tokens: of the piece. share: at most this part of `tokens * num_layers` is kept, by a
@@ -250,108 +243,24 @@ class DecayAllocator(Allocator):
         return recent + contexts(low)
 
 
-@lru_cache(maxsize=8192)
-def piece_lengths(
-    allocator: DecayAllocator,
-    tokens: int,
-    num_layers: int,
-    share: float,
-    block_size: int,
-    least: int = 0,
-) -> tuple[Integers, Integers]:
-    """Of a piece: tokens the method keeps and tokens held, `[num_layers]` each.
-
-    Args:
-        block_size: each layer gives up whole blocks of this many tokens; 1 for exactly the method's
-            number. What is held never rises with depth, as it is the method's number rounded up to
-            the same grid in every layer.
-        least: see `DecayAllocator.lengths`.
-    """
-    keep = allocator.lengths(tokens, num_layers, share, least)
-    held = tokens - (tokens - keep) // block_size * block_size
-    return keep, held
-
-
-def thinning_plan(
-    allocator: DecayAllocator,
-    prompt_len: int,
-    num_layers: int,
-    block_size: int,
-    *,
-    budget: Budget,
-    sinks: int,
-    fill_blocks: bool,
-    least: int = 0,
-) -> RetentionPlan:
-    """What each layer keeps of a prompt that is thinned piece by piece.
-
-    Pieces end at multiples of `piece_tokens` and at the prompt's end, whatever else runs.
-
-    Args:
-        budget: a percentage, the upper limit. sinks: first tokens of the prompt, always kept.
-        least: tokens that every layer keeps of the prompt: its first ones, piece by piece.
-    """
-    assert budget.percent is not None, "the budget was not checked"
-    share = float(budget.percent) / 100
-    pieces = []
-    keep, held = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
-    for start in range(0, prompt_len, allocator.piece_tokens):
-        tokens = min(allocator.piece_tokens, prompt_len - start)
-        unit = block_size if fill_blocks else 1
-        of_piece = piece_lengths(allocator, tokens, num_layers, share, unit, max(least - start, 0))
-        pieces.append(
-            Piece(
-                start=start,
-                end=start + tokens,
-                recent=allocator.recent(tokens),
-                sinks=sinks if start == 0 else 0,
-                before=held.astype(np.int32),
-                held=of_piece[1].astype(np.int32),
-            )
-        )
-        keep += of_piece[0]
-        held += of_piece[1]
-    return RetentionPlan.of_pieces(prompt_len, block_size, keep, pieces)
-
-
-@lru_cache(maxsize=8192)
-def _later_point(policy: Policy, prompt: EvictionPoint, computed: int) -> EvictionPoint:
-    """What is kept at the eviction after `computed` tokens of a prompt that was thinned.
-
-    The room that was filled at the prompt's end stays filled: the prompt's tokens are not touched.
-    """
-    schedule = policy.schedule
-    keep = schedule.keep(prompt, computed, prompt)
-    return EvictionPoint.of(
-        computed,
-        prompt.block_size,
-        -(-int(keep.sum()) // len(keep)),
-        keep,
-        policy.fill_blocks,
-        front=schedule.front(prompt, computed),
-        recent=schedule.recent(prompt, computed),
-    )
-
-
 class TopKSharedSelector(Selector):
-    """The best-scored tokens, one set for all heads of a layer; ties go to the lower position."""
+    """Keep the best-scored tokens, one set for all heads; ties go to the lower position."""
 
     kind: Literal["top_k_shared"] = "top_k_shared"
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         if not isinstance(policy.scorer, RecentEnsembleScorer):
             raise _only_together(policy)
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
-        """See the base; scores of generated tokens are the same in all heads already."""
+        """Select by scores that are the same in all heads."""
         return batch.call.ops.select(
             batch.protect(scores), batch.lens, batch.keeps, window=0, max_keep=batch.max_keep
         )
 
 
 class ThinGeneratedSchedule(Schedule):
-    """Generated tokens that left a sliding recent window are thinned (PyramidInfer, section 4).
+    """Thin generated tokens that have left a sliding recent window (PyramidInfer, section 4).
 
         held    [ the prompt's | kept of groups that left | recent: `gen_window` ]
         leaves                                 [ group ]      every `gen_interval` tokens
@@ -385,7 +294,6 @@ class ThinGeneratedSchedule(Schedule):
         return self
 
     def check(self, policy: Policy) -> None:
-        """See the base."""
         if not isinstance(policy.scorer, RecentEnsembleScorer):
             raise ValueError(
                 f"policy {policy.name!r} has the schedule {self.kind!r}, which goes on as the "
@@ -395,22 +303,21 @@ class ThinGeneratedSchedule(Schedule):
 
     @property
     def every(self) -> int:
-        """See the base."""
         return self.gen_interval
 
     def kept(self, left: int, num_layers: int) -> IntArray:
-        """Of `left` generated tokens, all that left the window by then: `[num_layers]`."""
+        """Return what stays of `left` generated tokens that left the window: `[num_layers]`."""
         share = self.gen_decay_ratio
         falls = [(math.cos(math.pi * layer / num_layers) + 1) / 2 for layer in range(num_layers)]
         rates = [self.gen_compress_ratio * (share + (1 - share) * fall) for fall in falls]
         return np.array([int(left * rate) for rate in rates], np.int32)
 
     def kept_of_group(self, group: int, num_layers: int) -> IntArray:
-        """Of group number `group`, 1 the first that leaves the window: `[num_layers]`."""
+        """Return what stays of a group; 1 is the first to leave the window: `[num_layers]`."""
         return _kept_of_group(self, group, num_layers)
 
     def keep(self, prompt: EvictionPoint, computed: int, usual: EvictionPoint) -> IntArray:
-        """All that is held of the prompt, what is kept of the groups, the window."""
+        """Return what is held of the prompt, kept of the groups, and the window."""
         recent = self.recent(prompt, computed)
         left = computed - prompt.computed - recent
         return prompt.held + self.kept(left, prompt.num_layers) + recent

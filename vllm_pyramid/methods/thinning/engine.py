@@ -29,9 +29,9 @@ WARM_UP_TOKENS = 16
 
 
 def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocator) -> None:
-    """What the user asked for and does not go together with tokens that leave the forward pass.
+    """Refuse arguments that do not go together with tokens that leave the forward pass.
 
-    A step gets room for a piece beside a full batch that decodes, unless its size was set: vLLM's
+    A step gets room for a piece and a full batch that decodes, unless its size was set: vLLM's
     own default for servers is one piece, which would wait until nothing decodes.
 
     Raises:
@@ -56,14 +56,14 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
         args.max_num_batched_tokens = max(room, usual)
         logger.info(
             "kv-policy %s: --max-num-batched-tokens %d, so that a piece of a prompt finds room "
-            "beside requests that decode",
+            "next to requests that decode",
             policy.name,
             args.max_num_batched_tokens,
         )
 
 
 def check_thinning_config(config: VllmConfig, policy: Policy, thinner: DecayAllocator) -> None:
-    """The model's loop is known, a step can hold a whole piece, the budget can be met.
+    """Check that the model's loop is known, a step holds a piece, and the budget can be met.
 
     Raises:
         ValueError: naming the model or the flag to change.

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from vllm_pyramid.methods.thinning import RecentEnsembleScorer, ThinGeneratedSchedule
     from vllm_pyramid.policy.policy import Policy
 
-# Marked keys have this mass, or minus it: whatever is added later vanishes beside it, and the sum
-# over all heads is still finite.
+# Marked keys have this mass, or minus it: whatever is added later is too small to
+# change it, and the sum over all heads is still finite.
 MARK = 2.0**100
 
 
 class GeneratedMass(KeyMass):
-    """The mass of generated tokens; one set of tokens stays for all heads of all ranks."""
+    """Gathers for generated tokens, of which one set stays for all heads of all ranks."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class GeneratedMass(KeyMass):
         self.schedule, self.ranks = schedule, context.ranks
 
     def counts(self, step: Step) -> npt.NDArray[np.bool_]:
-        """Prompts are thinned by what their pieces say."""
+        """Return the requests behind their prompts: these are thinned by their pieces."""
         return step.eviction_numbers > 0
 
     def shared(self, mass: torch.Tensor) -> torch.Tensor:
-        """The sum over all heads of all ranks, in each head: `[S, G, T]`."""
+        """Return the sum over all heads of all ranks, in each head: `[S, G, T]`."""
         total = self.ranks.broadcast(self.ranks.all_reduce(mass.sum(dim=1, keepdim=True)))
         return total.repeat(1, mass.shape[1], 1)
 
@@ -78,7 +78,7 @@ class GeneratedMass(KeyMass):
         self.mark_group(batch, np.array(winners, np.int32))
 
     def mark_group(self, batch: EvictionBatch, winners: npt.NDArray[np.int32]) -> None:
-        """A group of tokens leaves the window of each request.
+        """Mark the group of tokens that leaves the window of each request.
 
         Args:
             winners: `[S]`, how many of the leaving group stay; negative where none leaves.

@@ -101,7 +101,7 @@ class StepThinning:
 
     @cached_property
     def query_starts(self) -> IntArray:
-        """`[L, R + 1]` int32: where each request's tokens begin in a layer."""
+        """Return where each request's tokens begin in a layer: `[L, R + 1]` int32."""
         lens = np.repeat(self.scheduled[None].astype(np.int32), len(self.enters), axis=0)
         lens[:, self.rows] = self.enters
         starts = np.zeros((lens.shape[0], lens.shape[1] + 1), np.int32)
@@ -110,27 +110,29 @@ class StepThinning:
 
     @cached_property
     def seq_lens(self) -> IntArray:
-        """`[L, R]` int32: where each request's sequence ends in a layer's table."""
+        """Return where each request's sequence ends in a layer's table: `[L, R]` int32."""
         lens = np.repeat((self.computed + self.scheduled)[None], len(self.enters), axis=0)
         lens[:, self.rows] = self.starts + self.enters
         return lens.astype(np.int32)
 
     @cached_property
     def skips(self) -> IntArray:
-        """`[L, R]` int32: tokens below which a layer's table is not valid."""
+        """Return the tokens below which a layer's table is not valid: `[L, R]` int32."""
         skips = self.step_skips.copy()
         skips[:, self.rows] = self.starts - self.before
         return skips
 
     def rows_below(self, layer: int, lower: int) -> npt.NDArray[np.int64]:
-        """`[T_layer]`: for each row of a layer the row of a lower one at the same place in its
-        request, counted from the request's first."""
+        """Return, for each row of a layer, the row of a lower one at the same place in its request.
+
+        Places count from the request's first row: `[T_layer]`.
+        """
         lens = np.diff(self.query_starts[layer])
         shift = self.query_starts[lower][:-1] - self.query_starts[layer][:-1]
         return np.arange(int(lens.sum())) + np.repeat(shift, lens)
 
     def starts_on(self, layer: int, device: torch.device) -> torch.Tensor:
-        """`query_starts` of a layer on the device, `[R + 1]`; copied once, for all layers."""
+        """Return `query_starts` of a layer on the device, `[R + 1]`; one copy serves all layers."""
         if self._starts_there is None:
             layers, count = self.query_starts.shape
             # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would: a
@@ -141,7 +143,7 @@ class StepThinning:
         return self._starts_there[layer, : self.query_starts.shape[1]]
 
     def slots(self, layer: int, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """Of a step's slots, `[>= T_0]`, those of the layer's tokens: each piece's first ones."""
+        """Return those of a step's slots, `[>= T_0]`, that the layer writes: each piece's first."""
         key = self.query_starts[layer].tobytes()  # layers with the same tokens share the index
         if (index := self._slots_there.get(key)) is None:
             index = upload(self.rows_below(layer, 0), slot_mapping.device)
@@ -149,7 +151,7 @@ class StepThinning:
         return slot_mapping[index]
 
     def index_on(self, chosen: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-        """Indices of pieces, `[S]`, on the device; copied once a step."""
+        """Return indices of pieces, `[S]`, on the device; copied once a step."""
         key = chosen.tobytes()
         if (there := self._indices_there.get(key)) is None:
             there = self._indices_there[key] = upload(chosen, device)
@@ -158,7 +160,7 @@ class StepThinning:
     def pieces_on(
         self, chosen: npt.NDArray[np.int64], device: torch.device, *, shifted: bool
     ) -> DevicePieces:
-        """The pieces `chosen`, `[S]` indices, on the device.
+        """Return the pieces `chosen`, `[S]` indices, on the device.
 
         Layers mostly thin the same pieces; each set of them is copied once, for all layers.
 
@@ -190,14 +192,14 @@ class StepThinning:
 
 
 class ThinnedPositions:
-    """For traces: the positions of what every layer holds of a request, piece by piece."""
+    """Collects, for traces, the positions that every layer holds of a request."""
 
     def __init__(self) -> None:
         self._entered = torch.empty(0, dtype=torch.int32)
         self._held: dict[int, list[torch.Tensor]] = {}
 
     def record(self, layer: int, piece: Piece, kept: torch.Tensor) -> None:
-        """Layer `layer` holds the rows `kept`, `[held]`, of those that it computed."""
+        """Note that a layer holds the rows `kept`, `[held]`, of those that it computed."""
         if layer == 0:
             self._entered = torch.arange(piece.start, piece.end, dtype=torch.int32)
             if piece.start == 0:
@@ -206,5 +208,5 @@ class ThinnedPositions:
         self._held.setdefault(layer, []).append(self._entered)
 
     def layers(self) -> list[torch.Tensor]:
-        """Positions held over all pieces, ascending, of each layer."""
+        """Return the positions held over all pieces, ascending, of each layer."""
         return [torch.cat(self._held[layer]) for layer in sorted(self._held)]

@@ -44,14 +44,18 @@ _NUMBERS_OF_A_TOKEN = 24
 
 @dataclass
 class _Thinned:
-    """What has been thinned of a request: tokens given up so far, over all layers; positions."""
+    """What has been thinned of a request.
+
+    Attributes:
+        given: tokens given up so far, over all layers. positions: of what is held, for a trace.
+    """
 
     given: int = 0
     positions: ThinnedPositions = field(default_factory=ThinnedPositions)
 
 
 class Thinner(CacheHooks, StepHooks, LayerHooks):
-    """Chooses and moves survivors, layer by layer; one object for all layers of a runner."""
+    """Chooses and moves survivors, layer by layer; one object for all layers of a worker."""
 
     name = "thinning"
 
@@ -71,17 +75,17 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         self._step: StepThinning | None = None
 
     def before_profile(self) -> None:
-        """A step that thins takes other memory than a compiled one: let vLLM measure both."""
+        """Let vLLM measure a step that thins, too: it takes other memory than a compiled one."""
         thin_between_layers(
             self._context.model(), self._context.step, self._policy.name, is_profiled=True
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """The model exists by now: let rows leave between its layers."""
+        """Let rows leave between the layers of the model, which exists by now."""
         thin_between_layers(self._context.model(), self._context.step, self._policy.name)
 
     def bytes_of_buffers(self) -> int:
-        """Beside what a forward pass takes: scores, and what is chosen by them, of one layer."""
+        """Return the bytes for scores of one layer, and for what is chosen by them."""
         config, piece = self._context.config, self._tokens
         tokens = config.scheduler_config.max_num_batched_tokens
         rows = config.scheduler_config.max_num_seqs
@@ -94,7 +98,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         return of_scores + 2 * 4 * pieces * entries + (4 * heads + 4 * 8) * tokens
 
     def compile_kernels(self, inputs: AttentionInputs) -> None:
-        """See the base: a piece of two tokens, whose scores are as wide as asked for.
+        """Launch the kernels for a piece of two tokens, with scores as wide as asked for.
 
         `compact` is compiled for evictions.
         """
@@ -122,7 +126,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         inputs.ops.select(scores, one, one, window=0, max_keep=1)
 
     def without_graphs(self, requests: Iterable[WorkerRequest], computed: IntArray) -> bool:
-        """See the base: rows leave where graphs know of none."""
+        """Return whether a piece is in the step: a graph computes all tokens in all layers."""
         return any(
             request.plan.pieces and done < request.initial.prompt_len
             for request, done in zip(requests, computed.tolist(), strict=True)
@@ -181,7 +185,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
                 thinned.positions.record(layer, piece, kept[index, : held[index]])
 
     def end_step(self, step: Step) -> None:
-        """Say what the prompts that end have given up, piece by piece."""
+        """Report what the prompts that end have given up, piece by piece."""
         self._step = None
         if step.evictions is None:
             return
@@ -195,7 +199,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
     def _choose(
         self, inputs: AttentionInputs, step: StepThinning, dropping: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Rows that stay of each piece that gives some up, `[S, max(held)]` int32, ascending."""
+        """Return the rows that stay of each thinned piece, `[S, max(held)]` int32, ascending."""
         device, layer = inputs.query.device, inputs.layer
         enters = step.enters[layer, dropping]
         pieces = step.pieces_on(dropping, device, shifted=inputs.shifted)
@@ -265,7 +269,7 @@ def _move(
 def _survivors(
     step: StepThinning, layer: int, dropping: npt.NDArray[np.int64], kept: torch.Tensor
 ) -> torch.Tensor:
-    """Rows of layer l that layer l + 1 computes, in their order: `[T_l+1]` int64.
+    """Return the rows of layer l that layer l + 1 computes, in their order: `[T_l+1]` int64.
 
     The host knows for each of them whether it is a piece's survivor, and which; the device, which
     row that is.
