@@ -30,21 +30,21 @@ _MASS_BYTES = 8  # a float32 beside each key and KV head, read and written
 def tokens_until_eviction(scheduler: Any, request: Any) -> int | None:
     """At most so many further tokens until a running request evicts; None if it does not."""
     coordinator = getattr(scheduler, "coordinator", None)
-    plan = coordinator and coordinator.confirmed_plan(request.request_id)
+    plan = coordinator and coordinator.plans.confirmed(request.request_id)
     return plan.every if plan is not None and plan.every else None
 
 
 def evictions_counted(scheduler: Any) -> int:
     """Evictions since the start of a scheduler; 0 without a policy."""
     coordinator = getattr(scheduler, "coordinator", None)
-    return 0 if coordinator is None else int(coordinator.num_evictions)
+    return 0 if coordinator is None else int(coordinator.counters.num_evictions)
 
 
 def evictions_to_report(scheduler: Any, names: Iterable[str]) -> dict[str, Eviction]:
     """What a worker reports to our scheduler: the evictions that requests come to in this step."""
     coordinator, found = scheduler.coordinator, {}
     for name in names:
-        plan, before = coordinator.plan_of(name), coordinator.confirmed_number(name)
+        plan, before = coordinator.plans.of(name), coordinator.plans.confirmed_number(name)
         number = plan.evictions_by(scheduler.requests[name].num_computed_tokens)
         if plan.evicts and number > before:
             tokens = int((plan.skip_after(number) - plan.skip_after(before)).sum())
