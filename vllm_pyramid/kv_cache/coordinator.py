@@ -113,25 +113,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             self.block_pool, self.layer_managers, self.layer_blocks, self._hash_tokens
         )
         self._bundle_tokens = cache.tokens
-        self.prefixes = PrefixSharing(
-            self.block_pool,
-            cache,
-            self.stock_groups,
-            self.layer_blocks,
-            self.plans,
-            self.block_copies,
-            self.counters,
-        )
-        self.sessions = SessionResume(
-            self.block_pool,
-            SessionCache(self.block_pool, self.layer_managers, cache.tokens),
-            cache,
-            self.stock_groups,
-            self.layer_blocks,
-            self.plans,
-            self.block_copies,
-            self.counters,
-        )
+        groups, layer_blocks = self.stock_groups, self.layer_blocks
+        common = groups, layer_blocks, self.plans, self.block_copies, self.counters
+        self.prefixes = PrefixSharing(self.block_pool, cache, *common)
+        sessions = SessionCache(self.block_pool, self.layer_managers, cache.tokens)
+        self.sessions = SessionResume(self.block_pool, sessions, cache, *common)
         self.blocked_request: str | None = None
 
     def share_prefixes(self) -> bool:
