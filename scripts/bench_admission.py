@@ -154,10 +154,10 @@ def run(args: argparse.Namespace, admission: str) -> dict[str, Any]:
                 prompt_tokens += tokens
             else:
                 decoding += 1
-            plan = coordinator.plan_of(name)
+            plan = coordinator.plans.of(name)
             if plan.evicts and request.num_computed_tokens >= plan.prompt_len:
                 number = plan.evictions_by(request.num_computed_tokens)
-                known = coordinator.confirmed_number(name)
+                known = coordinator.plans.confirmed_number(name)
                 gone = int((plan.skip_after(number) - plan.skip_after(known)).sum())
                 if number > known and gone:
                     evictions[name] = Eviction(gone, number=number)

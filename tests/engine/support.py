@@ -88,10 +88,11 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.coordinator = self.scheduler.kv_cache_manager.coordinator
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        # Stock vLLM's coordinator knows neither.
+        # Stock vLLM's coordinator has no such part.
+        layer_blocks = getattr(self.coordinator, "layer_blocks", None)
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        self.num_layers = getattr(self.coordinator, "num_layers", len(groups))
-        self.block_size = getattr(self.coordinator, "largest_block", self.scheduler.block_size)
+        self.num_layers = layer_blocks.num_layers if layer_blocks else len(groups)
+        self.block_size = layer_blocks.largest if layer_blocks else self.scheduler.block_size
         self.broken = False
 
     def run(
@@ -156,9 +157,9 @@ class Engine:
         """Everything went back to the pool."""
         check_pool(self.coordinator)
         assert self.pool.get_num_free_blocks() == self.usable_blocks
-        assert not self.coordinator.held_blocks.any()
-        assert not self.coordinator.skipped_tokens.any()
-        assert not self.coordinator._requests, "finished requests are kept"
+        assert not self.coordinator.counters.held_blocks.any()
+        assert not self.coordinator.counters.skipped_tokens.any()
+        assert not self.coordinator.plans.records, "finished requests are kept"
         for hooks in self.scheduler.hooks:
             for kept in ("_requests", "_of_request", "_averaged"):
                 assert not getattr(hooks, kept, None), f"{kept} keeps finished requests"
@@ -183,7 +184,7 @@ def count_preemptions(engine: Engine) -> Iterator[dict[str, int]]:
 
     def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
         count["all"] += 1
-        count["evicted"] += engine.coordinator.has_evicted(request.request_id)
+        count["evicted"] += engine.coordinator.plans.has_evicted(request.request_id)
         return original(request, *args, **kwargs)
 
     scheduler._preempt_request = preempt

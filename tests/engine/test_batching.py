@@ -62,13 +62,13 @@ def test_several_completions_of_a_prompt(engine: Engine) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     params = _sampling(n=3, temperature=1.0, seed=4, output_kind=RequestOutputKind.FINAL_ONLY)
-    before = engine.coordinator.num_evictions
+    before = engine.coordinator.counters.num_evictions
     first, second = (
         [completion.token_ids for completion in run.output.outputs]
         for _ in range(2)
         for run in engine.generate(_prompts(300), params)
     )
-    assert engine.coordinator.num_evictions == before + 6
+    assert engine.coordinator.counters.num_evictions == before + 6
     assert first == second
     assert len({tuple(tokens) for tokens in first}) == 3
     engine.check_whole()

@@ -127,12 +127,12 @@ def test_a_long_generation_holds_a_bounded_cache(
         nonlocal most, decoding
         running = engine.scheduler.running
         if len(running) == 2 and all(r.num_output_tokens > 2 for r in running):
-            most = np.maximum(most, engine.coordinator.held_blocks)
+            most = np.maximum(most, engine.coordinator.counters.held_blocks)
             decoding += 1
         if decoding % 97 == 0:
             check_pool(engine.coordinator)
 
-    evictions = engine.coordinator.num_evictions
+    evictions = engine.coordinator.counters.num_evictions
     outcomes = engine.run(
         [Job(p, greedy(NUM_TOKENS)) for p in random_prompts(prompts, seed=3)],
         look,
@@ -144,7 +144,7 @@ def test_a_long_generation_holds_a_bounded_cache(
     bound = 2 * (-(-(budget + BLOCK - 1 + interval) // BLOCK) + 1)
     print(f"{decoding} steps, at most {most.tolist()} blocks held in a layer, bound {bound}")
     assert decoding > NUM_TOKENS - 50 and (most <= bound).all()
-    assert engine.coordinator.num_evictions - evictions >= 2 * (NUM_TOKENS // interval - 2)
+    assert engine.coordinator.counters.num_evictions - evictions >= 2 * (NUM_TOKENS // interval - 2)
     for outcome, prompt_len in zip(outcomes, prompts, strict=True):
         assert len(outcome.token_ids) == NUM_TOKENS
         total = prompt_len + NUM_TOKENS

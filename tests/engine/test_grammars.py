@@ -170,10 +170,10 @@ def test_beam_search_never_reads_an_evicted_cache(engines: EnginePool) -> None:
 
     engine = _demo(engines, max_model_len=256, num_gpu_blocks_override=SMALL, **PREEMPTING)
     (prompt,) = random_prompts([120], vocab_size=400)
-    before = engine.coordinator.num_evictions
+    before = engine.coordinator.counters.num_evictions
     params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
     (output,) = engine.llm.beam_search([{"prompt_token_ids": prompt}], params)
-    assert engine.coordinator.num_evictions - before >= 1 + 3 * 2
+    assert engine.coordinator.counters.num_evictions - before >= 1 + 3 * 2
     model = HuggingFaceModel(str(model_path()))
     beams = [(0.0, list[int]())]
     for _ in range(4):

@@ -137,7 +137,7 @@ def test_no_layer_on_the_device_and_the_papers_weights(
     model.top_n, model.device_layers, model.renormalize = 9, 0, False
     args = {"top_n": 9, "device_layers": 0, "renormalize": False}
     engine = engines.get(random_model, kv_policy="kcache", kv_policy_args=args, **SETTINGS)
-    assert engine.coordinator.block_sizes.tolist() == [32] * LAYERS
+    assert engine.coordinator.layer_blocks.block_sizes.tolist() == [32] * LAYERS
     jobs = [job for job in _jobs(12) if len(job.prompt) in (16, 64, 257)]
     outcomes = engine.run(jobs)
     _assert_tokens_of(model, outcomes)

@@ -175,11 +175,11 @@ def test_samples_of_one_prompt_share_it(
     (prompt,) = random_prompts([400], seed=3)
     params = SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True, detokenize=False)
     engine.llm.reset_prefix_cache()
-    before = engine.coordinator.num_evictions
+    before = engine.coordinator.counters.num_evictions
     (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     assert [len(choice.token_ids) for choice in output.outputs] == [6, 6, 6]
-    assert engine.coordinator.num_evictions - before == 3
-    assert not engine.pool.twins and len(engine.pool.rows) == 25, "each computed it for itself"
+    assert engine.coordinator.counters.num_evictions - before == 3
+    assert not engine.pool.twins and len(engine.pool.bundles) == 25, "each computed it for itself"
     engine.check_whole()
 
 

@@ -59,7 +59,7 @@ def test_requests_outlive_sleep(
             if (pages := getattr(hooks, "pages", None)) is not None:
                 pages.fill_(torch.nan)
         slept.append(len(engine.scheduler.waiting))
-        assert not engine.coordinator.held_blocks.any()
+        assert not engine.coordinator.counters.held_blocks.any()
         engine.core.wake_up()
 
     expected = serve(None)

@@ -105,7 +105,7 @@ def test_blocks_held_step_by_step(engine: Engine) -> None:
             )
 
     jobs = [Job(prompt, greedy(20)) for prompt in random_prompts([640, 333, 160, 97, 3])]
-    before = engine.coordinator.tokens_evicted.copy()
+    before = engine.coordinator.counters.tokens_evicted.copy()
     evicted = np.zeros(engine.num_layers, np.int64)
     for run in engine.run(jobs, record):
         n = len(run.job.prompt)
@@ -115,7 +115,7 @@ def test_blocks_held_step_by_step(engine: Engine) -> None:
         for computed, held in seen[run.request_id]:
             full = -(-computed // BLOCK)
             assert held == (full - (skips // BLOCK if computed > n else 0 * skips)).tolist()
-    assert (engine.coordinator.tokens_evicted - before).tolist() == evicted.tolist()
+    assert (engine.coordinator.counters.tokens_evicted - before).tolist() == evicted.tolist()
     engine.check_whole()
 
 

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.request_record import NoBlocks
+from vllm_pyramid.kv_cache.request_record import NoBlocks, RequestTerms
 from vllm_pyramid.plan import DeferredPlan, Eviction, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import load_policy
 
@@ -62,7 +62,7 @@ def allocate(coordinator: LockstepCoordinator, request_id: str, num_tokens: int)
 
 
 def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan) -> None:
-    coordinator.confirm(request_id, Eviction(int(plan.end.skip.sum())))
+    coordinator.plans.confirm(request_id, Eviction(int(plan.end.skip.sum())))
     coordinator.remove_skipped_blocks(request_id, plan.prompt_len, plan.prompt_len)
     check_pool(coordinator)
 
@@ -81,7 +81,7 @@ def test_a_layer_holds_what_its_plan_says(
     policy = load_policy(policy_name, None if policy_name == "full" else budget, args)
     plan = policy.plan(prompt_len, NUM_LAYERS, BLOCK_SIZE)
     coordinator = make_coordinator()
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     allocate(coordinator, "r", prompt_len)
     full = cdiv(prompt_len, BLOCK_SIZE)
     assert coordinator.blocks_held("r") == [full] * NUM_LAYERS
@@ -90,36 +90,38 @@ def test_a_layer_holds_what_its_plan_says(
     else:
         coordinator.remove_skipped_blocks("r", prompt_len, prompt_len)
     held = coordinator.blocks_held("r")
-    assert held == plan.end.blocks.tolist() == coordinator.held_blocks.tolist()
+    assert held == plan.end.blocks.tolist() == coordinator.counters.held_blocks.tolist()
     # The head is given back by whole blocks, at the same boundaries as everybody's.
     assert held == [full - skip // BLOCK_SIZE for skip in plan.end.skip.tolist()]
     if fill_blocks:
         assert held == [cdiv(prompt_len - skip, BLOCK_SIZE) for skip in plan.end.skip.tolist()]
     freed = NUM_LAYERS * full - sum(held)
-    assert coordinator.blocks_freed.sum() == freed
+    assert coordinator.counters.blocks_freed.sum() == freed
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS - sum(held)
     coordinator.free("r")
     check_pool(coordinator)
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
+    assert (
+        not coordinator.counters.held_blocks.any() and not coordinator.counters.skipped_tokens.any()
+    )
 
 
 def test_an_unaligned_skip_frees_whole_blocks_only() -> None:
     coordinator = make_coordinator()
     plan = make_plan(40, [0, 7, 8, 15, 31])
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     allocate(coordinator, "r", 40)
     evict(coordinator, "r", plan)
     assert coordinator.blocks_held("r") == [5, 5, 4, 4, 2]
-    assert coordinator.blocks_freed.tolist() == [0, 0, 1, 1, 3]
-    assert coordinator.tokens_evicted.tolist() == [0, 7, 8, 15, 31]
-    assert coordinator.num_evictions == 1
+    assert coordinator.counters.blocks_freed.tolist() == [0, 0, 1, 1, 3]
+    assert coordinator.counters.tokens_evicted.tolist() == [0, 7, 8, 15, 31]
+    assert coordinator.counters.num_evictions == 1
 
 
 def test_tables_keep_their_places_and_grow_in_lockstep() -> None:
     coordinator = make_coordinator()
     plan = make_plan(20, [16, 8, 0, 0, 8])
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     assert allocate(coordinator, "r", 5) == NUM_LAYERS
     assert allocate(coordinator, "r", 8) == 0
     assert allocate(coordinator, "r", 20) == 2 * NUM_LAYERS
@@ -138,7 +140,7 @@ def test_tables_keep_their_places_and_grow_in_lockstep() -> None:
 def test_nothing_is_freed_before_the_prompt_is_processed() -> None:
     coordinator = make_coordinator()
     plan = make_plan(32, [16] * NUM_LAYERS)
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     allocate(coordinator, "r", 32)
     for processed in (0, 31):
         coordinator.remove_skipped_blocks("r", processed, 32)
@@ -146,38 +148,38 @@ def test_nothing_is_freed_before_the_prompt_is_processed() -> None:
     with pytest.raises(RuntimeError, match=r"32 of its tokens .* the worker did not evict"):
         coordinator.remove_skipped_blocks("r", 32, 32)
     assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
-    assert not coordinator.has_evicted("r")
+    assert not coordinator.plans.has_evicted("r")
     check_pool(coordinator)
     evict(coordinator, "r", plan)
-    assert coordinator.has_evicted("r")
+    assert coordinator.plans.has_evicted("r")
     coordinator.remove_skipped_blocks("r", 33, 32)  # once is enough
     assert coordinator.blocks_held("r") == [2] * NUM_LAYERS
-    assert coordinator.num_evictions == 1
+    assert coordinator.counters.num_evictions == 1
     check_pool(coordinator)
 
 
 @pytest.mark.parametrize("reported", [0, 24, 39, 48])
 def test_a_worker_that_evicted_other_tokens_is_refused(reported: int) -> None:
     coordinator = make_coordinator()
-    coordinator.set_plan("r", make_plan(32, [16, 16, 8, 0, 0]))
+    coordinator.plans.add("r", RequestTerms(make_plan(32, [16, 16, 8, 0, 0])))
     allocate(coordinator, "r", 32)
     with pytest.raises(RuntimeError, match=f"evicted {reported} tokens, the plan says 40"):
-        coordinator.confirm("r", Eviction(reported))
-    assert coordinator.confirmed_plan("r") is None
+        coordinator.plans.confirm("r", Eviction(reported))
+    assert coordinator.plans.confirmed("r") is None
 
 
 def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
     coordinator = make_coordinator()
     plan = make_plan(32, [16, 16, 8, 8, 0])
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     allocate(coordinator, "r", 40)
     evict(coordinator, "r", plan)
     coordinator.free("r")
     check_pool(coordinator)
-    assert not coordinator.has_evicted("r") and coordinator.confirmed_plan("r") is None
+    assert not coordinator.plans.has_evicted("r") and coordinator.plans.confirmed("r") is None
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    coordinator.confirm("r", Eviction(4))  # of a step that ran before the preemption
-    assert coordinator.confirmed_plan("r") is None
+    coordinator.plans.confirm("r", Eviction(4))  # of a step that ran before the preemption
+    assert coordinator.plans.confirmed("r") is None
     allocate(coordinator, "r", 32)
     coordinator.remove_skipped_blocks("r", 31, 32)
     assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
@@ -185,47 +187,53 @@ def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
         coordinator.remove_skipped_blocks("r", 32, 32)
     evict(coordinator, "r", plan)
     assert coordinator.blocks_held("r") == plan.end.blocks.tolist()
-    assert coordinator.num_evictions == 2
-    assert coordinator.tokens_evicted.tolist() == (2 * plan.end.skip).tolist()
-    assert coordinator.skipped_tokens.tolist() == plan.end.skip.tolist()
+    assert coordinator.counters.num_evictions == 2
+    assert coordinator.counters.tokens_evicted.tolist() == (2 * plan.end.skip).tolist()
+    assert coordinator.counters.skipped_tokens.tolist() == plan.end.skip.tolist()
     coordinator.free("r")
-    assert coordinator.plan_of("r") is plan
-    coordinator.forget_plan("r")
-    assert not coordinator._requests
+    assert coordinator.plans.of("r") is plan
+    coordinator.plans.forget("r")
+    assert not coordinator.plans.records
 
 
 def test_an_open_plan_is_settled_by_the_report_and_open_again_after_preemption() -> None:
     coordinator = make_coordinator()
     plan = DeferredPlan(48, BLOCK_SIZE, NUM_LAYERS, 16, floor=4, exact=True, fill_blocks=True)
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     lives = [(4, 28, 16, 16, 16), (40, 10, 10, 10, 10)]
     for keep in lives:
         allocate(coordinator, "r", 48)
         with pytest.raises(RuntimeError, match="did not evict"):
             coordinator.remove_skipped_blocks("r", 48, 48)
         resolved = plan.resolve(keep)
-        coordinator.confirm("r", Eviction(int(resolved.end.skip.sum()), keep))
+        coordinator.plans.confirm("r", Eviction(int(resolved.end.skip.sum()), keep))
         coordinator.remove_skipped_blocks("r", 48, 48)
         check_pool(coordinator)
         assert coordinator.blocks_held("r") == [cdiv(tokens, BLOCK_SIZE) for tokens in keep]
-        assert coordinator.skipped_tokens.tolist() == resolved.end.skip.tolist()
+        assert coordinator.counters.skipped_tokens.tolist() == resolved.end.skip.tolist()
         coordinator.free("r")
         check_pool(coordinator)
-        assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
-        assert coordinator.confirmed_plan("r") is None
+        assert (
+            not coordinator.counters.held_blocks.any()
+            and not coordinator.counters.skipped_tokens.any()
+        )
+        assert coordinator.plans.confirmed("r") is None
     total = sum(plan.resolve(keep).end.skip for keep in lives)
-    assert coordinator.tokens_evicted.tolist() == total.tolist()
-    assert coordinator.num_evictions == 2
+    assert coordinator.counters.tokens_evicted.tolist() == total.tolist()
+    assert coordinator.counters.num_evictions == 2
 
 
 def test_blocks_popped_for_a_deferred_free() -> None:
     coordinator = make_coordinator()
     plan = make_plan(32, [16, 16, 8, 8, 0])
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     allocate(coordinator, "r", 32)
     evict(coordinator, "r", plan)
     blocks = coordinator.pop_blocks_for_free("r")
-    assert not coordinator.held_blocks.any() and coordinator._requests["r"].num_blocks == 0
+    assert (
+        not coordinator.counters.held_blocks.any()
+        and coordinator.plans.records["r"].num_blocks == 0
+    )
     assert sum(not block.is_null for block in blocks) == plan.end.blocks.sum()
     coordinator.block_pool.free_blocks(reversed(blocks))
     check_pool(coordinator)
@@ -245,7 +253,7 @@ def test_freeing_a_stranger_changes_nothing() -> None:
     coordinator = make_coordinator()
     allocate(coordinator, "r", 32)
     coordinator.free("never seen")
-    coordinator.confirm("never seen", Eviction(3))
+    coordinator.plans.confirm("never seen", Eviction(3))
     coordinator.remove_skipped_blocks("never seen", 100, 100)
     check_pool(coordinator)
     assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
@@ -254,7 +262,7 @@ def test_freeing_a_stranger_changes_nothing() -> None:
 def test_requests_do_not_share_blocks_after_one_has_evicted() -> None:
     coordinator = make_coordinator()
     plan = make_plan(64, [32] * NUM_LAYERS)
-    coordinator.set_plan("a", plan)
+    coordinator.plans.add("a", RequestTerms(plan))
     allocate(coordinator, "a", 64)
     evict(coordinator, "a", plan)
     allocate(coordinator, "b", NUM_BLOCKS // NUM_LAYERS * BLOCK_SIZE - 32)
@@ -276,7 +284,7 @@ def test_check_pool_sees_damage(damage: str) -> None:
     elif damage == "leak":
         first.req_to_blocks["a"][0] = coordinator.block_pool.null_block
     else:
-        coordinator.held_blocks[3] += 1
+        coordinator.counters.held_blocks[3] += 1
     with pytest.raises(AssertionError):
         check_pool(coordinator)
 
@@ -302,10 +310,10 @@ def test_layers_without_v_take_half_the_blocks(
     sizes = [BLOCK_SIZE * (1 + (layer >= device_layers)) for layer in range(NUM_LAYERS)]
     config = kv_cache_config(NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS + 1, device_layers)
     coordinator = coordinator_of(config, 2 * BLOCK_SIZE)
-    assert coordinator.block_sizes.tolist() == sizes
+    assert coordinator.layer_blocks.block_sizes.tolist() == sizes
     skip = [min(unit, (prompt_len - 1) // 16) * 2 * BLOCK_SIZE for unit in units]
     plan = make_plan(prompt_len, skip)
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     tokens = 0
     for chunk in steps:
         tokens = min(tokens + chunk, prompt_len)
@@ -313,18 +321,18 @@ def test_layers_without_v_take_half_the_blocks(
         assert coordinator.blocks_held("r") == [cdiv(tokens, size) for size in sizes]
     allocate(coordinator, "r", prompt_len)
     held = [cdiv(prompt_len, size) for size in sizes]
-    assert coordinator.full_blocks(prompt_len) == cdiv(prompt_len, BLOCK_SIZE) * NUM_LAYERS
+    assert coordinator.layer_blocks.full(prompt_len) == cdiv(prompt_len, BLOCK_SIZE) * NUM_LAYERS
     if plan.evicts:
         evict(coordinator, "r", plan)
         held = [n - gone // size for n, gone, size in zip(held, skip, sizes, strict=True)]
-    assert coordinator.blocks_held("r") == held == coordinator.blocks_of(plan.end).tolist()
+    assert coordinator.blocks_held("r") == held == coordinator.layer_blocks.kept(plan.end).tolist()
     allocate(coordinator, "r", prompt_len + 37)
     grown = [cdiv(prompt_len + 37, size) - cdiv(prompt_len, size) for size in sizes]
     assert coordinator.blocks_held("r") == [sum(pair) for pair in zip(held, grown, strict=True)]
     coordinator.free("r")
     check_pool(coordinator)
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    assert not coordinator.held_blocks.any()
+    assert not coordinator.counters.held_blocks.any()
 
 
 # Evictions during generation ---------------------------------------------------------------------
@@ -368,13 +376,13 @@ def test_repeated_evictions_balance(
         prompt_len, budget, interval=interval, fill_blocks=fill_blocks, allocator=allocator
     )
     coordinator = make_coordinator()
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     told = 0
     for computed in range(prompt_len, prompt_len + generated + 1):
         allocate(coordinator, "r", computed)
         number = plan.evictions_by(computed)
         if (plan.skip_after(number) != plan.skip_after(told)).any():
-            coordinator.confirm("r", report(plan, number, told))
+            coordinator.plans.confirm("r", report(plan, number, told))
             told = number
         if (computed - prompt_len) % seen_every:
             continue
@@ -383,21 +391,23 @@ def test_repeated_evictions_balance(
         skip = plan.skip_after(number)
         expected = cdiv(computed, BLOCK_SIZE) - skip // BLOCK_SIZE
         assert coordinator.blocks_held("r") == expected.tolist()
-        assert coordinator.skipped_tokens.tolist() == skip.tolist()
-        assert coordinator.tokens_evicted.tolist() == skip.tolist()
-        assert coordinator.blocks_freed.tolist() == (skip // BLOCK_SIZE).tolist()
+        assert coordinator.counters.skipped_tokens.tolist() == skip.tolist()
+        assert coordinator.counters.tokens_evicted.tolist() == skip.tolist()
+        assert coordinator.counters.blocks_freed.tolist() == (skip // BLOCK_SIZE).tolist()
     coordinator.free("r")
     check_pool(coordinator)
     assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
-    coordinator.forget_plan("r")
-    assert not coordinator._requests
+    assert (
+        not coordinator.counters.held_blocks.any() and not coordinator.counters.skipped_tokens.any()
+    )
+    coordinator.plans.forget("r")
+    assert not coordinator.plans.records
 
 
 def test_a_later_eviction_that_was_not_confirmed_stops_the_engine() -> None:
     plan = later_plan(40, 16, interval=8)
     coordinator = make_coordinator()
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     allocate(coordinator, "r", 40)
     evict(coordinator, "r", plan)
     held = coordinator.blocks_held("r")
@@ -419,28 +429,31 @@ def test_a_later_eviction_that_was_not_confirmed_stops_the_engine() -> None:
 def test_a_wrong_report_of_a_later_eviction_stops_the_engine(wrong: Eviction) -> None:
     plan = later_plan(40, 16, interval=8)
     coordinator = make_coordinator()
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     allocate(coordinator, "r", 48)
     evict(coordinator, "r", plan)
     with pytest.raises(RuntimeError, match="scheduler and worker disagree"):
-        coordinator.confirm("r", wrong)
+        coordinator.plans.confirm("r", wrong)
 
 
 def test_preemption_begins_with_the_prompt_again() -> None:
     plan = later_plan(40, 16, interval=8)
     coordinator = make_coordinator()
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     for _ in range(2):
         allocate(coordinator, "r", 40)
         coordinator.remove_skipped_blocks("r", 39, 40)
         evict(coordinator, "r", plan)
         allocate(coordinator, "r", 48)
-        coordinator.confirm("r", report(plan, 2, 1))
+        coordinator.plans.confirm("r", report(plan, 2, 1))
         coordinator.remove_skipped_blocks("r", 48, 40)
-        assert coordinator.skipped_tokens.tolist() == plan.skip_after(2).tolist()
+        assert coordinator.counters.skipped_tokens.tolist() == plan.skip_after(2).tolist()
         coordinator.free("r")
-        assert not coordinator.skipped_tokens.any() and not coordinator.held_blocks.any()
-    assert coordinator.num_evictions == 4
+        assert (
+            not coordinator.counters.skipped_tokens.any()
+            and not coordinator.counters.held_blocks.any()
+        )
+    assert coordinator.counters.num_evictions == 4
 
 
 @settings(deadline=None)
@@ -457,7 +470,7 @@ def test_a_bounded_cache_is_let_in_by_its_bound(
     """What is asked for to let a request (back) in is enough for its way, and no more than that."""
     plan = later_plan(prompt_len, budget, interval=interval, allocator=allocator)
     coordinator = make_coordinator()
-    coordinator.set_plan("r", plan)
+    coordinator.plans.add("r", RequestTerms(plan))
     total = prompt_len + generated
     asked = coordinator.get_num_blocks_to_allocate("r", total, apply_admission_cap=True)
     largest = budget if allocator == "uniform" else 2 * budget  # of a layer
@@ -470,6 +483,6 @@ def test_a_bounded_cache_is_let_in_by_its_bound(
         assert sum(coordinator.blocks_held("r")) <= asked
         number = plan.evictions_by(computed)
         if (plan.skip_after(number) != plan.skip_after(told)).any():
-            coordinator.confirm("r", report(plan, number, told))
+            coordinator.plans.confirm("r", report(plan, number, told))
             told = number
         coordinator.remove_skipped_blocks("r", computed, prompt_len)

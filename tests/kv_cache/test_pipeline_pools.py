@@ -178,7 +178,7 @@ def _pools_with_rows(count: int) -> PipelinePools:
     pools = PipelinePools(11, False, 16, stages=PipelineLayout((1, 3)))
     for number in range(count):
         blocks = pools.get_blocks_of_layers(np.array([1, 1, 1]))
-        assert pools.offer(_name(number), blocks)
+        assert pools.add_idle(_name(number), blocks)
     return pools
 
 
@@ -193,18 +193,18 @@ def test_a_row_lives_and_dies_in_all_stages() -> None:
     assert pools.free_by_stage().tolist() == [10, 10] and pools.get_num_free_blocks() == 10
     assert [pool.free_block_queue.num_free_blocks for pool in pools.pools] == [6, 2]
     second.get_new_blocks(3)
-    assert [_name(number) in pools.rows for number in range(4)] == [False, True, True, True]
+    assert [_name(number) in pools.bundles for number in range(4)] == [False, True, True, True]
     assert pools.free_by_stage().tolist() == [10, 7]
     assert [pool.free_block_queue.num_free_blocks for pool in pools.pools] == [7, 1]
     # In use, it counts as free in no stage.
     rows, revived = pools.adopt([_name(1)])
     assert revived == 1 and pools.free_by_stage().tolist() == [9, 5]
-    assert [len(pools.idle_rows([_name(n)])) for n in (1, 2, 3)] == [0, 1, 1]
+    assert [len(pools.idle_bundles([_name(n)])) for n in (1, 2, 3)] == [0, 1, 1]
     with pytest.raises(ValueError, match="free blocks"):
         second.get_new_blocks(6)
     assert pools.release(rows) == 1
     first.get_new_blocks(9)
-    assert list(pools.rows) == [_name(1)], "the one that was used last goes last"
+    assert list(pools.bundles) == [_name(1)], "the one that was used last goes last"
     assert pools.free_by_stage().tolist() == [1, 7]
 
 
@@ -212,37 +212,37 @@ def test_blocks_are_set_aside_where_no_stage_lacks_them() -> None:
     pools = _pools_with_rows(0)
     nothing = np.zeros(2, np.int64)
     pools.pools[1].get_new_blocks(6)
-    assert pools.set_aside(np.array([2, 5]), nothing) is None
+    assert pools.reserve(np.array([2, 5]), nothing) is None
     assert pools.free_by_stage().tolist() == [10, 4]
-    row = pools.set_aside(np.array([6, 3]), nothing)
+    row = pools.reserve(np.array([6, 3]), nothing)
     assert row is not None and row.counts == (6, 3) and pools.free_by_stage().tolist() == [10, 4]
     # What was set aside in the same step stays, in each stage.
-    assert pools.set_aside(np.array([1, 2]), np.array([6, 3])) is None
-    assert pools.set_aside(np.array([5, 1]), np.array([6, 3])) is None
-    other = pools.set_aside(np.array([4, 1]), np.array([6, 3]))
+    assert pools.reserve(np.array([1, 2]), np.array([6, 3])) is None
+    assert pools.reserve(np.array([5, 1]), np.array([6, 3])) is None
+    other = pools.reserve(np.array([4, 1]), np.array([6, 3]))
     assert other is not None and list(pools.idle) == [row, other]
-    blocks = pools.take(row)
+    blocks = pools.take_reserved(row)
     assert blocks is not None and pools.free_by_stage().tolist() == [4, 1]
     for pool, block in zip([pools.pools[0]] * 6 + [pools.pools[1]] * 3, blocks, strict=True):
         assert pool.blocks[block.block_id] is block
     pools.pools[1].get_new_blocks(1)
-    assert pools.take(other) is None and pools.free_by_stage().tolist() == [4, 0]
+    assert pools.take_reserved(other) is None and pools.free_by_stage().tolist() == [4, 0]
 
 
 def test_what_is_set_aside_in_another_stage_stays() -> None:
     """Dissolving it would give nothing to the stage that lacks blocks."""
     pools = _pools_with_rows(1)
-    aside = pools.set_aside(np.array([3, 0]), np.zeros(2, np.int64))
+    aside = pools.reserve(np.array([3, 0]), np.zeros(2, np.int64))
     assert aside is not None
-    pools.touch_row(_name(0))
+    pools.touch_bundle(_name(0))
     pools.pools[1].get_new_blocks(9)
-    assert not pools.rows and list(pools.idle) == [aside]
+    assert not pools.bundles and list(pools.idle) == [aside]
 
 
 def test_all_stages_forget_together() -> None:
     pools = _pools_with_rows(2)
     blocks = pools.pools[0].get_new_blocks(1)
-    assert not pools.reset_prefix_cache() and len(pools.rows) == 2
+    assert not pools.reset_prefix_cache() and len(pools.bundles) == 2
     pools.free_blocks(blocks)
-    assert pools.reset_prefix_cache() and not pools.rows and not pools.idle
+    assert pools.reset_prefix_cache() and not pools.bundles and not pools.idle
     assert [pool.free_block_queue.num_free_blocks for pool in pools.pools] == [10, 10]

@@ -118,11 +118,11 @@ def test_who_is_preempted_in_the_step_that_was_to_compute_it_leaves_nothing() ->
     assert pair.step() == {"high": 12, "low": 15}
     pair.scheduler.running.reverse()  # the low one first, as where it came before
     hashes = low.block_hashes
-    assert len(hashes) == 4 and pair.pool.longest(hashes) == 3
+    assert len(hashes) == 4 and pair.pool.longest_prefix(hashes) == 3
     assert pair.step() == {"high": 1}, "the other one has given way"
     assert low.num_preemptions == 1
     # It had got its 16th token in this step, which would have completed its fourth block.
-    assert hashes[3] not in pair.pool.rows and pair.pool.longest(hashes) == 3
+    assert hashes[3] not in pair.pool.bundles and pair.pool.longest_prefix(hashes) == 3
     pair.run()
 
 
@@ -132,7 +132,7 @@ def test_the_deepest_goes_first_and_the_oldest_prompt_before_it(stages: tuple[in
     for index in range(3):
         pair.add(f"r{index}", prompt(40, 100 * index))
         pair.run()
-    assert len(pair.pool.rows) == 3 * 10
+    assert len(pair.pool.bundles) == 3 * 10
     pair.add("first again", prompt(40))
     assert pair.step() == {"first again": 40 - (40 - 6) // 4 * 4}
     pair.run()
@@ -141,8 +141,10 @@ def test_the_deepest_goes_first_and_the_oldest_prompt_before_it(stages: tuple[in
     left = {}
     for index in range(3):
         hashes = make_request("q", prompt(40, 100 * index), hash_block_size=4).block_hashes
-        left[index] = pair.pool.longest(hashes)
-        assert all((name in pair.pool.rows) == (i < left[index]) for i, name in enumerate(hashes))
+        left[index] = pair.pool.longest_prefix(hashes)
+        assert all(
+            (name in pair.pool.bundles) == (i < left[index]) for i, name in enumerate(hashes)
+        )
     assert left[0] == 10, "the latest used"
     assert left[1] == 0 and 0 < left[2] < 10, "the oldest goes, then the next from its end"
     pair.run()
@@ -254,7 +256,7 @@ def test_one_that_needs_the_whole_pool_starts_with_what_is_there(asynchronous: b
     pair.add("short", beginning)
     for _ in range(6):
         pair.step()
-    assert pair.pool.rows, "nothing was left behind"
+    assert pair.pool.bundles, "nothing was left behind"
     pair.add("long", [*beginning, *prompt(140, start=500)], 4)
     for _ in range(20):
         pair.step()
@@ -306,7 +308,7 @@ def _windows_found(pair: Pair, name: str) -> list[bool]:
     """Of each row of a request, whether its part in a window is there for others."""
     stock_groups = pair.scheduler.coordinator.stock_groups
     hashes = pair.scheduler.requests[name].block_hashes
-    return [key in pair.pool.rows for key in stock_groups.sources(hashes, lambda end: b"")[0]]
+    return [key in pair.pool.bundles for key in stock_groups.sources(hashes, lambda end: b"")[0]]
 
 
 def test_who_is_preempted_leaves_no_window_that_was_not_computed() -> None:

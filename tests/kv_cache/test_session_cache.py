@@ -123,7 +123,7 @@ def test_a_hit_leaves_the_queries_of_a_prompts_end_at_which_nothing_goes(drafts:
         pair.run()
         said = list(request.all_token_ids)
         pair.add("second", said[:n], 4, kv_turns=[50], kv_budget="30%")
-        plan = pair.scheduler.coordinator.plan_of("second")
+        plan = pair.scheduler.coordinator.plans.of("second")
         quiet += plan.end_number not in plan.giving
         pair.run()
         assert pair.worker.num_adopted <= n - pair.scheduler.kv_policy.min_last_chunk, n
@@ -213,15 +213,15 @@ def test_what_stands_beside_an_eviction_is_named_by_what_it_depends_on() -> None
     said = _say(pair, "first", prompt(72), 20, [])
     tokens = [*said, *prompt(40, 500)]
     pair.add("second", tokens, 4, kv_turns=[72])
-    known = pair.scheduler.coordinator._requests["second"]
-    assert known.conversation is not None
-    first, second = (b"@" + key for key in known.conversation.keys.values())
+    known = pair.scheduler.coordinator.plans.records["second"]
+    assert known.terms.conversation is not None
+    first, second = (b"@" + key for key in known.terms.conversation.keys.values())
     # The last token of row 17 is attended to before the first turn's end evicts.
     ends = {4: b"", 72: b"", 73: first, 76: first, len(tokens): first, len(tokens) + 1: second}
-    assert {end: known.suffix(end) for end in ends} == ends
+    assert {end: known.terms.suffix(end) for end in ends} == ends
     pair.add("alone", tokens, 4)
-    known = pair.scheduler.coordinator._requests["alone"]
-    assert known.suffix(len(tokens)) == b"" and known.suffix(len(tokens) + 1) is None
+    known = pair.scheduler.coordinator.plans.records["alone"]
+    assert known.terms.suffix(len(tokens)) == b"" and known.terms.suffix(len(tokens) + 1) is None
     pair.run()
 
 
@@ -271,9 +271,9 @@ def test_a_state_is_not_dissolved_for_what_is_copied_from_windows() -> None:
     for row in list(pair.pool.idle):
         assert row.hash is not None
         if b"@" not in row.hash[32:33]:
-            pair.pool.touch_row(row.hash)
+            pair.pool.touch_bundle(row.hash)
     free = pair.pool.free_block_queue.num_free_blocks
-    assert pair.pool.offer(BlockHash(bytes(32)), pair.pool.get_new_blocks(free))
+    assert pair.pool.add_idle(BlockHash(bytes(32)), pair.pool.get_new_blocks(free))
     assert _states(pair) == of_state
     _say(pair, "second", [*said, *prompt(40, 500)], 4, [70])
     assert pair.worker.num_resumed == 1
@@ -288,7 +288,7 @@ def test_what_a_state_asks_for_is_what_it_takes(block_size: int) -> None:
     tokens = [*said, *prompt(40, 500)]
     pair.add("second", tokens, 4, kv_turns=[70])
     coordinator, request = pair.scheduler.coordinator, pair.scheduler.requests["second"]
-    found = coordinator.resumable_tokens(request, len(tokens), lambda point: 8)
+    found = coordinator.sessions.resumable_tokens(request, len(tokens), lambda point: 8)
     assert found == len(said) // 8 * 8
     asked = coordinator.get_num_blocks_to_allocate("second", len(tokens))
     free = pair.pool.get_num_free_blocks()

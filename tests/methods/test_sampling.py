@@ -158,7 +158,7 @@ def test_later_requests_get_the_average_on_both_sides(asynchronous: bool) -> Non
         assert reports[name]["evicted_tokens"] == 0 and "averaged_over" not in reports[name]
     assert pair.worker.num_solved == 2
     scheduler = pair.scheduler
-    assert not scheduler.coordinator._requests
+    assert not scheduler.coordinator.plans.records
     (sampled,) = scheduler.hooks
     assert isinstance(sampled, SampledShares)
     assert not sampled._averaged and not sampled._of_request
@@ -168,7 +168,7 @@ def test_a_preempted_request_keeps_its_average() -> None:
     pair = Pair()
     pair.run(("r0", 60, None))
     pair.scheduler.add_request(make_request("r1", 60, 8))
-    plan = pair.scheduler.coordinator.plan_of("r1")
+    plan = pair.scheduler.coordinator.plans.of("r1")
     assert isinstance(plan, RetentionPlan)
     for life in range(2):
         for _ in range(3):
@@ -177,7 +177,7 @@ def test_a_preempted_request_keeps_its_average() -> None:
             for eviction in read_report(result).evictions.values():
                 assert eviction.keep is None and eviction.tokens == plan.end.skip.sum()
             pair.scheduler.update_from_output(output, result)
-        assert pair.scheduler.coordinator.has_evicted("r1")
+        assert pair.scheduler.coordinator.plans.has_evicted("r1")
         if life == 0:
             pair.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert pair.worker.num_solved == 1

@@ -21,35 +21,42 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         AssertionError: free + held differ from the pool, a block has two owners, a row's references
             are miscounted, or a counter disagrees with the block lists.
     """
-    pool, prefixes = coordinator.block_pool, coordinator._prefixes
+    pool, prefixes = coordinator.block_pool, coordinator.prefixes.cache
     pools = getattr(pool, "pools", [pool])  # of the pipeline stages
-    held, private = np.zeros(coordinator.num_layers, np.int64), []
+    held, private = np.zeros(coordinator.layer_blocks.num_layers, np.int64), []
     refs: Counter[int] = Counter()
     holders: dict[int, set[str]] = {}
     in_use = {}
-    for request_id, record in coordinator._requests.items():
-        assert not (record.rows and record.released), "rows after the head was given back"
-        refs.update(map(id, record.rows))
-        for row in record.rows:
+    for request_id, record in coordinator.plans.records.items():
+        assert not (record.bundles and record.released), "rows after the head was given back"
+        refs.update(map(id, record.bundles))
+        for row in record.bundles:
             holders.setdefault(id(row), set()).add(request_id)
-        in_use.update({id(row): row for row in record.rows})
+        in_use.update({id(row): row for row in record.bundles})
         for layer, manager in enumerate(coordinator.layer_managers):
             table = manager.req_to_blocks.get(request_id, [])
-            assert manager.block_size == coordinator.block_sizes[layer]
-            assert len(table) == cdiv(record.num_blocks, int(coordinator._ratios[layer]))
+            assert manager.block_size == coordinator.layer_blocks.block_sizes[layer]
+            assert len(table) == cdiv(
+                record.num_blocks, int(coordinator.layer_blocks.ratios[layer])
+            )
             count, start = int(prefixes.blocks[layer]), int(prefixes.blocks[:layer].sum())
-            for index, row in enumerate(record.rows):
+            for index, row in enumerate(record.bundles):
                 of_layer = row.blocks[start : start + count]
                 assert table[index * count : (index + 1) * count] == list(of_layer)
-            stage = coordinator.stages.of_layer(layer)
-            own = [b for b in table[len(record.rows) * count :] if not b.is_null]
+            stage = coordinator.layer_blocks.stages.of_layer(layer)
+            own = [b for b in table[len(record.bundles) * count :] if not b.is_null]
             assert all(pools[stage].blocks[b.block_id] is b for b in own), "another stage's"
             ids = [(stage, b.block_id) for b in own]
             held[layer] += len(ids)
             private.extend(ids)
     held += len(in_use) * prefixes.blocks
     stock_groups = coordinator.stock_groups
-    of_companions = [row for t in stock_groups._tables.values() for rows in t.rows for row in rows]
+    of_companions = [
+        row
+        for group in stock_groups.groups
+        for table in group.tables.values()
+        for row in table.bundles
+    ]
     refs.update(map(id, of_companions))
     in_use.update({id(row): row for row in of_companions})
     beside = [
@@ -65,21 +72,28 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     assert found <= set(beside), "a row of a companion is in no table"
     private += set(beside) - found
     owners = {name for m in coordinator.single_type_managers for name in m.req_to_blocks}
-    assert owners <= set(coordinator._requests), "blocks of nobody"
-    assert (held == coordinator.held_blocks).all(), (held, coordinator.held_blocks)
+    assert owners <= set(coordinator.plans.records), "blocks of nobody"
+    assert (held == coordinator.counters.held_blocks).all(), (
+        held,
+        coordinator.counters.held_blocks,
+    )
 
     aside = [row for row in pool.idle if row.hash is None]
-    left = [record.left.blocks for record in coordinator._requests.values() if record.left]
+    left = [
+        record.pending_copy.reserved
+        for record in coordinator.plans.records.values()
+        if record.pending_copy
+    ]
     assert {*map(id, aside)} <= {*map(id, left)}, "set aside for nobody"
-    rows = {id(row): row for row in (*pool.rows.values(), *in_use.values())}
+    rows = {id(row): row for row in (*pool.bundles.values(), *in_use.values())}
     for row in rows.values():
         assert row.refs == refs[id(row)], "references are miscounted"
-        is_known = pool.rows[row.hash] is row
+        is_known = pool.bundles[row.hash] is row
         assert is_known != (row in pool.twins.get(row.hash, ())), "a twin is nobody's"
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
         assert row.holders == holders.get(id(row), set()), "somebody else's row"
-    assert prefixes.holders.rows == Counter(map(frozenset, holders.values()))
-    assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.rows)
+    assert prefixes.holders.counts == Counter(map(frozenset, holders.values()))
+    assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.bundles)
     assert all(pool.twins.values()), "an empty list of twins"
     of_rows = [
         (_stage_of(block, pools), block.block_id)

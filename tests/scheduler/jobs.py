@@ -102,8 +102,7 @@ class Job:
         while self.in_flight:
             self.scheduler.update_from_output(*self.in_flight.popleft())
         if (admission := self.scheduler._admission) is not None:
-            assert not admission._rows
-            assert sorted(admission._unused) == list(range(len(admission._table)))
+            assert not len(admission.table), "a request has ended and is still in the table"
 
     @property
     def preemptions(self) -> int:

@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.scheduler.harness import Setup, make_request
 from tests.scheduler.jobs import SMALL, Job, exact_request
+from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.scheduler.admission import (
     AVERAGING_WINDOW,
@@ -23,6 +24,14 @@ from vllm_pyramid.scheduler.admission import (
     Admission,
     AnswerLengths,
     answer_bounds,
+)
+from vllm_pyramid.scheduler.forecast import (
+    RequestArrays,
+    SharedBlocks,
+    StagePoolView,
+    StepRules,
+    expected_answers,
+    missing_blocks,
 )
 
 pytestmark = pytest.mark.cpu
@@ -70,6 +79,40 @@ def test_bounds_of_an_answer(params: dict[str, Any], bounds: tuple[int, int]) ->
     request = Request("r", [1] * 60, SamplingParams(**params), None)
     longest = 110 if params["max_tokens"] == 50 and "min_tokens" not in params else 96
     assert answer_bounds(request, longest) == bounds
+
+
+# The forecast ------------------------------------------------------------------------------------
+
+
+def _forecast(usable: int, shared: SharedBlocks) -> int:
+    """Two requests of 16 tokens each that generate 16 more, in blocks of 4 tokens."""
+
+    def column(*values: int) -> Any:
+        return np.array(values)
+
+    requests = RequestArrays(
+        prompt=column(16, 16),
+        least=column(16, 16),
+        most=column(16, 16),
+        target=column(16, 16),
+        chunk=column(64, 64),
+        given_back=column(0, 0),
+        bound=column(UNBOUNDED, UNBOUNDED),
+        peak=column(UNBOUNDED, UNBOUNDED),
+        peak_after=column(0, 0),
+        computed=column(20, 0),
+        in_flight=column(0, 0),
+    )
+    pool = StagePoolView(usable, lambda tokens: -(-tokens // 4), None, lambda: shared)
+    return missing_blocks(requests, pool, StepRules(64, 0, 0, 1.0, 16.0))
+
+
+def test_the_forecast_counts_what_both_hold_before_the_first_ends() -> None:
+    """The first has 11 tokens to come: it ends with 8 blocks when the second has 7."""
+    nothing = SharedBlocks(np.zeros(0, np.int64), np.zeros((0, 2), np.bool_))
+    assert [_forecast(usable, nothing) for usable in (16, 15, 14, 10)] == [0, 0, 1, 5]
+    both = SharedBlocks(np.array([3]), np.ones((1, 2), np.bool_))
+    assert [_forecast(usable, both) for usable in (12, 11, 10)] == [0, 1, 2]
 
 
 def _small_job(setup: Setup, requests: int, tokens: int, max_tokens: int | None = None) -> Job:
@@ -137,11 +180,9 @@ def test_max_tokens_that_nobody_uses_hold_nothing_back() -> None:
 
 
 def test_a_request_that_outlives_its_expectation_is_expected_longer() -> None:
-    admission = _small_job(SMALL, 1, 8).scheduler._admission
-    assert admission is not None
     generated = np.array([0, 100, 200, 300, 300])
     least, most = np.array([1, 1, 1, 1, 1]), np.array([50, 4000, 4000, 4000, 310])
-    expected = admission._expected(generated, least, most)
+    expected = expected_answers(FIRST_GUESS, generated, least, most)
     assert expected.tolist() == [50, FIRST_GUESS, 301, 451, 310]
 
 
@@ -151,14 +192,14 @@ def test_a_refused_request_is_looked_at_again_when_blocks_come_back() -> None:
     admission = job.scheduler._admission
     assert admission is not None
     looks = 0
-    lacking = admission._lacking
+    lacking = admission.missing_blocks
 
     def counting(*args: Any) -> int:
         nonlocal looks
         looks += 1
         return lacking(*args)
 
-    admission._lacking = counting  # type: ignore[method-assign]
+    admission.missing_blocks = counting  # type: ignore[method-assign]
     job.finish()
     # Each request is evicted and ends, and starts after a look that says yes.
     assert job.refusals > looks
@@ -180,38 +221,39 @@ def test_a_refused_request_waits_as_if_blocks_were_missing() -> None:
     for _ in range(2):
         assert not scheduler.schedule().num_scheduled_tokens
         assert [request.request_id for request in scheduler.waiting] == ["r0", "r1", "r2"]
-        assert scheduler.coordinator.refused is None  # the refusal was for that step alone
+        assert scheduler.coordinator.blocked_request is None  # the refusal was for that step alone
     assert asked == ["r0", "r0"]
     scheduler._admission.admits = lambda *_: True  # type: ignore[method-assign]
     assert "r0" in scheduler.schedule().num_scheduled_tokens
 
 
-def _entered(policy: str, prompt: int, generated: int, **arguments: Any) -> list[int]:
-    """The row of a request that has generated so many tokens, under a policy."""
+def _entered(policy: str, prompt: int, generated: int, **arguments: Any) -> RequestArrays:
+    """The numbers of a request that has generated so many tokens, under a policy."""
     scheduler = _small_job(SMALL, 1, 8).scheduler
     coordinator = scheduler.coordinator
     admission = Admission(
         coordinator, max_model_len=10**5, step_tokens=10**4, longest_chunk=10**4, lag=0
     )
     plan = load_policy(policy, "100%" if policy == "pyramidinfer" else 64, arguments).plan(
-        prompt, coordinator.num_layers, 4
+        prompt, coordinator.layer_blocks.num_layers, 4
     )
     request = exact_request("long", prompt, 10**4)
     request.append_output_token_ids([8] * generated)
-    coordinator.set_plan("long", plan)
-    admission._enter(request, plan)
-    return [int(number) for number in admission._table[admission._rows["long"]]]
+    coordinator.plans.add("long", RequestTerms(plan))
+    admission.enter(request, plan)
+    return admission.table.arrays(["long"], np.array([0]), np.array([0]), 0)
 
 
 def test_the_rest_of_a_prompt_in_pieces_is_not_its_chunk() -> None:
-    assert _entered("pyramidinfer", 2 * 128 + 1, 0, piece_tokens=128)[4] == 128
+    assert _entered("pyramidinfer", 2 * 128 + 1, 0, piece_tokens=128).chunk == 128
 
 
 def test_one_that_evicted_while_it_generated_comes_back_without_its_history() -> None:
-    target, peak = (_entered("h2o", 100, 3000)[column] for column in (3, 7))
+    numbers = _entered("h2o", 100, 3000)
+    target, peak = int(numbers.target[0]), int(numbers.peak[0])
     layers, block_size = SMALL.num_layers, SMALL.block_size
     assert target == 3100 and 100 * layers <= peak * block_size < 400 * layers
-    assert _entered("pyramidkv", 100, 3000)[7] == UNBOUNDED
+    assert _entered("pyramidkv", 100, 3000).peak == UNBOUNDED
 
 
 def test_aborted_waiting_and_failed_requests_leave_nothing() -> None:

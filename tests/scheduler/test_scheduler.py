@@ -60,10 +60,10 @@ def test_an_id_that_is_taken_leaves_the_first_request_as_it_is() -> None:
     """vLLM's answer is an assertion; the plan must still be that of the request which runs."""
     pair = Pair(SYNC)
     pair.add("r", 40)
-    plan = pair.scheduler.coordinator.plan_of("r")
+    plan = pair.scheduler.coordinator.plans.of("r")
     with pytest.raises(AssertionError, match="duplicate request id"):
         pair.add("r", 20)
-    assert pair.scheduler.coordinator.plan_of("r") is plan
+    assert pair.scheduler.coordinator.plans.of("r") is plan
 
 
 def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
@@ -79,14 +79,14 @@ def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
     pair.process()
-    assert pair.coordinator.confirmed_plan("r") is None
+    assert pair.coordinator.plans.confirmed("r") is None
     pair.process()
     pair.step()
-    assert pair.coordinator.confirmed_plan("r") is not None
-    assert not pair.coordinator.has_evicted("r")
+    assert pair.coordinator.plans.confirmed("r") is not None
+    assert not pair.coordinator.plans.has_evicted("r")
     pair.schedule()
-    assert pair.coordinator.has_evicted("r")
-    assert pair.coordinator.num_evictions == 1
+    assert pair.coordinator.plans.has_evicted("r")
+    assert pair.coordinator.counters.num_evictions == 1
 
 
 def test_the_head_stays_while_a_step_that_reads_it_is_in_flight() -> None:
@@ -124,7 +124,7 @@ def test_the_last_chunk_carries_the_window(prompt_len: int, chunks: list[int]) -
         seen.append(pair.schedule().num_scheduled_tokens["r"])
         pair.process()
     assert seen == chunks
-    assert pair.coordinator.confirmed_plan("r") is not None
+    assert pair.coordinator.plans.confirmed("r") is not None
 
 
 def test_full_requests_are_not_cut() -> None:
@@ -207,9 +207,9 @@ def test_a_request_that_ends_with_its_first_token_is_counted() -> None:
     pair.add("r", 40, max_tokens=1)
     pair.step()
     plan = pair.scheduler.kv_policy.plan(40, 3, 4)
-    assert pair.coordinator.num_evictions == 1
-    assert pair.coordinator.tokens_evicted.tolist() == plan.end.skip.tolist()
-    assert pair.coordinator.held_blocks.tolist() == [0, 0, 0]
+    assert pair.coordinator.counters.num_evictions == 1
+    assert pair.coordinator.counters.tokens_evicted.tolist() == plan.end.skip.tolist()
+    assert pair.coordinator.counters.held_blocks.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
@@ -226,7 +226,7 @@ def test_an_abort_at_any_moment_leaves_nothing(steps: int) -> None:
     pair.schedule()
     pair.process()
     assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
-    assert not pair.coordinator._requests and not pair.worker.rows
+    assert not pair.coordinator.plans.records and not pair.worker.rows
 
 
 def test_wrong_settings_that_no_front_end_checked_end_the_request_not_the_engine() -> None:
@@ -288,10 +288,10 @@ def test_the_worker_goes_by_its_lengths_before_the_scheduler_knows_them() -> Non
     keep = _keep_of(pair)
     pair.schedule()  # decodes from the tail: the harness reads what the skips show
     assert pair.worker.rows["r"].skip is not None
-    assert pair.coordinator.confirmed_plan("r") is None
+    assert pair.coordinator.plans.confirmed("r") is None
     assert pair.coordinator.blocks_held("r") == [11, 11, 11]
     pair.process()
-    resolved = pair.coordinator.confirmed_plan("r")
+    resolved = pair.coordinator.plans.confirmed("r")
     assert resolved is not None and tuple(resolved.end.keep.tolist()) == keep
     pair.schedule()
     assert pair.coordinator.blocks_held("r") == (resolved.end.blocks + 1).tolist()
@@ -308,16 +308,16 @@ def test_a_preempted_prompt_is_solved_again() -> None:
     pair.schedule()
     pair.process()
     pair.process()
-    assert pair.coordinator.confirmed_plan("r") is None
+    assert pair.coordinator.plans.confirmed("r") is None
     plan = pair.worker.tracker._requests["r"].plan
     assert isinstance(plan, DeferredPlan), "the old lengths are forgotten"
     pair.process()
     pair.schedule()
     second = _keep_of(pair)
     pair.process()
-    resolved = pair.coordinator.confirmed_plan("r")
+    resolved = pair.coordinator.plans.confirmed("r")
     assert resolved is not None and tuple(resolved.end.keep.tolist()) == second != first
-    assert pair.worker.num_solved == 2 and pair.coordinator.num_evictions == 1
+    assert pair.worker.num_solved == 2 and pair.coordinator.counters.num_evictions == 1
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,10 @@ def test_a_report_that_breaks_the_promise_stops_the_engine(change: Any, message:
 
     with pytest.raises(RuntimeError, match=message):
         go_on()
-    assert not pair.coordinator.has_evicted("r") and not pair.coordinator.blocks_freed.any()
+    assert (
+        not pair.coordinator.plans.has_evicted("r")
+        and not pair.coordinator.counters.blocks_freed.any()
+    )
 
 
 def test_lengths_for_a_request_whose_lengths_are_known_stop_the_engine() -> None:
@@ -374,6 +377,6 @@ def test_requests_of_a_solving_policy_that_keep_everything() -> None:
     pair.step()
     assert pair.coordinator.blocks_held("full") == [11, 11, 11]
     assert reports == ["own"]
-    resolved = pair.coordinator.confirmed_plan("own")
+    resolved = pair.coordinator.plans.confirmed("own")
     assert resolved is not None and resolved.end.keep.sum() == 60
-    assert pair.coordinator.num_evictions == resolved.evicts
+    assert pair.coordinator.counters.num_evictions == resolved.evicts

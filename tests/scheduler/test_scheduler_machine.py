@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def watch_windows(self) -> None:
         """Whether windows are found that somebody still looks at."""
-        stock_groups, rows = self.coordinator.stock_groups, self.coordinator.block_pool.rows
+        stock_groups, rows = self.coordinator.stock_groups, self.coordinator.block_pool.bundles
         enter = stock_groups.enter
 
         def entered(request_id: str, hashes: Any, suffix: Any) -> Any:
@@ -130,14 +130,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return answer
 
         admission.admits = watched  # type: ignore[method-assign]
-        shared = self.coordinator.rows_shared
+        shared = self.coordinator.prefixes.shared_bundles
 
         def counted(request_id: str) -> dict[frozenset[str], int]:
             found = shared(request_id)
             self.seen["counted once"] += bool(found)
             return found
 
-        self.coordinator.rows_shared = counted  # type: ignore[method-assign]
+        self.coordinator.prefixes.shared_bundles = counted  # type: ignore[method-assign]
 
     # Rules ------------------------------------------------------------------------------------
 
@@ -190,11 +190,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             samples = isinstance(solver, SolvingAllocator) and solver.samples
             assert samples == bool(self.sampled), "the hooks are those of the policy"
             if self.refused(request_id, prompt_len, max_tokens, override):
-                self.plans[request_id] = self.coordinator.plan_of(request_id)
+                self.plans[request_id] = self.coordinator.plans.of(request_id)
             for sampled in self.sampled:  # the scheduler alone can know
-                self.plans[request_id] = self.coordinator.plan_of(request_id)
+                self.plans[request_id] = self.coordinator.plans.of(request_id)
                 self.seen["averaged"] += request_id in sampled._averaged
-            assert self.coordinator.plan_of(request_id) is self.plans[request_id]
+            assert self.coordinator.plans.of(request_id) is self.plans[request_id]
 
     def refused(
         self, request_id: str, prompt_len: int, max_tokens: int, override: dict[str, Any] | None
@@ -276,7 +276,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request.num_computed_tokens - request.num_in_flight_tokens
                 >= request.num_prompt_tokens
             ):
-                assert self.coordinator.has_evicted(name) == self.plans[name].evicts, "freed late"
+                assert self.coordinator.plans.has_evicted(name) == self.plans[name].evicts, (
+                    "freed late"
+                )
                 self.check_freed(name, request.num_computed_tokens - request.num_in_flight_tokens)
             self.check_chunk(name, began.get(name, before[name]), scheduled)
         for name, count in preemptions.items():
@@ -313,7 +315,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.coordinator.block_pool
         self.seen["twins"] += len(pool.twins)
         looked_at, owners = {}, None
-        for row in [*pool.rows.values(), *(row for twins in pool.twins.values() for row in twins)]:
+        for row in [
+            *pool.bundles.values(),
+            *(row for twins in pool.twins.values() for row in twins),
+        ]:
             if row.hash[HASH_BYTES:].startswith(b"@"):  # of a state: looked at by whoever adopts it
                 assert not row.refs
                 self.seen["rows of states"] += 1
@@ -325,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 known = row, places, self.worker.memory_PN[places], before
             _, places, tags, before = looked_at[id(row)] = known
             assert (self.worker.memory_PN[places] == tags).all(), "a row was written into"
-            assert before is None or before in pool.rows
+            assert before is None or before in pool.bundles
             if beside := row.hash[HASH_BYTES:]:
                 self.seen["rows beside evicted" if b"@" in beside else "rows beside"] += 1
         self.looked_at = looked_at
@@ -334,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """By the name of a row, one whose tokens it holds, and which of its rows it is."""
         found: dict[Any, tuple[int, Request]] = {}
         for request in self.requests.values():
-            for index, block_hash in enumerate(self.coordinator._prefixes.hashes(request)):
+            for index, block_hash in enumerate(self.coordinator.prefixes.cache.hashes(request)):
                 found.setdefault(block_hash, (index, request))
         return found
 
@@ -346,13 +351,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         Returns:
             Where they are, `[cells]` each; and the name of the row before, which must be there.
         """
-        prefixes = self.coordinator._prefixes
+        prefixes = self.coordinator.prefixes.cache
         name, beside = row.hash[:HASH_BYTES], row.hash[HASH_BYTES:]
         index, request = owners[name]
         layers = list(enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True)))
         number, _, behind = beside[1:].partition(b"@")
         if beside:
-            kind = self.coordinator.stock_groups._kinds[int(number)]
+            kind = self.coordinator.stock_groups.groups[int(number)]
             count = prefixes.tokens // kind.block_size
             numbers = [max(group - self.setup.num_layers, 0) for group in kind.groups]
             layers = [(FIRST_LAYER + number, (count, kind.block_size)) for number in numbers]
@@ -385,7 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.plans[name]
         if isinstance(plan, RetentionPlan) and (plan.every or plan.inner):
             number = plan.evictions_by(processed)
-            released = self.coordinator._requests[name].released
+            released = self.coordinator.plans.records[name].released
             assert 0 < released <= number
             given = plan.skip_after(released)
             assert (given == plan.skip_after(number)).all(), "freed late"
@@ -451,13 +456,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         check_pool(self.coordinator)
         running = {request.request_id for request in self.scheduler.running}
-        records = self.coordinator._requests
+        records = self.coordinator.plans.records
         assert set(records) == set(self.scheduler.requests)
         assert {name for name, record in records.items() if record.num_blocks} == running
         for name, record in records.items():
             assert record.num_blocks or not (record.resolved or record.confirmed or record.released)
             assert bool(record.resolved) == bool(record.confirmed), "a number without a plan"
-            assert record.plan is self.plans[name] and record.policy
+            assert record.terms.plan is self.plans[name] and record.terms.policy
             assert (
                 record.resolved is not None
                 or not record.released
@@ -474,9 +479,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.plans[name]
             processed = request.num_computed_tokens - request.num_in_flight_tokens
             expected = -(-request.num_computed_tokens // block_sizes)
-            resolved = self.coordinator.confirmed_plan(name)
-            if self.coordinator.has_evicted(name):
-                number = self.coordinator._requests[name].released
+            resolved = self.coordinator.plans.confirmed(name)
+            if self.coordinator.plans.has_evicted(name):
+                number = self.coordinator.plans.records[name].released
                 kept = resolved if isinstance(plan, DeferredPlan) else plan
                 assert isinstance(kept, RetentionPlan)
                 expected -= kept.skip_after(number) // block_sizes
@@ -487,7 +492,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 else:
                     assert resolved is plan
                 assert plan.evicts and processed >= plan.exact_tokens
-            if self.coordinator.has_evicted(name):
+            if self.coordinator.plans.has_evicted(name):
                 assert processed >= plan.exact_tokens
             if plan.inner:
                 self.check_peak(name, request)
@@ -510,7 +515,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan, late = self.plans[name], (self.depth - 1) * self.setup.max_num_batched_tokens
         tokens = max(request.num_computed_tokens, plan.prompt_len) + self.drafts_in_flight
         peak = peak_blocks(plan, tokens, np.array(self.setup.block_sizes), late, self.setup.stages)
-        sums = self.coordinator.stages.sums
+        sums = self.coordinator.layer_blocks.stages.sums
         assert (sums(np.array(self.coordinator.blocks_held(name))) <= sums(peak)).all()
 
     def check_forecast(self, name: str, request: Request, admission: Admission) -> None:
@@ -519,13 +524,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan, target = self.plans[name], row[3]
         if not (plan.inner or plan.every) or request.num_computed_tokens > target:
             return
-        held = self.coordinator.stages.sums(np.array(self.coordinator.blocks_held(name)))
+        held = self.coordinator.layer_blocks.stages.sums(
+            np.array(self.coordinator.blocks_held(name))
+        )
         assert (held <= row[8::4] if released else held <= row[7::4]).all(), (held, row)
         self.seen["behind an eviction"] += released > 0 and request.num_computed_tokens < target
 
     def released(self, name: str) -> int:
         """The latest eviction whose head a request has given back."""
-        return self.coordinator._requests[name].released
+        return self.coordinator.plans.records[name].released
 
     def check_promise(self, plan: DeferredPlan, resolved: RetentionPlan) -> None:
         """The solved lengths conserve the budget, and the blocks are those of the lengths."""
@@ -548,17 +555,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker.execute(self.scheduler.schedule())  # tells the worker who finished
         coordinator, scheduler = self.coordinator, self.scheduler
         assert coordinator.block_pool.get_num_free_blocks() == self.worker.num_blocks
-        assert not coordinator._requests and not coordinator._rows_before
+        assert not coordinator.plans.records and not coordinator.prefixes._published_from
         assert not coordinator.block_pool.twins
         assert scheduler.reset_prefix_cache()
-        assert not coordinator.block_pool.rows and not coordinator.block_pool.idle
+        assert not coordinator.block_pool.bundles and not coordinator.block_pool.idle
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
-        assert not coordinator.held_blocks.any() and not coordinator.skipped_tokens.any()
-        assert not coordinator.stock_groups.held_blocks and not coordinator.stock_groups._tables
+        assert (
+            not coordinator.counters.held_blocks.any()
+            and not coordinator.counters.skipped_tokens.any()
+        )
+        assert not coordinator.stock_groups.held_blocks and not any(
+            g.tables for g in coordinator.stock_groups.groups
+        )
         assert not scheduler.running and not scheduler.waiting
         assert not any(s._of_request or s._averaged for s in self.sampled)
-        assert scheduler._admission is None or not scheduler._admission._rows
+        assert scheduler._admission is None or not len(scheduler._admission.table)
         assert not self.worker.rows and not self.worker.tracker._requests
         assert self.worker.tracker._num_open == 0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -42,18 +43,18 @@ class SharingJob(Job):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shared = self.scheduler.coordinator.rows_shared
+        shared = self.scheduler.coordinator.prefixes.shared_bundles
 
         def counting(name: str) -> Any:
             found = shared(name)
             self.once += bool(found)
             return found
 
-        self.scheduler.coordinator.rows_shared = counting  # type: ignore[method-assign]
+        self.scheduler.coordinator.prefixes.shared_bundles = counting  # type: ignore[method-assign]
 
     def count_each(self) -> None:
         """The rule without what is shared."""
-        self.scheduler.coordinator.rows_shared = lambda _: {}  # type: ignore[method-assign]
+        self.scheduler.coordinator.prefixes.shared_bundles = lambda _: {}  # type: ignore[method-assign]
 
     def add_prompt(
         self,
@@ -70,9 +71,9 @@ class SharingJob(Job):
     def finish(self) -> None:
         """As the base's; nothing counts as shared any more."""
         super().finish()
-        prefixes = self.scheduler.coordinator._prefixes
-        assert not prefixes.holders.rows
-        assert not any(row.holders for row in prefixes._pool.rows.values())
+        prefixes = self.scheduler.coordinator.prefixes.cache
+        assert not prefixes.holders.counts
+        assert not any(row.holders for row in prefixes._pool.bundles.values())
 
 
 def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
@@ -193,12 +194,13 @@ def test_behind_its_first_eviction_a_request_is_counted_with_all_it_may_hold() -
     plans = {}
     for index, length in enumerate((30, 46, 64)):
         job.add_prompt(index, 16, length, 4)
-        plans[length] = coordinator.plan_of(f"r{index}")
-        admission._enter(job.requests[-1], plans[length])
+        plans[length] = coordinator.plans.of(f"r{index}")
+        admission.enter(job.requests[-1], plans[length])
     assert [plans[length].untouched for length in (46, 64)] == [24, 24]
-    whole, later = admission._table[[admission._rows[f"r{i}"] for i in range(3)], 7:9].T
-    assert whole.tolist() == [UNBOUNDED, 3 * 10, 3 * 10]
-    assert later.tolist() == [0, 3 * (12 - 6), 3 * (16 - 6)]
+    zeros = np.zeros(3, np.int64)
+    numbers = admission.table.arrays([f"r{i}" for i in range(3)], zeros, zeros, 0)
+    assert numbers.peak.tolist() == [UNBOUNDED, 3 * 10, 3 * 10]
+    assert numbers.peak_after.tolist() == [0, 3 * (12 - 6), 3 * (16 - 6)]
 
 
 @pytest.mark.parametrize("variant", ["later", "inside"])
@@ -234,14 +236,14 @@ def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
     job.add_prompt(1, 128, 132, 4)
     admission = job.scheduler._admission
     assert admission is not None
-    looks, lacking = [], admission._lacking
+    looks, lacking = [], admission.missing_blocks
 
     def watched(*args: Any) -> int:
         found = lacking(*args)
         looks.append((job.steps, found))
         return found
 
-    admission._lacking = watched  # type: ignore[method-assign]
+    admission.missing_blocks = watched  # type: ignore[method-assign]
     while len(job.scheduler.running) < 2:
         job.step()
     assert job.steps < RECHECK_STEPS, "only when it has waited for long"

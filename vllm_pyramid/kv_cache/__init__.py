@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache as the scheduler sees it: layers, pools, bundles of blocks, prefixes and sessions.
+"""The blocks of the KV cache: one table per layer and request, one counter for all layers.
 
-Imports `plan` and `compat`; never looks at scores and starts no request.
+LockstepCoordinator      what vLLM's scheduler calls; it has the parts below
+  RequestPlans           what every request keeps: given, and confirmed by the worker
+  PrefixSharing          which blocks requests share  -> PrefixCache, SharedBlockIndex
+  SessionResume          what turns of a conversation continue with  -> SessionCache
+  StockGroups            the layers that do not evict
+  LayerBlocks            how many blocks the evicting layers need
+  LayerKVCacheManager    the blocks of one layer
+BundlePool               all blocks; with pipeline stages PipelinePools
 """

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that requests share: all layers' blocks of one range of positions, as one thing.
+"""Bundles of blocks: all layers' blocks at one range of positions, shared as one thing.
 
     positions      0 .. 15     16 .. 31    32 .. 47
     layer 0        [ b3  ]     [ b9  ]     [ b1  ]
-    layer 1        [ b7  ]     [ b2  ]     [ b8  ]      one column of this is a row
+    layer 1        [ b7  ]     [ b2  ]     [ b8  ]      one column of this is a bundle
     layer m-1      [ b5  ]     [ b4  ]     [ b6  ]
                    hash 0      hash 1      hash 2
 
-Layers have tables of their own, but what they hold of a prefix is found, shared and forgotten
-together, so the layers cannot come to disagree about it, and a lookup costs as much as with one
-table for all layers.
+Each layer has its own block table, but the blocks of a prefix are found, shared and forgotten for
+all layers together. So layers cannot disagree about a prefix, and a lookup costs as much as with
+one table for all layers.
 
-A row is in use while requests refer to it. Then it is idle: its blocks count as free and go to
-whoever needs blocks, least recently used rows first, and of one prompt the deepest first, as in
-vLLM. So of layers that evict a row is never there without the row before it, and a lookup is a
-bisection.
+A bundle is in use while requests refer to it. Afterwards it is idle: its blocks count as free, and
+the pool dissolves idle bundles when the free queue runs short, least recently used first and the
+deepest of a prompt first, as vLLM does. So no bundle of evicting layers exists without the bundle
+before it, and a lookup is a bisection.
 
-Two requests that compute one prefix at the same time have two rows of one hash. The first is found
-by others. The second, its twin, takes its place if the first is dissolved, and otherwise ends with
-its request.
+Two requests that compute the same prefix at the same time make two bundles of one hash. Lookups
+find the first. The second is its twin: it replaces the first if that one is dissolved, and
+otherwise ends with its request.
 
-With pipeline stages a row has blocks of several pools (`stages.py`), and lives and dies in all of
-them at once.
+With pipeline stages a bundle has blocks of several pools (`pipeline_pools.py`), and lives and dies
+in all of them at once.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 
 class BlockBundle:
-    """The blocks of all layers at one range of positions, none of which is written any more.
+    """The blocks of all layers at one range of positions; no step writes to them any more.
 
     Attributes:
-        hash: vLLM's, of the tokens up to its end and of all else that their KV depends on (LoRA
-            adapter, images, prompt embeddings, `cache_salt`); of what is not the full cache's KV,
-            more behind it. None of blocks that are set aside.
-        blocks: layer by layer. counts: how many of them each pipeline stage has; empty where there
-            is one stage. refs: requests that have them in their tables.
-        scheduled: whether the step that computes them has been scheduled; until then they can be
-            read in that step, behind what writes them, but not before it.
-        origin: of the base of a state (`session_cache.py`), the request that evicted.
-        holders: of layers that evict, the requests that `refs` counts (`shared_blocks.py` keeps
-        it).
+        hash: vLLM's hash of the tokens up to the bundle's end and of all else that their KV depends
+            on (LoRA adapter, images, prompt embeddings, `cache_salt`), with a suffix if the blocks
+            hold something other than the full cache's KV. None for reserved blocks.
+        blocks: the blocks, layer by layer.
+        counts: number of blocks per pipeline stage; empty with one stage.
+        refs: number of requests that have the blocks in their tables.
+        scheduled: whether the step that computes the blocks has been scheduled. Before that, the
+            same step can attend to them but cannot copy them.
+        origin: for the base of a session (`session_cache.py`), the request that evicted.
+        holders: for evicting layers, the requests that `refs` counts; `SharedBlockIndex` sets it.
     """
 
     __slots__ = ("blocks", "counts", "hash", "holders", "origin", "refs", "scheduled")
@@ -71,193 +71,207 @@ class BlockBundle:
 
 
 class BundlePool(BlockPool):
-    """vLLM's block pool, with rows in place of its own prefix cache.
+    """vLLM's block pool, with bundles in place of its prefix cache.
 
-    Blocks belong to the free queue, to one request, or to one row.
+    Each block belongs to the free queue, to one request, or to one bundle.
 
     Attributes:
-        rows: those that a lookup finds, by hash.
-        idle: those of them that nobody refers to, the next to be dissolved first.
-        twins: rows in use whose hash is another row's, by hash.
-        row_counts: see `BlockBundle.counts`, of all rows with a hash.
+        bundles: the bundles that a lookup finds, by hash.
+        idle: the bundles without references, reserved blocks included; the first is dissolved
+            first.
+        twins: bundles in use whose hash is another bundle's, by hash.
+        bundle_counts: `BlockBundle.counts` of every bundle with a hash.
     """
 
-    row_counts: tuple[int, ...] = ()
+    bundle_counts: tuple[int, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert not self.enable_caching, "rows take the place of vLLM's own cache"
-        self.rows: dict[BlockHash, BlockBundle] = {}
+        assert not self.enable_caching, "bundles replace vLLM's prefix cache"
+        self.bundles: dict[BlockHash, BlockBundle] = {}
         self.idle: dict[BlockBundle, None] = {}
         self.twins: dict[BlockHash, list[BlockBundle]] = {}
         self._idle_blocks = 0
 
-    # Rows -------------------------------------------------------------------------------------
+    # Bundles ----------------------------------------------------------------------------------
 
-    def longest(self, names: Sequence[BlockHash]) -> int:
-        """How many of these, each of which goes on from the one before, are there."""
-        return bisect_left(names, True, key=lambda name: name not in self.rows)
+    def longest_prefix(self, hashes: Sequence[BlockHash]) -> int:
+        """Return how many of these hashes, each of which continues the one before, are cached."""
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in self.bundles)
 
     def publish(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> BlockBundle:
-        """Make a row of a request's blocks, to which that request refers."""
-        row = BlockBundle(block_hash, blocks, self.row_counts)
-        if self.rows.setdefault(block_hash, row) is not row:
-            self.twins.setdefault(block_hash, []).append(row)
-        return row
+        """Make a bundle of a request's blocks; the request refers to it."""
+        bundle = BlockBundle(block_hash, blocks, self.bundle_counts)
+        if self.bundles.setdefault(block_hash, bundle) is not bundle:
+            self.twins.setdefault(block_hash, []).append(bundle)
+        return bundle
 
-    def withdraw(self, row: BlockBundle) -> None:
-        """Undo `publish`: the blocks are the request's alone again."""
-        assert row.refs == 1, "others use what was never computed"
-        self._forget(row)
+    def withdraw(self, bundle: BlockBundle) -> None:
+        """Undo `publish`: the blocks belong to the request alone again."""
+        assert bundle.refs == 1, "another request uses blocks that were never computed"
+        self._forget(bundle)
 
-    def idle_rows(self, hashes: Sequence[BlockHash]) -> list[BlockBundle]:
-        """Those of the rows of these hashes whose blocks count as free."""
-        return [row for row in map(self.rows.__getitem__, hashes) if not row.refs]
+    def idle_bundles(self, hashes: Sequence[BlockHash]) -> list[BlockBundle]:
+        """Return those bundles of these hashes whose blocks count as free."""
+        return [bundle for bundle in map(self.bundles.__getitem__, hashes) if not bundle.refs]
 
     def adopt(self, hashes: Sequence[BlockHash]) -> tuple[list[BlockBundle], int]:
-        """Refer to the rows of these hashes; returns them, and how many of them were idle."""
-        rows = [self.rows[block_hash] for block_hash in hashes]
-        revived = 0
-        for row in rows:
-            if not row.refs:
-                self._wake(row)
-                revived += 1
-            row.refs += 1
-        return rows, revived
-
-    def release(self, rows: Sequence[BlockBundle]) -> int:
-        """Drop a request's references to its rows, from position 0 on; returns how many it used
-        alone.
-        """
-        ended = 0
-        for row in reversed(rows):
-            row.refs -= 1
-            if row.refs:
-                continue
-            ended += 1
-            if self._known(row) is row:
-                self._rest(row)
-                continue
-            self._forget(row)
-            self.free_blocks(row.blocks)
-            self.touch_row(row.hash)  # it must outlive those behind it, which are idle by now
-        return ended
-
-    def offer(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> bool:
-        """Make an idle row of blocks; False, and nothing happens, if there is one of that hash."""
-        if block_hash in self.rows:
-            self.touch_row(block_hash)
-            return False
-        row = self.rows[block_hash] = BlockBundle(block_hash, blocks, self.row_counts, refs=0)
-        row.scheduled = True
-        self._rest(row)
-        return True
-
-    def touch_row(self, block_hash: BlockHash | None) -> None:
-        """If the row of this hash is idle, let it be the last to be dissolved."""
-        assert block_hash is not None
-        row = self.rows[block_hash]
-        if not row.refs:
-            del self.idle[row]
-            self.idle[row] = None
-
-    def set_aside(
-        self, counts: npt.NDArray[np.int64], but: npt.NDArray[np.int64]
-    ) -> BlockBundle | None:
-        """Blocks that still count as free, and go like an idle row's.
-
-        Args:
-            counts: `[stages]`, how many. but: `[stages]` free blocks that must stay what they are:
-                the latest that became idle.
+        """Add a reference to each bundle of these hashes.
 
         Returns:
-            None if there are too few in a stage.
+            The bundles, and how many of them were idle.
         """
-        if (counts > self.free_by_stage() - but).any():
+        bundles = [self.bundles[block_hash] for block_hash in hashes]
+        revived = 0
+        for bundle in bundles:
+            if not bundle.refs:
+                self._take_from_idle(bundle)
+                revived += 1
+            bundle.refs += 1
+        return bundles, revived
+
+    def release(self, bundles: Sequence[BlockBundle]) -> int:
+        """Drop a request's references to its bundles, given from position 0 on.
+
+        Returns:
+            How many of them no request refers to any more.
+        """
+        ended = 0
+        for bundle in reversed(bundles):
+            bundle.refs -= 1
+            if bundle.refs:
+                continue
+            ended += 1
+            if self._found_by_hash(bundle) is bundle:
+                self._make_idle(bundle)
+                continue
+            self._forget(bundle)
+            self.free_blocks(bundle.blocks)
+            # The one that remains must outlive the deeper bundles, which are idle by now.
+            self.touch_bundle(bundle.hash)
+        return ended
+
+    def add_idle(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> bool:
+        """Make an idle bundle of blocks that the caller owns.
+
+        Returns:
+            False if the hash has a bundle already; the blocks then remain the caller's.
+        """
+        if block_hash in self.bundles:
+            self.touch_bundle(block_hash)
+            return False
+        bundle = BlockBundle(block_hash, blocks, self.bundle_counts, refs=0)
+        bundle.scheduled = True
+        self.bundles[block_hash] = bundle
+        self._make_idle(bundle)
+        return True
+
+    def touch_bundle(self, block_hash: BlockHash | None) -> None:
+        """Make the bundle of this hash the last to be dissolved, if it is idle."""
+        assert block_hash is not None
+        bundle = self.bundles[block_hash]
+        if not bundle.refs:
+            del self.idle[bundle]
+            self.idle[bundle] = None
+
+    def reserve(
+        self, counts: npt.NDArray[np.int64], untouchable: npt.NDArray[np.int64]
+    ) -> BlockBundle | None:
+        """Reserve blocks that still count as free and are dissolved like an idle bundle.
+
+        Args:
+            counts: `[stages]` blocks to reserve.
+            untouchable: `[stages]` free blocks that must remain as they are: those that became idle
+                last.
+
+        Returns:
+            None if a stage has too few blocks.
+        """
+        if (counts > self.free_by_stage() - untouchable).any():
             return None
-        of_stages = tuple(counts.tolist()) if self.row_counts else ()
-        row = BlockBundle(None, self.get_blocks_of_stages(counts), of_stages, refs=0)
-        self._rest(row)
-        return row
+        by_stage = tuple(counts.tolist()) if self.bundle_counts else ()
+        bundle = BlockBundle(None, self.get_blocks_of_stages(counts), by_stage, refs=0)
+        self._make_idle(bundle)
+        return bundle
 
-    def take(self, row: BlockBundle) -> Sequence[KVCacheBlock] | None:
-        """The blocks that were set aside, for the caller to own; None if they have gone."""
-        if row not in self.idle:
+    def take_reserved(self, bundle: BlockBundle) -> Sequence[KVCacheBlock] | None:
+        """Hand reserved blocks to the caller; None if they have been dissolved."""
+        if bundle not in self.idle:
             return None
-        self._wake(row)
-        return row.blocks
+        self._take_from_idle(bundle)
+        return bundle.blocks
 
-    def _rest(self, row: BlockBundle) -> None:
-        self.idle[row] = None
-        self._idle_blocks += len(row.blocks)
+    def _make_idle(self, bundle: BlockBundle) -> None:
+        self.idle[bundle] = None
+        self._idle_blocks += len(bundle.blocks)
 
-    def _wake(self, row: BlockBundle) -> None:
-        del self.idle[row]
-        self._idle_blocks -= len(row.blocks)
+    def _take_from_idle(self, bundle: BlockBundle) -> None:
+        del self.idle[bundle]
+        self._idle_blocks -= len(bundle.blocks)
 
     def _dissolve_oldest(self) -> None:
         self._dissolve(next(iter(self.idle)))
 
-    def _dissolve(self, row: BlockBundle) -> None:
-        self._wake(row)
-        if row.hash is not None:
-            self._forget(row)
-        self.free_blocks(row.blocks)
+    def _dissolve(self, bundle: BlockBundle) -> None:
+        self._take_from_idle(bundle)
+        if bundle.hash is not None:
+            self._forget(bundle)
+        self.free_blocks(bundle.blocks)
 
-    def _known(self, row: BlockBundle) -> BlockBundle:
-        assert row.hash is not None
-        return self.rows[row.hash]
+    def _found_by_hash(self, bundle: BlockBundle) -> BlockBundle:
+        assert bundle.hash is not None
+        return self.bundles[bundle.hash]
 
-    def _forget(self, row: BlockBundle) -> None:
-        assert row.hash is not None
-        twins = self.twins.get(row.hash)
-        if self.rows[row.hash] is not row:
+    def _forget(self, bundle: BlockBundle) -> None:
+        assert bundle.hash is not None
+        twins = self.twins.get(bundle.hash)
+        if self.bundles[bundle.hash] is not bundle:
             assert twins is not None
-            twins.remove(row)
+            twins.remove(bundle)
         elif twins:
-            self.rows[row.hash] = twins.pop(0)
+            self.bundles[bundle.hash] = twins.pop(0)
         else:
-            del self.rows[row.hash]
+            del self.bundles[bundle.hash]
         if twins is not None and not twins:
-            del self.twins[row.hash]
+            del self.twins[bundle.hash]
 
-    # Pipeline stages (`stages.py`); here there is one ----------------------------------------
+    # Pipeline stages: this pool is that of the only stage ---------------------------------------
 
     def of_layer(self, layer: int) -> BundlePool:
-        """The pool from which a layer's blocks come."""
+        """Return the pool from which a layer's blocks come."""
         return self
 
     def free_by_stage(self) -> npt.NDArray[np.int64]:
-        """`[stages]`: free blocks of each."""
+        """Return the free blocks of each stage, `[stages]`."""
         return np.array([self.get_num_free_blocks()], np.int64)
 
     def bottleneck(self, needed: npt.NDArray[np.int64] | Sequence[int]) -> int:
-        """Blocks that are needed, `[stages]`, as one number to compare with all free blocks."""
+        """Return `[stages]` needed blocks as one number to compare with `get_num_free_blocks`."""
         return int(needed[0])
 
     def get_blocks_of_layers(self, counts: npt.NDArray[np.int64]) -> list[KVCacheBlock]:
-        """New blocks layer by layer, `counts` is `[layers]`."""
+        """Return new blocks, layer by layer, for `[layers]` counts."""
         return self.get_new_blocks(int(counts.sum()))
 
     def get_blocks_of_stages(self, counts: npt.NDArray[np.int64]) -> list[KVCacheBlock]:
-        """The same, `counts` is `[stages]`."""
+        """Return new blocks, stage by stage, for `[stages]` counts."""
         return self.get_new_blocks(int(counts[0]))
 
     # vLLM's contract --------------------------------------------------------------------------
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that a request could get: those in the queue, and those of idle rows."""
+        """Count the blocks that a request could get: in the free queue and in idle bundles."""
         return super().get_num_free_blocks() + self._idle_blocks
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """As vLLM's; idle rows are dissolved where the queue has too few."""
+        """Take blocks from the free queue, and dissolve idle bundles if it has too few."""
         if num_blocks <= self.get_num_free_blocks():
             while super().get_num_free_blocks() < num_blocks:
                 self._dissolve_oldest()
         return super().get_new_blocks(num_blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all rows; False, as in vLLM, while requests hold blocks."""
+        """Dissolve all bundles; return False, as vLLM does, while requests hold blocks."""
         if not super().reset_prefix_cache():
             return False
         while self.idle:

@@ -12,10 +12,10 @@ from vllm_pyramid.kv_cache.bundles import BundlePool
 
 
 class LayerKVCacheManager(FullAttentionManager):
-    """Blocks of one layer for every request; `LockstepCoordinator` decides when they change.
+    """The blocks of one layer for every request; `LockstepCoordinator` decides when they change.
 
-    To vLLM it is a full-attention manager without prefix caching. The one thing it adds is giving
-    back the head of a request's blocks, as a sliding window would:
+    To vLLM it is a full-attention manager without prefix caching. It adds one thing: it gives back
+    the head of a request's blocks, as a sliding window does.
 
         before   [b0][b1][b2][b3][b4]      after release_head(rid, 3)   [null][null][null][b3][b4]
 
@@ -29,15 +29,15 @@ class LayerKVCacheManager(FullAttentionManager):
     def release_head(self, request_id: str, num_blocks: int) -> int:
         """Return the first `num_blocks` blocks of a request to the pool.
 
-        The places stay in the list as null blocks, so token p is still found at p // block size.
+        Null blocks keep their places in the table, so token p is still in entry p // block size.
 
         Returns:
-            How many blocks were really given back (0 when it was done before).
+            How many blocks went back; 0 if they had gone before.
         """
         before = self.block_pool.get_num_free_blocks()
         return_head(self, request_id, num_blocks)
         return self.block_pool.get_num_free_blocks() - before
 
     def num_held(self, request_id: str) -> int:
-        """Blocks of the pool that the request holds in this layer."""
+        """Count the blocks of the pool that the request holds in this layer."""
         return sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))

@@ -5,13 +5,13 @@
     stage    0          | 1              a worker has the caches of its stage's layers alone
     pool     [0 .. P-1] | [0 .. P-1]     so block 5 of one stage is not block 5 of the other
 
-vLLM counts one pool for all layers of the model. Its question is always "is what a request needs
-more than what is free?", two numbers. With stages the answer must be yes where one of them lacks
-blocks, so the numbers are those of the scarcest: free is the least of all stages, and needed is as
-much more than that as the stage lacks that lacks most (`PipelinePools.bottleneck`).
+vLLM counts one pool for all layers of the model, and only ever compares two numbers: the blocks
+that a request needs, and the free blocks. With stages the request must wait if any stage lacks
+blocks, so both numbers describe the bottleneck: the free blocks of the stage that has fewest, and
+that number plus the greatest shortage of any stage (`PipelinePools.bottleneck`).
 
-What requests share are rows of all layers (`bundles.py`), and so of all stages: a row that nobody
-uses counts as free in each of them, and where one of them needs its blocks, all get theirs back.
+Requests share bundles of all layers (`bundles.py`), and so of all stages: an idle bundle counts as
+free in every stage, and when one stage needs its blocks, all stages get theirs back.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class _LayerSpec(Protocol):
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """The layers that evict in each pipeline stage, numbered through from the bottom.
+    """Which evicting layers each pipeline stage has; layers are numbered from the bottom.
 
     Attributes:
-        ends: one behind the last layer of each stage.
+        ends: the number behind the last layer of each stage.
     """
 
     ends: tuple[int, ...]
 
     @classmethod
     def of(cls, spec: _LayerSpec) -> PipelineLayout:
-        """As a layer's spec says; one stage where it says nothing."""
+        """Return the layout that a layer's spec describes; one stage if it names none."""
         ends: list[int] = np.cumsum(spec.stages or (spec.num_layers,)).tolist()
         return cls(tuple(ends))
 
@@ -58,21 +58,21 @@ class PipelineLayout:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first layer of each stage."""
+        """Return the first layer of each stage."""
         return (0, *self.ends[:-1])
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Layers of each stage."""
+        """Return the number of layers of each stage."""
         return tuple(end - start for start, end in zip(self.starts, self.ends, strict=True))
 
     def of_layer(self, layer: int) -> int:
-        """The stage of a layer."""
+        """Return the stage of a layer."""
         return int(np.searchsorted(self.ends, layer, side="right"))
 
-    def sums(self, of_layers: npt.NDArray[Any]) -> Numbers:
-        """`[stages]`: of `[layers]` what each stage's add up to."""
-        sums: Numbers = np.add.reduceat(of_layers.astype(np.int64), self.starts)
+    def sums(self, by_layer: npt.NDArray[Any]) -> Numbers:
+        """Sum `[layers]` numbers over the layers of each stage, `[stages]`."""
+        sums: Numbers = np.add.reduceat(by_layer.astype(np.int64), self.starts)
         return sums
 
 
@@ -80,7 +80,8 @@ class StagePool(BundlePool):
     """The blocks of one stage.
 
     Args:
-        whole: of which it is a part. stage: its number.
+        whole: the pools of all stages, which keep the bundles.
+        stage: the stage's number.
     """
 
     def __init__(self, whole: PipelinePools, stage: int, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +89,7 @@ class StagePool(BundlePool):
         self._whole, self._stage = whole, stage
 
     def count_idle(self, num_blocks: int) -> None:
-        """So many of its blocks are an idle row's now, or of one that is none any more."""
+        """Count more idle blocks of this stage, or fewer if the number is negative."""
         self._idle_blocks += num_blocks
 
     def _dissolve_oldest(self) -> None:
@@ -96,95 +97,96 @@ class StagePool(BundlePool):
 
 
 class PipelinePools(BundlePool):
-    """A block pool for each of several stages, and in front of them what vLLM asks.
+    """A block pool per stage, behind the one pool that vLLM asks.
 
-    It has no blocks of its own, but the rows: their blocks are those of all stages. All blocks
-    have as many tokens, since V is on the device.
+    This object has no blocks of its own. It keeps the bundles, which have blocks of all stages. All
+    blocks have the same number of tokens, since V is on the device.
 
     Attributes:
-        stages: which layers each has. pools: of the stages.
+        stages: which layers each stage has.
+        pools: the stages' pools.
     """
 
     def __init__(
         self, num_gpu_blocks: int, *args: Any, stages: PipelineLayout, **kwargs: Any
     ) -> None:
         super().__init__(1, *args, **kwargs)
-        self.num_gpu_blocks = num_gpu_blocks  # of each
+        self.num_gpu_blocks = num_gpu_blocks  # of each stage
         self.stages = stages
-        self.row_counts = stages.sizes
+        self.bundle_counts = stages.sizes
         self.pools = [
             StagePool(self, stage, num_gpu_blocks, *args, **kwargs) for stage in range(len(stages))
         ]
 
     def of_layer(self, layer: int) -> BundlePool:
-        """See the base."""
+        """Return the pool of the layer's stage."""
         return self.pools[self.stages.of_layer(layer)]
 
     def free_by_stage(self) -> Numbers:
-        """See the base."""
+        """Return the free blocks of each stage, `[stages]`."""
         return np.array([pool.get_num_free_blocks() for pool in self.pools], np.int64)
 
     def bottleneck(self, needed: Numbers | Sequence[int]) -> int:
-        """See the base."""
+        """Return the fewest free blocks plus the greatest shortage of any stage."""
         free = self.free_by_stage()
         return int(free.min() + (needed - free).max())
 
     def get_blocks_of_layers(self, counts: Numbers) -> list[KVCacheBlock]:
-        """See the base."""
+        """Return new blocks, layer by layer, each from its stage's pool."""
         return self.get_blocks_of_stages(self.stages.sums(counts))
 
     def get_blocks_of_stages(self, counts: Numbers) -> list[KVCacheBlock]:
-        """See the base."""
-        found: list[KVCacheBlock] = []
+        """Return new blocks, stage by stage, for `[stages]` counts."""
+        blocks: list[KVCacheBlock] = []
         for pool, count in zip(self.pools, counts.tolist(), strict=True):
-            found += pool.get_new_blocks(count)
-        return found
+            blocks += pool.get_new_blocks(count)
+        return blocks
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Each to its own stage's pool, in the order in which they are given."""
-        of_pools: list[list[KVCacheBlock]] = [[] for _ in self.pools]
+        """Return each block to its own stage's pool, in the given order."""
+        by_pool: list[list[KVCacheBlock]] = [[] for _ in self.pools]
         for block in ordered_blocks:
             index = next(
                 index
                 for index, pool in enumerate(self.pools)
                 if pool.blocks[block.block_id] is block
             )
-            of_pools[index].append(block)
-        for pool, blocks in zip(self.pools, of_pools, strict=True):
+            by_pool[index].append(block)
+        for pool, blocks in zip(self.pools, by_pool, strict=True):
             pool.free_blocks(blocks)
 
     def get_num_free_blocks(self) -> int:
-        """Of the stage that has fewest."""
+        """Return the free blocks of the stage that has fewest."""
         return min(pool.get_num_free_blocks() for pool in self.pools)
 
     def get_new_blocks(self, num_blocks: int) -> NoReturn:
-        """Nobody knows of which stage."""
+        """Refuse: blocks come from the pool of a stage, which the caller does not name."""
         raise AssertionError("blocks are taken from the pool of a stage")
 
     def reset_prefix_cache(self) -> bool:
-        """As vLLM's: False while requests hold blocks."""
+        """Dissolve all bundles; return False, as vLLM does, while requests hold blocks."""
         if not all(pool.reset_prefix_cache() for pool in self.pools):
             return False
         while self.idle:
             self._dissolve_oldest()
         return True
 
-    # Rows -------------------------------------------------------------------------------------
+    # Bundles ----------------------------------------------------------------------------------
 
     def dissolve_for(self, stage: int) -> None:
-        """Dissolve the least recently used row that has blocks of a stage.
+        """Dissolve the least recently used bundle that has blocks of a stage.
 
-        Blocks that are set aside may be of the other stages alone. All other rows have some of
-        each, so of one prompt the deepest still goes first.
+        Reserved blocks may belong to other stages alone. Every other bundle has blocks of each
+        stage, so the deepest bundle of a prompt still goes first.
         """
-        self._dissolve(next(row for row in self.idle if row.counts[stage]))
+        self._dissolve(next(bundle for bundle in self.idle if bundle.counts[stage]))
 
-    def _rest(self, row: BlockBundle) -> None:
-        self.idle[row] = None
-        for pool, count in zip(self.pools, row.counts, strict=True):
+    def _make_idle(self, bundle: BlockBundle) -> None:
+        self.idle[bundle] = None
+        for pool, count in zip(self.pools, bundle.counts, strict=True):
             pool.count_idle(count)
 
-    def _wake(self, row: BlockBundle) -> None:
-        del self.idle[row]
-        for pool, count in zip(self.pools, row.counts, strict=True):
+    def _take_from_idle(self, bundle: BlockBundle) -> None:
+        del self.idle[bundle]
+        for pool, count in zip(self.pools, bundle.counts, strict=True):
             pool.count_idle(-count)

@@ -1,210 +1,249 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request finds of its prompt in the cache, what it shows others, what it leaves behind."""
+"""What a request finds of its prompt in the cache, what it publishes, and what it keeps there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
+from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
-from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
-from vllm_pyramid.kv_cache.prefix_cache import PrefixCache, copies_of
-from vllm_pyramid.kv_cache.request_record import PendingPrefixCopy, SchedulerRequest
+from vllm_pyramid.kv_cache.counters import CacheCounters
+from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
+from vllm_pyramid.kv_cache.request_plans import RequestPlans
+from vllm_pyramid.kv_cache.request_record import PendingPrefixCopy, RequestTerms, SchedulerRequest
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import Plan, RetentionPlan, overwritten_blocks
 
 
 class PrefixSharing:
-    """Prefix caching, as a part of `LockstepCoordinator`.
+    """Prefix caching: the part of a request's life in which its blocks may be others', too.
 
     Attributes:
-        block_copies: of each pipeline stage, that its worker is to make before the step that is
-            being scheduled.
+        cache: the prefixes in the pool and in the tables.
     """
 
-    block_pool: BundlePool
-    stock_groups: StockGroups
-    num_layers: int
-    stages: PipelineLayout
-    block_copies: list[list[KVCacheBlockCopy]]
-    _prefixes: PrefixCache
-    _requests: dict[str, SchedulerRequest]
-    most_blocks: Callable[[str, int], npt.NDArray[np.int64]]
-    # Of requests that published rows in the step being scheduled, how many they had before.
-    _rows_before: dict[str, int]
+    def __init__(
+        self,
+        pool: BundlePool,
+        cache: PrefixCache,
+        stock_groups: StockGroups,
+        layer_blocks: LayerBlocks,
+        plans: RequestPlans,
+        copies: BlockCopies,
+        counters: CacheCounters,
+    ) -> None:
+        self._pool, self.cache, self._stock_groups = pool, cache, stock_groups
+        self._layer_blocks, self._copies, self._counters = layer_blocks, copies, counters
+        self._records = plans.records
+        self._units_per_bundle = cache.tokens // layer_blocks.unit
+        # For requests that published bundles in the step being scheduled: how many they had before.
+        self._published_from: dict[str, int] = {}
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Let others find the blocks of so many tokens, whose KV this step computes at the latest.
-
-        Others may be in this very step: attention reads what all requests of a step have written.
-        """
-        known = self._requests.get(request.request_id)
-        if known is None:
-            return
-        if self.stock_groups:
-            self.stock_groups.note(request, num_computed_tokens, known.suffix)
-        if known.released:
-            return
-        tokens = num_computed_tokens
-        if known.shareable is not None:
-            tokens = min(tokens, known.shareable)
-        if tokens // self._prefixes.tokens <= len(known.rows):
-            return  # nearly every request, every step
-        if rows := self._prefixes.publish(request, len(known.rows), tokens):
-            self._rows_before.setdefault(request.request_id, len(known.rows))
-            known.rows.extend(rows)
+    # Looking up -------------------------------------------------------------------------------
 
     def cached_tokens(self, request: Request, most: int) -> int:
-        """Tokens of a request without blocks that are in the cache, at most `most`.
+        """Return how many tokens of a request without blocks are cached, at most `most`.
 
-        Their blocks are the request's when the next allocation for it succeeds.
+        Their blocks become the request's when its next allocation succeeds.
         """
-        known = self._requests[request.request_id]
-        if known.reusable is not None:
-            most = min(most, known.reusable)
-        shared = most if known.shareable is None else min(most, known.shareable)
-        shared_rows = shared // self._prefixes.tokens
-        known.hit = self._prefixes.find(request, most, shared_rows)
-        least = shared_rows  # that may be found without a copy
-        if self.stock_groups:
-            del known.hit[self.stock_groups.covered(known.hit, known.suffix) :]
-            least = 0
-        if len(known.hit) > least:
-            # What is copied must not be dissolved for the blocks that this request gets.
-            row_blocks = self._prefixes.row_blocks
-            needed = row_blocks * (-(-request.num_tokens // self._prefixes.tokens))
-            peak = self.most_blocks(request.request_id, request.num_tokens)
-            needed = np.minimum(needed, peak)
-            needed -= row_blocks * min(shared_rows, len(known.hit))
-            free = self.block_pool.free_by_stage()
-            free -= row_blocks * len(self.block_pool.idle_rows(known.hit))
-            if self.stock_groups:
-                tokens = len(known.hit) * self._prefixes.tokens
-                needed += self.stock_groups.missing_blocks(
-                    request.request_id, request.num_tokens, hit=tokens
-                )
-                free -= self.stock_groups.source_blocks(known.hit, known.suffix)
-            if (needed > free).any():
-                del known.hit[least:]
-        return len(known.hit) * self._prefixes.tokens
+        record, cache = self._records[request.request_id], self.cache
+        terms = record.terms
+        if terms.reusable is not None:
+            most = min(most, terms.reusable)
+        shared = most if terms.shareable is None else min(most, terms.shareable)
+        may_share = shared // cache.tokens
+        record.prefix_hit = hit = cache.find(request, most, may_share)
+        without_copies = may_share
+        if self._stock_groups:
+            del hit[self._stock_groups.covered(hit, terms.suffix) :]
+            without_copies = 0
+        if len(hit) > without_copies and not self._fits(request, terms, hit, may_share):
+            del hit[without_copies:]
+        return len(hit) * cache.tokens
 
-    def _shared_rows(self, request: SchedulerRequest) -> int:
-        """Of the rows that a request could begin with, those that it would not copy."""
-        if request.shareable is None:
-            return len(request.hit)
-        return min(len(request.hit), request.shareable // self._prefixes.tokens)
+    def _fits(
+        self, request: Request, terms: RequestTerms, hit: list[BlockHash], may_share: int
+    ) -> bool:
+        """Return whether the request gets its blocks without dissolving those it copies."""
+        plan = terms.plan
+        assert plan is not None
+        cache, bundle_blocks = self.cache, self.cache.bundle_blocks
+        needed = bundle_blocks * (-(-request.num_tokens // cache.tokens))
+        needed = np.minimum(needed, self._layer_blocks.most(plan, request.num_tokens))
+        needed -= bundle_blocks * min(may_share, len(hit))
+        free = self._pool.free_by_stage()
+        free -= bundle_blocks * len(self._pool.idle_bundles(hit))
+        if self._stock_groups:
+            needed += self._stock_groups.missing_blocks(
+                request.request_id, request.num_tokens, hit=len(hit) * cache.tokens
+            )
+            free -= self._stock_groups.source_blocks(hit, terms.suffix)
+        return not (needed > free).any()
 
-    @property
-    def row_blocks(self) -> npt.NDArray[np.int64]:
-        """`[stages]`: blocks of a row."""
-        return self._prefixes.row_blocks
+    def shared_hit(self, record: SchedulerRequest) -> list[BlockHash]:
+        """Return the bundles of a request's hit that it would share, not copy."""
+        shareable = record.terms.shareable
+        if shareable is None:
+            return record.prefix_hit
+        return record.prefix_hit[: shareable // self.cache.tokens]
 
-    def rows_shared(self, request_id: str) -> dict[frozenset[str], int]:
-        """Rows that several requests have, by who has them, if this one began with its hit."""
-        known = self._requests[request_id]
-        hit = known.hit[: self._shared_rows(known)]
-        rows = (self.block_pool.rows[name] for name in hit)
-        return self._prefixes.holders.shared(request_id, rows)
+    def enter(self, request_id: str, record: SchedulerRequest) -> Sequence[Sequence[KVCacheBlock]]:
+        """Begin a request's tables with the bundles that it shares.
 
-    def left_tokens(self, request_id: str) -> int:
-        """Tokens of a request that others find, or will find when it has evicted."""
-        known = self._requests.get(request_id)
-        if known is None:
+        Returns:
+            `[layers][bundles]` blocks behind them, to be copied into blocks of its own.
+        """
+        hit, shared = record.prefix_hit, self.shared_hit(record)
+        copied = hit[len(shared) :]
+        sources = self.cache.blocks_of(copied)
+        if shared:
+            record.bundles, revived = self.cache.enter(request_id, shared)
+            record.num_blocks = len(shared) * self._units_per_bundle
+            self._counters.held_blocks += self.cache.blocks * revived
+        for block_hash in reversed(copied):
+            self._pool.touch_bundle(block_hash)
+        if self._stock_groups and hit:
+            self._copies.add_stock(*self._stock_groups.enter(request_id, hit, record.terms.suffix))
+        return sources
+
+    # Publishing -------------------------------------------------------------------------------
+
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """Let other requests find blocks whose KV this step computes at the latest.
+
+        Requests of the same step may find them, too: attention reads what all requests of a step
+        have written.
+        """
+        record = self._records.get(request.request_id)
+        if record is None:
+            return
+        if self._stock_groups:
+            self._stock_groups.note(request, num_computed_tokens, record.terms.suffix)
+        if record.released:
+            return
+        tokens, shareable = num_computed_tokens, record.terms.shareable
+        if shareable is not None and shareable < tokens:
+            tokens = shareable
+        if tokens // self.cache.tokens <= len(record.bundles):
+            return  # nearly every request, every step
+        if bundles := self.cache.publish(request, len(record.bundles), tokens):
+            self._published_from.setdefault(request.request_id, len(record.bundles))
+            record.bundles.extend(bundles)
+
+    def mark_scheduled(self) -> None:
+        """Record that all published blocks are computed, or will be in the scheduled step."""
+        for request_id, before in self._published_from.items():
+            for bundle in self._records[request_id].bundles[before:]:
+                bundle.scheduled = True
+        self._published_from.clear()
+        self._stock_groups.publish_noted()
+
+    def withdraw_unscheduled(self, request_id: str, record: SchedulerRequest) -> None:
+        """Take back the bundles that a request published in the step that preempts it.
+
+        No request has been admitted since, so no other request uses them.
+        """
+        before = self._published_from.pop(request_id, len(record.bundles))
+        self.cache.withdraw(request_id, record.bundles[before:])
+        del record.bundles[before:]
+
+    def shared_bundles(self, request_id: str) -> dict[frozenset[str], int]:
+        """Count bundles that several requests have, if this request began with its hit.
+
+        Returns:
+            The number of bundles by the set of requests that have them.
+        """
+        hit = self.shared_hit(self._records[request_id])
+        bundles = (self._pool.bundles[block_hash] for block_hash in hit)
+        return self.cache.holders.shared(request_id, bundles)
+
+    def findable_tokens(self, request_id: str) -> int:
+        """Return the tokens of a request that others find, or will find when it has evicted."""
+        record = self._records.get(request_id)
+        if record is None:
             return 0
-        behind = 0 if known.left is None else len(known.left.hashes)
-        return (len(known.rows) + behind) * self._prefixes.tokens
+        pending = 0 if record.pending_copy is None else len(record.pending_copy.hashes)
+        return (len(record.bundles) + pending) * self.cache.tokens
 
-    def step_ends(self) -> None:
-        """What was published up to now is computed, or will be in the step that was scheduled."""
-        for request_id, before in self._rows_before.items():
-            for row in self._requests[request_id].rows[before:]:
-                row.scheduled = True
-        self._rows_before.clear()
-        self.stock_groups.step_ends()
+    # Keeping what an eviction overwrites --------------------------------------------------------
 
-    def keep_prompts(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Set blocks aside for what the evictions in the step just scheduled will overwrite.
+    def reserve_copies(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """Reserve blocks for what the evictions in the step just scheduled will overwrite.
 
         Args:
-            requests: that come to their first eviction in it.
+            requests: the requests that come to their first eviction in this step.
 
         Returns:
             By request, ids of blocks for the workers to copy to (`StepEvictions.copies`), as many
-            as can be needed, each of the pool of its layer's stage. None of a request that leaves
-            nothing behind, or has all of it there, or for which a pool has too few.
+            as the eviction can need, each of the pool of its layer's stage. A request is left out
+            if it keeps nothing, if all of its prompt is cached, or if a pool has too few blocks.
         """
-        missing = [found for request in requests if (found := self._not_there(request))]
-        aside: dict[str, list[int]] = {}
-        # Nothing becomes idle between these calls, so the latest are those of this step.
-        others = np.zeros(len(self.stages), np.int64)
+        missing = [found for request in requests if (found := self._uncached(request))]
+        reserved: dict[str, list[int]] = {}
+        # Between these calls nothing becomes idle, so the latest idle blocks are this step's.
+        others = np.zeros(len(self._layer_blocks.stages), np.int64)
         for request_id, plan, first, hashes in missing:
-            counts = overwritten_blocks(plan, self.stages.sizes)
-            row = self.block_pool.set_aside(counts, others)
-            if row is not None:
+            counts = overwritten_blocks(plan, self._layer_blocks.stages.sizes)
+            bundle = self._pool.reserve(counts, others)
+            if bundle is not None:
                 others += counts
-                self._requests[request_id].left = PendingPrefixCopy(first, hashes, row)
-                aside[request_id] = [block.block_id for block in row.blocks]
-        return aside
+                pending = PendingPrefixCopy(first, hashes, bundle)
+                self._records[request_id].pending_copy = pending
+                reserved[request_id] = [block.block_id for block in bundle.blocks]
+        return reserved
 
-    def _not_there(self, request: Request) -> tuple[str, Plan, int, list[BlockHash]] | None:
-        """What a prompt leaves behind when it evicts: from which row on, and their hashes."""
-        known = self._requests[request.request_id]
-        plan, first = known.plan, len(known.rows)
-        if plan is None or known.left is not None or known.reusable in (0, known.shareable):
+    def _uncached(self, request: Request) -> tuple[str, Plan, int, list[BlockHash]] | None:
+        """Return the plan of a prompt to keep, its first bundle to copy, and the hashes from it on.
+
+        Returns:
+            None if there is nothing to keep.
+        """
+        record = self._records[request.request_id]
+        plan, first = record.terms.plan, len(record.bundles)
+        if plan is None or record.pending_copy is not None:
             return None
-        hashes = self._prefixes.hashes(request)[: plan.exact_tokens // self._prefixes.tokens]
-        if self.block_pool.longest(hashes) < len(hashes):
+        if record.terms.reusable in (0, record.terms.shareable):
+            return None
+        hashes = self.cache.hashes(request)[: plan.exact_tokens // self.cache.tokens]
+        if self._pool.longest_prefix(hashes) < len(hashes):
             return request.request_id, plan, first, hashes[first:]
-        for block_hash in reversed(hashes[first:]):  # of an earlier request, and used again
-            self.block_pool.touch_row(block_hash)
+        for block_hash in reversed(hashes[first:]):  # an earlier request's, used once more
+            self._pool.touch_bundle(block_hash)
         return None
 
-    def take_block_copies(self) -> list[list[KVCacheBlockCopy]]:
-        """`block_copies` of the step that has just been scheduled."""
-        copies, self.block_copies = self.block_copies, [[] for _ in self.stages.ends]
-        return copies
-
-    def _fill(
-        self, own: Sequence[Sequence[KVCacheBlock]], sources: Sequence[Sequence[KVCacheBlock]]
-    ) -> None:
-        """Let the workers fill blocks with others, both `[layers][blocks]`."""
-        ends = zip(self.block_copies, self.stages.starts, self.stages.ends, strict=True)
-        for copies, start, end in ends:
-            copies += copies_of(sources[start:end], own[start:end])
-
-    def _leave_rows(self, request_id: str, request: SchedulerRequest) -> npt.NDArray[np.int64]:
-        """The request does without its rows; `[layers]` blocks that nobody uses any more."""
-        ended = self._prefixes.leave(request_id, request.rows) if request.rows else 0
-        request.rows = []
-        freed: npt.NDArray[np.int64] = self._prefixes.blocks * ended
-        return freed
-
-    def _leave_behind(
-        self, request_id: str, request: SchedulerRequest, resolved: RetentionPlan | None
+    def keep_evicted(
+        self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan | None
     ) -> npt.NDArray[np.int64]:
-        """Copies and the head's blocks become rows; `[layers]` blocks of the head that do.
+        """Make bundles of the copies and of the head's blocks.
 
         Args:
-            settled: None if the worker has not said that it evicted: then nothing was copied.
+            resolved: None if the worker has not reported the eviction: then nothing was copied.
+
+        Returns:
+            `[layers]` blocks of the head that are no longer the request's.
         """
-        left, request.left = request.left, None
-        copies = None if left is None else self.block_pool.take(left.blocks)
-        if left is None or copies is None or resolved is None:
-            self.block_pool.free_blocks(copies or ())
-            return np.zeros(self.num_layers, np.int64)
-        return self._prefixes.leave_behind(
-            request_id, left.first, left.hashes, resolved.points[0].skip, copies
+        pending, record.pending_copy = record.pending_copy, None
+        copies = None if pending is None else self._pool.take_reserved(pending.reserved)
+        if pending is None or copies is None or resolved is None:
+            self._pool.free_blocks(copies or ())
+            return np.zeros(self._layer_blocks.num_layers, np.int64)
+        return self.cache.keep_evicted(
+            request_id, pending.first, pending.hashes, resolved.points[0].skip, copies
         )
 
-    def _withdraw_rows(self, request_id: str, request: SchedulerRequest) -> None:
-        """Take back rows that were to be computed in the step from which it is preempted.
+    def leave(self, request_id: str, record: SchedulerRequest) -> npt.NDArray[np.int64]:
+        """Take all bundles out of a request's tables.
 
-        Nobody has been admitted since, so nobody else uses them.
+        Returns:
+            `[layers]` blocks that no request uses any more.
         """
-        before = self._rows_before.pop(request_id, len(request.rows))
-        self._prefixes.withdraw(request_id, request.rows[before:])
-        del request.rows[before:]
+        ended = self.cache.leave(request_id, record.bundles) if record.bundles else 0
+        record.bundles = []
+        unused: npt.NDArray[np.int64] = self.cache.blocks * ended
+        return unused

@@ -1,119 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests keep: plans as they are given, and as the worker confirms them."""
+"""The records of all requests, and their plans as given and as the worker confirms them."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from dataclasses import replace
 
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
-from vllm_pyramid.kv_cache.session_cache import Conversation
+import numpy as np
+
+from vllm_pyramid.kv_cache.counters import CacheCounters
+from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
 from vllm_pyramid.plan import Eviction, Plan, RetentionPlan
 
 
 class RequestPlans:
-    """The plans of requests, as a part of `LockstepCoordinator`.
+    """What every request keeps.
 
     Attributes:
-        tokens_evicted, num_evictions: see there.
+        records: the requests' records, by request id.
     """
 
-    num_layers: int
-    tokens_evicted: npt.NDArray[np.int64]
-    num_evictions: int
-    _requests: dict[str, SchedulerRequest]
+    def __init__(self, counters: CacheCounters) -> None:
+        self._counters = counters
+        self.records: dict[str, SchedulerRequest] = {}
 
-    def set_plan(
-        self,
-        request_id: str,
-        plan: Plan,
-        policy: str = "",
-        min_tokens: int | None = None,
-        shareable: int | None = 0,
-        reusable: int | None = 0,
-        conversation: Conversation | None = None,
-    ) -> None:
-        """Say what the request keeps once its prompt is processed, or that it will be solved.
+    def add(self, request_id: str, terms: RequestTerms) -> None:
+        """Begin a request's record; its plan says what it keeps once its prompt is processed."""
+        plan, num_layers = terms.plan, self._counters.num_layers
+        assert plan is None or plan.num_layers == num_layers, (plan, num_layers)
+        self.records[request_id] = SchedulerRequest.at_start(terms)
 
-        Args:
-            policy, min_tokens, shareable, reusable, conversation: what the plan is of; see
-                `SchedulerRequest`.
-        """
-        assert plan.num_layers == self.num_layers, (plan.num_layers, self.num_layers)
-        due = plan.exact_tokens if plan.evicts else None
-        self._requests[request_id] = SchedulerRequest(
-            plan, policy, min_tokens, shareable, reusable, conversation, due=due
-        )
+    def restart(self, request_id: str) -> None:
+        """Forget a request's progress: it holds no blocks any more; its terms stay."""
+        terms = self.records[request_id].terms
+        if terms.plan is None:
+            del self.records[request_id]
+        else:
+            self.records[request_id] = SchedulerRequest.at_start(terms)
 
-    def plan_of(self, request_id: str) -> Plan:
-        """The plan that `set_plan` was given."""
-        plan = self._requests[request_id].plan
+    def forget(self, request_id: str) -> None:
+        """Drop the plan of a request that has finished."""
+        if (record := self.records.get(request_id)) is None:
+            return
+        if not record.num_blocks:
+            del self.records[request_id]
+            return
+        record.terms, record.due = replace(record.terms, plan=None), None
+
+    def of(self, request_id: str) -> Plan:
+        """Return the plan that the request came with."""
+        plan = self.records[request_id].terms.plan
         assert plan is not None, f"{request_id} has no plan"
         return plan
 
-    def policy_name(self, request_id: str) -> str:
-        """The policy that `set_plan` was given."""
-        return self._requests[request_id].policy
-
-    def min_tokens(self, request_id: str) -> int | None:
-        """The floor that `set_plan` was given."""
-        return self._requests[request_id].min_tokens
-
-    def forget_plan(self, request_id: str) -> None:
-        """Drop the plan of a request that has finished."""
-        if (request := self._requests.get(request_id)) is None:
-            return
-        request.plan = request.due = None
-        if not request.num_blocks:
-            del self._requests[request_id]
-
     def confirm(self, request_id: str, eviction: Eviction) -> None:
-        """The worker reports what it evicted, and the lengths where it has solved them.
+        """Record what the worker evicted, and the lengths if the worker has solved them.
 
         Raises:
-            RuntimeError: that is not what the plan says, or not what an open plan promised; blocks
-                freed by the plan would then be blocks that the worker still reads.
+            RuntimeError: the report differs from the plan, or from what a deferred plan promised.
+                The plan would then free blocks that the worker still reads.
         """
-        request = self._requests.get(request_id)
-        if request is None or request.plan is None or not request.num_blocks:
+        record = self.records.get(request_id)
+        if record is None or not record.num_blocks:
             return  # finished, or preempted while the step ran; it will evict again
-        if not request.plan.evicts:
+        plan = record.terms.plan
+        if plan is None or not plan.evicts:
             return
-        resolved, before = request.resolved, request.confirmed
+        resolved, before = record.resolved, record.confirmed
         if resolved is None or eviction.keep is not None:
-            resolved = _resolved(request_id, request.plan, eviction.keep)
+            resolved = _resolve(request_id, plan, eviction.keep)
         number = eviction.number
-        gone = np.zeros_like(resolved.end.skip)
+        evicted = np.zeros_like(resolved.end.skip)
         if number > before:
-            gone = resolved.skip_after(number) - resolved.skip_after(before)
-        expected = int(gone.sum())
+            evicted = resolved.skip_after(number) - resolved.skip_after(before)
+        expected = int(evicted.sum())
         if eviction.tokens != expected:
             raise RuntimeError(
                 f"request {request_id}: the worker evicted {eviction.tokens} tokens, the plan says "
                 f"{expected} at eviction {number} after {before}; scheduler and worker disagree "
                 "about the KV policy; report this"
             )
-        request.resolved, request.confirmed = resolved, number
-        self.num_evictions += bool(expected)
-        self.tokens_evicted += gone
+        record.resolved, record.confirmed = resolved, number
+        self._counters.num_evictions += bool(expected)
+        self._counters.tokens_evicted += evicted
 
-    def confirmed_plan(self, request_id: str) -> RetentionPlan | None:
-        """What the request keeps, once the worker has moved its survivors: at the prompt's end."""
-        return self._known(request_id).resolved
+    def confirmed(self, request_id: str) -> RetentionPlan | None:
+        """Return the plan by which the worker moved the request's survivors; None before that."""
+        record = self.records.get(request_id)
+        return None if record is None else record.resolved
 
     def confirmed_number(self, request_id: str) -> int:
-        """The latest eviction for which the worker has moved the request's survivors, or 0."""
-        return self._known(request_id).confirmed
+        """Return the latest eviction for which the worker moved the survivors, or 0."""
+        record = self.records.get(request_id)
+        return 0 if record is None else record.confirmed
 
     def has_evicted(self, request_id: str) -> bool:
-        """Whether the request's head blocks have gone back to the pool (and not come again)."""
-        return self._known(request_id).released > 0
+        """Return whether the request's head blocks have gone back to the pool."""
+        record = self.records.get(request_id)
+        return record is not None and record.released > 0
 
-    def _known(self, request_id: str) -> SchedulerRequest:
-        return self._requests.get(request_id, SchedulerRequest())
+    def due_head(
+        self, request_id: str, record: SchedulerRequest, processed: int
+    ) -> tuple[RetentionPlan, int]:
+        """Return the plan and the eviction by which a head may go that is due.
+
+        Raises:
+            RuntimeError: the worker had to evict by now and has not reported that it did.
+        """
+        plan, resolved, confirmed = record.terms.plan, record.resolved, record.confirmed
+        assert plan is not None
+        if resolved is None and isinstance(plan, RetentionPlan):
+            resolved = plan  # perhaps it had nothing to give yet, and so nothing to report
+        if resolved is not None:
+            number = resolved.evictions_by(processed)
+            skip = resolved.skip_after(number)
+            if number <= confirmed or (skip == resolved.skip_after(confirmed)).all():
+                return resolved, number
+        raise RuntimeError(
+            f"request {request_id}: {processed} of its tokens are processed but the worker did not "
+            f"evict (its prompt has {plan.prompt_len} tokens, and its latest eviction was number "
+            f"{confirmed}). Eviction was asked for and did not happen, so the engine stops; start "
+            "with --enforce-eager to rule out captured graphs, and report this"
+        )
 
 
-def _resolved(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:
+def _resolve(request_id: str, plan: Plan, keep: tuple[int, ...] | None) -> RetentionPlan:
     try:
         return plan.resolved(keep)
     except ValueError as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side knows of a request, and what it gives one that needs no block."""
+"""The scheduler's record of a request: its terms, which stay, and what a preemption resets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -16,51 +16,59 @@ from vllm_pyramid.plan import Plan, RetentionPlan
 
 
 class NoBlocks(KVCacheBlocks):
-    """What a request is given that needs no block in a step: nearly every request, every step.
+    """The blocks of a request that needs none in a step: nearly every request, every step.
 
-    vLLM's own would look into every layer's empty list to find that it is empty.
+    vLLM's own class looks into the empty list of every layer to find that it is empty.
     """
 
     def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
-        """As vLLM's: None where that is allowed, else an empty list a layer."""
+        """Return None where that is allowed, else an empty list per layer, as vLLM does."""
         return None if allow_none else super().get_block_ids(**kwargs)
 
 
-@dataclass
-class PendingPrefixCopy:
-    """Blocks that were set aside for copies of what an eviction overwrites.
+class PendingPrefixCopy(NamedTuple):
+    """Reserved blocks to which the workers copy what an eviction is about to overwrite.
 
     Attributes:
-        first: rows before it. hashes: of the rows from there on to the prompt's end.
-        blocks: as set aside.
+        first: number of the first bundle that is copied.
+        hashes: the hashes of the bundles from there to the prompt's end.
+        reserved: the reserved blocks.
     """
 
     first: int
     hashes: list[BlockHash]
-    blocks: BlockBundle
+    reserved: BlockBundle
 
 
-@dataclass
-class SchedulerRequest:
-    """What the scheduler's side knows of a request; one record from its arrival to its end.
+class SessionToSave(NamedTuple):
+    """A session that is saved when the request's blocks are freed.
 
     Attributes:
-        plan: None of a request without one, which keeps everything. policy: its name.
-        min_tokens: the least that its share comes to; None where it has no share or no floor.
-        shareable: the first tokens whose blocks it may share; None: all of them.
-        reusable: the first tokens that others may have computed; None: all of them.
-        conversation: to which it belongs; None if to none.
-        rows: of the pool with which its tables begin, until its head has been given back.
-        hit: hashes of rows that it could begin with, as last looked up.
-        found: the state that it could begin with, as last looked up. resumed: with which it began.
-        leaves: itself, the number of the eviction behind which its state is, and the tokens
-            computed: where that is to be kept when its blocks are freed.
-        left: what it will leave behind when it evicts; None if nothing.
-        num_blocks: table entries of the layers with the smallest blocks, null blocks included.
-        settled: the plan with which its survivors were moved, once the worker has said so.
-        confirmed: number of the latest eviction that the worker has reported.
-        released: of the latest eviction whose head has been given back.
-        due: processed tokens at which the next head may go; None if none will.
+        request: the request.
+        conversation: its conversation.
+        plan: its plan.
+        number: the eviction behind which the session is.
+        tokens: computed tokens.
+    """
+
+    request: Request
+    conversation: Conversation
+    plan: RetentionPlan
+    number: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTerms:
+    """What a request came with. A preemption does not change it.
+
+    Attributes:
+        plan: what every layer keeps; None for a request that keeps everything.
+        policy: the policy's name.
+        min_tokens: the floor of a percentage budget; None without a percentage or a floor.
+        shareable: leading tokens whose blocks the request may share; None: all.
+        reusable: leading tokens that other requests may have computed; None: all.
+        conversation: the conversation that the request belongs to; None without one.
     """
 
     plan: Plan | None = None
@@ -69,24 +77,52 @@ class SchedulerRequest:
     shareable: int | None = 0
     reusable: int | None = 0
     conversation: Conversation | None = None
-    rows: list[BlockBundle] = field(default_factory=list)
-    hit: list[BlockHash] = field(default_factory=list)
-    found: SessionSnapshot | None = None
+
+    def suffix(self, end: int) -> bytes | None:
+        """Return what the KV of the first `end` tokens depends on, apart from these tokens.
+
+        Returns:
+            An empty suffix if it is the full cache's KV; None if no other request may find it.
+        """
+        if self.reusable is None or end <= self.reusable:
+            return b""
+        return None if self.conversation is None else self.conversation.suffix(end)
+
+
+@dataclass(slots=True)
+class SchedulerRequest:
+    """The record of a request: its terms, and its progress since it started or was preempted.
+
+    Attributes:
+        terms: what the request came with.
+        bundles: the bundles with which its tables begin, until an eviction gives its head back.
+        prefix_hit: hashes of the bundles that it could begin with, as last looked up.
+        session_hit: the session that it could begin with, as last looked up.
+        resumed: the session that it began with.
+        session_to_save: the session that is saved when its blocks are freed.
+        pending_copy: the blocks reserved for what its eviction overwrites.
+        num_blocks: entries of its longest tables, null blocks included.
+        resolved: the plan by which the worker moved its survivors, once the worker has reported.
+        confirmed: number of the latest eviction that the worker has reported.
+        released: number of the latest eviction whose head has been given back.
+        due: processed tokens at which its next head may go; None if none will.
+    """
+
+    terms: RequestTerms = RequestTerms()
+    bundles: list[BlockBundle] = field(default_factory=list)
+    prefix_hit: list[BlockHash] = field(default_factory=list)
+    session_hit: SessionSnapshot | None = None
     resumed: SessionSnapshot | None = None
-    leaves: tuple[Request, int, int] | None = None
-    left: PendingPrefixCopy | None = None
+    session_to_save: SessionToSave | None = None
+    pending_copy: PendingPrefixCopy | None = None
     num_blocks: int = 0
     resolved: RetentionPlan | None = None
     confirmed: int = 0
     released: int = 0
     due: int | None = None
 
-    def suffix(self, end: int) -> bytes | None:
-        """What the KV of its first `end` tokens depends on beside these tokens.
-
-        Returns:
-            Nothing where it is the full cache's; None where no other request may find it.
-        """
-        if self.reusable is None or end <= self.reusable:
-            return b""
-        return None if self.conversation is None else self.conversation.suffix(end)
+    @classmethod
+    def at_start(cls, terms: RequestTerms) -> SchedulerRequest:
+        """Make the record of a request that holds nothing: a new or a preempted one."""
+        plan = terms.plan
+        return cls(terms, due=plan.exact_tokens if plan is not None and plan.evicts else None)

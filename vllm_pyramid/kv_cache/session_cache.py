@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that evicted requests leave in free blocks, for the next turn of their conversation.
+"""Sessions: what evicted requests save in free blocks for the next turn of their conversation.
 
     positions   0 ..... skip of a layer ........ point | .......... end of the request
-    layer 0     [ given back ][ base                      ][ row ][ row ]
-    layer m-1   [ given back         ][ base              ][ row ][ row ]
+    layer 0     [ given back ][ base                      ][ bundle ][ bundle ]
+    layer m-1   [ given back         ][ base              ][ bundle ][ bundle ]
 
-What all layers hold up to the latest eviction is one row of the pool, the base, which is found
-whole or not at all. What they have computed since is a row for each range of positions, as that of
-a prefix. All are named by vLLM's hash of the tokens up to their end, and by what an evicted cache
-depends on beside these: policy, budget, and the points at which it was evicted.
+All that the layers hold up to the latest eviction is one bundle of the pool, the base; a lookup
+finds it whole or not at all. What the layers have computed since is a bundle per range of
+positions, like that of a prefix. Each bundle is named by vLLM's hash of the tokens up to its end
+and by what an evicted cache depends on apart from these: policy, budget, and the points at which
+the request evicted.
 
-They belong to nobody, count as free, and are dissolved when blocks are needed, the base last.
-Whoever goes on from a state copies it, so nothing writes to it.
+The bundles of a session are idle from the start: their blocks count as free and are dissolved when
+blocks are needed, the base last. A request that continues a session copies it, so no step writes to
+it.
 """
 
 from __future__ import annotations
@@ -35,87 +37,98 @@ from vllm_pyramid.policy.request import ServedRequest
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a request says of its conversation.
+    """What a request says about its conversation.
 
     Attributes:
         turns: tokens at which the prompts of earlier turns ended.
-        keys: of each eviction that gives something, by its number: what the state behind it depends
-            on beside the tokens. None where nothing is kept.
-        points: of the same, in their order, the tokens computed there, and that again.
+        plan: the request's plan; None if no sessions are saved or found.
+        keys: for each eviction that gives blocks back, by its number: what the session behind it
+            depends on apart from the tokens.
+        points: the same keys in order, each with the tokens that are computed at its eviction.
     """
 
     turns: tuple[int, ...]
+    plan: RetentionPlan | None = None
     keys: dict[int, bytes] = field(default_factory=dict)
     points: tuple[tuple[int, bytes], ...] = ()
 
     def suffix(self, end: int) -> bytes | None:
-        """What the KV of the first `end` tokens depends on beside these; None before an eviction.
+        """Return what the KV of the first `end` tokens depends on, apart from these tokens.
 
-        An eviction at `end` comes behind the attention of the last of them, and changes nothing.
+        An eviction at `end` comes after the attention of the last of them, so it changes nothing.
+
+        Returns:
+            None before the first eviction.
         """
         count = bisect_left(self.points, end, key=itemgetter(0))
         return _suffix(self.points[count - 1][1]) if count else None
 
     @classmethod
     def of(cls, served: ServedRequest, plan: Plan, keeps: bool) -> Conversation | None:
-        """Of a request; None if it does not say that it belongs to one.
+        """Return a request's conversation; None if it does not belong to one.
 
         Args:
-            keeps: whether states are kept and found.
+            keeps: whether sessions are saved and found.
         """
         if served.turns is None:
             return None
+        if not keeps:
+            return cls(served.turns)
+        assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
         keys: dict[int, bytes] = {}
         points: list[tuple[int, bytes]] = []
-        if keeps:
-            assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
-            policy = served.policy
-            budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
-            text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens}"
-            key = sha256(text.encode())
-            for number in plan.giving:
-                point = plan.computed_at(number)
-                key.update(f" {point}".encode())
-                keys[number] = key.digest()
-                points.append((point, keys[number]))
-        return cls(served.turns, keys, tuple(points))
+        policy = served.policy
+        budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
+        text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens}"
+        key = sha256(text.encode())
+        for number in plan.giving:
+            point = plan.computed_at(number)
+            key.update(f" {point}".encode())
+            keys[number] = key.digest()
+            points.append((point, keys[number]))
+        return cls(served.turns, plan, keys, tuple(points))
 
 
 @dataclass(frozen=True)
 class SessionSnapshot:
-    """A state in the pool, or as much of one as a request goes on with.
+    """A session in the pool, or the part of it with which a request continues.
 
     Attributes:
-        number: of the eviction behind which it is, as the request counts. point: tokens computed
-            there. skip: `[layers]` of that eviction.
-        rows: the base, and those behind it. hashes: of all rows up to the last one, from position 0
-            on. tokens: up to the last one's end.
+        plan: the plan of the request that continues.
+        number: the eviction behind which the session is, as that request counts.
+        point: tokens computed at that eviction.
+        skip: `[layers]` tokens that the eviction skips.
+        bundles: the base, and the bundles behind it.
+        hashes: the hashes of all bundles from position 0 to the last one.
+        tokens: tokens up to the end of the last bundle.
     """
 
+    plan: RetentionPlan
     number: int
     point: int
     skip: npt.NDArray[np.int32]
-    rows: Sequence[BlockBundle]
+    bundles: Sequence[BlockBundle]
     hashes: Sequence[BlockHash]
     tokens: int
 
     @property
-    def blocks(self) -> int:
-        """Blocks of all layers."""
-        return sum(len(row.blocks) for row in self.rows)
+    def num_blocks(self) -> int:
+        """Return the number of blocks in all layers."""
+        return sum(len(bundle.blocks) for bundle in self.bundles)
 
     @property
     def origin(self) -> str:
-        """The request that evicted."""
-        assert self.rows[0].origin is not None
-        return self.rows[0].origin
+        """Return the request that evicted."""
+        assert self.bundles[0].origin is not None
+        return self.bundles[0].origin
 
 
 class SessionCache:
-    """States in the pool, and the tables of layers in which their blocks stand.
+    """Sessions in the pool, and the layers' tables that contain their blocks.
 
     Args:
-        managers: of the layers, whose blocks all have `tokens` tokens.
+        managers: the layers' managers.
+        tokens: tokens of a block in every layer.
     """
 
     def __init__(
@@ -126,64 +139,69 @@ class SessionCache:
     def find(
         self,
         hashes: Sequence[BlockHash],
-        plan: Plan,
+        plan: RetentionPlan,
         keys: dict[int, bytes],
         most: int,
         least: Callable[[int], int],
         covered: Callable[[Sequence[BlockHash]], int],
     ) -> SessionSnapshot | None:
-        """The state that has most of a request's tokens; None if there is none.
+        """Return the session that has most of a request's tokens; None if there is none.
 
         Args:
-            hashes: of the request's rows. keys: see `Conversation`.
-            most: tokens that it may have. least: that are to be left before an eviction at so many
-                tokens.
-            covered: with how many of these rows layers beside those that evict can go on.
+            hashes: the hashes of the request's bundles.
+            plan: the request's plan.
+            keys: see `Conversation`.
+            most: the most tokens that the session may have.
+            least: tokens that must remain to be computed before an eviction at a given point.
+            covered: how many of given bundles the stock groups can continue with.
         """
-        limit, rows = most, self._pool.rows
+        limit, cached = most, self._pool.bundles
         for number in reversed(keys):
             point, key = plan.computed_at(number), keys[number]
             first, last = self._base(point), min(limit // self._tokens, len(hashes))
-            limit = min(most, point - least(point))  # of the state before this eviction
-            if last <= first or _name(hashes[first], key) not in rows:
+            limit = min(most, point - least(point))  # for the session before this eviction
+            if last <= first or _name(hashes[first], key) not in cached:
                 continue
             names = [_name(block_hash, key) for block_hash in hashes[first:last]]
-            count = covered(hashes[: first + self._pool.longest(names)])
+            count = covered(hashes[: first + self._pool.longest_prefix(names)])
             end = plan.prompt_len
             if 0 < end - count * self._tokens < least(end):  # it evicts there, if nothing goes
                 count = covered(hashes[: max(end - least(end), 0) // self._tokens])
             if count <= first:
-                continue  # the base is not found in part
-            found = [rows[name] for name in names[: count - first]]
-            skip = plan.skip_after(number)
-            return SessionSnapshot(number, point, skip, found, hashes[:count], count * self._tokens)
+                continue  # the base is found whole or not at all
+            bundles = [cached[name] for name in names[: count - first]]
+            skip, tokens = plan.skip_after(number), count * self._tokens
+            return SessionSnapshot(plan, number, point, skip, bundles, hashes[:count], tokens)
         return None
 
-    def touch(self, state: SessionSnapshot) -> None:
-        """Let a state be the last to be dissolved, and its base last of all."""
-        for row in reversed(state.rows):
-            self._pool.touch_row(row.hash)
+    def touch(self, session: SessionSnapshot) -> None:
+        """Make a session the last to be dissolved, and its base last of all."""
+        for bundle in reversed(session.bundles):
+            self._pool.touch_bundle(bundle.hash)
 
     def heads(self, skip: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """`[layers]` blocks that are given back from the head of each."""
+        """Return the blocks that are given back from the head of each layer, `[layers]`."""
         heads: npt.NDArray[np.int64] = skip.astype(np.int64) // self._tokens
         return heads
 
     def adopt(
-        self, request_id: str, state: SessionSnapshot
+        self, request_id: str, session: SessionSnapshot
     ) -> tuple[list[Sequence[KVCacheBlock]], list[Sequence[KVCacheBlock]]]:
-        """Begin a request's tables with blocks of its own, as a state's stand in them.
+        """Fill a request's empty tables with blocks of its own, in the places of a session's.
 
         Returns:
-            `[layers]`: the state's blocks, and those into which they are to be copied.
+            `[layers]`: the session's blocks, and the blocks into which they are to be copied.
         """
-        base, *behind = state.rows
-        heads, first = self.heads(state.skip), self._base(state.point)
-        self.touch(state)
+        base, *behind = session.bundles
+        heads, first = self.heads(session.skip), self._base(session.point)
+        self.touch(session)
         of_base = iter(base.blocks)
         sources = [
-            [*(next(of_base) for _ in range(first + 1 - head)), *(row.blocks[i] for row in behind)]
-            for i, head in enumerate(heads.tolist())
+            [
+                *(next(of_base) for _ in range(first + 1 - head)),
+                *(bundle.blocks[layer] for bundle in behind),
+            ]
+            for layer, head in enumerate(heads.tolist())
         ]
         blocks = iter(self._pool.get_new_blocks(sum(map(len, sources))))
         own: list[Sequence[KVCacheBlock]] = []
@@ -208,11 +226,17 @@ class SessionCache:
         tokens: int,
         origin: str,
     ) -> None:
-        """Take what a request holds out of its tables, as a state; nothing if its base is not full.
+        """Move a request's blocks out of its tables into a session, if its base is complete.
+
+            before   [ null ][ base         ][ bundle ][ bundle ][ rest
+            after    [ null ][ null ... null                   ][ rest
 
         Args:
-            hashes: of its rows. skip: `[layers]` in force. point: tokens at its latest eviction.
-            key: see `Conversation`. tokens: that are computed, no step writes to these any more.
+            hashes: the hashes of the request's bundles.
+            skip: `[layers]` tokens skipped now.
+            point: tokens computed at the latest eviction.
+            key: see `Conversation`.
+            tokens: tokens that are computed; no step writes to them any more.
             origin: the request that evicted.
         """
         first, end = self._base(point), min(tokens // self._tokens, len(hashes))
@@ -222,24 +246,24 @@ class SessionCache:
         tables = [manager.req_to_blocks[request_id] for manager in self._managers]
         for index in range(end - 1, first, -1):
             blocks = [table[index] for table in tables]
-            if self._pool.offer(_name(hashes[index], key), blocks):
+            if self._pool.add_idle(_name(hashes[index], key), blocks):
                 for table in tables:
                     table[index] = null
         heads = self.heads(skip).tolist()
         parts = [table[head : first + 1] for table, head in zip(tables, heads, strict=True)]
         name = _name(hashes[first], key)
-        if self._pool.offer(name, list(chain.from_iterable(parts))):
-            self._pool.rows[name].origin = origin
+        if self._pool.add_idle(name, list(chain.from_iterable(parts))):
+            self._pool.bundles[name].origin = origin
             for table, head in zip(tables, heads, strict=True):
                 table[head : first + 1] = [null] * (first + 1 - head)
 
     def _base(self, point: int) -> int:
-        """The row in which the last token before an eviction stands, with which the base ends."""
+        """Return the last bundle of the base: that of the last token before an eviction."""
         return -(-point // self._tokens) - 1
 
 
 def _name(block_hash: BlockHash, key: bytes) -> BlockHash:
-    """The name of a state's row beside that of a prefix, which holds the full cache."""
+    """Return the name of a session's bundle; a bare hash names a bundle of the full cache."""
     return BlockHash(block_hash + _suffix(key))
 
 

@@ -1,146 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of a conversation go on with what the turn before has left, evicted as it is."""
+"""Turns of a conversation continue with what the turn before has saved, evicted as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
+from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
-from vllm_pyramid.kv_cache.prefix_cache import PrefixCache, copies_of
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
+from vllm_pyramid.kv_cache.counters import CacheCounters
+from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
+from vllm_pyramid.kv_cache.request_plans import RequestPlans
+from vllm_pyramid.kv_cache.request_record import SchedulerRequest, SessionToSave
 from vllm_pyramid.kv_cache.session_cache import SessionCache, SessionSnapshot
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
-from vllm_pyramid.plan import RetentionPlan
 
 
 class SessionResume:
-    """Resuming conversations, as a part of `LockstepCoordinator`.
+    """Sessions: how a request begins with one, and how it saves one for the next turn."""
 
-    Attributes:
-        origins: of requests that began with a state in the step that is being scheduled: the
-            request that evicted, and the tokens computed there.
-    """
-
-    block_pool: BundlePool
-    stock_groups: StockGroups
-    block_copies: list[list[KVCacheBlockCopy]]
-    held_blocks: npt.NDArray[np.int64]
-    skipped_tokens: npt.NDArray[np.int64]
-    origins: dict[str, tuple[str, int]]
-    most_blocks: Callable[[str, int], npt.NDArray[np.int64]]
-    remove_skipped_blocks: Callable[[str, int], None]
-    _prefixes: PrefixCache
-    _states: SessionCache
-    _entries_per_row: int
-    _requests: dict[str, SchedulerRequest]
+    def __init__(
+        self,
+        pool: BundlePool,
+        cache: SessionCache,
+        prefix_cache: PrefixCache,
+        stock_groups: StockGroups,
+        layer_blocks: LayerBlocks,
+        plans: RequestPlans,
+        copies: BlockCopies,
+        counters: CacheCounters,
+    ) -> None:
+        self._pool, self._cache, self._prefix_cache = pool, cache, prefix_cache
+        self._stock_groups, self._layer_blocks = stock_groups, layer_blocks
+        self._copies, self._counters = copies, counters
+        self._records = plans.records
+        self._units_per_bundle = prefix_cache.tokens // layer_blocks.unit
+        self._resumed_from: dict[str, tuple[str, int]] = {}
 
     def turns(self, request_id: str) -> tuple[int, ...] | None:
-        """Where the turns before this request ended; None if it belongs to no conversation."""
-        conversation = self._requests[request_id].conversation
+        """Return where earlier turns ended; None if the request belongs to no conversation."""
+        conversation = self._records[request_id].terms.conversation
         return None if conversation is None else conversation.turns
 
     def resumed_tokens(self, request_id: str) -> int:
-        """Tokens of the state with which a request began."""
-        state = self._requests[request_id].resumed
-        return 0 if state is None else state.tokens
+        """Return the tokens of the session with which a request began."""
+        session = self._records[request_id].resumed
+        return 0 if session is None else session.tokens
+
+    # Looking up -------------------------------------------------------------------------------
 
     def resumable_tokens(self, request: Request, most: int, least: Callable[[int], int]) -> int:
-        """Tokens of the state that a request without blocks could begin with; 0 if there is none.
+        """Return the tokens of the session that a request without blocks could begin with, or 0.
 
         Its blocks are copied when the next allocation for the request succeeds.
 
         Args:
             most, least: see `SessionCache.find`.
         """
-        known = self._requests[request.request_id]
-        known.found = None
-        if known.conversation is None or not known.conversation.keys:
+        record = self._records[request.request_id]
+        terms, record.session_hit = record.terms, None
+        conversation = terms.conversation
+        if conversation is None or conversation.plan is None or not conversation.keys:
             return 0
-        assert known.plan is not None
-        hashes = self._prefixes.hashes(request)
-        state = self._states.find(
-            hashes,
-            known.plan,
-            known.conversation.keys,
+        session = self._cache.find(
+            self._prefix_cache.hashes(request),
+            conversation.plan,
+            conversation.keys,
             most,
             least,
-            lambda rows: self.stock_groups.covered(rows, known.suffix),
+            lambda hashes: self._stock_groups.covered(hashes, terms.suffix),
         )
-        if state is None:
+        if session is None:
             return 0
-        # What is copied must not be dissolved for the blocks that this request gets.
-        needed = int(self.most_blocks(request.request_id, request.num_tokens).sum())
-        copied = state.blocks
-        if self.stock_groups:
-            needed += self.stock_groups.missing_blocks(
-                request.request_id, request.num_tokens, hit=state.tokens
+        # The blocks that this request gets must not come from those that it copies.
+        needed = int(self._layer_blocks.most(conversation.plan, request.num_tokens).sum())
+        copied = session.num_blocks
+        if self._stock_groups:
+            needed += self._stock_groups.missing_blocks(
+                request.request_id, request.num_tokens, hit=session.tokens
             )
-            copied += self.stock_groups.source_blocks(state.hashes, known.suffix)
-        if needed > self.block_pool.get_num_free_blocks() - copied:
+            copied += self._stock_groups.source_blocks(session.hashes, terms.suffix)
+        if needed > self._pool.get_num_free_blocks() - copied:
             return 0
-        known.hit, known.found = [], state
-        return state.tokens
+        record.prefix_hit, record.session_hit = [], session
+        return session.tokens
 
-    def _resume(self, request_id: str, request: SchedulerRequest, state: SessionSnapshot) -> None:
-        """Begin a request without blocks with a state, as if it had evicted by itself."""
-        plan = request.plan
-        assert isinstance(plan, RetentionPlan) and not request.num_blocks
-        if self.stock_groups:
-            self._states.touch(state)  # it must not be dissolved for what they get
-            copies = self.stock_groups.enter(request_id, state.hashes, request.suffix)
-            self.block_copies[0] += copies  # there is one stage
-        sources, own = self._states.adopt(request_id, state)
-        self.block_copies[0] += copies_of(sources, own)
-        self.origins[request_id] = state.origin, state.point
-        self.held_blocks += np.array(list(map(len, own)), np.int64)
-        self.skipped_tokens += state.skip
-        request.num_blocks = len(state.hashes) * self._entries_per_row
-        request.resolved = plan
-        request.confirmed = request.released = plan.evictions_by(state.tokens)
-        request.due = plan.next_eviction(state.tokens)
-        request.found, request.resumed = None, state
+    def blocks_to_allocate(
+        self,
+        request_id: str,
+        record: SchedulerRequest,
+        session: SessionSnapshot,
+        num_tokens: int,
+        *,
+        capped: bool,
+    ) -> int:
+        """Return the blocks that a request needs which begins with a session.
 
-    def take_origins(self) -> dict[str, tuple[str, int]]:
-        """`origins` of the step that has just been scheduled."""
-        origins, self.origins = self.origins, {}
-        return origins
+        There is one pipeline stage, and all blocks have the same number of tokens.
 
-    def leave_state(self, request: Request) -> None:
-        """When a request's blocks are freed next, let the next turn find what it holds.
-
-        Only what has been processed: steps under way write behind that, unless they evict.
+        Args:
+            capped: count only what the request holds at any one time.
         """
-        known = self._requests.get(request.request_id)
-        if known is None or known.conversation is None or not known.num_blocks:
-            return
-        plan, computed = known.plan, request.num_computed_tokens
-        processed = min(computed - request.num_in_flight_tokens, request.num_tokens)
-        assert plan is not None
-        self.remove_skipped_blocks(request.request_id, processed)
-        by_then = plan.evictions_by(processed)
-        number = max((one for one in known.conversation.keys if one <= by_then), default=0)
-        if number and plan.evictions_by(computed) == by_then:
-            known.leaves = request, number, processed
-            self.stock_groups.show(request, processed, known.suffix)
+        heads = self._cache.heads(session.skip)
+        blocks = int((cdiv(num_tokens, self._prefix_cache.tokens) - heads).sum())
+        if capped:
+            blocks = min(blocks, int(self._layer_blocks.most(session.plan, num_tokens)[0]))
+        return blocks + self._stock_groups.missing_blocks(
+            request_id, num_tokens, capped=capped, hit=session.tokens
+        )
 
-    def _leave_state(self, request_id: str, known: SchedulerRequest) -> None:
-        """Take what is left out of the tables."""
-        if known.leaves is None:
+    def enter(self, request_id: str, record: SchedulerRequest, session: SessionSnapshot) -> None:
+        """Begin the tables of a request without blocks with a session, as if it had evicted."""
+        assert not record.num_blocks
+        if self._stock_groups:
+            # What the stock groups allocate must not come from the session.
+            self._cache.touch(session)
+            suffix = record.terms.suffix
+            self._copies.add_stock(*self._stock_groups.enter(request_id, session.hashes, suffix))
+        sources, own = self._cache.adopt(request_id, session)
+        self._copies.add(sources, own)
+        self._resumed_from[request_id] = session.origin, session.point
+        self._counters.held_blocks += np.array(list(map(len, own)), np.int64)
+        self._counters.skipped_tokens += session.skip
+        plan = session.plan
+        record.num_blocks = len(session.hashes) * self._units_per_bundle
+        record.resolved = plan
+        record.confirmed = record.released = plan.evictions_by(session.tokens)
+        record.due = plan.next_eviction(session.tokens)
+        record.session_hit, record.resumed = None, session
+
+    def take_resumed_from(self) -> dict[str, tuple[str, int]]:
+        """Return which sessions requests began with in the step that has just been scheduled.
+
+        Returns:
+            By request, the request that evicted and the tokens that were computed when it did.
+        """
+        resumed_from, self._resumed_from = self._resumed_from, {}
+        return resumed_from
+
+    # Saving -----------------------------------------------------------------------------------
+
+    def prepare(self, request: Request, record: SchedulerRequest, processed: int) -> None:
+        """Note that the request's session is saved when its blocks are freed next.
+
+        Only processed tokens belong to it. Steps under way write behind these, unless they evict.
+        """
+        conversation = record.terms.conversation
+        if conversation is None or conversation.plan is None:
             return
-        request, number, tokens = known.leaves
-        plan, conversation = known.plan, known.conversation
-        assert plan is not None and conversation is not None
+        plan = conversation.plan
+        by_now = plan.evictions_by(processed)
+        number = max((number for number in conversation.keys if number <= by_now), default=0)
+        if number and plan.evictions_by(request.num_computed_tokens) == by_now:
+            record.session_to_save = SessionToSave(request, conversation, plan, number, processed)
+            self._stock_groups.publish(request, processed, record.terms.suffix)
+
+    def save(self, request_id: str, record: SchedulerRequest) -> None:
+        """Move the blocks of a noted session out of the request's tables into the cache."""
+        if record.session_to_save is None:
+            return
+        request, conversation, plan, number, tokens = record.session_to_save
         origin = request_id
-        if known.resumed is not None and known.resumed.number == number:
-            origin = known.resumed.origin  # it has evicted nothing since
-        self._states.keep(
+        if record.resumed is not None and record.resumed.number == number:
+            origin = record.resumed.origin  # it has evicted nothing since
+        self._cache.keep(
             request_id,
-            self._prefixes.hashes(request),
+            self._prefix_cache.hashes(request),
             plan.skip_after(number),
             plan.computed_at(number),
             conversation.keys[number],

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count rows by the requests that have them in their tables.
+"""Count bundles by the requests that have them in their tables.
 
-    positions   0 .. 15   16 .. 31   32 .. 47   48 .. 63
-    request a   [ row 0 ] [ row 1 ]  [ row 2 ]               {a, b, c}: 2
-    request b   [ row 0 ] [ row 1 ]  [ row 2 ]  [ row 3 ]    {a, b}: 1
-    request c   [ row 0 ] [ row 1 ]  [ row 4 ]               {b}: 1   {c}: 1
+    positions   0 .. 15    16 .. 31   32 .. 47   48 .. 63
+    request a   [ b0 ]     [ b1 ]     [ b2 ]                {a, b, c}: 2
+    request b   [ b0 ]     [ b1 ]     [ b2 ]     [ b3 ]     {a, b}: 1
+    request c   [ b0 ]     [ b1 ]     [ b4 ]                {b}: 1   {c}: 1
 
-Prefixes are a tree, so there are few such sets, however many rows there are: a question about what
-requests share looks at the sets alone.
+Prefixes form a tree, so there are few such sets, however many bundles there are: finding out what
+requests share takes a look at the sets alone.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _HOLDERS = attrgetter("holders")
 
 
 class SharedBlockIndex:
-    """Rows in use by who has them, kept up to date as requests begin with, publish and leave rows.
+    """The number of bundles that each set of requests has, kept up to date as tables change.
 
     Attributes:
-        rows: how many rows each set of requests has, those of one request alone included.
+        counts: bundles by their set of requests, sets of one request included.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[Requests, int] = {}
+        self.counts: dict[Requests, int] = {}
 
-    def add(self, request_id: str, rows: Iterable[BlockBundle]) -> None:
-        """A request has these rows, too."""
-        self._move(rows, lambda holders: holders | {request_id})
+    def add(self, request_id: str, bundles: Iterable[BlockBundle]) -> None:
+        """Record that a request has these bundles, too."""
+        self._move(bundles, lambda holders: holders | {request_id})
 
-    def remove(self, request_id: str, rows: Iterable[BlockBundle]) -> None:
-        """It has them no longer."""
-        self._move(rows, lambda holders: holders - {request_id})
+    def remove(self, request_id: str, bundles: Iterable[BlockBundle]) -> None:
+        """Record that a request no longer has these bundles."""
+        self._move(bundles, lambda holders: holders - {request_id})
 
-    def shared(self, request_id: str, rows: Iterable[BlockBundle]) -> dict[Requests, int]:
-        """Rows that more than one request has, if a request without any began with these."""
-        counts = {holders: count for holders, count in self.rows.items() if len(holders) > 1}
-        for holders, same in groupby(rows, key=_HOLDERS):
+    def shared(self, request_id: str, bundles: Iterable[BlockBundle]) -> dict[Requests, int]:
+        """Count the bundles that several requests would have if a request began with `bundles`."""
+        counts = {holders: count for holders, count in self.counts.items() if len(holders) > 1}
+        for holders, same in groupby(bundles, key=_HOLDERS):
             if holders:
                 count = sum(1 for _ in same)
                 if len(holders) > 1:
@@ -52,19 +52,19 @@ class SharedBlockIndex:
                 counts[both] = counts.get(both, 0) + count
         return {holders: count for holders, count in counts.items() if count}
 
-    def _move(self, rows: Iterable[BlockBundle], change: Callable[[Requests], Requests]) -> None:
-        for holders, same in groupby(list(rows), key=_HOLDERS):
+    def _move(self, bundles: Iterable[BlockBundle], change: Callable[[Requests], Requests]) -> None:
+        for holders, same in groupby(list(bundles), key=_HOLDERS):
             changed, count = change(holders), 0
-            for row in same:
-                row.holders = changed
+            for bundle in same:
+                bundle.holders = changed
                 count += 1
             self._count(holders, -count)
             self._count(changed, count)
 
-    def _count(self, holders: Requests, count: int) -> None:
-        left = self.rows.get(holders, 0) + count
-        assert left >= 0 or not holders, "rows that nobody had"
-        if holders and left:
-            self.rows[holders] = left
+    def _count(self, holders: Requests, change: int) -> None:
+        count = self.counts.get(holders, 0) + change
+        assert count >= 0 or not holders, "more bundles were removed than these requests had"
+        if holders and count:
+            self.counts[holders] = count
         else:
-            self.rows.pop(holders, None)
+            self.counts.pop(holders, None)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks per layer: spec, manager, lockstep coordinator and the scheduler over them.
+"""Which requests start, how many of their tokens a step computes, and what is reported of them.
 
-request -> PyramidScheduler      stops a chunk at the prompt's end
-        -> Admission             lets a prompt in if it will not be preempted too soon
-        -> LockstepCoordinator   one counter a request, one allocation a crossing
-        -> LayerKVCacheManager   the blocks of one layer
-        -> vLLM's BlockPool
+request -> PyramidScheduler      ends a chunk at the next eviction
+        -> Admission             starts a prompt if it will not be preempted too soon
+        -> LockstepCoordinator   gives out and takes back the blocks of all layers (`kv_cache/`)
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler tells: of the pool in the log, of a request with its answer, of all in numbers.
+"""What a scheduler reports: the pool's capacity, each request's eviction, and the statistics.
 
 It reads, and decides nothing.
 """
@@ -25,7 +25,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Reports(SchedulerPoints):
-    """Reports, as a part of `PyramidSchedulerMixin`."""
+    """The reports of `PyramidSchedulerMixin`."""
 
     coordinator: LockstepCoordinator
     kv_policy: Policy
@@ -34,23 +34,24 @@ class Reports(SchedulerPoints):
 
     @cached_property
     def _layers(self) -> dict[str, Any]:
-        """Which of the model's layers evict: where not all do."""
-        of_model = list(range(self.coordinator.num_layers))
+        """Return which of the model's layers evict, unless all do."""
+        of_model = list(range(self.coordinator.layer_blocks.num_layers))
         if self.coordinator.layers == of_model and self.coordinator.stock_groups.are_drafts:
             return {}
         return {"layers": self.coordinator.layers}
 
     def log_capacity(self, block_size: int) -> None:
-        """Say how many prompts of the model's length the pool holds.
+        """Log how many prompts of the model's length the pool holds.
 
         Args:
             block_size: tokens of a block of the layers that evict.
         """
         length = self.max_model_len
-        coordinator = self.coordinator
-        beside = 0
+        coordinator, layer_blocks = self.coordinator, self.coordinator.layer_blocks
+        num_layers, stages = layer_blocks.num_layers, layer_blocks.stages
+        stock_blocks = 0
         if coordinator.stock_groups:
-            beside = int(coordinator.stock_groups.blocks_of(length, 1))
+            stock_blocks = int(coordinator.stock_groups.blocks_of(length, 1))
             logger.info(
                 "kv-policy %s: layers %s evict; %s with a cache (%d) hold what vLLM holds for "
                 "them, %d blocks of a prompt of %d tokens",
@@ -58,10 +59,10 @@ class Reports(SchedulerPoints):
                 ", ".join(map(str, coordinator.layers)),
                 "a draft model's" if coordinator.stock_groups.are_drafts else "the others",
                 len(coordinator.stock_groups),
-                beside,
+                stock_blocks,
                 length,
             )
-        plan = self.kv_policy.plan(length, coordinator.num_layers, coordinator.largest_block)
+        plan = self.kv_policy.plan(length, num_layers, layer_blocks.largest)
         if not plan.exact:
             logger.info(
                 "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
@@ -73,8 +74,8 @@ class Reports(SchedulerPoints):
             return
         plan = plan.estimate()  # another shape rounds to blocks a little differently
         total = self.kv_cache_config.num_blocks - 1
-        full, kept = coordinator.full_blocks(length), coordinator.blocks_of(plan.end)
-        stages, whole = coordinator.stages, np.full_like(kept, full // coordinator.num_layers)
+        full, kept = layer_blocks.full(length), layer_blocks.kept(plan.end)
+        whole = np.full_like(kept, full // num_layers)
         logger.info(
             "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
             "%d blocks%s holds %.1f such prompts whole and %.1f %s",
@@ -82,17 +83,15 @@ class Reports(SchedulerPoints):
             length,
             kept.sum(),
             full,
-            coordinator.num_layers,
+            num_layers,
             total,
             f" of each of {len(stages)} pipeline stages" if len(stages) > 1 else "",
-            total / (stages.sums(whole).max() + beside),
-            total / (stages.sums(kept).max() + beside),
+            total / (stages.sums(whole).max() + stock_blocks),
+            total / (stages.sums(kept).max() + stock_blocks),
             "evicted" if plan.evicts else "with this policy",
         )
         if plan.inner:
-            peak = peak_blocks_up_to(
-                self.kv_policy, length, coordinator.num_layers, block_size, stages.sizes
-            )
+            peak = peak_blocks_up_to(self.kv_policy, length, num_layers, block_size, stages.sizes)
             logger.info(
                 "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
                 "up to %d tokens never holds more than %d blocks%s",
@@ -105,55 +104,56 @@ class Reports(SchedulerPoints):
             )
 
     def report_of(self, request: Request) -> dict[str, Any]:
-        """What the request kept."""
-        plan = self.coordinator.plan_of(request.request_id)
-        blocks_before = self.coordinator.full_blocks(plan.prompt_len)
-        whole = -(-plan.prompt_len // self.coordinator.block_sizes)
+        """Return what the request kept."""
+        plans, sessions = self.coordinator.plans, self.coordinator.sessions
+        layer_blocks = self.coordinator.layer_blocks
+        terms, plan = plans.records[request.request_id].terms, plans.of(request.request_id)
+        whole = -(-plan.prompt_len // layer_blocks.block_sizes)
         report: dict[str, Any] = {
-            "kv_policy": self.coordinator.policy_name(request.request_id),
+            "kv_policy": terms.policy,
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
             **self._layers,
-            "kept_tokens": [plan.prompt_len] * self.coordinator.num_layers,
+            "kept_tokens": [plan.prompt_len] * layer_blocks.num_layers,
             "evicted_tokens": 0,
-            "blocks_before": blocks_before,
+            "blocks_before": layer_blocks.full(plan.prompt_len),
             "blocks_after": int(whole.sum()),
         }
-        turns = self.coordinator.turns(request.request_id)
+        turns = sessions.turns(request.request_id)
         if self.kv_policy.inner_policy is not None or turns is not None:
             report["inner_evictions"] = len(plan.inner)
         if turns is not None:
             report["kv_turns"] = [*turns, plan.prompt_len]
-            report["resumed_tokens"] = self.coordinator.resumed_tokens(request.request_id)
-        resolved = self.coordinator.confirmed_plan(request.request_id)
+            report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
+        resolved = plans.confirmed(request.request_id)
         if resolved is not None:
-            number = self.coordinator.confirmed_number(request.request_id)
+            number = plans.confirmed_number(request.request_id)
             if request.num_computed_tokens >= plan.prompt_len:
                 number = max(number, resolved.end_number)  # which may have had nothing to give
             point = resolved.end
             if resolved.every or number != resolved.end_number:
-                # Everything below is of the latest eviction, when so many tokens were computed.
+                # Everything below describes the latest eviction.
                 point = resolved.after(number)
                 report["kv_budget"] = point.budget_tokens
                 report["computed_tokens"] = point.computed
-                report["blocks_before"] = self.coordinator.full_blocks(point.computed)
+                report["blocks_before"] = layer_blocks.full(point.computed)
             report["kept_tokens"] = point.held.tolist()
             report["evicted_tokens"] = int(point.skip.sum())
-            report["blocks_after"] = int(self.coordinator.blocks_of(point).sum())
+            report["blocks_after"] = int(layer_blocks.kept(point).sum())
             if plan.is_deferred:
                 report["kv_budget"] = point.budget_tokens
                 report["solved_tokens"] = point.keep.tolist()
-        if (least := self.coordinator.min_tokens(request.request_id)) is not None:
-            report["kv_min_tokens"] = least
+        if terms.min_tokens is not None:
+            report["kv_min_tokens"] = terms.min_tokens
         for hooks in self.hooks:
             report |= hooks.on_request_finished(request.request_id)
         return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's statistics with the per-layer counters beside them, when these have changed.
+        """Add the per-layer counters to vLLM's statistics, if they have changed.
 
-        Each message reaches one of possibly several front ends, so it says what the counters were
-        in the message before.
+        Each message reaches one of possibly several front ends, so it also has the counters of the
+        message before.
         """
         stats = super().make_stats(*args, **kwargs)
         if stats is None:
@@ -166,20 +166,22 @@ class Reports(SchedulerPoints):
         return stats
 
     def policy_stats(self) -> dict[str, Any]:
-        """Counters since the start and what is held now, per layer (`frontend/metrics.py` has the
-        names)."""
+        """Return counters since the start and what is held now, per layer.
+
+        `frontend/metrics.py` has their names.
+        """
         computed = sum(request.num_computed_tokens for request in self.running)
-        coordinator, beside = self.coordinator, self.coordinator.stock_groups
+        counters, stock_groups = self.coordinator.counters, self.coordinator.stock_groups
         totals: dict[str, Any] = {}
         for hooks in self.hooks:
             totals |= hooks.totals()
         return {
             **totals,
             **self._layers,
-            "evictions": coordinator.num_evictions,
-            "tokens_evicted": coordinator.tokens_evicted.tolist(),
-            "blocks_freed": coordinator.blocks_freed.tolist(),
-            "blocks_held": coordinator.held_blocks.tolist(),
-            "tokens_held": (computed - coordinator.skipped_tokens).tolist(),
-            **({"companion_blocks_held": beside.held_blocks} if beside else {}),
+            "evictions": counters.num_evictions,
+            "tokens_evicted": counters.tokens_evicted.tolist(),
+            "blocks_freed": counters.blocks_freed.tolist(),
+            "blocks_held": counters.held_blocks.tolist(),
+            "tokens_held": (computed - counters.skipped_tokens).tolist(),
+            **({"companion_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
         }

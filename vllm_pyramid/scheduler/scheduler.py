@@ -22,7 +22,7 @@ from vllm_pyramid.compat.side_channel import (
     read_report,
 )
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.request_record import NoBlocks
+from vllm_pyramid.kv_cache.request_record import NoBlocks, RequestTerms
 from vllm_pyramid.kv_cache.session_cache import Conversation
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.fit import Pool, check_fit
@@ -42,18 +42,19 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class PyramidSchedulerMixin(Reports):
-    """What eviction asks of a scheduler, and nothing else.
+    """What eviction adds to vLLM's scheduler.
 
-    - a request's plan (what every layer keeps) is made when it arrives; where the lengths depend on
-      its scores it stays open until the worker has solved them;
-    - a chunk never crosses an eviction inside the prompt, at its end or later, so a preempted
-      request that comes back with generated tokens evicts where it did the first time, and never
-      leaves a last prompt chunk shorter than the observation window;
-    - head blocks are given back by the coordinator, once the worker has confirmed the compaction;
-    - of a prefix that is in the cache, a request shares what it may share and gets copies of the
-      rest, but for the queries that score it; what its eviction overwrites is copied first;
-    - a prompt starts only if it will not be preempted before that was worth it (`Admission`);
-    - what happened is reported with the request and with the statistics.
+    - The scheduler plans what every layer keeps when a request arrives. If the lengths depend on
+      the request's scores, the plan is deferred until the worker has solved them.
+    - A chunk never crosses an eviction, inside the prompt, at its end or later. So a preempted
+      request that comes back with generated tokens evicts where it did the first time. The last
+      chunk of a prompt is never shorter than the observation window.
+    - The coordinator gives head blocks back once the worker has confirmed the compaction.
+    - A request shares of a cached prefix what it may share and gets copies of the rest, except the
+      queries that score it. The worker first copies what an eviction overwrites.
+    - A prompt starts only if it will not be preempted before its prefill was worth it
+      (`Admission`).
+    - Reports go out with the request and with the statistics (`Reports`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,9 +65,11 @@ class PyramidSchedulerMixin(Reports):
         self.coordinator = coordinator
         manager = self.kv_cache_manager
         manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
-        # vLLM's would look for the hashes of blocks, layer by layer; ours have none.
-        manager.estimate_cached_tokens = lambda request: coordinator.left_tokens(request.request_id)
-        # Not empty to vLLM, so that it passes on to the coordinator what `cached_prefix` has found.
+        # vLLM's would look for the hashes of blocks, layer by layer; these blocks have none.
+        manager.estimate_cached_tokens = lambda request: coordinator.prefixes.findable_tokens(
+            request.request_id
+        )
+        # Not empty to vLLM, so it lets the coordinator allocate what `cached_prefix` has found.
         self._hit = KVCacheBlocks(tuple(() for _ in coordinator.single_type_managers))
         settings = ServedSettings.of(self.vllm_config)
         assert settings is not None, "this scheduler is only chosen when a policy was asked for"
@@ -87,17 +90,17 @@ class PyramidSchedulerMixin(Reports):
         self._min_last_chunk = settings.min_last_chunk
         self._min_inner_chunk = settings.min_inner_chunk
         inside = self.kv_policy.inner_policy
-        # Elsewhere the pool has room for whole sequences: nobody needs his own head's blocks.
+        # Otherwise the pool has room for whole sequences, so no request waits for its own head.
         self._pool_may_be_smaller = inside is not None or self.kv_policy.schedule.every > 0
-        self.hooks = self.kv_policy.scheduler_hooks(self.coordinator.num_layers)
+        self.hooks = self.kv_policy.scheduler_hooks(coordinator.layer_blocks.num_layers)
         in_flight = self.vllm_config.max_in_flight_tokens
         self._pool = Pool(
-            coordinator.num_layers,
-            coordinator.full_block_size,
+            coordinator.layer_blocks.num_layers,
+            coordinator.layer_blocks.full_block_size,
             self.kv_cache_config.num_blocks - 1,
             self.max_model_len,
             int(coordinator.stock_groups.blocks_of(self.max_model_len, in_flight)),
-            coordinator.stages.sizes,
+            coordinator.layer_blocks.stages.sizes,
         )
         self._admission = None
         if settings.forecasts:
@@ -118,7 +121,7 @@ class PyramidSchedulerMixin(Reports):
         """Plan what the request keeps, then queue it.
 
         Raises:
-            AssertionError: vLLM's, of an id that another request has.
+            AssertionError: vLLM's, for an id that another request has.
         """
         if request.request_id in self.requests:
             super().add_request(request)  # before that one's plan would be lost
@@ -126,16 +129,15 @@ class PyramidSchedulerMixin(Reports):
         served = self._check(request)
         plan = served.plan(
             request.num_prompt_tokens,
-            self.coordinator.num_layers,
-            self.coordinator.largest_block,
+            self.coordinator.layer_blocks.num_layers,
+            self.coordinator.layer_blocks.largest,
         )
         if served.error is None:
             for hooks in self.hooks:
                 if fields := hooks.on_request_added(request.request_id, served.application, plan):
                     plan = self._replan(request, served, plan, fields)
         shares = self.kv_cache_manager.enable_caching
-        self.coordinator.set_plan(
-            request.request_id,
+        terms = RequestTerms(
             plan,
             served.policy.name,
             served.share_floor,
@@ -143,13 +145,14 @@ class PyramidSchedulerMixin(Reports):
             reusable_tokens(served.policy, plan) if shares else 0,
             Conversation.of(served, plan, shares),
         )
+        self.coordinator.plans.add(request.request_id, terms)
         super().add_request(request)
 
     def _check(self, request: Request) -> ServedRequest:
-        """What holds for the request, or the reason why it ends.
+        """Return the policy and budget of a request, or the error with which it ends.
 
-        Front ends check this (compat/input_processor.py), so where something is wrong, somebody
-        else put the request here. It ends with an error; raising would end the engine.
+        Front ends check requests first (compat/input_processor.py), so a wrong request has come by
+        another way. It ends with an error; raising would end the engine.
         """
         params = request.sampling_params
         if params is None:
@@ -173,7 +176,7 @@ class PyramidSchedulerMixin(Reports):
     def _replan(
         self, request: Request, served: ServedRequest, plan: Plan, fields: dict[str, Any]
     ) -> Plan:
-        """Another allocator for this request, of which the workers are told."""
+        """Plan with another allocator for this request, and tell the workers of it."""
         params = request.sampling_params
         if params is None:
             return plan
@@ -190,55 +193,56 @@ class PyramidSchedulerMixin(Reports):
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """See the base."""
+        """Schedule a step, and tell the workers which blocks to copy before it."""
+        coordinator = self.coordinator
         self._evicting = []
-        self.coordinator.step_ends()  # rows that were published between two steps are computed
+        coordinator.prefixes.mark_scheduled()  # what was published between two steps is computed
         output = super().schedule(*args, **kwargs)
-        self.coordinator.step_ends()
-        attach_block_copies(output, self.coordinator.take_block_copies())
-        attach_origins(output, self.coordinator.take_origins())
-        # Last, when everybody has got the blocks that this step needs.
+        coordinator.prefixes.mark_scheduled()
+        attach_block_copies(output, coordinator.block_copies.take())
+        attach_origins(output, coordinator.sessions.take_resumed_from())
+        # Last, when all requests have got the blocks that this step needs.
         scheduled = output.num_scheduled_tokens
         evicting = [request for request in self._evicting if request.request_id in scheduled]
-        attach_copies(output, self.coordinator.keep_prompts(evicting))
+        attach_copies(output, coordinator.prefixes.reserve_copies(evicting))
         return output
 
     def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
-        """See the base. The queries that score a prompt are computed in any case."""
+        """Find a session or a prefix; the queries that score a prompt are computed in any case."""
         empty = self.kv_cache_manager.empty_kv_cache_blocks
         if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return empty, 0
-        plan = self.coordinator.plan_of(request.request_id)
-        if tokens := self.coordinator.resumable_tokens(
+        plan = self.coordinator.plans.of(request.request_id)
+        if tokens := self.coordinator.sessions.resumable_tokens(
             request, most, lambda point: self._least_before(plan, point)
         ):
             return self._hit, tokens
         if plan.evicts:
             first = plan.exact_tokens
             most = min(most, first - self._least_before(plan, first))
-        tokens = self.coordinator.cached_tokens(request, max(most, 0))
+        tokens = self.coordinator.prefixes.cached_tokens(request, max(most, 0))
         return (self._hit if tokens else empty), tokens
 
     def _least_before(self, plan: Plan, point: int) -> int:
-        """Tokens that a chunk must have which ends at an eviction of the prompt."""
+        """Return the fewest tokens of a chunk that ends at an eviction of the prompt."""
         return self._min_inner_chunk if point < plan.prompt_len else self._min_last_chunk
 
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
-        """vLLM's last word on the size of a chunk; ours ends it at the next eviction.
+        """Limit vLLM's chunk so that it ends at the next eviction.
 
         |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
         0                                              prompt_len   prompt_len + every   ...
 
-        A plan with pieces has each of them in one step: the request waits until one has room. A
-        request that does not run yet is asked for here too. If it is not to start now, it must stay
-        first in the queue, with what vLLM has pinned for it let go again: that is what vLLM does
-        where blocks are missing, so it is told that they are. (No tokens would do in vLLM 0.32; in
-        0.33 the requests behind would overtake it.)
+        Each piece of a plan is computed in one step: the request waits until a step has room for
+        it. vLLM also asks for a request that does not run yet. If that one is not to start now, it
+        must stay first in the queue, and vLLM must release what it has pinned for it. vLLM does
+        both where blocks are missing, so the coordinator reports that they are. (Returning 0 tokens
+        would do in vLLM 0.32; in 0.33 the requests behind would overtake it.)
         """
         if not tokens:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
-        plan = self.coordinator.plan_of(request.request_id)
+        plan = self.coordinator.plans.of(request.request_id)
         if (
             not waits
             or self._admission is None
@@ -253,16 +257,16 @@ class PyramidSchedulerMixin(Reports):
                 return 0
             if chunk or not waits:
                 return chunk
-        self.coordinator.refused = request.request_id
+        self.coordinator.blocked_request = request.request_id
         return tokens
 
     def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
-        """Tokens of the next chunk, `tokens` at most; 0 if the step has no room for it."""
+        """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""
         tokens = self.stock_chunk(request, computed, tokens)
         if computed >= plan.prompt_len and not plan.every:
             return tokens  # all has been evicted: nearly every request, every step
         if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:
-            return tokens  # its last token, which vLLM has filled up with places for drafts
+            return tokens  # its last token, to which vLLM has added places for drafts
         stop = plan.next_eviction(computed) if plan.evicts else None
         if stop is None:
             left = plan.prompt_len - computed
@@ -282,7 +286,7 @@ class PyramidSchedulerMixin(Reports):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        """Take the worker's word that it evicted before the blocks are given back."""
+        """Record the worker's evictions before their blocks are given back."""
         report = read_report(model_runner_output)
         for hooks in self.hooks:
             if hooks.name in report.methods:
@@ -291,29 +295,29 @@ class PyramidSchedulerMixin(Reports):
             request = self.requests.get(request_id)
             if request is None or request.num_stale_output_tokens > 0:
                 continue  # finished, or the step ran before it was preempted: it evicts again
-            self.coordinator.confirm(request_id, eviction)
-            resolved = self.coordinator.confirmed_plan(request_id)
+            self.coordinator.plans.confirm(request_id, eviction)
+            resolved = self.coordinator.plans.confirmed(request_id)
             if resolved is None:
                 continue
             for hooks in self.hooks:
-                hooks.on_eviction(request_id, self.coordinator.plan_of(request_id), resolved)
+                hooks.on_eviction(request_id, self.coordinator.plans.of(request_id), resolved)
             if self._admission is not None:
-                number = self.coordinator.confirmed_number(request_id)
+                number = self.coordinator.plans.confirmed_number(request_id)
                 self._admission.evicted(request_id, resolved, number)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def verified(self, accepted: int) -> None:
-        """See the base."""
+        """Learn how many tokens a request with drafts gets in a step."""
         if self._admission is not None:
             self._admission.pace.add(1 + accepted)
 
     def ends(self, request: Request) -> None:
-        """See the base."""
-        self.coordinator.leave_state(request)
+        """Save the session of a request that is about to give its blocks back."""
+        self.coordinator.save_session(request)
 
     def freed(self, request: Request) -> None:
-        """See the base."""
-        self.coordinator.forget_plan(request.request_id)
+        """Forget a request that has ended."""
+        self.coordinator.plans.forget(request.request_id)
         if self._admission is not None:
             self._admission.ended(request)
 
