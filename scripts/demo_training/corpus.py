@@ -12,7 +12,7 @@ import html.parser
 import re
 from pathlib import Path
 
-from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.eval.haystack import topics
 
 SKIPPED_FOLDERS = {"reference", "_sources", "_static"}
 SKIPPED_PAGES = {"genindex.html", "py-modindex.html", "search.html", "license.html"}

@@ -11,16 +11,40 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 from demo_training.corpus import sentences
 from tokenizers import Tokenizer
 
 from vllm_pyramid.tools.eval import phrases
-from vllm_pyramid.tools.eval.words import make_names, make_numbers
+from vllm_pyramid.tools.eval.phrases import CODE, FactPhrase, Question, make_names, make_numbers
 
 SILENT, READING, ANSWER = 0, 1, 2  # how a piece counts in the loss
+
+FACTS = {
+    "code": CODE,
+    "number": FactPhrase(
+        "Remember that the number for {key} is {value}.",
+        "What is the number for {key}?",
+        "The number for {key} is",
+    ),
+    "magic": FactPhrase(
+        "One of the special magic numbers for {key} is: {value}.",
+        "What is the special magic number for {key} mentioned in the text?",
+        "The special magic number for {key} is:",
+    ),
+    "password": FactPhrase(
+        "To open the door of {key}, type {value}.",
+        "Which number opens the door of {key}?",
+        "To open the door of {key}, type",
+    ),
+    "ticket": FactPhrase(
+        "{key} travels with ticket {value}.",
+        "Which ticket does {key} have?",
+        "{key} travels with ticket",
+    ),
+}
 
 Pieces = list[tuple[str, int]]
 
@@ -47,7 +71,7 @@ def _interleaved(rng: random.Random, groups: Sequence[Sequence[Pieces]]) -> list
     return [next(left[index]) for index in order]
 
 
-def _answered(question: phrases.Question, answer: str) -> Pieces:
+def _answered(question: Question, answer: str) -> Pieces:
     return [(question.prompt, SILENT), (f" {answer}.", ANSWER)]
 
 
@@ -55,13 +79,13 @@ def facts(rng: random.Random, count: int, asked: int, *, varied: bool) -> Episod
     """`count` facts, each in one of the wordings, `asked` of them questioned."""
     keys = make_names(rng, count, held_out=False)
     values = make_numbers(rng, count, held_out=False)
-    kinds = [rng.choice(list(phrases.FACTS)) if varied else "code" for _ in keys]
+    kinds = [rng.choice(list(FACTS)) if varied else "code" for _ in keys]
     episode = Episode()
     for key, value, kind in zip(keys, values, kinds, strict=True):
-        statement = phrases.FACTS[kind].state(key, value)
+        statement = FACTS[kind].state(key, value)
         episode.scattered.append(_split(statement, value))
     for index in rng.sample(range(count), min(asked, count)):
-        key, value, phrase = keys[index], values[index], phrases.FACTS[kinds[index]]
+        key, value, phrase = keys[index], values[index], FACTS[kinds[index]]
         if varied and rng.random() < 0.7:
             episode.ending += _answered(phrase.question(key), value)
         else:
@@ -74,12 +98,16 @@ def several_values(rng: random.Random, count: int, asked: int) -> Episode:
     """Names with two to four numbers each; some of them are asked for all of theirs."""
     episode = Episode()
     groups = []
-    code = phrases.FACTS["code"]
     for key in make_names(rng, max(2, count // 3), held_out=False):
         values = make_numbers(rng, rng.choice((2, 3, 4)), held_out=False)
-        groups.append([_split(code.state(key, value), value) for value in values])
+        groups.append([_split(CODE.state(key, value), value) for value in values])
         if len(episode.ending) < 2 * max(1, asked // 2):
-            episode.ending += _answered(phrases.several_values(key), phrases.listed(values))
+            episode.ending += _answered(
+                Question(
+                    f"What are all the secret codes of {key}?", f"The secret codes of {key} are"
+                ),
+                ", ".join(values),
+            )
     episode.scattered = _interleaved(rng, groups)
     return episode
 
@@ -97,6 +125,11 @@ def both_questions(rng: random.Random, count: int, asked: int) -> Episode:
     return episode
 
 
+def _link(name: str, other: str) -> str:
+    """Return one step of a chain of variables."""
+    return f"Variable {name} equals {other}."
+
+
 def chains(rng: random.Random, count: int, asked: int) -> Episode:
     """Chains of variables of two to four steps; some are asked for from their start."""
     episode = Episode()
@@ -104,9 +137,14 @@ def chains(rng: random.Random, count: int, asked: int) -> Episode:
     for _ in range(max(2, count // 3)):
         names = make_names(rng, rng.choice((3, 4, 5)), held_out=False)
         steps = pairwise(names)
-        groups.append([[(phrases.link(name, other), SILENT)] for name, other in steps])
+        groups.append([[(_link(name, other), SILENT)] for name, other in steps])
         if len(episode.ending) < 2 * max(1, asked // 2):
-            episode.ending += _answered(phrases.trace(names[0]), phrases.traced(names[1:]))
+            episode.ending += _answered(
+                Question(
+                    f"What does the variable {names[0]} equal?", f"Variable {names[0]} equals"
+                ),
+                " ".join([f"{names[1]}.", *starmap(_link, pairwise(names[1:]))]).removesuffix("."),
+            )
     episode.scattered = _interleaved(rng, groups)
     return episode
 

@@ -43,7 +43,7 @@ download. It is no assistant: it knows nothing and its English is poor.
 - Text: the documentation of Python 3.11, the paragraphs of its HTML pages without the language
   reference, copyright Python Software Foundation, PSF licence version 2
   (https://docs.python.org/3/license.html). Names and numbers of the hidden facts are generated; one
-  name and number in five was held out (`vllm_pyramid.tools.eval.words`), as was the text behind
+  name and number in five was held out (`vllm_pyramid.tools.eval.phrases`), as was the text behind
   Python's `help()`, which the bench uses.
 - Tokenizer: byte-level BPE of {vocab:,} tokens trained on the same text; every digit is a token.
 - Tasks it was trained on: `vllm_pyramid.tools.eval.phrases`. What it reaches: docs/quality.md.

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from vllm_pyramid.tools.eval.words import name_words
+from vllm_pyramid.tools.eval.phrases import name_words
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>")
 BEGIN, END, PAD = SPECIAL_TOKENS[0], SPECIAL_TOKENS[1], SPECIAL_TOKENS[5]

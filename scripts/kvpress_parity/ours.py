@@ -41,8 +41,8 @@ TASKS = ("needle", "multi-key")
 def make_prompts(model: str, lengths: list[int], samples: int, seed: int) -> list[Prompt]:
     """Real English text: as it is, with one hidden fact, and with eight; each of every length."""
     from vllm_pyramid.tools.eval.haystack import load_tokens
+    from vllm_pyramid.tools.eval.registry import load_task
     from vllm_pyramid.tools.eval.task import seed_of
-    from vllm_pyramid.tools.eval.tasks import load_task
 
     tokens = load_tokens(model)
     prompts = []

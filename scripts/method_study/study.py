@@ -21,8 +21,8 @@ from llama import Llama
 from methods import Method, Prompt
 
 from vllm_pyramid.tools.eval.haystack import Tokens
+from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.task import GeneratedTask, Sample
-from vllm_pyramid.tools.eval.tasks import load_task
 
 # What a row is about: one with all of these equal is not measured again.
 KEY = ("model", "seed", "task", "length", "index", "method", "definition", "budget")

@@ -26,8 +26,8 @@ from vllm_pyramid.tools.eval.lm_eval_tasks import (
     ruler_tasks,
 )
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.results import rows_of, tables
 from vllm_pyramid.tools.eval.run import Run, Settings
+from vllm_pyramid.tools.eval.tables import rows_of, tables
 from vllm_pyramid.tools.eval.task import Figure, Sample
 from vllm_pyramid.tools.eval.variants import Variant
 

@@ -31,10 +31,9 @@ from vllm_pyramid.tools.eval.engine import (
     orderly_termination,
 )
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.phrases import FACTS
+from vllm_pyramid.tools.eval.phrases import CODE, make_name, make_number
 from vllm_pyramid.tools.eval.result import Result
 from vllm_pyramid.tools.eval.task import begins_with
-from vllm_pyramid.tools.eval.words import make_name, make_number
 
 POLICIES = ("full", "streaming-llm", RECOMMENDED)  # the first evicts nothing
 SEED = 0
@@ -50,7 +49,7 @@ def build_prompt(model: Path, tokens: int) -> tuple[str, str]:
     """
     rng = random.Random(SEED)
     name, number = make_name(rng, held_out=True), make_number(rng, held_out=True)
-    fact = FACTS["code"]
+    fact = CODE
     question = fact.question(name).prompt
     text = load_tokens(model).hide(rng, [fact.state(name, number)], question, tokens, [DEPTH])
     return text, number

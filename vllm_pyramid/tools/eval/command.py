@@ -126,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_pyramid.tools.eval.engine import ChildError, orderly_termination
     from vllm_pyramid.tools.eval.haystack import load_tokens
-    from vllm_pyramid.tools.eval.results import rows_of
     from vllm_pyramid.tools.eval.run import Run, Store
+    from vllm_pyramid.tools.eval.tables import rows_of
 
     if not args.no_pictures and not has_matplotlib():
         console.print("No pictures: they need matplotlib (pip install 'vllm-pyramid\\[eval]').")
@@ -176,8 +176,8 @@ def _model(args: argparse.Namespace) -> str:
 
 
 def _settings(args: argparse.Namespace, can_chat: bool) -> Settings:
+    from vllm_pyramid.tools.eval.registry import GENERATED, load_task
     from vllm_pyramid.tools.eval.run import Settings
-    from vllm_pyramid.tools.eval.tasks import GENERATED, load_task
     from vllm_pyramid.tools.eval.variants import parse_variants
 
     if args.max_prompt is not None and args.max_prompt < 64:
@@ -223,7 +223,7 @@ def _write(
     console: Any, args: argparse.Namespace, answers: Sequence[Answer], rows: pd.DataFrame
 ) -> None:
     """Write the results to all files that are wanted, and show the tables."""
-    from vllm_pyramid.tools.eval.results import as_json, as_markdown, tables
+    from vllm_pyramid.tools.eval.tables import as_json, as_markdown, tables
     from vllm_pyramid.tools.eval.task import DIGITS_METRIC
 
     about = {
@@ -267,7 +267,7 @@ def _command(args: argparse.Namespace) -> str:
 def _list(console: Any) -> int:
     from rich.table import Table
 
-    from vllm_pyramid.tools.eval.tasks import GENERATED
+    from vllm_pyramid.tools.eval.registry import GENERATED
 
     table = Table("name", "what it asks", "score", title="Tasks of vllm-pyramid eval")
     for task in GENERATED.values():
