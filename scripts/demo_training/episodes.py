@@ -210,10 +210,12 @@ class Writer:
         count = max(3, int((length - 26 * asked) / 13.5))
         keys = make_names(self.rng, count, held_out=False)
         values = make_numbers(self.rng, count, held_out=False)
-        lines = "".join(map(phrases.entry, keys, values))
+        lines = "".join(f"- {key}: {value}\n" for key, value in zip(keys, values, strict=True))
         pieces: Pieces = [(lines.rstrip("\n"), SILENT)]
         for index in self.rng.sample(range(count), min(asked, count)):
-            pieces += _answered(phrases.look_up(keys[index]), values[index])
+            key = keys[index]
+            question = Question(f"Which value is stored for {key}?", f"{key}:")
+            pieces += _answered(question, values[index])
         return self._tokens(pieces, length)
 
     def classification(self, length: int, asked: int) -> tuple[np.ndarray, np.ndarray]:

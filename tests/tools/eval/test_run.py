@@ -260,7 +260,7 @@ def test_where_turns_ended_is_said_where_the_variant_says_so(tokens: Tokens) -> 
                 "policies": (Variant("snapkv", turns=True),),
                 "tasks": (load_task("attention-recall"),),
             },
-            "'snapkv@turns' evicts where earlier turns ended, so nobody computes",
+            "'snapkv@turns' evicts where earlier turns ended, so the full attention",
         ),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_wrong_number_that_begins_alike_is_wrong(tokens: Tokens) -> None:
 )
 def test_digits_count_at_their_place(text: str, share: float) -> None:
     sample = Sample("", ("12345",), 9)
-    for name in ("needle", "multi-key", "key-value"):
+    for name in ("needle", "multi-key"):
         assert load_task(name).digits(sample, result(text)) == pytest.approx(share)
     second = result(f" 12345. And{text}") if share else result(" 12345.")
     assert load_task("two-questions").digits(sample, second) == pytest.approx(share)
@@ -163,7 +163,7 @@ def test_digits_count_at_their_place(text: str, share: float) -> None:
 
 def test_other_answers_have_no_digits() -> None:
     sample = Sample("", ("12345", "67890"), 9)
-    names = {"needle", "multi-key", "key-value", "two-questions"}
+    names = {"needle", "multi-key", "two-questions"}
     names |= {"second-turn", "third-turn", "conversation"}
     for name in GENERATED:
         found = result(" 12345.", nats=1.0, recall=[[0.5]])
@@ -225,15 +225,10 @@ def test_the_second_question_is_scored(tokens: Tokens) -> None:
     assert task.score(sample, result(f" 1. The secret code of Y is {right}.")) == 1.0
 
 
-@pytest.mark.parametrize("name", ["needle", "multi-key", "few-shot", "key-value"])
+@pytest.mark.parametrize("name", ["needle", "multi-key", "few-shot"])
 def test_a_length_that_is_too_small_is_refused(name: str, tokens: Tokens) -> None:
     with pytest.raises(ValueError, match="40 tokens"):
         load_task(name).samples(tokens, 40, 1, seed=0)
-
-
-def test_a_store_without_enough_names_is_refused(tokens: Tokens) -> None:
-    with pytest.raises(ValueError, match="has names for 3000 entries, too few for 60000 tokens"):
-        load_task("key-value").samples(tokens, 60_000, 1, seed=0)
 
 
 def test_unknown_task() -> None:

@@ -19,15 +19,7 @@ from vllm_pyramid.tools.eval.result import Result
 from vllm_pyramid.tools.eval.task import AgreementTask, GeneratedTask, NumberTask, Sample
 from vllm_pyramid.tools.eval.text_tasks import NUMBER_TOKENS
 
-__all__ = [
-    "Conversation",
-    "ConversationReply",
-    "Explain",
-    "Quote",
-    "SecondTurn",
-    "Summary",
-    "ThirdTurn",
-]
+__all__ = ["TASKS"]
 
 _GIVEN = 8  # words that begin a quotation, of a sentence with twice as many at least
 _EXPLAIN = "Explain in your own words what the text above says about this: {}"
@@ -245,3 +237,6 @@ class ConversationReply(_Talk, AgreementTask):
         said, first, _ = self.talk(tokens, length, rng)
         prompt, turns = self.ask(tokens, said, _explain(rng, first))
         return Sample(prompt, (), self.answer_tokens, follows_full=True, turns=turns)
+
+
+TASKS = (Explain, Summary, Quote, SecondTurn, ThirdTurn, Conversation, ConversationReply)

@@ -14,18 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = [
-    "CODE",
-    "DIGITS",
-    "FactPhrase",
-    "Question",
-    "is_held_out",
-    "make_name",
-    "make_names",
-    "make_number",
-    "make_numbers",
-    "name_words",
-]
+__all__ = ["CODE", "DIGITS", "FactPhrase", "Question", "is_held_out", "make_names", "make_numbers"]
 
 DIGITS = 5
 
@@ -141,16 +130,6 @@ def both(first: str, second: str) -> Question:
     """Return two questions, of which the prompt begins to answer only the first."""
     asked, then = CODE.question(first), CODE.question(second)
     return Question(f"{asked.ask} {then.ask}", asked.begin)
-
-
-def entry(key: str, value: str) -> str:
-    """Return one line of a key-value store."""
-    return f"- {key}: {value}\n"
-
-
-def look_up(key: str) -> Question:
-    """Return the question for one entry of a key-value store."""
-    return Question(f"Which value is stored for {key}?", f"{key}:")
 
 
 def example(subject: str, words: str, label: str) -> str:

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import difflib
 
-from vllm_pyramid.tools.eval import chat_tasks as chat
-from vllm_pyramid.tools.eval import text_tasks as text
+from vllm_pyramid.tools.eval import chat_tasks, text_tasks
 from vllm_pyramid.tools.eval.task import Task
 
 __all__ = ["GENERATED", "load_task"]
 
-_IN_ORDER: tuple[type[Task], ...] = (
-    *(text.Needle, text.MultiKey, text.TwoQuestions, text.KeyValue, text.FewShot),
-    *(text.Perplexity, text.AttentionRecall, chat.Explain, chat.Summary, chat.Quote),
-    *(chat.SecondTurn, chat.ThirdTurn, chat.Conversation, chat.ConversationReply),
-)
-GENERATED = {task.name: task for task in _IN_ORDER}
+GENERATED: dict[str, type[Task]] = {
+    task.name: task for task in (*text_tasks.TASKS, *chat_tasks.TASKS)
+}
 
 
 def load_task(name: str) -> Task:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated tasks over plain text: hidden facts, look-ups, labels, perplexity, attention recall.
+"""Generated tasks over plain text: hidden facts, labels, perplexity, attention recall.
 
 Facts are hidden in real English text after RULER (https://arxiv.org/abs/2404.06654, section 3).
 RULER's own tasks come from its files (`lm_eval_tasks.ruler_tasks`).
@@ -18,21 +18,11 @@ from vllm_pyramid.tools.eval.phrases import CODE, DIGITS, make_names, make_numbe
 from vllm_pyramid.tools.eval.result import Result
 from vllm_pyramid.tools.eval.task import Figure, GeneratedTask, NumberTask, Sample
 
-__all__ = [
-    "NUMBER_TOKENS",
-    "AttentionRecall",
-    "FewShot",
-    "KeyValue",
-    "MultiKey",
-    "Needle",
-    "Perplexity",
-    "TwoQuestions",
-]
+__all__ = ["NUMBER_TOKENS", "TASKS"]
 
 # A number can take a token a digit, and there are a space and a full stop around it.
 NUMBER_TOKENS = DIGITS + 4
 _NAME_TOKENS = 12  # a made-up name can take a token for every one or two letters
-_MOST_NAMES = 3000  # of the about 5,000 that are held out: more would be slow to find
 # In ninths of the text; in this order, so that few samples too are spread over it.
 _DEPTHS = (0, 9, 4, 7, 2, 5, 1, 8, 3, 6)
 _KEYS = 8  # names with a fact each
@@ -95,39 +85,6 @@ class TwoQuestions(NumberTask):
 
     def score(self, sample: Sample, result: Result) -> float:
         return float(self.number_in(result.text) == sample.answers[0])
-
-
-class KeyValue(NumberTask):
-    """A store of names and numbers that fills the prompt; one name is looked up."""
-
-    name = "key-value"
-    summary = "a prompt full of names with numbers, one looked up"
-
-    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        entries: list[tuple[str, str]] = []
-        text = ""
-        known: set[str] = set()
-        batch = max(1, (length - 48) // 16)
-        while batch:
-            if len(known) + batch > _MOST_NAMES:
-                raise ValueError(
-                    f"the task {self.name!r} has names for {_MOST_NAMES} entries, too few for "
-                    f"{length} tokens"
-                )
-            names = make_names(rng, batch, held_out=True)
-            numbers = make_numbers(rng, batch, held_out=True)
-            more = [e for e in zip(names, numbers, strict=True) if e[0] not in known]
-            longer = text + "".join(phrases.entry(*entry) for entry in more)
-            if tokens.count(longer) > length - 48:
-                batch //= 2
-                continue
-            entries, text = entries + more, longer
-            known.update(name for name, _ in more)
-        if len(entries) < 2:
-            raise ValueError(f"{length} tokens are too few for the task {self.name!r}")
-        key, value = entries[rng.randrange(len(entries))]
-        prompt = text.rstrip("\n") + phrases.look_up(key).prompt
-        return Sample(prompt, (value,), NUMBER_TOKENS, {"entries": len(entries)})
 
 
 class FewShot(GeneratedTask):
@@ -219,3 +176,6 @@ class AttentionRecall(GeneratedTask):
     def score(self, sample: Sample, result: Result) -> float:
         assert result.recall is not None
         return fmean(fmean(heads) for heads in result.recall)
+
+
+TASKS = (Needle, MultiKey, TwoQuestions, FewShot, Perplexity, AttentionRecall)
