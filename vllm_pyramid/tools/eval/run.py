@@ -127,8 +127,10 @@ class Run:
                     )
                     if sample.follows_full:
                         key = key_of([identity, settings.engine_args, REFERENCE], what)
-                        whole = {"key": key, "budget": None, "turns": [], "is_reference": True}
-                        self._references[request.key] = request.model_copy(update=whole)
+                        whole: dict[str, Any] = {"key": key, "budget": None, "turns": []}
+                        self._references[request.key] = request.model_copy(
+                            update=whole | {"is_reference": True}
+                        )
                     self.jobs.append(Job(task, variant, length, seed, sample, request))
 
     def missing(self, store: Store) -> dict[str, list[Request]]:
