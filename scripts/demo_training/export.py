@@ -46,7 +46,7 @@ download. It is no assistant: it knows nothing and its English is poor.
   name and number in five was held out (`vllm_pyramid.tools.eval.phrases`), as was the text behind
   Python's `help()`, which the bench uses.
 - Tokenizer: byte-level BPE of {vocab:,} tokens trained on the same text; every digit is a token.
-- Tasks it was trained on: `vllm_pyramid.tools.eval.phrases`. What it reaches: docs/quality.md.
+- Tasks it was trained on: `scripts/demo_training/episodes.py`. What it reaches: docs/quality.md.
 """
 
 

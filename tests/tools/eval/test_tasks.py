@@ -185,7 +185,7 @@ def test_a_later_question_follows_right_answers_to_those_before(tokens: Tokens) 
 
 
 def test_a_conversation_asks_for_what_its_first_turn_said(tokens: Tokens) -> None:
-    """Each turn brings a text; the last question is about the first, which nobody asked before."""
+    """Each turn brings a text; the last question is about the first, and new."""
     for sample in load_task("conversation").samples(tokens, LENGTH, 3, seed=2):
         first, second = sample.turns
         turns = sample.prompt[:first], sample.prompt[first:second], sample.prompt[second:]

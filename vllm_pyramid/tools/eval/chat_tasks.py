@@ -14,7 +14,7 @@ from itertools import pairwise, zip_longest
 from statistics import fmean
 
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.phrases import CODE, make_names, make_numbers
+from vllm_pyramid.tools.eval.phrases import CODE, held_out_facts
 from vllm_pyramid.tools.eval.result import Result
 from vllm_pyramid.tools.eval.task import AgreementTask, GeneratedTask, NumberTask, Sample
 from vllm_pyramid.tools.eval.text_tasks import NUMBER_TOKENS
@@ -117,18 +117,14 @@ class _LaterTurn(NumberTask):
     """
 
     needs_chat = True
-    keys = 3
     asked: int
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        keys = make_names(rng, self.keys, held_out=True)
-        values = make_numbers(rng, self.keys, held_out=True)
-        places = rng.sample(range(self.keys), self.asked)
+        keys, values, facts = held_out_facts(rng, 3)
+        places = rng.sample(range(3), self.asked)
         questions = [CODE.question(keys[place]) for place in places]
         frame = tokens.count(_chat(tokens, "")) + 4
-        text = tokens.hide(
-            rng, list(map(CODE.state, keys, values)), f"\n\n{questions[0].ask}", length - frame
-        )
+        text = tokens.hide(rng, facts, f"\n\n{questions[0].ask}", length - frame)
         said: list[str] = []
         for place, (before, after) in zip(places, pairwise(questions), strict=False):
             said += [f"{before.begin} {values[place]}.", after.ask]
@@ -172,9 +168,8 @@ class _Talk(GeneratedTask):
         Raises:
             ValueError: no room for three texts.
         """
-        keys = make_names(rng, 3, held_out=True)
-        values = make_numbers(rng, 3, held_out=True)
-        facts = [list(map(CODE.state, keys[:2], values[:2])), [CODE.state(keys[2], values[2])]]
+        keys, values, stated = held_out_facts(rng, 3)
+        facts = [stated[:2], stated[2:]]
         asks = [CODE.question(key) for key in (keys[0], keys[2])]
         replies = [f"{asks[0].begin} {values[0]}.", f"{asks[1].begin} {values[2]}."]
 

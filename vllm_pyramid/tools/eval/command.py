@@ -64,8 +64,8 @@ def add_command(commands: Any) -> None:
         (
             "tasks",
             None,
-            "names, or `all` generated ones that the model can be asked (all; none beside tasks of "
-            "lm-eval)",
+            "names, or `all` generated ones that the model can be asked (all; none if tasks of "
+            "lm-eval are given)",
         ),
         ("lengths", "1024", "of the prompts, in tokens (%(default)s)"),
         ("samples", 10, "of each task, length and seed (%(default)s)"),

@@ -46,6 +46,7 @@ _CONTINUED = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 RULER_ANSWERS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 _Texts = Annotated[list[str], Field(min_length=1)]
+Respond = Callable[[list[Instance]], list[str]]
 
 
 class LongBenchEntry(BaseModel):
@@ -68,7 +69,7 @@ class RulerEntry(BaseModel):
 class _StandIn(LM):
     """A stand-in for the model: `respond` gives the texts for lm-eval's requests."""
 
-    def __init__(self, tokens: Tokens | None, respond: Callable[[list[Instance]], list[str]]):
+    def __init__(self, tokens: Tokens | None, respond: Respond):
         super().__init__()
         self._tokens = tokens
         self._respond = respond
@@ -168,13 +169,14 @@ class LmEvalTask(Task):
             may_be_cut=self._may_be_cut,
         )
 
-    def _evaluate(self, respond: Callable[[list[Instance]], list[str]], count: int) -> Any:
+    def _evaluate(self, respond: Respond, count: int) -> Any:
         self._task.set_fewshot_seed(seed=0)
+        known = {"tasks": {self.name: self._task}, "groups": {}, "group_map": {}}
         try:
             with _quiet_and_offline():
                 return evaluate(
                     lm=_StandIn(self._tokens, respond),
-                    task_dict={"tasks": {self.name: self._task}, "groups": {}, "group_map": {}},
+                    task_dict=known,
                     limit=count,
                     bootstrap_iters=0,
                     log_samples=False,
@@ -212,8 +214,7 @@ def _known_tasks(within: Path | None) -> lm_eval.tasks.TaskManager:
 def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
     """Return lm-eval's task objects of a name, file or configuration.
 
-    Args:
-        within: the folder of tasks to look in: to read all that lm-eval has takes ten seconds.
+    `within` is the folder of tasks to look in: to read all that lm-eval has takes ten seconds.
     """
     name = spec if isinstance(spec, str) else (spec.get("group") or spec["task"])
     try:
@@ -229,19 +230,14 @@ def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
 def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
     """Return the tasks of a list: names, groups, `.yaml` files, and `NAME=FILE.jsonl`.
 
-    The last is lm-eval's task NAME on the entries of a file.
-
-    Raises:
-        ValueError: lm-eval does not know one, or its data is not on this machine.
+    The last is lm-eval's task NAME on the entries of a file. ValueError if lm-eval does not know
+    one, or its data is not on this machine.
     """
     tasks: list[LmEvalTask] = []
     for spec in specs:
         name, equals, file = spec.partition("=")
-        if equals:
-            found = _load_on_file(name, Path(file))
-        else:
-            is_file = spec.endswith((".yaml", ".yml"))
-            found = _load(spec, Path(spec).absolute().parent if is_file else None)
+        folder = Path(spec).absolute().parent if spec.endswith((".yaml", ".yml")) else None
+        found = _load_on_file(name, Path(file)) if equals else _load(spec, folder)
         plain = name.removeprefix("longbench_").removesuffix("_e") in _CONTINUED
         tasks += [LmEvalTask(task, chat=chat and not plain) for task in found]
     return tasks
@@ -266,8 +262,7 @@ def _load_on_file(name: str, path: Path) -> list[Any]:
 def longbench_tasks(paths: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
     """Return lm-eval's LongBench tasks on LongBench's own files, each named after its data set.
 
-    Raises:
-        ValueError: a file is missing, of something else, or cannot be read.
+    ValueError if a file is missing, of something else, or cannot be read.
     """
     files = _files(paths, "--longbench", "*.jsonl")
     if unknown := [path for path in files if not (_LONGBENCH / f"{path.stem}.yaml").is_file()]:
@@ -278,11 +273,8 @@ def longbench_tasks(paths: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
 def ruler_tasks(paths: Sequence[str]) -> list[LmEvalTask]:
     """Return RULER's tasks on the files that its scripts generate, scored by lm-eval's matching.
 
-    lm-eval's own RULER tasks generate their data, partly from downloads. Prompts are never cut: the
-    answer could be lost.
-
-    Raises:
-        ValueError: a file is missing, of an unknown task, or cannot be read.
+    lm-eval's own RULER tasks download some of their data. Prompts are never cut, since the answer
+    could be lost. ValueError if a file is missing, of an unknown task, or cannot be read.
     """
     tasks = []
     for path in _files(paths, "--ruler", "**/*.jsonl"):
@@ -323,11 +315,7 @@ def _ruler_task(name: str, path: Path) -> dict[str, Any]:
 
 
 def _reader(path: Path, entry: Any) -> Callable[..., dict[str, datasets.Dataset]]:
-    """Read a file now; return what gives its entries to lm-eval later.
-
-    Raises:
-        ValueError: a line is not such an entry; names it.
-    """
+    """Read a file now; return what gives its entries to lm-eval. ValueError names a wrong line."""
     adapter: TypeAdapter[Any] = TypeAdapter(entry)
     entries = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):

@@ -126,6 +126,13 @@ CODE = FactPhrase(
 )
 
 
+def held_out_facts(rng: random.Random, count: int) -> tuple[list[str], list[str], list[str]]:
+    """Return `count` names and numbers that training has not seen, and a fact of each pair."""
+    keys = make_names(rng, count, held_out=True)
+    values = make_numbers(rng, count, held_out=True)
+    return keys, values, list(map(CODE.state, keys, values))
+
+
 def both(first: str, second: str) -> Question:
     """Return two questions, of which the prompt begins to answer only the first."""
     asked, then = CODE.question(first), CODE.question(second)

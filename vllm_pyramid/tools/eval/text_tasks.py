@@ -14,7 +14,7 @@ from statistics import fmean
 
 from vllm_pyramid.tools.eval import phrases
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.phrases import CODE, DIGITS, make_names, make_numbers
+from vllm_pyramid.tools.eval.phrases import CODE, DIGITS, held_out_facts, make_names
 from vllm_pyramid.tools.eval.result import Result
 from vllm_pyramid.tools.eval.task import Figure, GeneratedTask, NumberTask, Sample
 
@@ -35,12 +35,10 @@ class Needle(NumberTask):
     summary = "one fact hidden in English text, at ten depths"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        key = make_names(rng, 1, held_out=True)[0]
-        value = make_numbers(rng, 1, held_out=True)[0]
+        keys, values, facts = held_out_facts(rng, 1)
         depth = _DEPTHS[index % len(_DEPTHS)] / 9
-        question = CODE.question(key).prompt
-        prompt = tokens.hide(rng, [CODE.state(key, value)], question, length, [depth])
-        return Sample(prompt, (value,), NUMBER_TOKENS, {"depth": round(depth, 2)})
+        prompt = tokens.hide(rng, facts, CODE.question(*keys).prompt, length, [depth])
+        return Sample(prompt, tuple(values), NUMBER_TOKENS, {"depth": round(depth, 2)})
 
 
 class MultiKey(NumberTask):
@@ -50,11 +48,9 @@ class MultiKey(NumberTask):
     summary = "eight facts hidden in English text, one of them asked for"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        keys = make_names(rng, _KEYS, held_out=True)
-        values = make_numbers(rng, _KEYS, held_out=True)
+        keys, values, facts = held_out_facts(rng, _KEYS)
         wanted = index % _KEYS
-        question = CODE.question(keys[wanted]).prompt
-        prompt = tokens.hide(rng, list(map(CODE.state, keys, values)), question, length)
+        prompt = tokens.hide(rng, facts, CODE.question(keys[wanted]).prompt, length)
         return Sample(prompt, (values[wanted],), NUMBER_TOKENS)
 
 
@@ -70,13 +66,11 @@ class TwoQuestions(NumberTask):
     summary = "two questions over one text; the second is scored"
 
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        keys = make_names(rng, _KEYS, held_out=True)
-        values = make_numbers(rng, _KEYS, held_out=True)
+        keys, values, facts = held_out_facts(rng, _KEYS)
         first, second = rng.sample(range(_KEYS), 2)
         questions = phrases.both(keys[first], keys[second]).prompt
-        prompt = tokens.hide(rng, list(map(CODE.state, keys, values)), questions, length)
-        statement = CODE.state(keys[second], values[second])
-        return Sample(prompt, (values[second],), 2 * NUMBER_TOKENS + 4 * len(statement) // 10)
+        prompt = tokens.hide(rng, facts, questions, length)
+        return Sample(prompt, (values[second],), 2 * NUMBER_TOKENS + 4 * len(facts[second]) // 10)
 
     def number_in(self, text: str) -> str:
         """Return the second number."""
