@@ -16,9 +16,9 @@ from vllm_pyramid.kernels.solve import (
     best_lengths,
     least_lengths,
     minimum_budgets,
+    tracker,
     shares_of,
     sum_of_heads,
-    tracker,
 )
 from vllm_pyramid.policy import load_policy
 

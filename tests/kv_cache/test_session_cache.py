@@ -9,10 +9,10 @@ import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
-from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import make_request
+from tests.kv_cache.test_prefix_cache import Pair, prompt
 
 pytestmark = pytest.mark.cpu
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.steps import make_call, make_evictions, make_side, make_tracker, the_hooks
+from tests.steps import make_call, make_evictions, make_tracker, make_side, the_hooks
 from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
