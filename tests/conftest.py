@@ -85,7 +85,7 @@ def taken_by_gpu() -> str | None:
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model: 8 layers, 8 query and 4 KV heads, head size 32."""
     from tests.random_model import Shape, write_model
-    from vllm_pyramid.tools.eval.topics import topics
+    from vllm_pyramid.tools.eval.haystack import topics
 
     folder = tmp_path_factory.mktemp("random-model")
     write_model(folder, Shape(), list(topics().values()))

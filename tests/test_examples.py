@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.plumbing.server import serving
-from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.eval.haystack import topics
 
 pytestmark = pytest.mark.engine
 

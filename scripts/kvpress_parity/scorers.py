@@ -245,8 +245,7 @@ def main() -> int:
     import_presses(args.folder)
     layers = {f"shape {shape}": made_up(shape, seed) for seed, shape in enumerate(SHAPES)}
     if args.model:
-        from vllm_pyramid.tools.eval.haystack import load_tokens
-        from vllm_pyramid.tools.eval.topics import topics
+        from vllm_pyramid.tools.eval.haystack import load_tokens, topics
 
         text = "\n\n".join(topics().values())
         ids = load_tokens(args.model).encode(text[:8000])[:1500]

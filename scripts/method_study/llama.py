@@ -17,7 +17,7 @@ from vllm_pyramid.step.rotary import Rotary
 
 @dataclass
 class LayerCache:
-    """What a layer has of a prompt of T tokens, rotary embedding applied.
+    """A layer's tensors of a prompt of T tokens, rotary embedding applied.
 
     Attributes:
         queries: `[T, H, D]`. keys, values: `[G, T, D]`.
@@ -28,7 +28,7 @@ class LayerCache:
     values: torch.Tensor
 
     def of_heads(self, kept: list[torch.Tensor] | None) -> tuple[list[torch.Tensor], ...]:
-        """Keys and values of each KV head; `kept` has each head's places, None for all."""
+        """Return keys and values of each KV head; `kept` has each head's places, None for all."""
         if kept is None:
             return list(self.keys), list(self.values)
         return tuple(
@@ -67,7 +67,7 @@ class Llama:
     def _rotated(
         self, x: torch.Tensor, layer: int, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[n, H, D]`, keys and values `[G, n, D]` of tokens at `positions` `[n]`."""
+        """Return queries `[n, H, D]`, keys and values `[G, n, D]` at `positions` `[n]`."""
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         q, k, v = (y.unflatten(1, (-1, self.size)) for y in self._projected(x, layer, *names))
         cos, sin = self.rotary.at(positions)
@@ -75,7 +75,7 @@ class Llama:
         return q, k.transpose(0, 1), v.transpose(0, 1)
 
     def _finished(self, x: torch.Tensor, attended: torch.Tensor, layer: int) -> torch.Tensor:
-        """The rest of a layer behind its attention, `attended` `[n, H, D]`."""
+        """Compute the rest of a layer behind its attention, `attended` `[n, H, D]`."""
         (out,) = self._projected(attended.flatten(1), layer, "self_attn.o_proj")
         x = x + out
         y = self._norm(x, f"layers.{layer}.post_attention_layernorm")
@@ -84,7 +84,7 @@ class Llama:
         return x + down
 
     def prefill(self, ids: list[int]) -> tuple[list[LayerCache], torch.Tensor]:
-        """The cache of a prompt, and the logits of its last token `[vocabulary]`."""
+        """Return the cache of a prompt, and the logits of its last token `[vocabulary]`."""
         x, places = self.embedding[torch.tensor(ids)], torch.arange(len(ids))
         caches = []
         for layer in range(self.layers):
@@ -102,15 +102,11 @@ class Llama:
         caches: list[LayerCache],
         ids: list[int],
         ways: Sequence[list[list[torch.Tensor]] | None] = (None,),
-        queries: list[torch.Tensor] | None = None,
-        keys: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The logits `[M, n, vocabulary]` of `ids`, which follow the prompt, over what is kept.
+        """Return the logits `[M, n, vocabulary]` of `ids` behind the prompt, over what is kept.
 
         Args:
             ways: M times the places that each layer and KV head keeps; None for all.
-            queries, keys: get every layer's queries `[n, H, D]` and keys `[G, n, D]` of `ids`, of
-                the first of the ways.
         """
         n, first = len(ids), caches[0].keys.shape[1]
         x = self.embedding[torch.tensor(ids)].repeat(len(ways), 1)
@@ -119,36 +115,26 @@ class Llama:
         for layer, cache in enumerate(caches):
             y = self._norm(x, f"layers.{layer}.input_layernorm")
             q, k, v = self._rotated(y, layer, positions)
-            if queries is not None:
-                queries.append(q[:n])
-            if keys is not None:
-                keys.append(k[:, :n])
             attended = []
             for way, kept in enumerate(ways):
                 own = slice(way * n, (way + 1) * n)
                 grouped = q[own].transpose(0, 1).unflatten(0, (self.kv_heads, -1))
                 old = cache.of_heads(None if kept is None else kept[layer])
                 heads = []
-                for head, (old_keys, old_values) in enumerate(zip(*old, strict=True)):
+                for head, (group, old_keys, old_values) in enumerate(
+                    zip(grouped, *old, strict=True)
+                ):
                     seen = torch.ones(n, len(old_keys), dtype=torch.bool)
-                    group = grouped[head]
-                    both = (
-                        torch.cat([old_keys, k[head, own]]),
-                        torch.cat([old_values, v[head, own]]),
-                    )
-                    heads.append(
-                        F.scaled_dot_product_attention(
-                            group,
-                            *(rows.expand(len(group), -1, -1) for rows in both),
-                            attn_mask=torch.cat([seen, causal], dim=1),
-                        )
-                    )
+                    both = ((old_keys, k[head, own]), (old_values, v[head, own]))
+                    rows = (torch.cat(pair).expand(len(group), -1, -1) for pair in both)
+                    mask = torch.cat([seen, causal], dim=1)
+                    heads.append(F.scaled_dot_product_attention(group, *rows, attn_mask=mask))
                 attended.append(torch.cat(heads).transpose(0, 1))
             x = self._finished(x, torch.cat(attended), layer)
         return F.linear(self._norm(x, "norm"), self.head).unflatten(0, (len(ways), n))
 
     def greedy(self, caches: list[LayerCache], logits: torch.Tensor, count: int) -> list[int]:
-        """The tokens that the model itself continues with over the whole cache."""
+        """Return the tokens that the model itself continues with over the whole cache."""
         found = [int(logits.argmax())]
         caches = list(caches)
         while len(found) < count:

@@ -21,8 +21,8 @@ from llama import Llama
 from methods import Method, Prompt
 
 from vllm_pyramid.tools.eval.haystack import Tokens
+from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.task import GeneratedTask, Sample
-from vllm_pyramid.tools.eval.tasks import load_task
 
 # What a row is about: one with all of these equal is not measured again.
 KEY = ("model", "seed", "task", "length", "index", "method", "definition", "budget")
@@ -33,7 +33,7 @@ WHOLE = "100%"  # the budget of a method that evicts nothing
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a prompt stands: sample `index` of a task's, at one length and seed."""
+    """The place of a prompt: sample `index` of a task's, at one length and seed."""
 
     index: int
     seed: int
@@ -72,7 +72,7 @@ class Study:
     def missing(
         self, place: Place, methods: Iterable[Method], budgets: Iterable[str]
     ) -> Iterator[tuple[Method, str]]:
-        """What is not known of a prompt."""
+        """Yield what is not known of a prompt."""
         for method in methods:
             for budget in budgets if method.evicts else (WHOLE,):
                 if self._key(place, method, budget) not in self.known:
@@ -86,8 +86,7 @@ class Study:
         sample = task.numbered(self.tokens, place.length, place.index, place.seed)
         ids = self.tokens.encode(sample.prompt)
         caches, logits = self.model.prefill(ids)
-        repeat = self.tokens.encode("\n\nRepeat the previous context exactly.\n")
-        prompt = Prompt(self.model, ids, caches, repeat)
+        prompt = Prompt(self.model, ids, caches)
         following, skip = self._continuation(sample, prompt, logits)
         (full,) = self.model.continued(caches, following)
         left = iter(wanted)
@@ -103,7 +102,7 @@ class Study:
     def _continuation(
         self, sample: Sample, prompt: Prompt, logits: torch.Tensor
     ) -> tuple[list[int], int]:
-        """The tokens that follow the prompt, and how many of the first are not counted."""
+        """Return the tokens that follow the prompt, and how many of the first do not count."""
         if sample.follows_full:
             return self.model.greedy(prompt.caches, logits, sample.max_tokens), 1
         before = sample.prompt + sample.lead
@@ -116,7 +115,7 @@ class Study:
 
 
 def measured(full: torch.Tensor, logits: torch.Tensor, ids: list[int], skip: int) -> list[float]:
-    """What a method's logits `[n, V]` are worth, beside those of the whole cache: `FIGURES`.
+    """Return `FIGURES` of a method's logits `[n, V]`, given those of the whole cache.
 
     Row i says what follows `ids[i]`.
     """

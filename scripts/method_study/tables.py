@@ -5,9 +5,8 @@
     .venv/bin/python scripts/method_study/tables.py run --out FOLDER [--minutes 60] [TABLE ...]
     .venv/bin/python scripts/method_study/tables.py show --out FOLDER [TABLE ...]
 
-FOLDER gets study.csv, a line for each prompt, method and budget (begin with a copy of
-docs/results/methods-smollm2.csv to measure only what is not there); a folder of
-`vllm-pyramid eval` for each table of the engine; tables.md, which `show` writes.
+FOLDER gets study.csv, a line for each prompt, method and budget; a folder of `vllm-pyramid eval`
+for each table of the engine; tables.md, which `show` writes.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +54,7 @@ class Table(_Strict):
 
     Attributes:
         against: the method that others are compared with. tasks_at: budgets to show task by task.
-        figure: to show by length and budget instead, of the only method beside `full`.
+        figure: to show by length and budget instead, of the only method but `full`.
     """
 
     title: str
@@ -118,7 +118,7 @@ def run(
         console.print(f"stopped: {left} prompts are left; the same command goes on")
         raise typer.Exit(1)
     for name, table in chosen.items():
-        if table.engine is not None and not _run_engine(name, table, out, folder, deadline):
+        if table.engine is not None and not _run_engine(name, table.engine, out, folder, deadline):
             console.print(f"stopped in the table {name!r}; the same command goes on")
             raise typer.Exit(1)
     show(names, out, tables)
@@ -135,7 +135,7 @@ def _model_folder(model: str) -> Path:
 def _run_studies(
     tables: dict[str, Table], out: Path, methods: Path, folder: Path, deadline: float
 ) -> int:
-    """Measure prompt after prompt until the deadline; how many are left."""
+    """Measure the studies' prompts in turns, and return how many the deadline left."""
     import torch
     from llama import Llama
     from methods import Method, load_methods
@@ -150,14 +150,9 @@ def _run_studies(
             continue
         if unknown := set(spec.methods) - set(known):
             raise typer.BadParameter(f"table {name!r}: no method {sorted(unknown)} in {methods}")
-        for place in (
-            Place(index, spec.seed, length, task)
-            for index in range(spec.samples)
-            for length in spec.lengths
-            for task in spec.tasks
-        ):
-            wanted = ([known[label] for label in spec.methods], spec.budgets)
-            places.setdefault(place, []).append(wanted)
+        wanted = ([known[label] for label in spec.methods], spec.budgets)
+        for which in product(range(spec.samples), [spec.seed], spec.lengths, spec.tasks):
+            places.setdefault(Place(*which), []).append(wanted)
     if not places:
         return 0
     torch.set_grad_enabled(False)
@@ -183,28 +178,18 @@ def _run_studies(
     return 0
 
 
-def _run_engine(name: str, table: Table, out: Path, folder: Path, deadline: float) -> bool:
+def _run_engine(
+    name: str, flags: dict[str, str | int], out: Path, folder: Path, deadline: float
+) -> bool:
     """Let `vllm-pyramid eval` measure a table; False at the deadline. It continues by itself."""
-    assert table.engine is not None
-    flags = [part for key, value in table.engine.items() for part in (f"--{key}", str(value))]
-    files = ["--out", out / name, "--markdown", out / f"{name}.md", "--csv", out / f"{name}.csv"]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_pyramid.tools.cli",
-        "eval",
-        "--model",
-        folder,
-        *flags,
-        *files,
-    ]
+    command = [sys.executable, "-m", "vllm_pyramid.tools.cli", "eval", "--model", str(folder)]
+    command += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+    for flag, path in (("out", name), ("markdown", f"{name}.md"), ("csv", f"{name}.csv")):
+        command += [f"--{flag}", str(out / path)]
     left = deadline - time.monotonic()
+    timeout = None if left == float("inf") else max(left, 0)
     try:
-        subprocess.run(
-            [*map(str, command), "--no-pictures"],
-            check=True,
-            timeout=None if left == float("inf") else max(left, 0),
-        )
+        subprocess.run([*command, "--no-pictures"], check=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return False
     return True
@@ -215,51 +200,44 @@ def show(
     names: Names = None, out: Out = Path("quality-tables"), tables: Tables = HERE / "tables.yaml"
 ) -> None:
     """Print the tables of what is there, and write them to tables.md."""
-    chosen = read_tables(tables, names or [])
+    study = out / "study.csv"
+    rows = pd.read_csv(study) if study.exists() else None
     parts = []
-    rows = _study_rows(out)
-    for name, table in chosen.items():
+    for name, table in read_tables(tables, names or []).items():
         parts.append(f"## {table.title}\n")
-        if table.engine is not None:
-            file = out / f"{name}.md"
-            parts.append(file.read_text(encoding="utf-8") if file.exists() else "Not there yet.\n")
-            continue
-        parts += _study_parts(table, rows)
+        file = out / f"{name}.md"
+        if table.study is not None and rows is not None:
+            parts += _study_parts(table, table.study, rows)
+        elif table.study is None and file.exists():
+            parts.append(file.read_text(encoding="utf-8"))
+        else:
+            parts.append("Not there yet.\n")
     text = "\n".join(parts)
     (out / "tables.md").write_text(text, encoding="utf-8")
     print(text)
 
 
-def _study_rows(out: Path) -> pd.DataFrame:
-    """All rows of all studies."""
-    file = out / "study.csv"
-    return pd.read_csv(file) if file.exists() else pd.DataFrame()
-
-
-def _study_parts(table: Table, rows: pd.DataFrame) -> list[str]:
+def _study_parts(table: Table, spec: StudyTable, rows: pd.DataFrame) -> list[str]:
     from report import Rows
 
-    spec = table.study
-    assert spec is not None
-    if len(rows):
-        rows = rows[
-            rows["method"].isin(spec.methods)
-            & rows["task"].isin(spec.tasks)
-            & rows["length"].isin(spec.lengths)
-            & rows["budget"].isin([*spec.budgets, "100%"])
-            & (rows["seed"] == spec.seed)
-            & (rows["index"] < spec.samples)
-        ]
-    if len(rows) == 0:
+    rows = rows[
+        rows["method"].isin(spec.methods)
+        & rows["task"].isin(spec.tasks)
+        & rows["length"].isin(spec.lengths)
+        & rows["budget"].isin([*spec.budgets, "100%"])
+        & (rows["seed"] == spec.seed)
+        & (rows["index"] < spec.samples)
+    ]
+    if rows.empty:
         return ["Not there yet.\n"]
-    table_rows = Rows(rows)
+    found = Rows(rows)
     if table.figure is not None:
-        found = table_rows.by_length(table.figure)
+        titled = found.by_length(table.figure)
     else:
         assert table.against is not None
-        found = table_rows.tables(table.against, table.tasks_at)
-    parts = [f"Prompts: {table_rows.prompts()}.\n"]
-    return [*parts, *(part for title, text in found for part in (f"{title}:\n", f"{text}\n"))]
+        titled = found.tables(table.against, table.tasks_at)
+    parts = [part for title, text in titled for part in (f"{title}:\n", f"{text}\n")]
+    return [f"Prompts: {found.prompts()}.\n", *parts]
 
 
 if __name__ == "__main__":

@@ -313,10 +313,9 @@ def _conversations(count: int) -> list[tuple[list[int], list[int], int]]:
     """Prompt with a first question, its answer with a second question and answer, scored tokens."""
     from vllm_pyramid.tools.demo import model_path
     from vllm_pyramid.tools.eval.haystack import load_tokens
-    from vllm_pyramid.tools.eval.phrases import FACTS
-    from vllm_pyramid.tools.eval.words import make_names, make_numbers
+    from vllm_pyramid.tools.eval.phrases import CODE, make_names, make_numbers
 
-    tokens, code = load_tokens(model_path()), FACTS["code"]
+    tokens, code = load_tokens(model_path()), CODE
     made = []
     for index in range(count):
         rng = random.Random(index)
@@ -364,7 +363,7 @@ def test_v_of_few_keys_costs_no_perplexity(engines: EnginePool) -> None:
     from vllm_pyramid.tools.demo import model_path
     from vllm_pyramid.tools.eval.forced import forced_params
     from vllm_pyramid.tools.eval.haystack import load_tokens
-    from vllm_pyramid.tools.eval.tasks import load_task
+    from vllm_pyramid.tools.eval.registry import load_task
 
     values = load_policy("kcache").values
     assert isinstance(values, HostValues)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy
-from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.eval.haystack import topics
 from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
 
 pytestmark = pytest.mark.engine

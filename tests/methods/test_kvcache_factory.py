@@ -26,8 +26,7 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
-from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.eval.haystack import load_tokens, topics
 from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]

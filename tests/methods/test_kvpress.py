@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.eval.haystack import load_tokens, topics
 from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]

@@ -13,7 +13,7 @@ import pytest
 
 from vllm_pyramid.tools import smollm2
 from vllm_pyramid.tools.cli import main
-from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.eval.haystack import topics
 
 pytestmark = pytest.mark.cpu
 

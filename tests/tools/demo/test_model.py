@@ -8,7 +8,7 @@ import json
 import pytest
 
 from vllm_pyramid.tools.demo import model_path
-from vllm_pyramid.tools.eval.topics import topics
+from vllm_pyramid.tools.eval.haystack import topics
 
 pytestmark = pytest.mark.cpu
 

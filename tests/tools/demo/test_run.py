@@ -170,7 +170,7 @@ def is_running(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # ended, though nobody has asked for its exit status
+    return state != "Z"  # ended; its exit status has not been asked for
 
 
 def test_a_worker_without_an_answer_is_an_error(

@@ -18,11 +18,11 @@ from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.eval.engine import Request, Work, _take_recalls, answer_all
 from vllm_pyramid.tools.eval.forced import divergence
 from vllm_pyramid.tools.eval.haystack import load_tokens
+from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.result import REFERENCE_TOKENS, Result
-from vllm_pyramid.tools.eval.results import rows_of
 from vllm_pyramid.tools.eval.run import Run, Settings, Store
+from vllm_pyramid.tools.eval.tables import rows_of
 from vllm_pyramid.tools.eval.task import DIGITS_METRIC
-from vllm_pyramid.tools.eval.tasks import load_task
 from vllm_pyramid.tools.eval.variants import Variant, parse_variants
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

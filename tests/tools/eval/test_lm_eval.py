@@ -19,15 +19,15 @@ from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.lm_eval_tasks import (
     RULER_ANSWERS,
     LmEvalTask,
-    _no_network,
-    _NoNetworkError,
+    NoNetworkError,
+    _quiet_and_offline,
     load_tasks,
     longbench_tasks,
     ruler_tasks,
 )
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.results import rows_of, tables
 from vllm_pyramid.tools.eval.run import Run, Settings
+from vllm_pyramid.tools.eval.tables import rows_of, tables
 from vllm_pyramid.tools.eval.task import Figure, Sample
 from vllm_pyramid.tools.eval.variants import Variant
 
@@ -142,7 +142,7 @@ def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(ValueError, match=r"'Xnhyacinth/LongBench' on the Hub.*NAME=FILE.jsonl"):
         load_tasks(["longbench_qasper"], chat=False)
-    with pytest.raises(_NoNetworkError, match=r"asks for 'example\.org'"), _no_network():
+    with pytest.raises(NoNetworkError, match=r"asks for 'example\.org'"), _quiet_and_offline():
         socket.create_connection(("example.org", 80))
     assert not datasets.config.HF_HUB_OFFLINE
 

@@ -14,10 +14,10 @@ from tests.tools.eval.test_tasks import WordTokenizer, eviction
 from vllm_pyramid.tools.eval import run as run_module
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.pictures import _style, draw
+from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.results import rows_of
 from vllm_pyramid.tools.eval.run import Answer, Run, Settings
-from vllm_pyramid.tools.eval.tasks import load_task
+from vllm_pyramid.tools.eval.tables import rows_of
 from vllm_pyramid.tools.eval.variants import parse_variants
 
 pytestmark = pytest.mark.cpu

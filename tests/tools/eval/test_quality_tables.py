@@ -21,7 +21,7 @@ import yaml
 
 from vllm_pyramid.tools.cli import _build_parser
 from vllm_pyramid.tools.demo import model_path
-from vllm_pyramid.tools.eval.tasks import load_task
+from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.variants import parse_variants
 
 pytestmark = pytest.mark.cpu

@@ -21,10 +21,10 @@ from vllm_pyramid.tools.eval import command, engine
 from vllm_pyramid.tools.eval import run as run_module
 from vllm_pyramid.tools.eval.engine import ChildError
 from vllm_pyramid.tools.eval.haystack import Tokens
+from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.result import EvictionReport, Reference, Result
-from vllm_pyramid.tools.eval.results import COLUMNS, as_json, as_markdown, rows_of, tables
 from vllm_pyramid.tools.eval.run import REFERENCE, Run, Settings, Store
-from vllm_pyramid.tools.eval.tasks import load_task
+from vllm_pyramid.tools.eval.tables import COLUMNS, as_json, as_markdown, rows_of, tables
 from vllm_pyramid.tools.eval.variants import Variant, parse_variants
 
 pytestmark = pytest.mark.cpu
@@ -260,7 +260,7 @@ def test_where_turns_ended_is_said_where_the_variant_says_so(tokens: Tokens) -> 
                 "policies": (Variant("snapkv", turns=True),),
                 "tasks": (load_task("attention-recall"),),
             },
-            "'snapkv@turns' evicts where earlier turns ended, so nobody computes",
+            "'snapkv@turns' evicts where earlier turns ended, so the full attention",
         ),
     ],
 )

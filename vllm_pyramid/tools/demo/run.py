@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid demo`, or `make demo`: one prompt of real text with three policies.
+"""`vllm-pyramid demo`, or `make demo`: run one prompt of real text with three policies.
 
 A fact is hidden in the text and asked for at its end. For each policy: the answer, how many tokens
 every layer keeps, how many blocks the request holds before and after the eviction, and the speed.
@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from vllm_pyramid.policy import RECOMMENDED
-from vllm_pyramid.tools.command_parts import progress_bar
+from vllm_pyramid.tools.command_parts import Progress
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.eval.engine import (
     ChildError,
@@ -31,10 +31,9 @@ from vllm_pyramid.tools.eval.engine import (
     orderly_termination,
 )
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.phrases import FACTS
+from vllm_pyramid.tools.eval.phrases import CODE, make_name, make_number
 from vllm_pyramid.tools.eval.result import Result
 from vllm_pyramid.tools.eval.task import begins_with
-from vllm_pyramid.tools.eval.words import make_name, make_number
 
 POLICIES = ("full", "streaming-llm", RECOMMENDED)  # the first evicts nothing
 SEED = 0
@@ -43,21 +42,19 @@ BAR_WIDTH = 40
 
 
 def build_prompt(model: Path, tokens: int) -> tuple[str, str]:
-    """Real text of at most `tokens` tokens with a fact in it and a question, and the right answer.
+    """Return text of at most `tokens` tokens with a fact and a question, and the right answer.
 
     Raises:
         ValueError: `tokens` is too small for the question, or the model has no tokenizer.
     """
     rng = random.Random(SEED)
     name, number = make_name(rng, held_out=True), make_number(rng, held_out=True)
-    fact = FACTS["code"]
-    question = fact.question(name).prompt
-    text = load_tokens(model).hide(rng, [fact.state(name, number)], question, tokens, [DEPTH])
-    return text, number
+    fact, question = CODE.state(name, number), CODE.question(name).prompt
+    return load_tokens(model).hide(rng, [fact], question, tokens, [DEPTH]), number
 
 
 def work_of(model: Path, prompt: str, max_tokens: int, policy: str, budget: str) -> Work:
-    """What one policy's engine is to do; the policy that evicts nothing has no budget."""
+    """Return what one policy's engine is to do; a policy that evicts nothing has no budget."""
     ids = load_tokens(model).encode(prompt)
     request = Request(
         key=policy,
@@ -85,20 +82,20 @@ def work_of(model: Path, prompt: str, max_tokens: int, policy: str, budget: str)
 
 
 def run_policy(work: Work, on_stage: Callable[[str], None]) -> Result:
-    """Run one policy in a process of its own; `on_stage` hears what it is doing.
+    """Run one policy in a process of its own; `on_stage` gets what it is doing.
 
     Raises:
         ChildError: the process failed (with the end of its log), gave no answer, or its engine
             evicted nothing although the policy has a budget.
     """
     with closing(answer_all(work, on_stage)) as results:
-        answers = [result for _, result in results]
-    if not answers:
+        result = next((result for _, result in list(results)), None)
+    if result is None:
         raise ChildError(f"the engine with {work.label!r} ended without an answer")
     budget = work.requests[0].budget
-    if budget is not None and not answers[0].eviction.evicted_tokens:
+    if budget is not None and not result.eviction.evicted_tokens:
         raise ChildError(f"the engine with {work.label!r} evicted nothing at budget {budget}")
-    return answers[0]
+    return result
 
 
 def show(console: Console, policy: str, result: Result, kv_budget: str | None, right: str) -> None:
@@ -127,13 +124,13 @@ def show(console: Console, policy: str, result: Result, kv_budget: str | None, r
 
 
 def bar(kept: int, total: int, width: int = BAR_WIDTH) -> str:
-    """`kept` of `total` as a right-aligned bar of `width` characters; never empty if kept > 0."""
+    """Draw `kept` of `total` as a right-aligned bar of `width`; never empty if kept > 0."""
     filled = max(1, round(width * kept / total)) if kept else 0
     return f"[dim]{'·' * (width - filled)}[/dim][cyan]{'█' * filled}[/cyan]"
 
 
 def _printable(text: str) -> str:
-    """The first line, without control characters, which would disturb the terminal."""
+    """Return the first line, without control characters, which would disturb the terminal."""
     text = text.strip().split("\n")[0]
     return "".join(char if char.isprintable() else " " for char in text).strip() or "(nothing)"
 
@@ -151,7 +148,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m vllm_pyramid.tools.demo`; returns the exit status."""
+    """Run `python -m vllm_pyramid.tools.demo`; return the exit status."""
     args = parse_args(argv)
     console = Console()
     results: dict[str, Result] = {}
@@ -163,14 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"asked for at the end: {len(POLICIES)} policies, each in an engine of its own.\n"
             f"Model: {'the built-in one' if args.model is None else escape(str(model))}\n"
         )
-        with orderly_termination(), progress_bar(console) as progress:
-            bar_id = progress.add_task("starting", total=len(POLICIES))
+        with orderly_termination(), Progress(console, len(POLICIES)) as progress:
             for policy in POLICIES:
                 work = work_of(model, prompt, args.max_tokens, policy, args.kv_budget)
-                result = run_policy(work, lambda text: progress.update(bar_id, description=text))
+                result = run_policy(work, progress.stage)
                 show(console, policy, result, work.requests[0].budget, right)
                 results[policy] = result
-                progress.advance(bar_id)
+                progress.advance()
     except (OSError, RuntimeError, ValueError) as error:  # ChildError is a RuntimeError
         console.print(f"[red]error:[/red] {escape(str(error))}")
         return 1
@@ -190,12 +186,9 @@ def _summary(console: Console, results: dict[str, Result], right: str) -> None:
     for heading in ("answer", "tokens per layer, first to last", "blocks", "tokens/s"):
         table.add_column(heading, justify="right")
     for policy, result in results.items():
-        kept = result.eviction.kept_tokens
-        table.add_row(
-            policy,
-            "right" if begins_with(result.text, right) else "wrong",
-            f"{kept[0]:,} … {kept[-1]:,}",
-            f"{result.eviction.blocks_before:,} → {result.eviction.blocks_after:,}",
-            f"{result.decode_tokens_per_second:,.1f}",
-        )
+        answer = "right" if begins_with(result.text, right) else "wrong"
+        kept, held = result.eviction.kept_tokens, result.eviction
+        blocks = f"{held.blocks_before:,} → {held.blocks_after:,}"
+        speed = f"{result.decode_tokens_per_second:,.1f}"
+        table.add_row(policy, answer, f"{kept[0]:,} … {kept[-1]:,}", blocks, speed)
     console.print(table)

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 import vllm_pyramid
 from vllm_pyramid.frontend.settings import parse_engine_args
 from vllm_pyramid.tools.command_parts import (
+    Progress,
     check_writable,
     has_matplotlib,
     names,
     numbers,
-    progress_bar,
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from vllm_pyramid.tools.eval.run import Answer, Settings
     from vllm_pyramid.tools.eval.task import Task
 
@@ -66,8 +64,8 @@ def add_command(commands: Any) -> None:
         (
             "tasks",
             None,
-            "names, or `all` generated ones that the model can be asked (all; none beside tasks of "
-            "lm-eval)",
+            "names, or `all` generated ones that the model can be asked (all; none if tasks of "
+            "lm-eval are given)",
         ),
         ("lengths", "1024", "of the prompts, in tokens (%(default)s)"),
         ("samples", 10, "of each task, length and seed (%(default)s)"),
@@ -94,22 +92,15 @@ def add_command(commands: Any) -> None:
         ("ruler", "PATH", "RULER's generated .jsonl files, or a folder of them"),
     ):
         group.add_argument(f"--{name}", nargs="+", default=[], metavar=metavar, help=text)
-    group.add_argument(
-        "--max-prompt",
-        type=int,
-        metavar="TOKENS",
-        help="longer prompts, but for RULER's, lose their middle (default: what the model takes)",
-    )
-    group.add_argument(
-        "--chat",
-        action="store_true",
-        help="use the model's chat template (not for RULER and LongBench's few-shot and code)",
-    )
+    text = "longer prompts, but for RULER's, lose their middle (default: what the model takes)"
+    group.add_argument("--max-prompt", type=int, metavar="TOKENS", help=text)
+    text = "use the model's chat template (not for RULER and LongBench's few-shot and code)"
+    group.add_argument("--chat", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the sub-command; 0 on success.
+    """Run the sub-command; return 0 on success.
 
     Raises:
         ValueError: something that was asked for cannot be.
@@ -126,7 +117,6 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_pyramid.tools.eval.engine import ChildError, orderly_termination
     from vllm_pyramid.tools.eval.haystack import load_tokens
-    from vllm_pyramid.tools.eval.results import rows_of
     from vllm_pyramid.tools.eval.run import Run, Store
 
     if not args.no_pictures and not has_matplotlib():
@@ -148,25 +138,20 @@ def run(args: argparse.Namespace) -> int:
             soft_wrap=True,
         )
         try:
-            with orderly_termination(), progress_bar(console) as progress:
-                bar = progress.add_task("starting", total=missing)
-                evaluation.execute(
-                    store,
-                    lambda text: progress.update(bar, description=text),
-                    lambda: progress.advance(bar),
-                )
+            with orderly_termination(), Progress(console, missing) as progress:
+                evaluation.execute(store, progress.stage, progress.advance)
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
             console.print(f"Interrupted. The same command goes on from {args.out}.")
             return 130
         answers = list(evaluation.answers(store))
-    _write(console, args, answers, rows_of(answers))
+    _write(console, args, answers)
     return 0
 
 
 def _model(args: argparse.Namespace) -> str:
-    """The folder or name of the model."""
+    """Return the folder or name of the model."""
     from vllm_pyramid.tools.demo import model_path
     from vllm_pyramid.tools.smollm2 import smollm2_folder
 
@@ -176,8 +161,8 @@ def _model(args: argparse.Namespace) -> str:
 
 
 def _settings(args: argparse.Namespace, can_chat: bool) -> Settings:
+    from vllm_pyramid.tools.eval.registry import GENERATED, load_task
     from vllm_pyramid.tools.eval.run import Settings
-    from vllm_pyramid.tools.eval.tasks import GENERATED, load_task
     from vllm_pyramid.tools.eval.variants import parse_variants
 
     if args.max_prompt is not None and args.max_prompt < 64:
@@ -219,24 +204,24 @@ def _tasks_of_lm_eval(args: argparse.Namespace) -> Sequence[Task]:
     return tasks
 
 
-def _write(
-    console: Any, args: argparse.Namespace, answers: Sequence[Answer], rows: pd.DataFrame
-) -> None:
+def _write(console: Any, args: argparse.Namespace, answers: Sequence[Answer]) -> None:
     """Write the results to all files that are wanted, and show the tables."""
-    from vllm_pyramid.tools.eval.results import as_json, as_markdown, tables
+    from vllm_pyramid.tools.eval.tables import as_json, as_markdown, rows_of, tables
     from vllm_pyramid.tools.eval.task import DIGITS_METRIC
 
+    rows = rows_of(answers)
     about = {
         "version": vllm_pyramid.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": "built-in" if args.model is None else args.model,
         "command": _command(args),
     }
+    as_csv = rows.to_csv(index=False)
     for path, text in (
         (args.out / "results.json", as_json(rows, about)),
         (args.json, as_json(rows, about)),
-        (args.out / "results.csv", rows.to_csv(index=False)),
-        (args.csv, rows.to_csv(index=False)),
+        (args.out / "results.csv", as_csv),
+        (args.csv, as_csv),
         (args.markdown, as_markdown(rows)),
     ):
         if path is not None:
@@ -254,7 +239,7 @@ def _write(
 
 
 def _command(args: argparse.Namespace) -> str:
-    """The command that makes the same rows."""
+    """Return the command that makes the same rows."""
     words = ["vllm-pyramid", "eval"]
     for name in _REPEATED:
         value = getattr(args, name)
@@ -267,7 +252,7 @@ def _command(args: argparse.Namespace) -> str:
 def _list(console: Any) -> int:
     from rich.table import Table
 
-    from vllm_pyramid.tools.eval.tasks import GENERATED
+    from vllm_pyramid.tools.eval.registry import GENERATED
 
     table = Table("name", "what it asks", "score", title="Tasks of vllm-pyramid eval")
     for task in GENERATED.values():

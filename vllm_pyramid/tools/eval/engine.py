@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's engine in a process of its own: answers all requests of a run, budget by budget.
+"""One policy's engine in a process of its own, which answers all requests of a run.
 
-`answer_all` starts the process and `main` is what it runs. The process sends `{"stage": ...}` for
-the progress display and `{"key": ..., "result": {...}}` for every request.
+`answer_all` starts the process, and `run` is what runs in it. The process sends `{"stage": ...}`
+for the progress display and `{"key": ..., "result": {...}}` for every request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Request(BaseModel):
         budget: the request's own, None for a policy that evicts nothing.
         max_tokens: to generate; no text stops it before, since vLLM then returns no report.
         forced: tokens to decode first, or empty; their probability is measured if no others follow.
-        reference: of which they are the tokens, to be compared with.
+        reference: whose tokens they are, to be compared with.
         is_reference: the answer becomes a reference for others.
         ignore_eos: generate all of `max_tokens`.
         turns: where the conversation's earlier turns ended, in tokens; empty: not said.
@@ -60,8 +60,29 @@ class Request(BaseModel):
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens that the answer can take."""
+        """Return how many tokens the answer can take."""
         return self.max_tokens + len(self.forced)
+
+    def params(self, findings: Path) -> Any:
+        """Return vLLM's sampling parameters; a worker writes comparisons to `findings`."""
+        from vllm import SamplingParams
+
+        from vllm_pyramid.tools.eval.forced import FINDINGS_KEY, REFERENCE_KEY, forced_params
+
+        extra: dict[str, object] = {} if self.budget is None else {"kv_budget": self.budget}
+        if self.turns:
+            extra["kv_turns"] = self.turns
+        if self.reference is not None:
+            extra |= {REFERENCE_KEY: self.reference.model_dump(), FINDINGS_KEY: str(findings)}
+        if self.forced:
+            return forced_params(self.forced, extra, self.max_tokens)
+        return SamplingParams(
+            logprobs=REFERENCE_TOKENS if self.is_reference else None,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            extra_args=extra or None,
+        )
 
 
 class Work(BaseModel):
@@ -87,11 +108,30 @@ class Work(BaseModel):
     recall: bool = False
     timed: bool = False
 
+    def llm_args(self) -> dict[str, Any]:
+        """Return `engine_args` over defaults: prompts in one chunk, a small pool on the CPU."""
+        from vllm.platforms import current_platform
+
+        longest = self.engine_args["max_model_len"]
+        defaults: dict[str, Any] = {
+            "max_num_seqs": self.batch,
+            "max_num_batched_tokens": max(2048, min(longest, 16384)),
+            "seed": 0,
+            "enable_prefix_caching": False,  # other chunks round otherwise, and runs are compared
+        }
+        if current_platform.is_cpu():
+            shape, _ = shape_of_model(self.model, None)
+            layers = shape.num_layers + sum(kind.layers for kind in shape.other_layers)
+            blocks = (-(-longest // 16) + 1) * layers * self.batch  # as if all attend to everything
+            size = blocks * shape.page_bytes(16)
+            defaults |= {"kv_cache_memory_bytes": size, "enforce_eager": True}
+        return {**defaults, **self.engine_args}
+
 
 def answer_all(
     work: Work, on_stage: Callable[[str], None]
 ) -> Generator[tuple[str, Result], None, None]:
-    """Run an engine in a process of its own; yields each request's key and result as they come.
+    """Run an engine in a process of its own; yield each request's key and result as they come.
 
     Close the iterator, or let it run out: then every process that it started has ended.
 
@@ -109,7 +149,7 @@ def answer_all(
 
 
 def run(work: Work) -> None:
-    """Start the engine, answer everything, send each result as soon as its batch is done."""
+    """Start the engine, answer everything, and send each result as soon as its batch is done."""
     say(stage="loading vLLM")
     forced = any(request.forced for request in work.requests)
     if forced:
@@ -131,12 +171,13 @@ def run(work: Work) -> None:
             kv_trace=folder if work.recall else None,
             logits_processors=[QUALIFIED_NAME] if forced else None,
             max_logprobs=REFERENCE_TOKENS,
-            **_engine_args(work),
+            **work.llm_args(),
         )
 
         def generate(batch: Sequence[Request]) -> list[Any]:
             prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in batch]
-            return llm.generate(prompts, [_params(r, files) for r in batch], use_tqdm=False)
+            params = [request.params(files / f"{request.key}.json") for request in batch]
+            return llm.generate(prompts, params, use_tqdm=False)
 
         if work.timed:
             say(stage="warming up")
@@ -147,136 +188,85 @@ def run(work: Work) -> None:
             outputs = generate(batch)
             recalls = _take_recalls(files) if work.recall else {}
             for request, output in zip(batch, outputs, strict=True):
-                result = _result(work, request, output, recalls.get(output.request_id))
+                measured: dict[str, Any] = {"recall": recalls.get(output.request_id)}
                 if request.reference is not None:
-                    result = _compared(request, result, files)
+                    measured |= _compared(files / f"{request.key}.json")
                 if request.forced and request.max_tokens:
                     own = output.outputs[0].token_ids[len(request.forced) :]
-                    text = llm.get_tokenizer().decode(own, skip_special_tokens=True)
-                    result = result.model_copy(update={"text": text})
+                    measured["text"] = llm.get_tokenizer().decode(own, skip_special_tokens=True)
+                if work.timed:
+                    measured |= _speeds(output)
+                result = _result(request, output, work.policy_name, measured)
                 say(key=request.key, result=result.model_dump())
 
 
-def _engine_args(work: Work) -> dict[str, Any]:
-    """The work's own over defaults: prompts in one chunk if short enough, a small CPU pool."""
-    from vllm.platforms import current_platform
-
-    longest = work.engine_args["max_model_len"]
-    defaults: dict[str, Any] = {
-        "max_num_seqs": work.batch,
-        "max_num_batched_tokens": max(2048, min(longest, 16384)),
-        "seed": 0,
-        "enable_prefix_caching": False,  # other chunks round otherwise, and runs are compared
-    }
-    if current_platform.is_cpu():
-        shape, _ = shape_of_model(work.model, None)
-        layers = shape.num_layers + sum(kind.layers for kind in shape.other_layers)
-        blocks = (-(-longest // 16) + 1) * layers * work.batch  # as if all had full attention
-        size = blocks * shape.page_bytes(16)
-        defaults |= {"kv_cache_memory_bytes": size, "enforce_eager": True}
-    return {**defaults, **work.engine_args}
-
-
-def _findings(request: Request, files: Path) -> Path:
-    """Where a worker writes what it found beside a reference."""
-    return files / f"{request.key}.json"
-
-
-def _params(request: Request, files: Path) -> Any:
-    from vllm import SamplingParams
-
-    from vllm_pyramid.tools.eval.forced import FINDINGS_KEY, REFERENCE_KEY, forced_params
-
-    extra: dict[str, object] = {} if request.budget is None else {"kv_budget": request.budget}
-    if request.turns:
-        extra["kv_turns"] = request.turns
-    if request.reference is not None:
-        extra[REFERENCE_KEY] = request.reference.model_dump()
-        extra[FINDINGS_KEY] = str(_findings(request, files))
-    if request.forced:
-        return forced_params(request.forced, extra, request.max_tokens)
-    return SamplingParams(
-        logprobs=REFERENCE_TOKENS if request.is_reference else None,
-        temperature=0.0,
-        max_tokens=request.max_tokens,
-        ignore_eos=request.ignore_eos,
-        extra_args=extra or None,
-    )
-
-
-def _result(work: Work, request: Request, output: Any, recall: list[list[float]] | None) -> Result:
+def _result(request: Request, output: Any, policy: str, measured: dict[str, Any]) -> Result:
     """Read the engine's output.
 
     Raises:
         RuntimeError: the report of the eviction is wrong, a forced continuation was not followed,
-            or something that was to be measured is missing.
+            or the attention recall could not be measured.
     """
     completion = output.outputs[0]
+    recall = measured["recall"]
     if recall is not None and not np.isfinite(np.concatenate(recall)).all():
         raise RuntimeError("a prompt's last chunk was too short to measure its attention recall")
-    nats = prefill = speed = None
-    reference = Reference.of(completion) if request.is_reference else None
     if request.forced and list(completion.token_ids[: len(request.forced)]) != request.forced:
         raise RuntimeError("the engine did not follow the given continuation")
     if request.forced and not request.max_tokens:
         # The first token's comes from the prefill, before the eviction.
         chosen = [p[t].logprob for t, p in zip(request.forced, completion.logprobs, strict=True)]
-        nats = -float(np.mean(chosen[1:])) if len(chosen) > 1 else 0.0
-    eviction = EvictionReport.checked(output.kv_transfer_params, work.policy_name)
+        measured["nats"] = -float(np.mean(chosen[1:])) if len(chosen) > 1 else 0.0
+    if request.is_reference:
+        measured["reference"] = Reference.of(completion)
+    eviction = EvictionReport.checked(output.kv_transfer_params, policy)
     if request.turns and eviction.kv_turns != [*request.turns, len(request.prompt_token_ids)]:
         raise RuntimeError(f"the engine followed the turns {eviction.kv_turns}, not those given")
-    if work.timed:
-        times = output.metrics
-        if times is None:
-            raise RuntimeError("the engine returned no time stamps although statistics are on")
-        prefill = times.first_token_ts - times.scheduled_ts
-        decoding = times.last_token_ts - times.first_token_ts
-        speed = (len(completion.token_ids) - 1) / decoding
-    return Result(
-        text=completion.text,
-        eviction=eviction,
-        nats=nats,
-        recall=recall,
-        reference=reference,
-        prefill_seconds=prefill,
-        decode_tokens_per_second=speed,
-    )
+    return Result(**{"text": completion.text, "eviction": eviction, **measured})
 
 
-def _compared(request: Request, result: Result, files: Path) -> Result:
-    """The result with what the worker found beside the reference, but for the first token.
+def _speeds(output: Any) -> dict[str, float]:
+    """Return the request's times by the engine's clock."""
+    times = output.metrics
+    if times is None:
+        raise RuntimeError("the engine returned no time stamps although statistics are on")
+    decoded = len(output.outputs[0].token_ids) - 1
+    return {
+        "prefill_seconds": times.first_token_ts - times.scheduled_ts,
+        "decode_tokens_per_second": decoded / (times.last_token_ts - times.first_token_ts),
+    }
+
+
+def _compared(findings: Path) -> dict[str, float]:
+    """Return what the worker found next to the reference, but for the first token.
 
     Raises:
         RuntimeError: it found nothing.
     """
-    path = _findings(request, files)
-    if not path.is_file():
+    if not findings.is_file():
         raise RuntimeError("the worker compared nothing with the whole cache's answer")
-    found = json.loads(path.read_text())[1:]
-    path.unlink(missing_ok=True)
+    found = json.loads(findings.read_text())[1:]
+    findings.unlink(missing_ok=True)
     agrees, nats = zip(*found, strict=True) if found else ((True,), (0.0,))
-    update = {"agreement": float(np.mean(agrees)), "divergence": float(np.mean(nats))}
-    return result.model_copy(update=update)
+    return {"agreement": float(np.mean(agrees)), "divergence": float(np.mean(nats))}
 
 
 def _take_recalls(folder: Path) -> dict[str, list[list[float]]]:
-    """The recall of every traced request `[layers][KV heads]`, by its external name.
+    """Return the recall of every traced request `[layers][KV heads]`, by its external name.
 
     Ranks that share the KV heads write a file each; their heads are put side by side. Files of
-    evictions after the prompt's end have no recall.
+    evictions after the prompt's end have no recall. All files are removed.
     """
     found: dict[str, list[list[float]]] = {}
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as trace:
-            if "prompt_len" not in trace:
-                path.unlink()
-                continue
-            # vLLM adds a dash and a random end to the name that it gave the request.
-            name = str(trace["request_id"]).rsplit("-", 1)[0]
-            layers = sum(key.startswith("recall_") for key in trace.files)
-            heads = [trace[f"recall_{layer}"].tolist() for layer in range(layers)]
-        before = found.setdefault(name, [[] for _ in heads])
-        found[name] = [left + right for left, right in zip(before, heads, strict=True)]
+            if "prompt_len" in trace:
+                # vLLM adds a dash and a random end to the name that it gave the request.
+                name = str(trace["request_id"]).rsplit("-", 1)[0]
+                layers = sum(key.startswith("recall_") for key in trace.files)
+                heads = [trace[f"recall_{layer}"].tolist() for layer in range(layers)]
+                before = found.get(name, [[]] * layers)
+                found[name] = [left + right for left, right in zip(before, heads, strict=True)]
         path.unlink()
     return found
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes given tokens, to measure what a model says of them behind an evicted prompt.
+"""Decode given tokens, to measure what a model says of them behind an evicted prompt.
 
 vLLM's prompt log probabilities come from the prefill, before anything is evicted. So the
 continuation is decoded: a logits processor leaves only its next token, and the log probabilities
 that vLLM returns are those before any processor (`logprobs_mode="raw_logprobs"`).
 
-Beside a reference, the likeliest tokens of the whole cache at each place, the processor compares
-what the kept cache makes of them. It runs in a worker, which writes its findings to a file.
+With a reference, the likeliest tokens of the whole cache at each place, the processor compares what
+the kept cache makes of them. It runs in a worker, which writes its findings to a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUALIFIED_NAME = f"{__name__}:ForcedTokens"
 
 
 def divergence(reference: list[float], found: list[float]) -> float:
-    """KL(reference || found) in nats over some tokens, all others counted as one.
+    """Return KL(reference || found) in nats over some tokens, all others counted as one.
 
     Args:
         reference, found: log probabilities of the same tokens.
@@ -79,7 +79,7 @@ class ForcedTokens(AdapterLogitsProcessor):
 
 
 def _write(path: Path, findings: list[tuple[bool, float]]) -> None:
-    """At once: all ranks write what they found, which is the same, and somebody may be reading."""
+    """Replace the file at once: all ranks write the same findings while one may be reading."""
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(json.dumps(findings))
     own.replace(path)
@@ -88,7 +88,7 @@ def _write(path: Path, findings: list[tuple[bool, float]]) -> None:
 def forced_params(
     token_ids: list[int], extra_args: dict[str, object], more: int = 0
 ) -> SamplingParams:
-    """Parameters of a request that decodes `token_ids`, then `more` tokens of its own.
+    """Return parameters of a request that decodes `token_ids`, then `more` tokens of its own.
 
     It returns the log probabilities of all. A text's end among the given tokens ends nothing.
     """

@@ -1,25 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real English text of a wanted number of tokens, with statements hidden at wanted depths."""
+"""Real English text of a wanted number of tokens, with statements hidden at wanted depths.
+
+The text is the documentation behind Python's `help()`, half a megabyte in `pydoc_data.topics`
+(licence: the PSF licence of Python itself). It is read where Python has installed it; nothing of it
+is copied into this package. Its wording differs a little between Python versions.
+"""
 
 from __future__ import annotations
 
 import random
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.tools.eval.topics import topics
-
-__all__ = ["Tokens", "load_tokens"]
+__all__ = ["Tokens", "load_tokens", "topics"]
 
 # Tokens that may be missing at the end of a passage: few sentences are shorter.
 _SHORT = 16
 
 
+@cache
+def topics() -> dict[str, str]:
+    """Return the documentation's texts by topic, sorted by name.
+
+    Raises:
+        RuntimeError: this Python was installed without `pydoc_data`.
+    """
+    try:
+        from pydoc_data.topics import topics as raw
+    except ImportError as error:
+        raise RuntimeError(
+            "this Python has no 'pydoc_data.topics' (the text behind help()), from which the "
+            "prompts are made: install the distribution's full standard library, for "
+            "example the package 'libpython3-stdlib'"
+        ) from error
+    return {name: raw[name] for name in sorted(raw)}
+
+
 class Tokens:
-    """Counts tokens as the served model will, and cuts text to a number of them.
+    """Count tokens as the served model will, and make text of a number of them.
 
     Args:
         tokenizer: of the model, from Hugging Face; its special tokens are added, as vLLM does.
@@ -29,12 +50,13 @@ class Tokens:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """The ids, special tokens included; the first one once if the text begins with it."""
+        """Return the ids with special tokens; the first once, also if the text begins with it."""
         first = self._tokenizer.bos_token
         has_first = first is not None and text.startswith(first)
         return list(self._tokenizer.encode(text, add_special_tokens=not has_first))
 
     def count(self, text: str) -> int:
+        """Return how many ids `encode` gives."""
         return len(self.encode(text))
 
     @property
@@ -43,7 +65,7 @@ class Tokens:
         return bool(self._tokenizer.chat_template)
 
     def chat(self, messages: list[dict[str, str]]) -> str:
-        """The messages in the model's chat template, up to the reply.
+        """Return the messages in the model's chat template, up to the reply.
 
         Raises:
             ValueError: the model has no chat template.
@@ -54,15 +76,15 @@ class Tokens:
         return str(apply(messages, tokenize=False, add_generation_prompt=True))
 
     def first(self, text: str, length: int) -> str:
-        """The beginning of `text` that takes at most `length` tokens, to a word's end.
+        """Return the beginning of `text` of at most `length` tokens, to a word's end.
 
         Raises:
             ValueError: the text is shorter.
         """
-        low, high = 0, len(text)
         if self.count(text) < length:
             raise ValueError(f"a text of {self.count(text)} tokens cannot be cut to {length}")
-        while low < high:  # the longest beginning of at most `length` tokens that ends a word
+        low, high = 0, len(text)
+        while low < high:
             middle = (low + high + 1) // 2
             if self.count(text[:middle]) <= length:
                 low = middle
@@ -73,19 +95,16 @@ class Tokens:
 
     @cached_property
     def _sentences(self) -> list[list[tuple[str, int]]]:
-        """The sentences of each topic of Python's own documentation, with their tokens."""
+        """Return the sentences of each topic, with their tokens."""
         empty = self.count("")
-        pages = []
-        for text in topics().values():
-            page = [(sentence, self.count(" " + sentence) - empty) for sentence in _sentences(text)]
-            if page:
-                pages.append(page)
-        if not pages:
-            raise ValueError("Python's own documentation (pydoc_data) holds no text")
-        return pages
+        pages = [
+            [(sentence, self.count(" " + sentence) - empty) for sentence in _sentences(text)]
+            for text in topics().values()
+        ]
+        return [page for page in pages if page]
 
     def passage(self, rng: random.Random, tokens: int) -> list[str]:
-        """Sentences of at most `tokens` tokens, close to it, from topics in a random order.
+        """Return sentences of at most `tokens` tokens, close to it, from topics in a random order.
 
         Each topic begins at a random sentence; what stands before these follows when all topics
         are through. No sentence comes twice before every one has been taken (topics share some).
@@ -125,7 +144,7 @@ class Tokens:
         length: int,
         depths: Sequence[float] | None = None,
     ) -> str:
-        """English text with `statements` in it, then `ending`: at most `length` tokens together.
+        """Return English text with `statements` in it, then `ending`, of at most `length` tokens.
 
         Args:
             depths: where each statement stands, 0 (first) to 1 (just before the ending), in
@@ -150,8 +169,7 @@ class Tokens:
             excess = self.count(text) - length
             if excess <= 0:
                 return text
-            # Tokens are counted sentence by sentence above; their sum can be a little too small.
-            room -= excess
+            room -= excess  # the sum of the sentences' tokens can be a little too small
 
 
 def _joined(filler: Sequence[str], statements: Sequence[str], depths: Sequence[float]) -> str:
@@ -165,7 +183,7 @@ def _joined(filler: Sequence[str], statements: Sequence[str], depths: Sequence[f
 
 
 def _sentences(text: str) -> list[str]:
-    """The sentences of a topic's running text: no headings, tables or code."""
+    """Return the sentences of a topic's running text: no headings, tables or code."""
     found = []
     for paragraph in text.split("\n\n"):
         lines = paragraph.splitlines()
@@ -180,7 +198,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def load_tokens(model: str | Path) -> Tokens:
-    """The tokenizer of a model folder or Hugging Face name, without PyTorch.
+    """Load the tokenizer of a model folder or Hugging Face name, without PyTorch.
 
     Raises:
         ValueError: there is no tokenizer to be found.

@@ -46,10 +46,11 @@ _CONTINUED = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 RULER_ANSWERS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 _Texts = Annotated[list[str], Field(min_length=1)]
+Respond = Callable[[list[Instance]], list[str]]
 
 
 class LongBenchEntry(BaseModel):
-    """A line of LongBench's own files. lm-eval's templates call the field `input` `question`."""
+    """A line of LongBench's own files, whose `input` is `question` in lm-eval's templates."""
 
     context: str
     question: str = Field(alias="input")
@@ -66,9 +67,9 @@ class RulerEntry(BaseModel):
 
 
 class _StandIn(LM):
-    """Stands for the model: `respond` gives the texts for lm-eval's requests."""
+    """A stand-in for the model: `respond` gives the texts for lm-eval's requests."""
 
-    def __init__(self, tokens: Tokens | None, respond: Callable[[list[Instance]], list[str]]):
+    def __init__(self, tokens: Tokens | None, respond: Respond):
         super().__init__()
         self._tokens = tokens
         self._respond = respond
@@ -117,7 +118,7 @@ class LmEvalTask(Task):
         return tuple(requested[:1])
 
     def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
-        """The prompts of the first `count` entries, or of all if there are fewer."""
+        """Return the prompts of the first `count` entries, or of all if there are fewer."""
         found: list[Sample] = []
 
         def collect(requests: list[Instance]) -> list[str]:
@@ -129,7 +130,7 @@ class LmEvalTask(Task):
         return found
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        """What lm-eval makes of the answers: one figure for each metric and filter."""
+        """Return what lm-eval makes of the answers: a figure for each metric and filter."""
 
         def respond(requests: list[Instance]) -> list[str]:
             if [self._sample(request) for request in requests] != list(samples):
@@ -139,8 +140,7 @@ class LmEvalTask(Task):
                 for sample, result in zip(samples, results, strict=True)
             ]
 
-        entries = len({sample.facts["entry"] for sample in samples})
-        found = self._evaluate(respond, entries)
+        found = self._evaluate(respond, len({sample.facts["entry"] for sample in samples}))
         higher = found["higher_is_better"].get(self.name, {})
         figures = []
         for key, value in found["results"][self.name].items():
@@ -169,34 +169,36 @@ class LmEvalTask(Task):
             may_be_cut=self._may_be_cut,
         )
 
-    def _evaluate(self, respond: Callable[[list[Instance]], list[str]], count: int) -> Any:
+    def _evaluate(self, respond: Respond, count: int) -> Any:
         self._task.set_fewshot_seed(seed=0)
+        known = {"tasks": {self.name: self._task}, "groups": {}, "group_map": {}}
         try:
-            with _no_network(), redirect_stderr(io.StringIO()):  # its progress bars
+            with _quiet_and_offline():
                 return evaluate(
                     lm=_StandIn(self._tokens, respond),
-                    task_dict={"tasks": {self.name: self._task}, "groups": {}, "group_map": {}},
+                    task_dict=known,
                     limit=count,
                     bootstrap_iters=0,
                     log_samples=False,
                     apply_chat_template=self._chat,
                 )
-        except (ValueError, LookupError, TypeError, TemplateError, _NoNetworkError) as error:
+        except (ValueError, LookupError, TypeError, TemplateError, NoNetworkError) as error:
             raise ValueError(f"lm-eval's task {self.name!r}: {error}") from error
 
 
-class _NoNetworkError(RuntimeError):
+class NoNetworkError(RuntimeError):
     """Something tried to reach another machine."""
 
 
 @contextmanager
-def _no_network() -> Iterator[None]:
-    """The Hub's libraries take what is in their cache; whatever else asks for a host fails."""
+def _quiet_and_offline() -> Iterator[None]:
+    """Hide progress bars; the Hub's libraries use their cache, and other look-ups of hosts fail."""
 
     def refuse(host: object, *_: object, **__: object) -> NoReturn:
-        raise _NoNetworkError(f"it asks for {host!r}")
+        raise NoNetworkError(f"it asks for {host!r}")
 
     with (
+        redirect_stderr(io.StringIO()),
         mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True),
         mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
         mock.patch.object(socket, "getaddrinfo", refuse),
@@ -210,45 +212,39 @@ def _known_tasks(within: Path | None) -> lm_eval.tasks.TaskManager:
 
 
 def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
-    """lm-eval's task objects of a name, file or configuration.
+    """Return lm-eval's task objects of a name, file or configuration.
 
-    Args:
-        within: the folder of tasks to look in: to read all that lm-eval has takes ten seconds.
+    `within` is the folder of tasks to look in: to read all that lm-eval has takes ten seconds.
     """
     name = spec if isinstance(spec, str) else (spec.get("group") or spec["task"])
     try:
-        with _no_network(), redirect_stderr(io.StringIO()):
+        with _quiet_and_offline():
             return list(_known_tasks(within).load([spec])["tasks"].values())
-    except (OSError, LookupError, ValueError, ImportError, TemplateError, _NoNetworkError) as error:
+    except (OSError, LookupError, ValueError, ImportError, TemplateError, NoNetworkError) as error:
         reason = f"cannot load lm-eval's task {name!r}: {error.args[0] if error.args else error}"
-        if isinstance(error, (ConnectionError, _NoNetworkError)):
+        if isinstance(error, (ConnectionError, NoNetworkError)):
             reason += ". Nothing is downloaded: give a local file, as in --lm-eval NAME=FILE.jsonl"
         raise ValueError(reason) from error
 
 
 def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
-    """The tasks of a list: names, groups, `.yaml` files, and `NAME=FILE.jsonl`.
+    """Return the tasks of a list: names, groups, `.yaml` files, and `NAME=FILE.jsonl`.
 
-    The last is lm-eval's task NAME on the entries of a file.
-
-    Raises:
-        ValueError: lm-eval does not know one, or its data is not on this machine.
+    The last is lm-eval's task NAME on the entries of a file. ValueError if lm-eval does not know
+    one, or its data is not on this machine.
     """
     tasks: list[LmEvalTask] = []
     for spec in specs:
         name, equals, file = spec.partition("=")
-        if equals:
-            found = _load_on_file(name, Path(file))
-        else:
-            is_file = spec.endswith((".yaml", ".yml"))
-            found = _load(spec, Path(spec).absolute().parent if is_file else None)
+        folder = Path(spec).absolute().parent if spec.endswith((".yaml", ".yml")) else None
+        found = _load_on_file(name, Path(file)) if equals else _load(spec, folder)
         plain = name.removeprefix("longbench_").removesuffix("_e") in _CONTINUED
         tasks += [LmEvalTask(task, chat=chat and not plain) for task in found]
     return tasks
 
 
 def _load_on_file(name: str, path: Path) -> list[Any]:
-    """lm-eval's task `name` on the entries of a file; its prompt may have no examples of others."""
+    """Return lm-eval's task `name` on a file's entries; its prompt has no examples of others."""
     if not path.is_file():
         raise ValueError(f"the file {str(path)!r} for lm-eval's task {name!r} is missing")
     of_longbench = name.startswith("longbench_")
@@ -264,10 +260,9 @@ def _load_on_file(name: str, path: Path) -> list[Any]:
 
 
 def longbench_tasks(paths: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
-    """lm-eval's LongBench tasks on LongBench's own files, each named after its data set.
+    """Return lm-eval's LongBench tasks on LongBench's own files, each named after its data set.
 
-    Raises:
-        ValueError: a file is missing, of something else, or cannot be read.
+    ValueError if a file is missing, of something else, or cannot be read.
     """
     files = _files(paths, "--longbench", "*.jsonl")
     if unknown := [path for path in files if not (_LONGBENCH / f"{path.stem}.yaml").is_file()]:
@@ -276,13 +271,10 @@ def longbench_tasks(paths: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
 
 
 def ruler_tasks(paths: Sequence[str]) -> list[LmEvalTask]:
-    """RULER's tasks on the files that its scripts generate, scored by lm-eval's matching.
+    """Return RULER's tasks on the files that its scripts generate, scored by lm-eval's matching.
 
-    lm-eval's own RULER tasks generate their data, partly from downloads. Prompts are never cut: the
-    answer could be lost.
-
-    Raises:
-        ValueError: a file is missing, of an unknown task, or cannot be read.
+    lm-eval's own RULER tasks download some of their data. Prompts are never cut, since the answer
+    could be lost. ValueError if a file is missing, of an unknown task, or cannot be read.
     """
     tasks = []
     for path in _files(paths, "--ruler", "**/*.jsonl"):
@@ -305,10 +297,9 @@ def _ruler_task(name: str, path: Path) -> dict[str, Any]:
     metric = "any reference found" if kind == "qa" else "references found"
 
     def process_results(doc: dict[str, Any], answers: list[str]) -> dict[str, float]:
-        answers = postprocess_pred(answers)
-        if kind == "qa":
-            return {metric: max(string_match_all(answers, [[one]]) for one in doc["outputs"])}
-        return {metric: string_match_all(answers, [doc["outputs"]])}
+        answers, outputs = postprocess_pred(answers), doc["outputs"]
+        groups = [[one] for one in outputs] if kind == "qa" else [outputs]
+        return {metric: max(string_match_all(answers, [group]) for group in groups)}
 
     return {
         "task": f"ruler_{name}",
@@ -324,11 +315,7 @@ def _ruler_task(name: str, path: Path) -> dict[str, Any]:
 
 
 def _reader(path: Path, entry: Any) -> Callable[..., dict[str, datasets.Dataset]]:
-    """Reads a file now, and gives its entries to lm-eval later.
-
-    Raises:
-        ValueError: a line is not such an entry; names it.
-    """
+    """Read a file now; return what gives its entries to lm-eval. ValueError names a wrong line."""
     adapter: TypeAdapter[Any] = TypeAdapter(entry)
     entries = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -345,7 +332,7 @@ def _reader(path: Path, entry: Any) -> Callable[..., dict[str, datasets.Dataset]
 
 
 def _files(paths: Sequence[str], flag: str, pattern: str) -> list[Path]:
-    """The files, and of folders those that match `pattern`, each once, in order."""
+    """Return the files, and of folders those that match `pattern`, each once, in order."""
     found: list[Path] = []
     for path in map(Path, paths):
         files = sorted(path.glob(pattern)) if path.is_dir() else [path]

@@ -1,18 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wording of the generated tasks: facts hidden in a text, and the questions about them.
+"""The wording of the generated tasks: names and numbers, facts that join them, and questions.
 
 A question ends with the beginning of its answer, as in RULER (https://arxiv.org/abs/2404.06654):
 the model continues with the words that are scored. The built-in model was trained on the same
-wording, on other names, numbers and texts.
+wording with other names and numbers. A checksum of the word itself decides which are held out from
+training, so training and evaluation agree without sharing a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
-__all__ = ["FACTS", "FactPhrase", "Question"]
+__all__ = ["CODE", "DIGITS", "FactPhrase", "Question", "is_held_out", "make_names", "make_numbers"]
+
+DIGITS = 5
+
+_ADJECTIVES = """
+    able amber ancient autumn blue bold brave bright bronze calm careful clever cold copper crimson
+    curious deep distant dusty eager early easy electric empty faint famous fancy fast final flat
+    fresh frozen gentle giant glad golden grand gray green happy hidden hollow honest humble hungry
+    icy idle inner jolly keen kind large late lazy light little lone long loud lucky magic major
+    merry mild misty modern narrow new noble northern odd old open orange pale patient plain polite
+    proud purple quick quiet rapid rare red ripe rough round royal rusty sandy secret sharp shiny
+    short shy silent silver simple slow small smooth soft solid southern spare stable steady still
+    stormy strange strong sudden sunny sweet swift tall tame thin tidy tiny tough true urban vast
+    velvet violet warm western white wide wild windy winter wise wooden yellow young
+""".split()  # noqa: SIM905  a list of words, not of quotes
+_NOUNS = """
+    anchor apple arrow badge bakery barrel basket beacon bell bicycle blanket boat bottle branch
+    bridge broom bucket butter button cabin camera candle canyon carpet castle chair cherry circle
+    clock cloud coast comet compass cotton crane creek crown curtain desert diamond dolphin door
+    dragon drum eagle engine falcon feather ferry field finger flag flame flower flute forest
+    fountain fox galaxy garden gate giraffe glacier glove grape hammer harbor harp hat hawk hill
+    honey horse island jacket jungle kettle key kitchen kite ladder lake lamp lantern leaf lemon
+    letter lion lizard machine magnet maple marble market meadow melon mirror monkey moon mountain
+    needle nest oak ocean olive onion orchard otter owl paddle palace panda paper parrot pearl
+    pencil pepper piano pigeon pillow pine planet plum pocket pond poppy potato prairie pumpkin
+    puzzle rabbit rain raven ribbon ring river robin rocket rope rose sail salmon scarf school
+    shadow shell ship shovel signal snow spider spoon spring squirrel stone storm street summit sun
+    swan table teacher temple thunder ticket tiger tower town train tree trumpet tulip tunnel turtle
+    umbrella valley village violin wagon walnut water whale wheel whistle willow window wing wolf
+""".split()  # noqa: SIM905  a list of words, not of quotes
+
+
+def is_held_out(word: str) -> bool:
+    """Return whether a name or number is kept from training: one in five is."""
+    return zlib.crc32(word.lower().encode()) % 5 == 0
+
+
+def name_words() -> Iterator[tuple[str, str]]:
+    """Yield pairs that hold every adjective and every noun: for a tokenizer's training."""
+    count = max(len(_ADJECTIVES), len(_NOUNS))
+    for i in range(count):
+        yield _ADJECTIVES[i % len(_ADJECTIVES)], _NOUNS[i % len(_NOUNS)]
+
+
+def make_name(rng: random.Random, *, held_out: bool) -> str:
+    """Return two words such as `quiet-harbor`, a pair from one side of the split."""
+    while True:
+        name = f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
+        if is_held_out(name) == held_out:
+            return name
+
+
+def make_number(rng: random.Random, *, held_out: bool) -> str:
+    """Return a number of `DIGITS` digits without a leading zero, from one side of the split."""
+    while True:
+        number = str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+        if is_held_out(number) == held_out:
+            return number
+
+
+def make_names(rng: random.Random, count: int, *, held_out: bool) -> list[str]:
+    """Return `count` different names."""
+    return _different(make_name, rng, count, held_out)
+
+
+def make_numbers(rng: random.Random, count: int, *, held_out: bool) -> list[str]:
+    """Return `count` different numbers."""
+    return _different(make_number, rng, count, held_out)
+
+
+def _different(make: Callable[..., str], rng: random.Random, count: int, held: bool) -> list[str]:
+    made: dict[str, None] = {}
+    while len(made) < count:
+        made[make(rng, held_out=held)] = None
+    return list(made)
 
 
 @dataclass(frozen=True)
@@ -30,7 +106,7 @@ class Question:
 
 @dataclass(frozen=True)
 class FactPhrase:
-    """A fact that gives a name its number, in one wording; `{key}` and `{value}` are filled in."""
+    """A fact that gives a name its number; `{key}` and `{value}` are filled in."""
 
     fact: str
     ask: str
@@ -43,95 +119,31 @@ class FactPhrase:
         return Question(self.ask.format(key=key), self.begin.format(key=key))
 
 
-FACTS: dict[str, FactPhrase] = {
-    "code": FactPhrase(
-        "The secret code of {key} is {value}.",
-        "What is the secret code of {key}?",
-        "The secret code of {key} is",
-    ),
-    "number": FactPhrase(
-        "Remember that the number for {key} is {value}.",
-        "What is the number for {key}?",
-        "The number for {key} is",
-    ),
-    "magic": FactPhrase(
-        "One of the special magic numbers for {key} is: {value}.",
-        "What is the special magic number for {key} mentioned in the text?",
-        "The special magic number for {key} is:",
-    ),
-    "password": FactPhrase(
-        "To open the door of {key}, type {value}.",
-        "Which number opens the door of {key}?",
-        "To open the door of {key}, type",
-    ),
-    "ticket": FactPhrase(
-        "{key} travels with ticket {value}.",
-        "Which ticket does {key} have?",
-        "{key} travels with ticket",
-    ),
-}
+CODE = FactPhrase(
+    "The secret code of {key} is {value}.",
+    "What is the secret code of {key}?",
+    "The secret code of {key} is",
+)
 
 
-def several_values(key: str) -> Question:
-    """All numbers of one name, in the order of the text, separated by commas."""
-    return Question(f"What are all the secret codes of {key}?", f"The secret codes of {key} are")
-
-
-def several_keys(keys: Sequence[str]) -> Question:
-    """The numbers of several names, in the order of the question, separated by commas."""
-    names = listed(keys)
-    return Question(f"What are the secret codes of {names}?", f"The secret codes of {names} are")
-
-
-def most_frequent(count: int) -> Question:
-    """The words of the text above that come most often, separated by commas."""
-    return Question(
-        f"What are the {count} words that come most often in the text above?",
-        f"The {count} words that come most often are",
-    )
+def held_out_facts(rng: random.Random, count: int) -> tuple[list[str], list[str], list[str]]:
+    """Return `count` names and numbers that training has not seen, and a fact of each pair."""
+    keys = make_names(rng, count, held_out=True)
+    values = make_numbers(rng, count, held_out=True)
+    return keys, values, list(map(CODE.state, keys, values))
 
 
 def both(first: str, second: str) -> Question:
-    """Two questions, of which the prompt begins to answer only the first."""
-    code = FACTS["code"]
-    ask = f"{code.ask.format(key=first)} {code.ask.format(key=second)}"
-    return Question(ask, code.begin.format(key=first))
-
-
-def link(name: str, other: str) -> str:
-    """One step of a chain of variables."""
-    return f"Variable {name} equals {other}."
-
-
-def trace(name: str) -> Question:
-    """The chain that starts at a variable; the answer goes on link by link."""
-    return Question(f"What does the variable {name} equal?", f"Variable {name} equals")
-
-
-def traced(names: Sequence[str]) -> str:
-    """The answer to `trace`: the names that follow, each in its link."""
-    links = [link(name, other) for name, other in pairwise(names)]
-    return " ".join([f"{names[0]}.", *links]).removesuffix(".")
-
-
-def entry(key: str, value: str) -> str:
-    """One line of a key-value store."""
-    return f"- {key}: {value}\n"
-
-
-def look_up(key: str) -> Question:
-    return Question(f"Which value is stored for {key}?", f"{key}:")
+    """Return two questions, of which the prompt begins to answer only the first."""
+    asked, then = CODE.question(first), CODE.question(second)
+    return Question(f"{asked.ask} {then.ask}", asked.begin)
 
 
 def example(subject: str, words: str, label: str) -> str:
-    """One example of a classification: the subject decides the label, the words do not."""
+    """Return an example of a classification: the subject decides the label, the words do not."""
     return f"Text: {words}\nLabel of {subject}: {label}\n"
 
 
 def classify(subject: str, words: str) -> str:
-    """The prompt's last, unlabelled example."""
+    """Return the prompt's last, unlabelled example."""
     return f"Text: {words}\nLabel of {subject}:"
-
-
-def listed(items: Sequence[str]) -> str:
-    return ", ".join(items)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vllm_pyramid.tools.eval.results import titled
 from vllm_pyramid.tools.eval.run import Answer
+from vllm_pyramid.tools.eval.tables import titled
 
 __all__ = ["draw"]
 
@@ -20,7 +20,7 @@ _LINES = ("-", "--", "-.", ":")
 
 
 def draw(answers: Sequence[Answer], rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """Write the pictures that the run has data for; returns their paths."""
+    """Write the pictures that the run has data for; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"quality-against-memory.png": _quality(rows)}
     if needles := [answer for answer in answers if "depth" in answer.sample.facts]:
@@ -50,7 +50,7 @@ def _subplots(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
 
 
 def _style(place: int) -> dict[str, str]:
-    """Colour, marker and line of a plot's policy; ten look different by colour, forty by line."""
+    """Return colour, marker and line of a policy; ten differ by colour, forty by line."""
     return {
         "color": f"C{place % 10}",
         "marker": _MARKERS[place % len(_MARKERS)],
@@ -69,15 +69,9 @@ def _quality(rows: pd.DataFrame) -> Any:
                 axis.axhline(level, color="black", linewidth=0.8, linestyle=":", label=policy)
                 continue
             line = line.sort_values("memory")
-            axis.errorbar(
-                100 * line["memory"],
-                line["score"],
-                [(line["score"] - line[end]).abs().fillna(0.0) for end in ("low", "high")],
-                **_style(policies.index(policy)),
-                markersize=4,
-                linewidth=1,
-                label=policy,
-            )
+            errors = [(line["score"] - line[end]).abs().fillna(0.0) for end in ("low", "high")]
+            style = {**_style(policies.index(policy)), "markersize": 4, "linewidth": 1}
+            axis.errorbar(100 * line["memory"], line["score"], errors, label=policy, **style)
         first = group.iloc[0]
         axis.set_title(f"{first['task']}, {first['prompts']}", fontsize=9)
         axis.set_xlabel("cache blocks held, %", fontsize=8)
@@ -86,15 +80,14 @@ def _quality(rows: pd.DataFrame) -> Any:
         axis.tick_params(labelsize=7)
         axis.minorticks_off()
         evicted = group[group["budget"] != "100%"]
-        ticks = 100 * evicted.groupby("budget", sort=False)["memory"].mean()
-        if len(ticks):
+        if len(ticks := 100 * evicted.groupby("budget", sort=False)["memory"].mean()):
             axis.set_xticks(list(ticks), [f"{tick:.2g}" for tick in ticks])
     axes[0].legend(fontsize=7)
     return figure
 
 
 def _needle(answers: Sequence[Answer]) -> Any:
-    """Depth by length, one map for each policy and budget, as the needle test is usually drawn."""
+    """Draw depth by length, one map for each policy and budget, as the needle test is drawn."""
     table = pd.DataFrame(
         {
             "map": f"{answer.policy}, {answer.budget}",
@@ -120,19 +113,16 @@ def _needle(answers: Sequence[Answer]) -> Any:
 def _by_layer(
     answers: Sequence[Answer], label: str, values: Callable[[Answer], list[float]]
 ) -> Any:
-    """The mean over the prompts, with its range, layer by layer; one plot a budget."""
+    """Draw the mean over the prompts, with its range, layer by layer; one plot per budget."""
     budgets = [b for b in dict.fromkeys(answer.budget for answer in answers) if b != "100%"]
     figure, axes = _subplots(max(1, len(budgets)), 3.2, 2.6)
     for axis, budget in zip(axes, budgets or ["100%"], strict=True):
-        lines: dict[str, list[list[float]]] = {}
-        for answer in answers:
-            if answer.budget == budget:
-                lines.setdefault(answer.policy, []).append(values(answer))
-        for place, (policy, of_prompts) in enumerate(lines.items()):
-            table, style = pd.DataFrame(of_prompts), _style(place)
-            axis.plot(table.columns, table.mean(), **style, markersize=3, label=policy)
+        those = [answer for answer in answers if answer.budget == budget]
+        for place, policy in enumerate(dict.fromkeys(answer.policy for answer in those)):
+            table = pd.DataFrame([values(answer) for answer in those if answer.policy == policy])
+            axis.plot(table.columns, table.mean(), **_style(place), markersize=3, label=policy)
             axis.fill_between(
-                table.columns, table.min(), table.max(), color=style["color"], alpha=0.15
+                table.columns, table.min(), table.max(), color=f"C{place % 10}", alpha=0.15
             )
         axis.set_title(f"budget {budget}", fontsize=9)
         axis.set_xlabel("layer, from the input", fontsize=8)

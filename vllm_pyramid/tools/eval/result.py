@@ -41,7 +41,7 @@ class EvictionReport(BaseModel):
 
     @classmethod
     def checked(cls, parameters: Mapping[str, Any] | None, policy: str) -> EvictionReport:
-        """The report of a request under `policy`.
+        """Read the report of a request under `policy`.
 
         Raises:
             RuntimeError: the report is absent, incomplete, contradicts itself or is about another
@@ -69,12 +69,12 @@ class EvictionReport(BaseModel):
 
     @property
     def memory(self) -> float:
-        """Blocks held after the eviction, as a share of those that all tokens take."""
+        """Return the blocks held after the eviction, as a share of those that all tokens take."""
         return self.blocks_after / self.blocks_before
 
     @property
     def kept_shares(self) -> list[float]:
-        """The share of the tokens that each layer keeps."""
+        """Return the share of the tokens that each layer keeps."""
         return [kept / self.computed_tokens for kept in self.kept_tokens]
 
 
@@ -94,7 +94,7 @@ class Reference(BaseModel):
 
     @classmethod
     def of(cls, completion: Any) -> Reference:
-        """Of a completion that was asked for so many log probabilities."""
+        """Read a completion that was generated with `REFERENCE_TOKENS` log probabilities."""
         places = [
             sorted(place.items(), key=lambda item: item[1].rank)[:REFERENCE_TOKENS]
             for place in completion.logprobs

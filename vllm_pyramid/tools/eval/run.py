@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tasks over policies and budgets: makes the samples, fills engines, keeps what came back.
+"""A run of tasks over policies and budgets: make the samples, fill engines, keep what comes back.
 
 Every result is appended to a file as soon as it is there, under a key that names the model, the
-policy's definition, the budget and the prompt. A later run takes from it what it needs: that is how
-an interrupted run goes on.
+policy's definition, the budget and the prompt. A later run takes from it what it needs, which is
+how an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_pyramid.tools.store import Store, identity_of_model, key_of
 
 __all__ = ["REFERENCE", "Answer", "Job", "Run", "Settings", "Store", "budgets_of"]
 
-# What the answers of the whole cache are called, with which others are compared.
+# The label of the whole cache's answers, with which others are compared.
 REFERENCE = "the whole cache's own answers"
 
 
@@ -63,12 +63,12 @@ class Job:
 
     @property
     def policy(self) -> str:
-        """What tables call the policy."""
+        """Return what tables call the policy."""
         return self.variant.label
 
     @property
     def budget(self) -> str:
-        """As requested; "100%" where nothing is evicted."""
+        """Return the budget as requested; "100%" where nothing is evicted."""
         return self.request.budget or "100%"
 
 
@@ -97,16 +97,16 @@ class Run:
             for sample in task.samples(tokens, length, settings.samples, seed)
         ]
         identity = identity_of_model(settings.model)
-        needing = [task.name for task in settings.tasks if task.needs_recall]
+        needing = ", ".join(task.name for task in settings.tasks if task.needs_recall)
         self.jobs: list[Job] = []
         # The request for the whole cache's own answer, by the key of one that is compared with it.
         self._references: dict[str, Request] = {}
         for variant in settings.policies:
             if needing and (reason := variant.attends_in_part) is not None:
                 raise ValueError(
-                    f"policy {variant.label!r} {reason}, so nobody computes the full attention "
-                    f"that {', '.join(needing)} measures: name other tasks (--tasks), or leave the "
-                    "policy out"
+                    f"policy {variant.label!r} {reason}, so the full attention that {needing} "
+                    "measures is never computed: name other tasks (--tasks), or leave the policy "
+                    "out"
                 )
             for budget in budgets_of(variant.load(), settings.budgets):
                 if budget is not None:
@@ -126,21 +126,17 @@ class Run:
                         turns=said,
                     )
                     if sample.follows_full:
-                        of_full = key_of([identity, settings.engine_args, REFERENCE], what)
+                        key = key_of([identity, settings.engine_args, REFERENCE], what)
+                        whole: dict[str, Any] = {"key": key, "budget": None, "turns": []}
                         self._references[request.key] = request.model_copy(
-                            update={
-                                "key": of_full,
-                                "budget": None,
-                                "turns": [],
-                                "is_reference": True,
-                            }
+                            update=whole | {"is_reference": True}
                         )
                     self.jobs.append(Job(task, variant, length, seed, sample, request))
 
     def missing(self, store: Store) -> dict[str, list[Request]]:
-        """The requests that the store has no result of, by the policy's label; each once.
+        """Return the requests without a result in the store, each once, by the policy's label.
 
-        First, under `REFERENCE`, those whose answers others are compared with.
+        First, under `REFERENCE`, come those whose answers others are compared with.
         """
         wanted: dict[str, dict[str, Request]] = {}
         seen: set[str] = set()  # variants share what does not differ between them
@@ -164,23 +160,20 @@ class Run:
             ChildError: an engine failed.
         """
         missing = self.missing(store)
-        whole = Variant("full")
-        for label, variant in ((REFERENCE, whole), *((v.label, v) for v in self.settings.policies)):
+        labelled = {REFERENCE: Variant("full"), **{v.label: v for v in self.settings.policies}}
+        for label, variant in labelled.items():
             if not (requests := missing.get(label)):
                 continue
-            requests = [self._beside_its_reference(request, store) for request in requests]
+            requests = [self._with_reference(request, store) for request in requests]
             longest = max(len(r.prompt_token_ids) + r.answer_tokens for r in requests)
+            engine_args = self.settings.engine_args | variant.engine_args
             work = Work(
                 label=label,
                 model=self.settings.model,
                 kv_policy=variant.policy,
                 kv_policy_args=dict(variant.args),
                 policy_name=variant.load().name,
-                engine_args={
-                    "max_model_len": longest + 1,
-                    **self.settings.engine_args,
-                    **variant.engine_args,
-                },
+                engine_args={"max_model_len": longest + 1, **engine_args},
                 requests=sorted(requests, key=_order),
                 recall=any(task.needs_recall for task in self.settings.tasks),
             )
@@ -189,18 +182,17 @@ class Run:
                     store.put(key, result.model_dump())
                     on_result()
 
-    def _beside_its_reference(self, request: Request, store: Store) -> Request:
-        """The request as it is run: with the answer that it is compared with."""
+    def _with_reference(self, request: Request, store: Store) -> Request:
+        """Return the request as it is run: with the answer that it is compared with."""
         if request.key not in self._references:
             return request
         found = Result.model_validate(store.get(self._references[request.key].key)).reference
         assert found is not None
-        return request.model_copy(
-            update={"forced": found.token_ids, "reference": found, "max_tokens": 0}
-        )
+        update = {"forced": found.token_ids, "reference": found, "max_tokens": 0}
+        return request.model_copy(update=update)
 
     def answers(self, store: Store) -> Iterator[Answer]:
-        """Every job with its result.
+        """Yield every job with its result.
 
         Raises:
             RuntimeError: a result is missing: the run was not executed to its end.
@@ -214,10 +206,9 @@ class Run:
     def _encode(
         self, tokens: Tokens, task: Task, length: int, sample: Sample
     ) -> tuple[list[int], list[int], list[int]]:
-        """The ids of the prompt, and of what is given behind it; where earlier turns end."""
+        """Return the ids of the prompt and of what is given behind it, and where turns end."""
         prompt, forced = tokens.encode(sample.prompt), []
-        given = sample.answers[0] if sample.forced else sample.lead
-        if given:
+        if given := sample.answers[0] if sample.forced else sample.lead:
             both = tokens.encode(sample.prompt + given)
             if both[: len(prompt)] != prompt:
                 raise ValueError(
@@ -243,17 +234,17 @@ class Run:
 
 
 def _without_middle(ids: list[int], length: int) -> list[int]:
-    """`length` of the ids, half from the front and half from the end."""
+    """Return `length` of the ids, half from the front and half from the end."""
     if length < 2:
-        raise ValueError("the model leaves no room for a prompt beside its answer")
+        raise ValueError("the model leaves no room for a prompt and its answer")
     return ids[: length // 2] + ids[len(ids) - (length - length // 2) :]
 
 
 def _order(request: Request) -> tuple[int, int, int]:
-    """The shortest first: the time left is then soon known, and never too small.
+    """Return a sort key that puts the shortest first: then the time left is soon known.
 
-    Of prompts of about one length (within a factor of two) those with the shortest answers: a batch
-    takes as many steps as its longest answer has tokens.
+    Of prompts of about one length (within a factor of two) those with the shortest answers come
+    first: a batch takes as many steps as its longest answer has tokens.
     """
     prompt = len(request.prompt_token_ids)
     return (prompt - 1).bit_length(), request.answer_tokens, prompt

@@ -21,6 +21,7 @@ from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
 
 __all__ = [
+    "DIGITS_METRIC",
     "AgreementTask",
     "Figure",
     "GeneratedTask",
@@ -28,10 +29,8 @@ __all__ = [
     "Sample",
     "Task",
     "begins_with",
-    "right_digits",
     "seed_of",
 ]
-
 
 DIGITS_METRIC = "digits right at their place"
 _INTERVAL = (0.025, 0.975)
@@ -43,16 +42,15 @@ class Sample:
 
     Attributes:
         prompt: the text given to the model, the beginning of the answer included.
-        answers: accepted or expected continuations; how they count is for the task to say.
+        answers: accepted or expected continuations; the task says how they count.
         max_tokens: tokens to generate; 0 to measure the probability of `answers[0]` instead, which
             is then decoded token by token behind the evicted prompt.
         facts: what pictures and tasks need to know, such as `{"depth": 0.5}`.
         stop: texts at which the answer ends, for the task to cut it there.
-        may_be_cut: a prompt that is too long for the model loses its middle instead of being an
-            error.
-        lead: text that is decoded behind the prompt whatever the model would say; the answer
-            follows it.
-        follows_full: the continuation to measure is what the whole cache generates in
+        may_be_cut: whether a prompt that is too long for the model loses its middle, in place of
+            an error.
+        lead: text that is decoded behind the prompt in any case; the answer follows it.
+        follows_full: whether the continuation to measure is what the whole cache generates in
             `max_tokens`.
         turns: characters that the prompts of the conversation's earlier turns had.
     """
@@ -69,7 +67,7 @@ class Sample:
 
     @property
     def forced(self) -> bool:
-        """Whether the continuation is given and its probability is what is measured."""
+        """Return whether the continuation is given and its probability is measured."""
         return self.max_tokens == 0
 
 
@@ -92,9 +90,9 @@ class Figure:
         exponential: bool = False,
         lower_is_better: bool = False,
     ) -> Figure:
-        """The mean of a number a prompt, or its exponential; the interval by bootstrap.
+        """Return the mean of one number per prompt, or its exponential, with a bootstrap interval.
 
-        Prompts are drawn again 2,000 times, with the same chance in every figure, so that policies
+        Prompts are drawn again 2,000 times, from the same seed in every figure, so that policies
         are compared on the same draws.
         """
         numbers = np.array(list(values), np.float64)
@@ -122,28 +120,28 @@ class Task(ABC):
 
     @abstractmethod
     def samples(self, tokens: Tokens, length: int, count: int, seed: int) -> Sequence[Sample]:
-        """`count` samples whose prompts have at most `length` tokens, close to it.
+        """Return `count` samples whose prompts have at most `length` tokens, close to it.
 
-        Equal arguments give equal samples, whatever was made before.
+        Equal arguments give equal samples.
 
         Raises:
             ValueError: the length is too small for the task.
         """
 
     def lengths(self, requested: Sequence[int]) -> Sequence[int]:
-        """The lengths this task is measured at: all requested ones, unless it has its own."""
+        """Return the lengths to measure: the requested ones, unless the task has its own."""
         return requested
 
     def seeds(self, requested: Sequence[int]) -> Sequence[int]:
-        """The seeds this task is measured with: all, unless its samples depend on none."""
+        """Return the seeds to measure: all, unless the task's samples depend on none."""
         return requested
 
     def score(self, sample: Sample, result: Result) -> float:
-        """What the result is worth. By default 1 if the text begins with the answer, else 0."""
+        """Return what the result is worth: by default 1 if the text begins with the answer."""
         return float(begins_with(result.text, sample.answers[0]))
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        """The figures over all samples: by default the mean score."""
+        """Return the figures over all samples: by default the mean score."""
         return [Figure.of(self.metric, map(self.score, samples, results))]
 
 
@@ -154,13 +152,13 @@ class GeneratedTask(Task):
         return [self.numbered(tokens, length, index, seed) for index in range(count)]
 
     def numbered(self, tokens: Tokens, length: int, index: int, seed: int) -> Sample:
-        """Sample number `index` of `samples`, without those before it."""
-        chance = random.Random(seed_of(self.name, length, seed, index))
-        return self.sample(tokens, length, index, chance)
+        """Return sample number `index` of `samples`, without those before it."""
+        rng = random.Random(seed_of(self.name, length, seed, index))
+        return self.sample(tokens, length, index, rng)
 
     @abstractmethod
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
-        """Sample number `index`, all of its chance from `rng`.
+        """Return sample number `index`; all that is random in it comes from `rng`.
 
         Raises:
             ValueError: the length is too small for the task.
@@ -175,14 +173,16 @@ class NumberTask(GeneratedTask):
     """
 
     def number_in(self, text: str) -> str:
-        """The number that a text gives as its answer, empty if none: that at its beginning."""
+        """Return the number at a text's beginning, which is its answer; empty if there is none."""
         match = re.match(r"\s*(\d*)", text)
         assert match is not None
         return match[1]
 
     def digits(self, sample: Sample, result: Result) -> float:
-        """The share of the answer's digits that are right at their place."""
-        return right_digits(self.number_in(result.text), sample.answers[0])
+        """Return the share of digits right at their place, of the longer of the two numbers."""
+        found, number = self.number_in(result.text), sample.answers[0]
+        same = sum(a == b for a, b in zip(found, number, strict=False))
+        return same / max(len(found), len(number))
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
         digits = Figure.of(DIGITS_METRIC, map(self.digits, samples, results))
@@ -190,7 +190,7 @@ class NumberTask(GeneratedTask):
 
 
 class AgreementTask(GeneratedTask):
-    """A task without a right answer: what is asked is whether eviction changes what is said.
+    """A task without a right answer: it asks whether eviction changes what the model says.
 
     The continuation is what the whole cache generates greedily. Along it, but for its first token,
     which comes from the prefill: the share of tokens that would have been the greedy choice over
@@ -202,33 +202,26 @@ class AgreementTask(GeneratedTask):
     answer_tokens = 64
 
     def score(self, sample: Sample, result: Result) -> float:
-        """The share that agrees."""
+        """Return the share that agrees."""
         assert result.agreement is not None
         return result.agreement
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        """Agreement, and divergence."""
+        """Return agreement and divergence."""
         nats = [result.divergence for result in results if result.divergence is not None]
         assert len(nats) == len(results)
-        return [
-            *super().figures(samples, results),
-            Figure.of("divergence from the whole cache, nats", nats, lower_is_better=True),
-        ]
+        metric = "divergence from the whole cache, nats"
+        divergence = Figure.of(metric, nats, lower_is_better=True)
+        return [*super().figures(samples, results), divergence]
 
 
 def begins_with(text: str, answer: str) -> bool:
-    """Whether the answer stands at the beginning, as a word of its own."""
+    """Return whether the answer stands at the beginning, as a word of its own."""
     text = text.lstrip()
     behind = text[len(answer) : len(answer) + 1]
     return text.startswith(answer) and not behind.isalnum()
 
 
-def right_digits(found: str, number: str) -> float:
-    """The share of the digits that agree place by place, of the longer of the two; 1 if equal."""
-    same = sum(a == b for a, b in zip(found, number, strict=False))
-    return same / max(len(found), len(number))
-
-
 def seed_of(*parts: object) -> int:
-    """A number that depends on the parts alone, not on the process: for `random.Random`."""
+    """Return a number for `random.Random` that depends on the parts alone, not on the process."""
     return zlib.crc32("\x1f".join(map(str, parts)).encode())

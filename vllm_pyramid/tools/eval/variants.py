@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies of a run: names, preset files, and either with arguments of its own.
-
-All that the bench must know of a policy is read here.
-"""
+"""The policies of a run: names, preset files, and either with arguments of its own."""
 
 from __future__ import annotations
 
@@ -43,23 +40,21 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """What tables, pictures and rows call it: `snapkv@fp8(kernel_size=11)`.
+        """Return what tables, pictures and rows call it: `snapkv@fp8(kernel_size=11)`.
 
         Equal arguments make equal labels, in whatever order or nesting they are given.
         """
-        kinds = (self.cache_dtype, TURNS if self.turns else None)
-        name = "@".join([self.policy, *(kind for kind in kinds if kind is not None)])
-        if not self.args:
-            return name
-        return f"{name}({', '.join(sorted(_written(self.args)))})"
+        kinds = [self.cache_dtype] * (self.cache_dtype is not None) + [TURNS] * self.turns
+        args = f"({', '.join(sorted(_written(self.args)))})" if self.args else ""
+        return "@".join([self.policy, *map(str, kinds)]) + args
 
     @property
     def engine_args(self) -> dict[str, Any]:
-        """What its engine needs beside the policy."""
+        """Return the engine arguments that it needs in addition to the policy."""
         return {} if self.cache_dtype is None else {"kv_cache_dtype": self.cache_dtype}
 
     def load(self, budget: str | None = None) -> Policy:
-        """The policy itself.
+        """Load the policy itself.
 
         Raises:
             ValueError: see `load_policy`.
@@ -67,12 +62,12 @@ class Variant:
         return load_policy(self.policy, budget, self.args)
 
     def definition(self) -> str:
-        """All that decides what the policy keeps, but for its budget."""
+        """Return all that decides what the policy keeps, but for its budget."""
         return self.load().model_dump_json(exclude={"budget"})
 
     @property
     def attends_in_part(self) -> str | None:
-        """Why no full attention of a prompt is computed that could be measured; None if it is."""
+        """Return why no full attention of a prompt is computed to be measured; None if it is."""
         policy = self.load()
         if policy.allocator.thins_prompts:
             return "thins prompts between layers"
@@ -82,7 +77,7 @@ class Variant:
 
 
 def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:
-    """The budgets to measure a policy at: one of None for a policy that evicts nothing."""
+    """Return the budgets to measure a policy at: one of None if it evicts nothing."""
     return list(dict.fromkeys(budgets)) if policy.evicts else [None]
 
 
@@ -96,7 +91,7 @@ def _written(args: Mapping[str, Any], section: str = "") -> Iterator[str]:
 
 
 def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
-    """The policies of a list such as `full,mine.yaml,snapkv:{"kernel_size":11}`, each once.
+    """Parse a list of policies such as `full,mine.yaml,snapkv:{"kernel_size":11}`, each once.
 
     Args:
         flag: where the list comes from, for messages.
@@ -125,7 +120,9 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
             without = name.removesuffix(f"@{TURNS}")
             policy, cache_dtype = split_cache_dtype(without)
             variant = Variant(policy, args, cache_dtype, turns=without != name)
-            _check_turns(variant)
+            reason = variant.load().why_not_resumable
+            if variant.turns and reason is not None:
+                raise ValueError(f"{variant.label!r}: the policy takes no kv_turns: {reason}")
         except ValueError as error:
             raise ValueError(f"{flag}: {error}") from None
         found.setdefault(variant.label, variant)
@@ -134,15 +131,8 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
     return tuple(found.values())
 
 
-def _check_turns(variant: Variant) -> None:
-    """Raise ValueError where the policy cannot be, or cannot evict at the ends of turns."""
-    reason = variant.load().why_not_resumable
-    if variant.turns and reason is not None:
-        raise ValueError(f"{variant.label!r}: the policy takes no kv_turns: {reason}")
-
-
 def _arguments(text: str, place: int, what: str) -> tuple[dict[str, Any], int]:
-    """The JSON object at a place, and where the list goes on behind its comma."""
+    """Return the JSON object at a place, and where the list goes on behind its comma."""
     try:
         _, end = json.JSONDecoder().raw_decode(text, place)
     except json.JSONDecodeError as error:

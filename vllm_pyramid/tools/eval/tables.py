@@ -19,14 +19,7 @@ from rich.text import Text
 
 from vllm_pyramid.tools.eval.run import Answer
 
-__all__ = [
-    "COLUMNS",
-    "as_json",
-    "as_markdown",
-    "rows_of",
-    "tables",
-    "titled",
-]
+__all__ = ["COLUMNS", "as_json", "as_markdown", "rows_of", "tables", "titled"]
 
 # score: over all seeds' samples. low, high: its 95 % interval. n: samples over all seeds. memory:
 # cache blocks held after the last eviction, as a share of the full cache's. length: in tokens, 0
@@ -35,18 +28,17 @@ COLUMNS = [
     "task", "metric", "policy", "budget", "length", "score", "low", "high", "n", "seeds", "memory",
     "lower_is_better",
 ]  # fmt: skip
-_GROUP = ["task", "length", "policy", "budget"]
 
 
 def rows_of(answers: Iterable[Answer]) -> pd.DataFrame:
-    """The rows, in the order of the answers."""
+    """Return the rows, in the order of the answers."""
     groups: dict[tuple[Any, ...], list[Answer]] = {}
     for answer in answers:
         key = (answer.task.name, answer.length, answer.policy, answer.budget)
         groups.setdefault(key, []).append(answer)
     rows = [
         {
-            **dict(zip(_GROUP, key, strict=True)),
+            **dict(zip(("task", "length", "policy", "budget"), key, strict=True)),
             **asdict(figure),
             "n": len(group),
             "seeds": len({answer.seed for answer in group}),
@@ -59,19 +51,19 @@ def rows_of(answers: Iterable[Answer]) -> pd.DataFrame:
 
 
 def titled(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows, those of one table together, with `prompts`, how long they were, and `title`."""
-    prompts = [f"{n:,} tokens" if n else "lengths of the file" for n in rows["length"]]
-    rows = rows.assign(prompts=prompts)
-    rows["title"] = [
-        f"{row.task}, {row.prompts}: {row.metric} "
-        f"({'lower' if row.lower_is_better else 'higher'} is better, n = {row.n})"
-        for row in rows.itertuples()
-    ]
-    return rows
+    """Return the rows with `prompts`, how long they were, and `title`, that of a table."""
+    rows = rows.assign(
+        prompts=[f"{n:,} tokens" if n else "lengths of the file" for n in rows.length]
+    )
+    better = rows.lower_is_better.map({True: "lower", False: "higher"})
+    heading = rows.task + ", " + rows.prompts + ": " + rows.metric
+    return rows.assign(
+        title=heading + " (" + better + " is better, n = " + rows.n.astype(str) + ")"
+    )
 
 
 def _grids(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Title and cells of every table, policies by budgets.
+    """Yield title and cells of every table, policies by budgets.
 
     A policy that evicts nothing has its figure in the last column.
     """
@@ -79,8 +71,7 @@ def _grids(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     for title, group in titled(rows).groupby("title", sort=False):
         cells = group.assign(cell=list(map(_cell, group["score"], group["low"], group["high"])))
         grid = cells.pivot(index="policy", columns="budget", values="cell")
-        grid = grid.reindex(index=group["policy"].unique(), columns=budgets)
-        yield str(title), grid.fillna("")
+        yield str(title), grid.reindex(index=group["policy"].unique(), columns=budgets).fillna("")
 
 
 def _cell(score: float, low: float, high: float) -> str:
@@ -88,7 +79,7 @@ def _cell(score: float, low: float, high: float) -> str:
 
 
 def tables(rows: pd.DataFrame) -> list[Table]:
-    """A table for each figure of a task and length."""
+    """Return a table for each figure of a task and length."""
     made = []
     for title, grid in _grids(rows):
         table = Table(title=title)
@@ -102,7 +93,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
 
 
 def as_markdown(rows: pd.DataFrame) -> str:
-    """The same tables in Markdown."""
+    """Return the same tables in Markdown."""
     parts = []
     for title, grid in _grids(rows):
         lines = [f"**{title}**", "", f"| {' | '.join(['policy', *grid.columns])} |"]
@@ -113,6 +104,6 @@ def as_markdown(rows: pd.DataFrame) -> str:
 
 
 def as_json(rows: pd.DataFrame, about: Mapping[str, str]) -> str:
-    """The rows, and beside them what was run, by which command."""
+    """Return the rows, and what was run by which command."""
     records = rows.astype(object).where(rows.notna(), None).to_dict("records")
     return json.dumps({"run": dict(about), "rows": records}, indent=1) + "\n"
