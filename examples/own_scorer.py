@@ -21,8 +21,8 @@ class NormScorer(Scorer):
 
     weight: float = 1.0
 
-    def score(self, view):
-        return view.keys.norm(dim=-1) + self.weight * view.values.norm(dim=-1)
+    def score(self, inputs):
+        return inputs.keys.norm(dim=-1) + self.weight * inputs.values.norm(dim=-1)
 '''
 POLICY = """
 budget: 25%
