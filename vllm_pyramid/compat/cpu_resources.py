@@ -39,7 +39,7 @@ def cores_by_node() -> list[list[int]]:
 
 
 def free_by_node() -> list[int]:
-    """Bytes that are free on each memory node that this process may use."""
+    """Return the bytes that are free on each memory node that this process may use."""
     return [get_memory_node_info(node).available_memory for node in get_visible_memory_node()]
 
 

@@ -24,7 +24,7 @@ class WrongVLLMError(RuntimeError):
 
 
 def vllm_version() -> str:
-    """The version of the module `vllm`.
+    """Return the version of the module `vllm`.
 
     Raises:
         WrongVLLMError: there is none; the message says how to get one.
@@ -33,7 +33,7 @@ def vllm_version() -> str:
     file = Path(found.origin).with_name("_version.py") if found and found.origin else None
     if file is None or not file.is_file():  # an empty folder of that name is none either
         raise WrongVLLMError(
-            f"vLLM is not installed: install {_either('vLLM')} beside vllm-pyramid, for GPUs with "
+            f"vLLM is not installed: install {_either('vLLM')} with vllm-pyramid, for GPUs with "
             "`pip install 'vllm-pyramid[cuda]'`, for CPUs a CPU build of vLLM"
         )
     # Only the file, because importing vLLM takes seconds.
@@ -63,7 +63,7 @@ def check_vllm() -> None:
 
 
 def runs_without_plugins() -> bool:
-    """Whether vLLM finds a device, or has kernels for the CPU, by itself."""
+    """Return whether vLLM finds a device, or has kernels for the CPU, by itself."""
     from vllm.platforms import builtin_platform_plugins
 
     return any(detect() is not None for detect in builtin_platform_plugins.values())

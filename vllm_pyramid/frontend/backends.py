@@ -28,7 +28,7 @@ def check_backend(chosen: AttentionBackendEnum | str | None) -> None:
 
 
 def take_backend(config: VllmConfig, policy: Policy) -> str:
-    """On CUDA, register our backend, which runs vLLM's kernels on per-layer tables."""
+    """Register our backend for CUDA, which runs vLLM's kernels on per-layer tables."""
     if policy.evicts and not policy.fill_blocks:
         raise ValueError(
             f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "
@@ -52,7 +52,7 @@ def take_backend(config: VllmConfig, policy: Policy) -> str:
 
 
 def take_cpu_backend(config: VllmConfig) -> None:
-    """On the CPU, register our backend, which our platform then selects."""
+    """Register our backend for the CPU, which our platform then selects."""
     from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
 
     if not isinstance(current_platform, PyramidCpuPlatform):

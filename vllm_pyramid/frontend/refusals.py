@@ -217,7 +217,7 @@ OF_CONFIGURATION = (
     ),
     Refusal(
         "speculative decoding by another method:",
-        f"it was not tried beside eviction; draft by one of {', '.join(_DRAFTS)}",
+        f"it was not tried together with eviction; draft by one of {', '.join(_DRAFTS)}",
         _drafts_elsewhere,
     ),
     Refusal(

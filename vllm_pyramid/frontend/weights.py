@@ -2,8 +2,8 @@
 """The type of the weights on a processor without bfloat16 products, where the user chose none.
 
 With AVX2 alone, products in bfloat16 take three times as long as those in float32, with AVX-512
-alone twice as long. There weights become float32 where they are small beside the memory that is
-free; the KV cache keeps its 16 bits. `--dtype` wins.
+alone twice as long. There weights become float32 where they are small compared with the memory that
+is free; the KV cache keeps its 16 bits. `--dtype` wins.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOW_CEILINGS = {
 
 
 def has_bfloat16_products() -> bool:
-    """Whether the processor multiplies bfloat16 by itself; one that is not x86 is taken to."""
+    """Return whether the processor multiplies bfloat16 by itself; True where it is not x86."""
     found = torch.cpu.get_capabilities()
     if found.get("architecture") != "x86_64":
         return True
@@ -74,8 +74,8 @@ def choose_weights(args: EngineArgs, model_config: ModelConfig) -> bool:
 
 
 def _is_alone(args: EngineArgs) -> bool:
-    """Whether all workers are on this host: they compute with one type, and each host would choose
-    by its own memory."""
+    """Return whether all workers are on this host: they compute with one type, and each host would
+    choose by its own memory."""
     return (
         args.nnodes == 1
         and args.distributed_executor_backend != "ray"
@@ -119,8 +119,8 @@ def _decide(args: EngineArgs, model_config: ModelConfig, stored: str) -> str:
 
 
 def _free(args: EngineArgs) -> float:
-    """Bytes that weights and activations may have: what is free on the nodes of the workers,
-    without a KV cache whose size was given."""
+    """Return the bytes that weights and activations may have: what is free on the nodes of the
+    workers, without a KV cache whose size was given."""
     workers = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
     free: float = min(available_host_memory(), sum(free_by_node()[:workers]))
     cache = args.kv_cache_memory_bytes or 0
@@ -132,7 +132,7 @@ def _free(args: EngineArgs) -> float:
 
 
 def float32_bytes(model_config: ModelConfig) -> int | None:
-    """Bytes of a model's weights as float32, by its files or its configuration; None: unknown.
+    """Return the bytes of a model's weights as float32, by its files or configuration, or None.
 
     The larger of both, since a folder may have been downloaded in part.
     """
@@ -143,7 +143,7 @@ def float32_bytes(model_config: ModelConfig) -> int | None:
 
 
 def _file_bytes(model_config: ModelConfig) -> int:
-    """Bytes of the weights' files in the model's folder, or what was downloaded of them."""
+    """Return the bytes of the weights' files in the model's folder, or of those downloaded."""
     folder = Path(model_config.model)
     if not folder.is_dir():
         try:

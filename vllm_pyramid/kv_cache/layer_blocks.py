@@ -79,7 +79,7 @@ class LayerBlocks:
         ]
 
     def of_units(self, units: int) -> Numbers:
-        """Return the table entries of each layer, `[layers]`, for so many units."""
+        """Return the table entries of each layer, `[layers]`, for `units`."""
         entries: Numbers = -(-units // self.ratios)
         return entries
 

@@ -168,7 +168,7 @@ def _from_the_bottom(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
 
 
 def _is_full(name: str, spec: KVCacheSpec, max_model_len: int) -> bool:
-    """Whether a layer has full attention, or a window that no sequence is longer than.
+    """Return whether a layer has full attention, or a window that no sequence is longer than.
 
     Raises:
         ValueError: a cache that cannot be managed.
@@ -176,7 +176,7 @@ def _is_full(name: str, spec: KVCacheSpec, max_model_len: int) -> bool:
     if type(spec) is MambaSpec:
         if spec.mamba_cache_mode != "none" or spec.num_speculative_blocks:
             raise ValueError(
-                f"the state of layer {name} is cached in mode {spec.mamba_cache_mode!r}, beside "
+                f"the state of layer {name} is cached in mode {spec.mamba_cache_mode!r}, with "
                 "which no KV policy works yet: leave --mamba-cache-mode and "
                 "--enable-prefix-caching out"
             )

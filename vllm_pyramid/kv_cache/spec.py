@@ -41,7 +41,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
         return self.block_size
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """What a prompt of the greatest length takes of this layer, when all together hold most.
+        """Return what the longest prompt takes of this layer when all layers together hold most.
 
         That is all of it, where nothing is evicted before its end. vLLM's check at start-up, the
         length that fits and the concurrency that it prints go by this.
@@ -90,7 +90,7 @@ class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
 
     @classmethod
     def of(cls, spec: LayerKVCacheSpec) -> Self:
-        """The layer of `spec` without V on the device."""
+        """Return the spec of the same layer without V on the device."""
         assert spec.head_size_v == spec.head_size, "K and V of one size"
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
         own = cls(**values | {"block_size": 2 * spec.block_size, "head_size_v": 0})
@@ -99,7 +99,6 @@ class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
 
     @property
     def full_block_size(self) -> int:
-        """See the base."""
         return self.block_size // 2
 
 

@@ -232,7 +232,7 @@ class StockGroup:
         return self._name(computed.hashes[place], computed.suffix(end))
 
     def lacks(self, hashes: Sequence[BlockHash], suffix: Suffix, number: int) -> bool:
-        """Return whether the bundle beside that of an evicting layer is not cached."""
+        """Return whether this group's bundle of a cached range of positions is not cached."""
         name = self._name(hashes[number], suffix((number + 1) * self._bundle_tokens))
         return name is None or name not in self._pool.bundles
 

@@ -32,7 +32,7 @@ class RetentionPlan:
         points: the evictions inside the prompt, in order, and the one at its end; skips never fall
             from one to the next.
         every: tokens between two evictions after the prompt's end; 0 if there are none.
-        later: returns the point after the prompt's end at which so many tokens are computed.
+        later: returns the point after the prompt's end at which that number of tokens is computed.
         pieces: how the prompt is thinned between layers; empty for prompts that are not.
     """
 

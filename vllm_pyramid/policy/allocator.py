@@ -177,7 +177,7 @@ def _point_of(
 def _later_point(
     policy: Policy, prompt: EvictionPoint, target: int, computed: int
 ) -> EvictionPoint:
-    """What is kept at the eviction after `computed` tokens; `target` is the prompt's budget."""
+    """Return what is kept after `computed` tokens; `target` is the prompt's budget."""
     assert isinstance(policy.allocator, CurveAllocator)
     layers, block_size, mean = prompt.num_layers, prompt.block_size, min(target, computed)
     usual = point_of_tokens(policy, policy.allocator, computed, layers, block_size, mean)

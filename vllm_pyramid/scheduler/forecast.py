@@ -91,7 +91,7 @@ class StagePoolView(NamedTuple):
 
     Attributes:
         usable: blocks that are free or a request's.
-        whole_blocks: blocks for so many tokens of which none is evicted.
+        whole_blocks: blocks for a number of tokens of which none is evicted.
         stock_blocks: blocks that layers without eviction hold, by tokens and tokens in flight; None
             without such layers.
         shared: the blocks that requests share, looked up only where they decide.

@@ -50,13 +50,13 @@ class MissingModelError(ValueError):
 
 
 def default_folder() -> Path:
-    """Where the model is written if nothing else is said, below the user's cache folder."""
+    """Return the folder where the model is written by default, below the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm-pyramid" / "smollm2-135m-instruct"
 
 
 def smollm2_folder(folder: Path | None = None) -> Path:
-    """The model's folder for `LLM` and `vllm serve`, written if it is not there yet.
+    """Return the model's folder for `LLM` and `vllm serve`, written if it is not there yet.
 
     Args:
         folder: where; None for `default_folder()`.
@@ -160,7 +160,7 @@ def _config(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under Transformers' name, `[out, in]` bfloat16."""
+    """Yield every weight under Transformers' name, `[out, in]` bfloat16."""
     import torch
     from gguf import dequantize
 

@@ -30,12 +30,10 @@ class TablesV1:
         self._runner = runner  # its `input_batch` may be replaced
 
     def shape(self, group: int) -> tuple[int, int]:
-        """See `RunnerTables`."""
         rows, width = self._runner.input_batch.block_table[group].block_table.cpu.shape
         return rows, width
 
     def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
-        """See `RunnerTables`."""
         for group, table in tables.items():
             self._runner.input_batch.block_table[group].block_table.gpu = table
 

@@ -24,7 +24,6 @@ class TablesV2:
         self._runner = runner  # its `block_tables` are replaced in every initialization
 
     def shape(self, group: int) -> tuple[int, int]:
-        """See `RunnerTables`."""
         rows, width = self._runner.block_tables.block_tables[group].gpu.shape
         return rows, width
 

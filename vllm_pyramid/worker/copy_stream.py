@@ -22,14 +22,12 @@ class CudaCopyStream:
         self._stream = torch.cuda.Stream(device)
 
     def launch(self, copy: Callable[..., None], *args: Any, **kwargs: Any) -> torch.cuda.Event:
-        """See `CopyStream`."""
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             copy(*args, **kwargs)
         return self._stream.record_event()
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """See `CopyStream`."""
         torch.cuda.current_stream().wait_event(mark)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The platform plugin: a KV policy's attention on CPUs.
 
-Beside a CPU build of vLLM everything but attention is vLLM's own, and without a policy attention
+With a CPU build of vLLM everything but attention is vLLM's own, and without a policy attention
 is too. The CUDA wheel on a machine without a GPU has no kernels for the CPU: there the few
 operators that are missing come from PyTorch, which is slow, and good for tests.
 """

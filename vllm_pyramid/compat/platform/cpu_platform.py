@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _stock_platform() -> type[CpuPlatform]:
-    """What vLLM would run on: its CPU platform, or the one for AMD's Zen with their extension."""
+    """Return vLLM's own choice: its CPU platform, or the one for AMD's Zen with their extension."""
     path = builtin_platform_plugins["cpu"]()
     return CpuPlatform if path is None else resolve_obj_by_qualname(path)
 

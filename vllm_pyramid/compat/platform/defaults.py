@@ -90,7 +90,7 @@ def threads_to_bind(
     nodes: Sequence[Sequence[int]],
     replicas: int = 1,
 ) -> str | None:
-    """What `VLLM_CPU_OMP_THREADS_BIND` is to say; None to leave it to vLLM or the user.
+    """Return the value of `VLLM_CPU_OMP_THREADS_BIND`; None leaves it to vLLM or the user.
 
     Args:
         workers: processes that compute, of one engine. nodes: the logical CPUs of each memory node,
@@ -124,7 +124,7 @@ def threads_to_bind(
 
 
 def share_is_vllms(args: EngineArgs) -> bool:
-    """Whether the share of the memory is a default of vLLM's, and no size was given either."""
+    """Return whether the share of the memory is vLLM's default, and no size was given either."""
     if args.kv_cache_memory_bytes is not None:
         return False
     from vllm import LLM
@@ -138,7 +138,7 @@ _ARGS_DEFAULT = EngineArgs.gpu_memory_utilization
 
 
 def keep_threads() -> None:
-    """In a worker that drafts: numba gets no more threads than PyTorch.
+    """Limit numba's threads to PyTorch's in a worker that drafts.
 
     vLLM looks for n-grams with it. When its threads start, it sets the number of OpenMP threads of
     the process to that of the machine's cores, and so that of every matrix product from then on.
@@ -148,7 +148,7 @@ def keep_threads() -> None:
 
 
 def take_free_memory(config: Any) -> None:
-    """In a worker: ask for what its memory node has to spare, if the share was left open.
+    """Ask for what the worker's memory node has to spare, if the share was left open.
 
     Workers that have to share a node share it evenly, those of other replicas included.
     """

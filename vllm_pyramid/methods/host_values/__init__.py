@@ -65,7 +65,7 @@ class HostValues(Values):
         return False
 
     def why_not_resumable(self, policy: Policy) -> str | None:
-        return "V lies in host memory, which copies of the device's blocks leave behind"
+        return "V lies in host memory, which copies of the device's blocks do not include"
 
     def check(self, policy: Policy) -> None:
         if any(part.works_during_prompt for part in policy.parts):

@@ -121,7 +121,7 @@ class DecayAllocator(Allocator):
         decay_curve: f falls from 1 as half a `cosine` or is `linear`.
         decay_ratio: the share towards which r(l) falls.
         interval: layers 0, interval, 2 * interval, ... thin.
-        min_context: context tokens that every layer keeps, where there are so many.
+        min_context: context tokens that every layer keeps, if the context has them.
         recent_ratio: the recent sequence's share of a piece.
         piece_tokens: tokens of a piece. Longer prompts are thinned piece by piece, each as a prompt
             of its own that also attends to what is left of the pieces before.
@@ -227,7 +227,7 @@ class DecayAllocator(Allocator):
         Args:
             tokens: of the piece. share: at most this part of `tokens * num_layers` is kept, by a
                 lower decay ratio; where floor and recent sequence alone are more, they are kept.
-            least: tokens that every layer keeps, where there are so many.
+            least: tokens that every layer keeps, if the context has them.
         """
         recent = self.recent(tokens)
         contexts = partial(self.contexts, tokens - recent, num_layers, least=least - recent)

@@ -149,7 +149,9 @@ def cost_rows(
             model = CostModel(shape, machine, prompt_len, output_len, kept)
             batch = model.resident(pool)
             if not batch:
-                raise ValueError(f"a prompt of {prompt_len} tokens does not fit beside the weights")
+                raise ValueError(
+                    f"a prompt of {prompt_len} tokens does not fit next to the weights"
+                )
             step = model.decode_step(batch)
             whole_rate = whole_rate or batch / step
             # A thousand waves: the last one, which drains, does not count.

@@ -13,5 +13,5 @@ __all__ = ["model_path"]
 
 
 def model_path() -> Path:
-    """The folder of the built-in Hugging Face model."""
+    """Return the folder of the built-in Hugging Face model."""
     return Path(__file__).parent / "model"

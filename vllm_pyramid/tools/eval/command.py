@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
-            console.print(f"Interrupted. The same command goes on from {args.out}.")
+            console.print(f"Interrupted. The same command continues from {args.out}.")
             return 130
         answers = list(evaluation.answers(store))
     _write(console, args, answers)
