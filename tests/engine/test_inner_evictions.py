@@ -187,9 +187,10 @@ def test_a_prompt_of_ten_pools(
     """The pool is exactly what one prompt holds at most; the answers are those of a large one."""
     case, layers = CASES[name], 4
     from vllm_pyramid.policy import load_policy
+    from vllm_pyramid.policy.planning import peak_blocks_up_to
 
     policy = load_policy(case.policy, case.budget, _args(case))
-    peak = int(policy.most_blocks(6000, layers, BLOCK).sum())
+    peak = int(peak_blocks_up_to(policy, 6000, layers, BLOCK).sum())
     assert peak * BLOCK <= layers * (case.tokens + max(case.keep, case.budget) + 3 * BLOCK)
     settings = _settings(
         case,

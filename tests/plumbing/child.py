@@ -170,7 +170,7 @@ def _inside(engine: Any) -> dict[str, Any]:
     scheduler = {
         # Of each pipeline stage.
         "free_blocks": [own.get_num_free_blocks() for own in getattr(pool, "pools", [pool])],
-        "evictions": getattr(coordinator, "num_evictions", None),
+        "evictions": getattr(getattr(coordinator, "counters", None), "num_evictions", None),
     }
     scheduler["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     if not hasattr(core.model_executor, "driver_worker"):  # the workers are other processes

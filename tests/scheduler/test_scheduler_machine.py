@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.plans[request_id]
         sizes = np.array(self.setup.block_sizes)
         blocks = peak_blocks(plan, prompt_len, sizes, stages=self.setup.stages)
-        needed = self.setup.of_fullest_stage(blocks) + self.scheduler._pool.beside
+        needed = self.setup.of_fullest_stage(blocks) + self.scheduler._pool.other_blocks
         refused = policy.inner_policy is not None and needed > self.worker.num_blocks
         assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
         self.seen["refused"] += refused
@@ -520,14 +520,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_forecast(self, name: str, request: Request, admission: Admission) -> None:
         """Until its tokens are processed it holds no more than admission counts, by its phase."""
-        row, released = admission._table[admission._rows[name]], self.released(name)
-        plan, target = self.plans[name], row[3]
+        table, released = admission.table, self.released(name)
+        slot, plan = table._slots[name], self.plans[name]
+        target = table._of_request[3, slot]
         if not (plan.inner or plan.every) or request.num_computed_tokens > target:
             return
         held = self.coordinator.layer_blocks.stages.sums(
             np.array(self.coordinator.blocks_held(name))
         )
-        assert (held <= row[8::4] if released else held <= row[7::4]).all(), (held, row)
+        peak = table._of_stages[:, 3 if released else 2, slot]
+        assert (held <= peak).all(), (held, peak)
         self.seen["behind an eviction"] += released > 0 and request.num_computed_tokens < target
 
     def released(self, name: str) -> int:

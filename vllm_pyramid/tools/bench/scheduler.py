@@ -116,7 +116,7 @@ def _evictions_to_report(scheduler: Any, names: Iterable[str]) -> dict[str, Evic
     """Return the evictions that a worker would report for this step."""
     coordinator, found = scheduler.coordinator, {}
     for name in names:
-        plan, before = coordinator.plan_of(name), coordinator.confirmed_number(name)
+        plan, before = coordinator.plans.of(name), coordinator.plans.confirmed_number(name)
         number = plan.evictions_by(scheduler.requests[name].num_computed_tokens)
         if plan.evicts and number > before:
             tokens = int((plan.skip_after(number) - plan.skip_after(before)).sum())

@@ -70,7 +70,7 @@ def _batch(scheduled: Any, requests: Any) -> Batch:
 def evictions_counted(scheduler: Any) -> int:
     """Return the evictions since the start of a scheduler; 0 without a policy."""
     coordinator = getattr(scheduler, "coordinator", None)
-    return 0 if coordinator is None else int(coordinator.num_evictions)
+    return 0 if coordinator is None else int(coordinator.counters.num_evictions)
 
 
 def steps_with_room(scheduler: Any, free: int, longest: int) -> int:
