@@ -49,3 +49,29 @@ def test_a_gpu_has_larger_steps_and_prompts_to_warm_up(
     else:
         policy.allocator.prepare_args(policy, args)
         assert args.max_num_batched_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("batched", "places", "fits"), [(128, 0, True), (128, 1, False), (129, 1, True)]
+)
+def test_places_for_drafts_count_against_a_piece(batched: int, places: int, fits: bool) -> None:
+    """vLLM takes them out of each step, so a piece as large as the step would wait for ever."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            architecture="LlamaForCausalLM", max_model_len=2048, get_num_layers=lambda parallel: 4
+        ),
+        parallel_config=None,
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=batched,
+            max_num_scheduled_tokens=None,
+            long_prefill_token_threshold=0,
+            max_num_seqs=1,
+        ),
+        speculative_config=SimpleNamespace(max_num_new_slots_for_drafting=places),
+    )
+    policy = load_policy("pyramidinfer", "100%", {"piece_tokens": 128})
+    if fits:
+        policy.allocator.check_config(policy, config)
+    else:
+        with pytest.raises(ValueError, match="batched-tokens 128 is too small .* room for 127 of"):
+            policy.allocator.check_config(policy, config)

@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_pyramid.compat.step_limits import step_limits
 from vllm_pyramid.frontend.backends import (
     check_backend,
     take_backend,
@@ -178,15 +179,10 @@ def _check_chunks(config: VllmConfig, policy: Policy, min_last_chunk: int) -> No
     """Raise ValueError if a step is too small for the last chunk of a prompt."""
     if not policy.evicts:
         return
-    scheduler = config.scheduler_config
-    for flag, tokens in (
-        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
-        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
-        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
-    ):
-        if tokens and tokens <= min_last_chunk:
+    for flag, value, tokens in step_limits(config):
+        if tokens is not None and tokens <= min_last_chunk:
             raise ValueError(
-                f"{flag} {tokens} is too small for policy {policy.name!r}: the last chunk of a "
+                f"{flag} {value} is too small for policy {policy.name!r}: the last chunk of a "
                 f"prompt has at least {min_last_chunk} tokens (the observation window), so a "
                 f"prompt might never be finished; raise it above {min_last_chunk}"
             )

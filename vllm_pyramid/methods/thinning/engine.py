@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_pyramid.compat.step_limits import step_limits
 from vllm_pyramid.compat.thin_forward import ARCHITECTURES, refusal
 
 if TYPE_CHECKING:
@@ -73,16 +74,13 @@ def check_thinning_config(config: VllmConfig, policy: Policy, thinner: DecayAllo
         raise ValueError(refusal(policy.name, model.architecture))
     longest = min(thinner.piece_tokens, model.max_model_len)
     scheduler = config.scheduler_config
-    for flag, tokens in (
-        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
-        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
-        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
-    ):
-        if tokens and tokens < longest:
+    for flag, value, tokens in step_limits(config):
+        if tokens is not None and tokens < longest:
             raise ValueError(
-                f"{flag} {tokens} is too small for policy {policy.name!r}: a piece of {longest} "
-                "tokens is processed in one step, so a prompt could wait for ever; raise the flag, "
-                f"or set --kv-policy-args '{{\"piece_tokens\": {tokens}}}' (which changes results)"
+                f"{flag} {value} is too small for policy {policy.name!r}: a piece of {longest} "
+                f"tokens is processed in one step, and a step has room for {tokens} of a prompt, "
+                "which could wait for ever; raise the flag, or set --kv-policy-args "
+                f"'{{\"piece_tokens\": {tokens}}}' (which changes results)"
             )
     if scheduler.max_num_batched_tokens < longest + scheduler.max_num_seqs:
         logger.warning(

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens of one request a step of vLLM's scheduler can compute."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm.config import VllmConfig
+
+
+class StepLimit(NamedTuple):
+    """A flag that limits the tokens of a step.
+
+    Attributes:
+        flag: its name. value: what it is set to; 0 or None: no limit.
+        tokens: the most tokens of one request in a step because of it; None: no limit.
+    """
+
+    flag: str
+    value: int | None
+    tokens: int | None
+
+
+def step_limits(config: VllmConfig) -> list[StepLimit]:
+    """Return the limits of a step, by vLLM's finished configuration.
+
+    A draft model may need places of its own for each request; vLLM takes them out of
+    `--max-num-batched-tokens`.
+    """
+    scheduler, drafts = config.scheduler_config, config.speculative_config
+    places = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
+    batched = scheduler.max_num_batched_tokens
+    others = (
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
+    )
+    return [
+        StepLimit("--max-num-batched-tokens", batched, batched - places),
+        *(StepLimit(flag, value, value or None) for flag, value in others),
+    ]
