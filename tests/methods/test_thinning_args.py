@@ -73,5 +73,5 @@ def test_places_for_drafts_count_against_a_piece(batched: int, places: int, fits
     if fits:
         policy.allocator.check_config(policy, config)
     else:
-        with pytest.raises(ValueError, match="batched-tokens 128 is too small .* room for 127 of"):
+        with pytest.raises(ValueError, match=r"batched-tokens 128 is too small .* room for 127 of"):
             policy.allocator.check_config(policy, config)
