@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -101,11 +102,13 @@ def _reasons_against(name: str, config: VllmConfig) -> list[str]:
     backend = resolve_obj_by_qualname(BACKENDS[name])
     model, cache = config.model_config, config.cache_config
     text = model.hf_text_config
+    assert isinstance(model.dtype, torch.dtype), "vLLM replaces names such as 'auto'"
     sizes = {model.get_head_size()}
     # Gemma 4 has larger heads where attention is full.
     if (of_layers := getattr(text, "per_layer_config", None)) is not None:
         layers = (of_layers[layer] for layer in range(text.num_hidden_layers))
-        sizes |= {getattr(layer, "head_dim", None) for layer in layers} - {None}
+        found_sizes = (getattr(layer, "head_dim", None) for layer in layers)
+        sizes |= {size for size in found_sizes if size is not None}
     found: dict[str, None] = {}  # a set that keeps its order
     with set_current_vllm_config(config):
         for size in sorted(sizes):
