@@ -45,7 +45,7 @@ class Runtime:
 
 def make_worker(kv_cache_memory_bytes: int | None = None, enable_jit_warmup: bool = True) -> Any:
     worker = object.__new__(PyramidGpuWorker)
-    worker.model_runner = SimpleNamespace(pyramid=Runtime())
+    worker.adapter = SimpleNamespace(pyramid=Runtime())
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=kv_cache_memory_bytes)
     kernels = SimpleNamespace(enable_jit_warmup=enable_jit_warmup)
     worker.vllm_config = SimpleNamespace(kernel_config=kernels)
@@ -58,7 +58,7 @@ def test_kernels_are_compiled_before_vllm_warms_up(
 ) -> None:
     """Behind vLLM's warm-up graphs are captured, and compilers are watched."""
     worker = make_worker(enable_jit_warmup=warms_up)
-    calls = worker.model_runner.pyramid.calls
+    calls = worker.adapter.pyramid.calls
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda self: calls.append("vLLM"))
     worker.compile_or_warm_up_model()
     assert calls == [*["kernels of evictions"] * warms_up, "vLLM", "traces"]
@@ -66,7 +66,7 @@ def test_kernels_are_compiled_before_vllm_warms_up(
 
 def test_tables_are_taken_out_of_what_vllm_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_worker()
-    calls = worker.model_runner.pyramid.calls
+    calls = worker.adapter.pyramid.calls
 
     def determine(self: Any) -> int:
         calls.append("vLLM")

@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
+    AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -78,7 +79,7 @@ class PyramidCpuBackend(AttentionBackend):
 
 
 @dataclass
-class PyramidCpuMetadata:
+class PyramidCpuMetadata(AttentionMetadata):
     """One layer's view of a step.
 
     Attributes:

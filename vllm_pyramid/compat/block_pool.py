@@ -5,12 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import vllm.v1.core.kv_cache_coordinator as kv_cache_coordinator
 import vllm.v1.core.kv_cache_manager as kv_cache_manager
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Bind `name` of a module to `value` within the context."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 @contextmanager
@@ -21,16 +33,12 @@ def lockstep_coordinator(cls: type[KVCacheCoordinatorNoPrefixCache]) -> Iterator
     caching and group count and has no registry. Remove when a KV cache config or a spec can name
     its coordinator.
     """
-    original = kv_cache_manager.get_kv_cache_coordinator
 
-    def build(*, enable_caching: bool, **kwargs: Any) -> Any:
+    def build(*, enable_caching: bool, **kwargs: Any) -> KVCacheCoordinatorNoPrefixCache:
         return cls(**kwargs)  # a request's plan says whether it shares blocks
 
-    kv_cache_manager.get_kv_cache_coordinator = build
-    try:
+    with _replaced(kv_cache_manager, "get_kv_cache_coordinator", build):
         yield
-    finally:
-        kv_cache_manager.get_kv_cache_coordinator = original
 
 
 @contextmanager
@@ -41,9 +49,5 @@ def block_pool(make: Callable[..., BlockPool]) -> Iterator[None]:
     pool inside the coordinator's constructor. Remove when a coordinator takes its pool as an
     argument.
     """
-    original = kv_cache_coordinator.BlockPool
-    kv_cache_coordinator.BlockPool = make
-    try:
+    with _replaced(kv_cache_coordinator, "BlockPool", make):
         yield
-    finally:
-        kv_cache_coordinator.BlockPool = original

@@ -76,7 +76,7 @@ def _add_flags(parser: argparse.ArgumentParser, front_end: FrontEnd) -> None:
             parser.error(str(error))
         return namespace, rest
 
-    parser.parse_known_args = parse_and_check  # type: ignore[method-assign, assignment]
+    parser.parse_known_args = parse_and_check  # type: ignore[method-assign]
 
 
 def install(front_end: FrontEnd) -> None:

@@ -9,10 +9,12 @@ can validate requests.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 
@@ -26,7 +28,7 @@ class RequestChecks(Protocol):
             VLLMValidationError: the client is answered with status 400.
         """
 
-    def after(self, processor: InputProcessor, request: Any, found: Any) -> None:
+    def after(self, processor: InputProcessor, request: EngineCoreRequest, found: Any) -> None:
         """Check the engine's request, whose prompt has been tokenised.
 
         Raises:
@@ -55,7 +57,8 @@ def install(checks: RequestChecks) -> None:
     """Wrap `process_inputs` so that it calls `checks`. Idempotent."""
     if getattr(InputProcessor, "_vllm_pyramid", False):
         return
-    process_inputs = InputProcessor.process_inputs
+    # `Callable[...]`: the arguments between `params` and `resumable` are passed on as they are.
+    process_inputs: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 
     @functools.wraps(process_inputs)
     def process_checked_inputs(
@@ -66,7 +69,7 @@ def install(checks: RequestChecks) -> None:
         *args: Any,
         resumable: bool = False,
         **kwargs: Any,
-    ) -> Any:
+    ) -> EngineCoreRequest:
         found = checks.before(self, params, resumable=resumable)
         request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs

@@ -10,7 +10,7 @@ overrides methods without copying any constructor. Remove when vLLM has a `runne
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
@@ -20,11 +20,15 @@ from vllm_pyramid.compat.side_channel import StepReport, attach_report
 from vllm_pyramid.plan import Eviction
 from vllm_pyramid.step.rotary import Rotary
 
+Adapter = TypeVar("Adapter")
 
-def extend_runner(runner: Any, adapter: type) -> None:
-    """Let the methods of the class `adapter` precede the runner's own."""
+
+def extend_runner(runner: Any, adapter: type[Adapter]) -> Adapter:
+    """Let the methods of the class `adapter` precede the runner's own; return the runner."""
     cls = type(runner)
     runner.__class__ = type(f"{adapter.__name__}{cls.__name__}", (adapter, cls), {})
+    extended: Adapter = runner
+    return extended
 
 
 def attention_layer(config: VllmConfig, name: str) -> Any:

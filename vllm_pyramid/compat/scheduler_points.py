@@ -16,6 +16,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 
 class SchedulerPoints(Scheduler):
@@ -62,11 +63,16 @@ class SchedulerPoints(Scheduler):
         """Called with the number of accepted drafts of a request in a step."""
 
     def make_spec_decoding_stats(
-        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> SpecDecodingStats | None:
         self.verified(num_accepted_tokens)
         return super().make_spec_decoding_stats(
-            stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs
         )
 
     def _reserve_prefill_lookahead(

@@ -50,5 +50,5 @@ def install() -> None:
         finally:
             generators.update(removed)
 
-    CPUModelRunner._sample = sample_and_restore
-    CPUModelRunner._bookkeeping_sync = bookkeeping_without_offsets
+    CPUModelRunner._sample = sample_and_restore  # type: ignore[method-assign]
+    CPUModelRunner._bookkeeping_sync = bookkeeping_without_offsets  # type: ignore[method-assign]

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import torch
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.config.cache import CacheDType
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -100,19 +104,22 @@ def _reasons_against(name: str, config: VllmConfig) -> list[str]:
         return ["this vLLM was built without FlashAttention"]
     backend = resolve_obj_by_qualname(BACKENDS[name])
     model, cache = config.model_config, config.cache_config
+    cache_dtype: str = cache.cache_dtype  # in vLLM 0.33 plugins may add names to `CacheDType`
     text = model.hf_text_config
+    assert isinstance(model.dtype, torch.dtype), "vLLM replaces names such as 'auto'"
     sizes = {model.get_head_size()}
     # Gemma 4 has larger heads where attention is full.
     if (of_layers := getattr(text, "per_layer_config", None)) is not None:
         layers = (of_layers[layer] for layer in range(text.num_hidden_layers))
-        sizes |= {getattr(layer, "head_dim", None) for layer in layers} - {None}
+        found_sizes = (getattr(layer, "head_dim", None) for layer in layers)
+        sizes |= {size for size in found_sizes if size is not None}
     found: dict[str, None] = {}  # a set that keeps its order
     with set_current_vllm_config(config):
         for size in sorted(sizes):
             wanted = AttentionSelectorConfig(
                 head_size=size,
                 dtype=model.dtype,
-                kv_cache_dtype=cache.cache_dtype,
+                kv_cache_dtype=cast(CacheDType, cache_dtype),  # as vLLM's own selector does
                 block_size=cache.block_size if cache.user_specified_block_size else None,
                 has_sink=text.model_type == "gpt_oss" or bool(getattr(text, "attention_sinks", 0)),
                 use_mm_prefix=bool(model.is_mm_prefix_lm),

@@ -8,6 +8,7 @@ Options that are not mentioned here work, or fail with vLLM's own message.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from vllm import envs
@@ -139,7 +140,9 @@ def finish_config(
     else:
         take_cpu_backend(config)
     take_draft_backend(config)
-    config.additional_config = {**config.additional_config, SERVED_KEY: served.as_data()}
+    given = config.additional_config
+    assert isinstance(given, Mapping), "the settings were read from it"
+    config.additional_config = {**given, SERVED_KEY: served.as_data()}
     config.parallel_config.worker_cls = _WORKERS[current_platform.device_type]
     config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"

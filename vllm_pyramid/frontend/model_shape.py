@@ -162,7 +162,7 @@ def _state_block_size(model: str, dtype: str) -> int:
 
     config = EngineArgs(
         model=model,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]  # checked above: a key of DTYPE_BYTES
         skip_tokenizer_init=True,
         additional_config={"kv_policy": "full"},
     ).create_engine_config()

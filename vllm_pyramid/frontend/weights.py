@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from vllm.config import ModelConfig
+from vllm.config.cache import CacheDType
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
@@ -32,7 +33,10 @@ DECIDED = "PYRAMID_CPU_WEIGHTS"
 FLOAT32, AS_STORED = "float32", "as-stored"
 # Of what is free: the rest is for the KV cache and activations.
 SHARE_OF_FREE = 0.5
-_CACHES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_CACHES: dict[str | torch.dtype, CacheDType] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 # What the library that multiplies may use at most, and the values without products of bfloat16.
 _CEILING = "ONEDNN_MAX_CPU_ISA"
 _LOW_CEILINGS = {
@@ -69,7 +73,7 @@ def choose_weights(args: EngineArgs, model_config: ModelConfig) -> bool:
         return False
     args.dtype = "float32"
     if args.kv_cache_dtype == "auto":
-        args.kv_cache_dtype = cache  # type: ignore[assignment]
+        args.kv_cache_dtype = cache
     return True
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache
 from vllm_pyramid.kv_cache.session_resume import SessionResume
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import RetentionPlan
 
@@ -77,15 +77,16 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         with block_pool(make):
             super().__init__(hash_block_size=hash_block_size, **kwargs)
         own = [
-            (manager.kv_cache_spec.layer_idx, group, manager)
+            (spec, group, manager)
             for group, manager in enumerate(self.single_type_managers)
             if isinstance(manager, LayerKVCacheManager)
+            and isinstance(spec := manager.kv_cache_spec, LayerKVCacheSpec)
         ]
-        own.sort(key=itemgetter(0))
-        assert [layer for layer, _, _ in own] == list(range(len(own))), "layers are missing"
+        own.sort(key=lambda layer: layer[0].layer_idx)
+        specs = [spec for spec, _, _ in own]
+        assert [spec.layer_idx for spec in specs] == list(range(len(own))), "layers are missing"
         self.layer_managers = tuple(manager for _, _, manager in own)
         self._groups = [group for _, group, _ in own]
-        specs = [manager.kv_cache_spec for manager in self.layer_managers]
         self.layers = [spec.model_layer for spec in specs]
         others = [
             (group, manager)
@@ -364,4 +365,4 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
 def _layout_of(config: KVCacheConfig) -> PipelineLayout:
     specs = (group.kv_cache_spec for group in config.kv_cache_groups)
-    return PipelineLayout.of(next(spec for spec in specs if hasattr(spec, "stages")))
+    return PipelineLayout.of(next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)))

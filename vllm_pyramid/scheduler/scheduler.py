@@ -66,8 +66,8 @@ class PyramidSchedulerMixin(Reports):
         manager = self.kv_cache_manager
         manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
         # vLLM's would look for the hashes of blocks, layer by layer; these blocks have none.
-        manager.estimate_cached_tokens = lambda request: coordinator.prefixes.findable_tokens(
-            request.request_id
+        manager.estimate_cached_tokens = (  # type: ignore[method-assign]
+            lambda request: coordinator.prefixes.findable_tokens(request.request_id)
         )
         # Not empty to vLLM, so it lets the coordinator allocate what `cached_prefix` has found.
         self._hit = KVCacheBlocks(tuple(() for _ in coordinator.single_type_managers))
@@ -164,6 +164,7 @@ class PyramidSchedulerMixin(Reports):
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.
                 check_fit(served, request.num_prompt_tokens, limited, self._pool, strict=False)
+                assert limited.max_tokens is not None, "vLLM sets it when a request arrives"
                 request.max_tokens = limited.max_tokens
             return served
         except ValueError as reason:

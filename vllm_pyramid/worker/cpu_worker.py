@@ -11,11 +11,18 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat import seeds
 from vllm_pyramid.compat.platform.defaults import keep_threads, take_free_memory
+from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.extend import extend_with_policy
 
 
 class PyramidCpuWorker(CPUWorker):
-    """Extends the model runner once vLLM has chosen and built it."""
+    """Extends the model runner once vLLM has chosen and built it.
+
+    Attributes:
+        adapter: `model_runner`, once extended.
+    """
+
+    adapter: RunnerAdapter
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         take_free_memory(vllm_config)
@@ -26,16 +33,15 @@ class PyramidCpuWorker(CPUWorker):
         if self.vllm_config.speculative_config is not None:
             keep_threads()
         super().init_device()
-        extend_with_policy(self.model_runner, self.use_v2_model_runner)
+        self.adapter = extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
         """Return what vLLM finds, less what the policy keeps for each block of the cache."""
         available = super().determine_available_memory()
-        cache_bytes: int = self.model_runner.pyramid.memory.cache_bytes(available)
-        return cache_bytes
+        return self.adapter.pyramid.memory.cache_bytes(available)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up as vLLM does; its warm-up requests leave no trace."""
         times = super().compile_or_warm_up_model()
-        self.model_runner.pyramid.start_trace()
+        self.adapter.pyramid.start_trace()
         return times

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_pyramid.compat.runner import extend_runner
+from vllm_pyramid.worker.adapter import RunnerAdapter
 
 
-def extend_with_policy(runner: Any, uses_v2: bool) -> None:
-    """Put the adapter in front of the runner's class.
+def extend_with_policy(runner: Any, uses_v2: bool) -> RunnerAdapter:
+    """Put the adapter in front of the runner's class; return the runner.
 
     Args:
         uses_v2: whether it is vLLM's second runner; the modules of the other are not imported.
@@ -17,8 +18,7 @@ def extend_with_policy(runner: Any, uses_v2: bool) -> None:
     if uses_v2:
         from vllm_pyramid.worker.adapter_v2 import AdapterV2
 
-        extend_runner(runner, AdapterV2)
-    else:
-        from vllm_pyramid.worker.adapter_v1 import AdapterV1
+        return extend_runner(runner, AdapterV2)
+    from vllm_pyramid.worker.adapter_v1 import AdapterV1
 
-        extend_runner(runner, AdapterV1)
+    return extend_runner(runner, AdapterV1)

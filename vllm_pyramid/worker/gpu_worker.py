@@ -10,20 +10,27 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat.backend_names import BACKENDS
 from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.extend import extend_with_policy
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class PyramidGpuWorker(Worker):
-    """Extends the model runner once vLLM has chosen and built it."""
+    """Extends the model runner once vLLM has chosen and built it.
+
+    Attributes:
+        adapter: `model_runner`, once extended.
+    """
+
+    adapter: RunnerAdapter
 
     def init_device(self) -> None:
         settings = ServedSettings.of(self.vllm_config)
         assert settings is not None and settings.backend is not None
         register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[settings.backend])
         super().init_device()
-        extend_with_policy(self.model_runner, self.use_v2_model_runner)
+        self.adapter = extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
         """Return what vLLM finds, less the policy's tables and buffers and its share of each block.
@@ -31,7 +38,7 @@ class PyramidGpuWorker(Worker):
         Tables and buffers are not subtracted from a cache whose size the user has set.
         """
         is_fixed = self.cache_config.kv_cache_memory_bytes is not None
-        memory = self.model_runner.pyramid.memory
+        memory = self.adapter.pyramid.memory
         memory.before_profile()
         available = super().determine_available_memory()
         if not is_fixed:
@@ -46,8 +53,7 @@ class PyramidGpuWorker(Worker):
                 buffers / 2**30,
                 available / 2**30,
             )
-        cache_bytes: int = memory.cache_bytes(available)
-        return cache_bytes
+        return memory.cache_bytes(available)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile the kernels of evictions, then warm up as vLLM does, without a trace.
@@ -56,7 +62,7 @@ class PyramidGpuWorker(Worker):
         of its warm-up. They are not compiled where vLLM compiles none (`--enforce-eager`).
         """
         if self.vllm_config.kernel_config.enable_jit_warmup:
-            self.model_runner.pyramid.compile_kernels()
+            self.adapter.pyramid.compile_kernels()
         times = super().compile_or_warm_up_model()
-        self.model_runner.pyramid.start_trace()
+        self.adapter.pyramid.start_trace()
         return times

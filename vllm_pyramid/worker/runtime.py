@@ -118,6 +118,7 @@ class WorkerRuntime:
         """Compile every variant of the kernels of evictions, so that no request waits for one."""
         model, traces = self._config.model_config, self._settings.trace is not None
         layers = self.binding.layers()
+        assert isinstance(model.dtype, torch.dtype), "vLLM replaces names such as 'auto'"
         compile_kernels(layers, model.max_model_len, model.dtype, traces=traces)
 
     def start_trace(self) -> None:

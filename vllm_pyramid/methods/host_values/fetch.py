@@ -58,7 +58,9 @@ class FetchedValues:
         self._page_bytes = spec.page_size_bytes
         self._new_tokens = config.scheduler_config.max_num_batched_tokens
         self._new_shape = (self._new_tokens, spec.num_kv_heads, spec.head_size)
-        self._dtype = config.model_config.dtype
+        dtype = config.model_config.dtype
+        assert isinstance(dtype, torch.dtype), "vLLM replaces names such as 'auto'"
+        self._dtype = dtype
         heads = config.model_config.get_num_attention_heads(config.parallel_config)
         one = 3 * heads * (longest + 1) + 256  # `workspace_cells` where one query takes all keys
         self._cells = max(WORKSPACE_CELLS, one)

@@ -155,6 +155,8 @@ def run(work: Work) -> None:
     if forced:
         # vLLM's second model runner takes logits processors of another kind.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    from vllm.inputs import TokensPrompt
+
     from vllm_pyramid import LLM
     from vllm_pyramid.tools.eval.forced import QUALIFIED_NAME
 
@@ -175,7 +177,7 @@ def run(work: Work) -> None:
         )
 
         def generate(batch: Sequence[Request]) -> list[Any]:
-            prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in batch]
+            prompts = [TokensPrompt(prompt_token_ids=request.prompt_token_ids) for request in batch]
             params = [request.params(files / f"{request.key}.json") for request in batch]
             return llm.generate(prompts, params, use_tqdm=False)
 
