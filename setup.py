@@ -2,8 +2,7 @@
 """Builds the C++ CPU kernels; everything else about the package is in pyproject.toml.
 
 `vllm_pyramid/kernels/cpu/_kernels` is a plain shared library with a C ABI (csrc/cpu/abi.h), loaded
-with
-ctypes: no PyTorch or Python headers are needed, and an isolated build environment is enough.
+with ctypes: no PyTorch or Python headers are needed, and an isolated build environment is enough.
 Its units are compiled for different instruction sets, of which one is chosen when it is loaded.
 Without a compiler the package installs all the same and runs the PyTorch reference kernels.
 """

@@ -23,8 +23,11 @@ SETTINGS: dict[str, Any] = {
 }
 LENGTHS = (400, 33, 180)
 TOKENS = 16
-# Of this package, what a machine without a GPU needs to run vLLM at all.
-INERT = ("compat.requests", "compat.stats", "engine_config", "metrics", "scheduler.scheduler")
+# Modules that only a process with a policy imports.
+INERT = (
+    *("compat.input_processor", "compat.stats", "frontend.engine_config", "frontend.metrics"),
+    "scheduler.scheduler",
+)
 
 
 @pytest.fixture(scope="module")

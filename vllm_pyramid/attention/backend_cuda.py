@@ -107,7 +107,7 @@ class PyramidBuilderMixin:
         if not settings.num_drafts:
             return one
         stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
-        layers = getattr(kv_cache_spec, "num_layers", None)  # none: a companion, which never evicts
+        layers = getattr(kv_cache_spec, "num_layers", None)  # None: it never evicts
         if layers is not None and can_evict_after(
             settings.policy, settings.num_drafts + 1, layers, kv_cache_spec.block_size
         ):
@@ -126,7 +126,7 @@ class PyramidBuilderMixin:
         once a layer instead of once a step.
         """
         context = self.context
-        if context is None:  # a companion
+        if context is None:  # a layer that does not evict
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
             metadata.kv_step = None
             return metadata

@@ -150,7 +150,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         have, need = record.num_blocks, cdiv(num_tokens, self._unit)
         if record.session_hit is not None:
             return self.sessions.blocks_to_allocate(
-                request_id, record, record.session_hit, num_tokens, capped=apply_admission_cap
+                request_id, record.session_hit, num_tokens, capped=apply_admission_cap
             )
         hit = record.prefix_hit
         if hit:

@@ -2,7 +2,7 @@
 """What each layer of a model does with the KV cache where a policy is served.
 
     evicting     full attention: a budget and a block table of its own
-    companion    a window that slides, a chunk, a state, a draft model's: what vLLM keeps of it
+    other        a window that slides, a chunk, a state, a draft model's: what vLLM keeps of it
     reader       attends to the KV of a layer below it, which evicts when its last reader is done
 
 The runner makes the roles once, when vLLM asks for the specs of the layers. What evicts is numbered
@@ -42,7 +42,7 @@ class LayerRoles:
     """The layers of a model by their names.
 
     Attributes:
-        evicting: specs from the bottom. companions: vLLM's own specs.
+        evicting: specs from the bottom. stock_groups: vLLM's own specs of the other layers.
         readers: of each layer that others read, those others from the bottom.
     """
 

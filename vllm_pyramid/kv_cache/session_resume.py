@@ -92,7 +92,6 @@ class SessionResume:
     def blocks_to_allocate(
         self,
         request_id: str,
-        record: SchedulerRequest,
         session: SessionSnapshot,
         num_tokens: int,
         *,

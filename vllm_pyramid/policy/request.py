@@ -140,7 +140,7 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
     """Check the settings of a client's request, in the front end.
 
     Args:
-        params: vLLM's `SamplingParams`. no_turns: see `ServedSettings`.
+        params: vLLM's `SamplingParams`. why_no_turns: see `ServedSettings`.
 
     Raises:
         ValueError: a wrong key or value, or parameters that a part of the policy cannot serve.

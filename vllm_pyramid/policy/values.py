@@ -22,10 +22,6 @@ class Values(Component):
         """Return whether the device's pages hold V of this layer, counted from the bottom."""
         return True
 
-    def most_rows(self, layer: int) -> int | None:
-        """Return how many rows of V a query head of a generated token reads at most; None: all."""
-        return None
-
 
 class DeviceValues(Values):
     """Keep V in the page of its K."""

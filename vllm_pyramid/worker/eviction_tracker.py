@@ -56,7 +56,7 @@ class EvictionTracker:
         self._num_open = 0  # requests whose initial plan is open
         # The plan and skips of the request in each row of the batch, updated only where the row has
         # another request or its request has evicted: a decode step over hundreds of requests then
-        # costs a few array operations, and no Python loop over the requests.
+        # costs a few array operations, and one comparison for each request.
         self._row_plan: list[Plan | None] = [None] * max_num_reqs
         self._row_skips = np.zeros((max_num_reqs, num_layers), np.int32)
         # Of the eviction that `_row_skips` hold after; -1: the row's plan has changed.

@@ -79,6 +79,13 @@ WITH_PEERS = ("one-request", "peers")  # runs of a bench that had programs outsi
         (["pressure", "--pools", "nan"], "--pools 'nan': Input should be a finite number"),
         (["pressure", "--pools", "much"], "--pools 'much': Input should be a valid number"),
         (["throughput", "--profile"], "give --decode-only too"),
+        (
+            [
+                *("throughput", "--profile", "--decode-only"),
+                *("--engine-args", '{"tensor_parallel_size": 2}'),
+            ],
+            "leave tensor_parallel_size out of --engine-args",
+        ),
         (["throughput", "--policies", "none"], "takes part as 'stock'"),
         (["latency", "--rates", "-1"], "--rates '-1': Input should be greater than 0"),
         (["throughput", "--policies", "pyramidinfer"], "pyramidinfer 12% is out of reach"),

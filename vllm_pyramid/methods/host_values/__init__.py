@@ -48,9 +48,6 @@ class HostValues(Values):
     def on_device(self, layer: int) -> bool:
         return layer < self.device_layers
 
-    def most_rows(self, layer: int) -> int | None:
-        return None if self.on_device(layer) else self.top_n
-
     @property
     def attends(self) -> bool:
         return True

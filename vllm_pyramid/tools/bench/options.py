@@ -46,6 +46,8 @@ Pools = Annotated[tuple[Requests, ...], BeforeValidator(_split)]
 AtLeastTwo = Annotated[int, Field(ge=2)]  # output tokens: prefill gives the first
 ROOM = "(prompt and output) that the cache has room for without eviction"
 BUDGET = AliasChoices("budget", "budgets")
+# Arguments with which an engine's model may run in other processes than its scheduler.
+_PROCESSES = {"tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"}
 
 
 class _Options(BaseModel):
@@ -129,6 +131,12 @@ class Throughput(EngineOptions):
     def _check_profile(self) -> Throughput:
         if self.profile and not self.decode_only:
             raise ValueError("--profile looks into decode steps: give --decode-only too")
+        processes = _PROCESSES & self.engine_args.keys()
+        if self.profile and processes:
+            raise ValueError(
+                "--profile looks into the one process of an engine: leave "
+                f"{', '.join(sorted(processes))} out of --engine-args"
+            )
         return self
 
 

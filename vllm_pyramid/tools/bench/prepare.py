@@ -106,7 +106,7 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
     if job.kv_swap_space is not None and not any(map(job.v_on_host, variants)):
         raise ValueError(
             "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "
-            "out, or add kcache or a .yaml file with `swap_v: true`"
+            "out, or add kcache or a .yaml file with `values: host`"
         )
     for memory in map(job.memory, variants) if job.resume else ():
         if memory is not None and (reason := memory.policy.why_not_resumable) is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = ["CODE", "DIGITS", "FactPhrase", "Question", "is_held_out", "make_names", "make_numbers"]
@@ -49,13 +49,6 @@ _NOUNS = """
 def is_held_out(word: str) -> bool:
     """Return whether a name or number is kept from training: one in five is."""
     return zlib.crc32(word.lower().encode()) % 5 == 0
-
-
-def name_words() -> Iterator[tuple[str, str]]:
-    """Yield pairs that hold every adjective and every noun: for a tokenizer's training."""
-    count = max(len(_ADJECTIVES), len(_NOUNS))
-    for i in range(count):
-        yield _ADJECTIVES[i % len(_ADJECTIVES)], _NOUNS[i % len(_NOUNS)]
 
 
 def make_name(rng: random.Random, *, held_out: bool) -> str:
