@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from vllm_pyramid.attention.cache_parts import CacheParts, parts_of_scaled_rows
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext, own_inputs
 from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.compat.cache_specs import scales_of
@@ -24,36 +24,6 @@ from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import LAYER_HOOKS
-
-
-@dataclass(frozen=True)
-class CacheParts:
-    """A layer's memory, as our kernels see it.
-
-    Attributes:
-        keys, values: `[P, G, N, D]`. scales: fields of `AttentionBatch`. rows: of
-        `AttentionInputs`.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    scales: dict[str, Any] = field(default_factory=dict)
-    rows: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-def parts_of_scaled_rows(kv_cache: torch.Tensor, dtype: torch.dtype) -> CacheParts:
-    """Split `[P, G, N, 2 * (D + 4)]` bytes in vLLM's order: K, its scale, V, its scale.
-
-    Words of 4 bytes are moved: rows begin at a multiple of these alone.
-    """
-    half = kv_cache.shape[-1] // 2
-    numbers, words, floats = (kv_cache.view(t) for t in (dtype, torch.int32, torch.float32))
-    return CacheParts(
-        numbers[..., : half - 4],
-        numbers[..., half:-4],
-        {"key_scales": floats[..., half // 4 - 1], "value_scales": floats[..., -1]},
-        (words[..., : half // 4], words[..., half // 4 :]),
-    )
 
 
 def metadata_of(inputs: AttentionInputs, metadata: Any) -> Any:

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.block_pool import block_pool
@@ -31,14 +30,14 @@ from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
-from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout, PipelinePools
+from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_sharing import PrefixSharing
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache
 from vllm_pyramid.kv_cache.session_resume import SessionResume
-from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec, layout_of
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import RetentionPlan
 
@@ -72,7 +71,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     block_pool: BundlePool
 
     def __init__(self, *, hash_block_size: int, **kwargs: Any) -> None:
-        stages = _layout_of(kwargs["kv_cache_config"])
+        stages = layout_of(kwargs["kv_cache_config"])
         make = BundlePool if len(stages) == 1 else partial(PipelinePools, stages=stages)
         with block_pool(make):
             super().__init__(hash_block_size=hash_block_size, **kwargs)
@@ -361,8 +360,3 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     def blocks_held(self, request_id: str) -> list[int]:
         """Count the blocks that the request holds, per layer, in its block tables."""
         return [manager.num_held(request_id) for manager in self.layer_managers]
-
-
-def _layout_of(config: KVCacheConfig) -> PipelineLayout:
-    specs = (group.kv_cache_spec for group in config.kv_cache_groups)
-    return PipelineLayout.of(next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)))

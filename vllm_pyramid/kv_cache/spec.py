@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_pyramid.compat.cache_specs import register_stock_specs
@@ -116,3 +116,9 @@ def register_spec() -> None:
 
 
 register_spec()
+
+
+def layout_of(config: KVCacheConfig) -> PipelineLayout:
+    """Return which evicting layers each pipeline stage has."""
+    specs = (group.kv_cache_spec for group in config.kv_cache_groups)
+    return PipelineLayout.of(next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_pyramid.attention.backend_cuda import parts_of_scaled_rows
+from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import (

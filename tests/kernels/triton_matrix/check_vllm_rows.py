@@ -23,8 +23,8 @@ if INTERPRETED:  # before vLLM looks for a device
 
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata  # noqa: E402
 
-from vllm_pyramid.attention.backend_cuda import parts_of_scaled_rows  # noqa: E402
 from vllm_pyramid.attention.backend_triton import PyramidTritonImpl  # noqa: E402
+from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows  # noqa: E402
 from vllm_pyramid.compat.backend_names import SCALED_ROWS  # noqa: E402
 from vllm_pyramid.kernels import reference  # noqa: E402
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax  # noqa: E402
