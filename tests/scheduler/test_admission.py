@@ -228,7 +228,7 @@ def test_a_refused_request_waits_as_if_blocks_were_missing() -> None:
 
 
 def _entered(policy: str, prompt: int, generated: int, **arguments: Any) -> RequestArrays:
-    """The numbers of a request that has generated so many tokens, under a policy."""
+    """Return the numbers of a request that has generated some tokens, under a policy."""
     scheduler = _small_job(SMALL, 1, 8).scheduler
     coordinator = scheduler.coordinator
     admission = Admission(
