@@ -24,7 +24,7 @@ from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.variants import parse_variants
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
 FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
 SMALL = {
