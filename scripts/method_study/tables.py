@@ -127,9 +127,9 @@ def run(
 def _model_folder(model: str) -> Path:
     if model != "smollm2":
         return Path(model)
-    from vllm_pyramid.tools.smollm2 import smollm2_folder
+    from vllm_pyramid.tools.models import model_folder
 
-    return smollm2_folder()
+    return model_folder(model)
 
 
 def _run_studies(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy
 from vllm_pyramid.tools.eval.haystack import topics
-from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
+from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +40,7 @@ FLOOR = 256
 @pytest.fixture(scope="module")
 def folder() -> Path:
     try:
-        return smollm2_folder()
+        return model_folder("smollm2")
     except MissingModelError as error:
         pytest.skip(f"`make smollm2` installs it: {error}")
 

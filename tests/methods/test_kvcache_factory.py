@@ -27,7 +27,7 @@ from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.tools.eval.haystack import load_tokens, topics
-from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
+from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
@@ -103,7 +103,7 @@ def pyramid(capacity: int, window: int, tokens: int, layers: int) -> list[int]:
 def caches() -> Iterator[list[Any]]:
     """Every layer's queries and keys of English text, rotary embedding applied."""
     try:
-        folder = smollm2_folder()
+        folder = model_folder("smollm2")
     except MissingModelError as error:
         pytest.skip(f"`make smollm2` installs it: {error}")
     text = "\n\n".join(topics().values())

