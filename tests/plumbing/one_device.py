@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -55,21 +56,20 @@ def answers_of_one_device(model: Path, trace: Path) -> Answers:
 
 
 def kept(trace: Path) -> dict[int, list[list[list[int]]]]:
-    """Kept positions of the prompts of each length: all KV heads of all layers, of all ranks."""
-    found: dict[int, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
-    for path in trace.glob("*.npz"):
-        name, _, rank = path.stem.partition("-rank")
+    """Kept positions of the prompts of each length: all KV heads of all layers, of all ranks and
+    stages."""
+    found: dict[int, dict[str, dict[int, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
+    for path in sorted(trace.glob("*.npz")):
+        name = re.split(r"-stage\d|-rank\d", path.stem)[0]
         with np.load(path) as arrays:
-            layers = [arrays[f"kept_{layer}"] for layer in range(len(arrays["held"]))]
-            found[int(arrays["prompt_len"])][name][int(rank or 0)] = layers
+            layers = found[int(arrays["prompt_len"])][name]
+            for layer in range(len(arrays["held"])):
+                if f"kept_{layer}" in arrays:
+                    layers.setdefault(layer, []).extend(arrays[f"kept_{layer}"].tolist())
     return {
         length: [
-            [
-                head.tolist()
-                for layer in zip(*(ranks[rank] for rank in sorted(ranks)), strict=True)
-                for head in np.concatenate(layer)
-            ]
-            for ranks in requests.values()
+            [head for layer in sorted(layers) for head in layers[layer]]
+            for layers in requests.values()
         ]
         for length, requests in found.items()
     }
