@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What evictions take in addition to the cache, and the bounds that hold it down.
 
-    scores        [S, G, longest]   the requests of a step are evicted in pieces     `pieces`
-    float32 K, V  [g, T, D]         a long request is scored g KV heads at a time    `heads_at_once`
+    scores        [S, G, longest]   the requests of a step are evicted in pieces   `pieces`
+    float32 K, V  [g, T, D]         a long request is scored g KV heads at a time  `parts_of_heads`
 
-A single request of the greatest length is the least that fits: its scores, and the copies of one of
+A single request of the greatest length is the least that fits: its scores, and the copies of two of
 its KV heads. Neither bound changes a result, since requests are evicted one by one, and heads are
 scored one by one. docs/limits.md has the formulas of `EvictionMemory`.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ SCORES_BYTES = 16 * 2**20
 COPIES_BYTES = 256 * 2**20
 # What the C++ window scores keep between their passes (csrc/cpu/scores.cpp: kMaxLogitsBytes).
 LOGITS_BYTES = 64 * 2**20
+_TILE = 256  # keys, at least as many as in a tile of the C++ kernels
 
 # Bytes for each of the padded scores, in the worst of the paths that a piece may take.
 _SCORED = 20  # scores, mass before the pooling, protected scores, kept places, sorted keys
@@ -65,13 +67,24 @@ def pieces(
 
 
 def heads_at_once(policy: Policy, num_tokens: int, head_size: int, group: int) -> int:
-    """Return of how many KV heads at a time the policy's scorer has copies.
+    """Return of how many KV heads at a time the policy's scorer should have copies.
 
     Args:
         group: query heads of a KV head.
     """
     of_head = 4 * num_tokens * policy.scorer.floats_per_key(policy, head_size, group)
     return max(1, COPIES_BYTES // of_head)
+
+
+def parts_of_heads(num_kv_heads: int, at_once: int) -> list[slice]:
+    """Divide the KV heads of a request evenly into parts of at least two.
+
+    PyTorch multiplies a single matrix by another kernel than several, which rounds differently. So
+    a part may have three heads where `at_once` is less.
+    """
+    count = max(1, min(-(-num_kv_heads // at_once), num_kv_heads // 2))
+    bounds = [num_kv_heads * part // count for part in range(count + 1)]
+    return [slice(first, end) for first, end in pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -118,21 +131,27 @@ class EvictionMemory:
         for spec in self.specs:
             heads, group = spec.num_kv_heads, self.num_heads // spec.num_kv_heads
             floats = self.policy.scorer.floats_per_key(self.policy, spec.head_size, group)
+            most = 4 * heads * self.longest * floats
             if self.policy.scorer.in_parts:
                 at_once = heads_at_once(self.policy, self.longest, spec.head_size, group)
-                heads = min(heads, at_once)
-            most = 4 * heads * self.longest * floats
-            if self.policy.scorer.in_parts and heads < spec.num_kv_heads:
-                most = max(most, COPIES_BYTES)  # a shorter request may fill it better
+                (*_, last) = parts_of_heads(heads, at_once)  # the largest part
+                of_part = 4 * (last.stop - last.start) * self.longest * floats
+                # Shorter requests fill the bound better.
+                most = min(most, max(of_part, COPIES_BYTES))
             found.append(most)
         return max(found) + self.policy.scorer.workspace_bytes
 
     def bytes_of_kernels(self) -> int:
-        """Return the bytes that threads of the C++ kernels keep while a step evicts."""
+        """Return the bytes of the C++ kernels' scratch, a quarter larger than they ask for."""
         if not self.threads:
             return 0
-        logits = LOGITS_BYTES if self.policy.scorer.needs_queries else 0
-        return logits + 2 * 8 * self.threads * (self.longest + 1)
+        policy, rows = self.policy, 0
+        if policy.scorer.needs_queries and not policy.scorer.copies_keys:
+            rows = self._group() * policy.window
+        size = max(spec.head_size for spec in self.specs)
+        # Queries and a tile of products; keys to select from, and as many that are left of them.
+        of_thread = 4 * rows * (size + _TILE) + 8 * (self.longest + 1) + 2**20
+        return 5 * (self.threads * of_thread + LOGITS_BYTES * (rows > 0)) // 4
 
     def _numbers(self, num_kv_heads: int) -> int:
         """Return the most padded scores of a piece."""
@@ -148,5 +167,8 @@ class EvictionMemory:
         policy = self.policy
         if policy.scorer.copies_keys or not policy.scorer.needs_queries:
             return 0
-        group = max(self.num_heads // spec.num_kv_heads for spec in self.specs)
-        return -(-8 * group * policy.window // 512) + 8 * group
+        return -(-8 * self._group() * policy.window // 512) + 10 * self._group()
+
+    def _group(self) -> int:
+        """Return the most query heads of a KV head."""
+        return max(self.num_heads // spec.num_kv_heads for spec in self.specs)

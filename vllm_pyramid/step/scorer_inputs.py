@@ -12,7 +12,7 @@ import torch
 
 from vllm_pyramid.kernels.gather_tokens import gather_scaled
 from vllm_pyramid.kernels.reference_mass import with_sinks
-from vllm_pyramid.step.eviction_memory import heads_at_once
+from vllm_pyramid.step.eviction_memory import heads_at_once, parts_of_heads
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
@@ -136,13 +136,8 @@ class ScorerInputs:
 
         Parts depend on the request alone: a batch does not change them.
         """
-        count = self.heads_at_once or self.num_kv_heads
-        if count >= self.num_kv_heads:
-            return [self]
-        return [
-            self._part(slice(first, min(first + count, self.num_kv_heads)))
-            for first in range(0, self.num_kv_heads, count)
-        ]
+        parts = parts_of_heads(self.num_kv_heads, self.heads_at_once or self.num_kv_heads)
+        return [self] if len(parts) == 1 else [self._part(heads) for heads in parts]
 
     def _part(self, heads: slice) -> Self:
         queries = slice(heads.start * self.group, heads.stop * self.group)
