@@ -143,6 +143,9 @@ PYR_EXPORT int pyr_set_isa(const char* name);
 PYR_EXPORT const char* pyr_isa();
 // Takes the address of GOMP_parallel in the OpenMP runtime of the process; null: run serially.
 PYR_EXPORT void pyr_set_parallel(void* gomp_parallel);
+// Returns the bytes of scratch memory of all threads; with `most`, the most since the last call with
+// it, which counts anew from here.
+PYR_EXPORT int64_t pyr_scratch_bytes(int64_t most);
 
 // Also writes `log_sum_exp` unless it is null: over each query's visible logits, without the sink.
 PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);

@@ -117,12 +117,11 @@ int attend(const PyrAttention& p, const uint8_t* exactly) {
 
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const size_t scratch_bytes = kernels.attention_scratch(p, plan.max_rows);
-  float* partials = nullptr;
-  if (plan.slots) {
-    partials = static_cast<float*>(
-        scratch(Scratch::kShared, plan.slots * partial_floats(kSplitRows, p.D) * sizeof(float)));
-    if (!partials) return fail("no memory for the partial results of %lld parts", (long long)plan.slots);
-  }
+  // Without parts this asks for nothing, so that what an eviction left is given back in time.
+  float* partials = static_cast<float*>(
+      scratch(Scratch::kShared, plan.slots * partial_floats(kSplitRows, p.D) * sizeof(float)));
+  if (plan.slots && !partials)
+    return fail("no memory for the partial results of %lld parts", (long long)plan.slots);
   struct Context {
     const PyrAttention& p;
     const Kernels& kernels;

@@ -23,10 +23,28 @@ thread_local char last_error[512];
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 GompParallel gomp_parallel = nullptr;
 
+// What a thread keeps for good, and requests of less than a quarter after which it gives back more.
+constexpr size_t kKeptBytes = size_t(1) << 20;
+constexpr int kPatience = 256;
+std::atomic<int64_t> scratch_bytes{0}, most_scratch_bytes{0};  // of all threads
+
 struct Area {
   void* memory = nullptr;
-  size_t bytes = 0;
-  ~Area() { free(memory); }
+  size_t bytes = 0, recent = 0;  // recent: the most of the `small` latest requests, all of them small
+  int small = 0;
+
+  void resize(size_t size) {
+    free(memory);
+    scratch_bytes -= int64_t(bytes);
+    memory = size ? aligned_alloc(4096, size) : nullptr;
+    bytes = memory ? size : 0;
+    const int64_t now = scratch_bytes += int64_t(bytes);
+    for (int64_t most = most_scratch_bytes; most < now;)
+      if (most_scratch_bytes.compare_exchange_weak(most, now)) break;
+    recent = 0;
+    small = 0;
+  }
+  ~Area() { resize(0); }
 };
 thread_local Area areas[int(Scratch::kCount)];
 
@@ -116,13 +134,17 @@ int fail(const char* format, ...) {
 
 void* scratch(Scratch use, size_t bytes) {
   Area& area = areas[int(use)];
+  const auto with_room = [](size_t size) { return (size + size / 4 + 4095) / 4096 * 4096; };
   if (area.bytes < bytes) {
-    free(area.memory);
-    area.bytes = 0;
-    const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    area.memory = aligned_alloc(4096, size);
-    if (!area.memory) return nullptr;
-    area.bytes = size;
+    area.resize(with_room(bytes));
+  } else if (area.bytes > kKeptBytes) {
+    if (bytes * 4 >= area.bytes) {
+      area.small = 0;
+      area.recent = 0;
+    } else {
+      area.recent = std::max(area.recent, bytes);
+      if (++area.small == kPatience) area.resize(with_room(area.recent));
+    }
   }
   return area.memory;
 }
@@ -175,6 +197,11 @@ int64_t pyr_record_size(const char* name) {
 }
 const char* pyr_last_error() { return pyr::last_error; }
 const char* pyr_isa() { return pyr::chosen ? pyr::chosen->name : ""; }
+int64_t pyr_scratch_bytes(int64_t most) {
+  if (!most) return pyr::scratch_bytes;
+  const int64_t now = pyr::scratch_bytes;
+  return pyr::most_scratch_bytes.exchange(now);
+}
 void pyr_set_parallel(void* address) {
   pyr::gomp_parallel = reinterpret_cast<pyr::GompParallel>(address);
 }

@@ -14,8 +14,8 @@ namespace pyr {
 int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Returns memory of the calling thread, 64-byte aligned and valid until its next request for the same
-// use; null if the allocation fails.
-enum class Scratch { kWork, kShared, kPlan, kCount };
+// use; null if the allocation fails. A thread gives back what it has not needed for some time.
+enum class Scratch { kWork, kShared, kCount };
 void* scratch(Scratch use, size_t bytes);
 
 // Calls body(context) on `threads` threads of the process's OpenMP pool and waits. The pool may

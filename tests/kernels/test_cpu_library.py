@@ -164,3 +164,38 @@ def test_reading_pages_reads_those_that_are_named(
         for named, threads in ((pages, 1), (pages, 2), (some, 1)):
             seen = read(memory.data_ptr(), named.data_ptr(), len(named), page_floats * 4, threads)
             assert seen == memory[named.long()].count_nonzero()
+
+
+def test_scratch_of_a_long_prompt_is_given_back() -> None:
+    """Threads keep what they need again; decoding asks them for far less."""
+    code = """
+import torch
+from vllm_pyramid.kernels.cpu import functions as cpu, library
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+
+torch.set_num_threads(2)
+tokens, heads, size, block = 65_536, 2, 16, 16
+cache = torch.randn(tokens // block, heads, block, size)
+table = torch.arange(tokens // block, dtype=torch.int32)[None]
+ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+query = torch.randn(32, 4 * heads, size)
+prompt = WindowBatch(query, cache, table, ints(32), ints(tokens), 32, max_prompt_len=tokens)
+scores = cpu.window_scores(prompt, Softmax(0.2), Reduction("mean", "avg", 5))
+cpu.select(scores, ints(tokens), ints(100), window=32, sinks=0, max_keep=100)
+print(library.scratch_bytes())
+length = 3000
+decode = AttentionBatch(
+    query[:1], cache, cache, table, ints(0, 1), ints(length), ints(0), max_query_len=1,
+    max_seq_len=length,
+)
+out = torch.empty(1, 4 * heads, size)
+for _ in range(300):
+    cpu.paged_attention(out, decode, Softmax(0.2))
+print(library.scratch_bytes())
+again = cpu.window_scores(prompt, Softmax(0.2), Reduction("mean", "avg", 5))
+assert torch.equal(scores, again)
+"""
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+    prompt, decoding = map(int, result.stdout.split())
+    assert prompt > 60 << 20 and decoding < 6 << 20, (prompt, decoding)

@@ -127,7 +127,9 @@ class Runner(RunnerAdapter, StockRunner):
         self.vllm_config = SimpleNamespace(  # type: ignore[assignment]
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             speculative_config=None,
-            model_config=SimpleNamespace(max_model_len=1024),
+            model_config=SimpleNamespace(
+                max_model_len=1024, get_num_attention_heads=lambda parallel: 4
+            ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=512),
             max_concurrent_batches=1,
@@ -327,6 +329,29 @@ def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
         runner = Runner(policy)
         assert {spec.page_size_bytes for spec in runner.pyramid.layers.evicting.values()} == {page}
         assert runner.pyramid.memory.cache_bytes(1000 * (page + 4 * 16 * 2)) == expected
+
+
+@pytest.mark.parametrize("policy", ["pyramidkv", "knorm", "xkv", "h2o", "full"])
+def test_what_evictions_take_is_taken_out_of_the_memory_of_the_cache(policy: str) -> None:
+    memory = Runner(policy).pyramid.memory
+    evictions, available = memory.eviction_bytes(), 1 << 30
+    assert (evictions > 3 * 1024 * 2 * 4) == (policy != "full")  # scores of three longest requests
+    taken = memory.table_bytes() + memory.buffer_bytes() + evictions
+    assert memory.reserve(available, is_fixed=False) == memory.cache_bytes(available - taken)
+    assert memory.reserve(available, is_fixed=True) == memory.cache_bytes(available)
+    with pytest.raises(ValueError, match="no memory is left for the KV cache"):
+        memory.reserve(taken, is_fixed=False)
+    memory.check_room(available, free=available + taken)
+    with pytest.raises(ValueError, match="GiB of free memory: lower"):
+        memory.check_room(available, free=available + taken - 1)
+
+
+def test_traces_and_further_requests_take_more() -> None:
+    plain, traced = Runner("snapkv"), Runner("snapkv", kv_trace="/tmp/never-written")
+    assert traced.pyramid.memory.eviction_bytes() > plain.pyramid.memory.eviction_bytes()
+    before = plain.pyramid.memory.eviction_bytes()
+    plain.vllm_config.scheduler_config.max_num_seqs += 1
+    assert plain.pyramid.memory.eviction_bytes() > before
 
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "full"])

@@ -21,14 +21,8 @@ class Memory:
     def before_profile(self) -> None:
         self.calls.append("before the profile")
 
-    def table_bytes(self) -> int:
-        return 1000
-
-    def buffer_bytes(self) -> int:
-        return 500
-
-    def cache_bytes(self, available: int) -> int:
-        return available // 2
+    def reserve(self, available: int, is_fixed: bool) -> int:
+        return (available if is_fixed else available - 1500) // 2
 
 
 class Runtime:
@@ -73,7 +67,7 @@ def test_tables_are_taken_out_of_what_vllm_measured(monkeypatch: pytest.MonkeyPa
         return 5000
 
     monkeypatch.setattr(Worker, "determine_available_memory", determine)
-    assert worker.determine_available_memory() == (5000 - 1000 - 500) // 2
+    assert worker.determine_available_memory() == (5000 - 1500) // 2
     assert calls == ["before the profile", "vLLM"]
 
 
@@ -94,4 +88,4 @@ def test_a_size_that_vllm_remembers_is_one_that_it_measured(
         return 5000
 
     monkeypatch.setattr(Worker, "determine_available_memory", determine)
-    assert worker.determine_available_memory() == (5000 - 1000 - 500) // 2
+    assert worker.determine_available_memory() == (5000 - 1500) // 2

@@ -59,6 +59,7 @@ class DeferredEviction:
         self.policy, self.hooks, self.method = policy, hooks, method
         self.num_layers = num_layers
         self._evictions: StepEvictions | None = None
+        self._groups: list[npt.NDArray[np.int64]] = []
         self._layers: list[list[ScoredLayer]] = []
 
     @classmethod
@@ -76,9 +77,10 @@ class DeferredEviction:
             return  # only prompts whose lengths are known
         if evictions is not self._evictions:
             self._evictions, self._layers = evictions, []
+            self._groups = _alike(evictions, inputs)
         layer = inputs.layer
         assert layer == len(self._layers), f"layer {layer} came after {len(self._layers)} others"
-        groups = _alike(evictions)
+        groups = self._groups
         self._layers.append([self._score(inputs, evictions, group, trace) for group in groups])
         if layer < self.num_layers - 1:
             return
@@ -137,12 +139,14 @@ class DeferredEviction:
                 shorten(batch, waiting.scores, self.hooks, trace, waiting.mass)
 
 
-def _alike(evictions: StepEvictions) -> list[npt.NDArray[np.int64]]:
+def _alike(evictions: StepEvictions, inputs: AttentionInputs) -> list[npt.NDArray[np.int64]]:
     """Return the open prompts in groups of similar length, at most twice as long as one another.
 
     The scores of a group are padded to its longest prompt and kept until the last layer: in a group
-    with one long prompt, many short ones would cost as much as long ones.
+    with one long prompt, many short ones would cost as much as long ones. What a group needs in
+    addition is bounded as for all evictions (`StepEvictions.pieces`).
     """
     unsolved = evictions.unsolved
     size = np.ceil(np.log2(evictions.points[unsolved]))
-    return [unsolved[size == some] for some in np.unique(size)]
+    alike = [unsolved[size == some] for some in np.unique(size)]
+    return [piece for group in alike for piece in evictions.pieces(inputs, group)]

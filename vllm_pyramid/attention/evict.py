@@ -27,7 +27,8 @@ def evict_layer(
 
     Runs after the layer's attention, which has seen all that the layer held. Requests whose plans
     are deferred still hold everything here; `DeferredEviction` evicts from them, in all layers
-    together.
+    together. A step may end so many prompts that their scores would not fit into memory: they are
+    evicted in pieces, one behind the other.
 
     Args:
         hooks: of the policy's methods: one of them may have gathered scores.
@@ -39,14 +40,13 @@ def evict_layer(
         (policy, hooks.scorer, shortened[~inside]),
         (policy.inner_policy or policy, hooks.scorer_inside, shortened[inside]),
     ):
-        if not chosen.size:
-            continue
-        batch = evictions.batch(inputs, chooses, chosen)
-        mass = window_mass(batch) if trace is not None else None
-        scores = scorer.score(batch) if scorer is not None else None
-        if scores is None:
-            scores, _ = chooses.scorer.scores(batch)
-        shorten(batch, scores, hooks, trace, mass)
+        for piece in evictions.pieces(inputs, chosen):
+            batch = evictions.batch(inputs, chooses, piece)
+            mass = window_mass(batch) if trace is not None else None
+            scores = scorer.score(batch) if scorer is not None else None
+            if scores is None:
+                scores, _ = chooses.scorer.scores(batch)
+            shorten(batch, scores, hooks, trace, mass)
 
 
 def shorten(

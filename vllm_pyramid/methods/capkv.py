@@ -12,6 +12,7 @@ from vllm_pyramid.policy.scorer import Scorer
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
@@ -35,9 +36,13 @@ class CapKVScorer(Scorer):
 
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
     kind: Literal["capkv"] = "capkv"
     tau: float = Field(default=5.0, ge=0)
     future_positions: int = Field(default=512, ge=1)
+
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        return 12 * head_size + 16  # most of them in float64
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
         import torch

@@ -47,6 +47,7 @@ class ExpectedAttentionScorer(Scorer):
 
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
     kind: Literal["expected_attention"] = "expected_attention"
     queries: int | None = Field(default=None, ge=1)
     future_positions: int = Field(default=512, ge=1)
@@ -56,6 +57,9 @@ class ExpectedAttentionScorer(Scorer):
     def check(self, policy: Policy) -> None:
         super().check(policy)
         check_queries(self.queries, policy)
+
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        return 3 * head_size + 2 * (self.queries or policy.window) + 4 * group + 16
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
         import torch.nn.functional as F

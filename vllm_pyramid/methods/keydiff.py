@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from vllm_pyramid.policy.scorer import Scorer
 
@@ -21,6 +21,7 @@ class KeyDiffScorer(Scorer):
     time. It has no parameters.
     """
 
+    in_parts: ClassVar[bool] = True
     kind: Literal["keydiff"] = "keydiff"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:

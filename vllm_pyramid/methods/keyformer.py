@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,9 +13,10 @@ from vllm_pyramid.methods.noise import uniform
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-# Of the logits and the noise, `[H, queries, T]`: 64 MiB for each of three temporaries in int64.
+# Of the logits and the noise, `[H, queries, T]`; each takes 40 bytes, most of them for int64.
 _NUMBERS_AT_ONCE = 2**23
 
 
@@ -33,11 +34,16 @@ class KeyformerScorer(AccumulatingScorer):
         seed: of the noise.
     """
 
+    in_parts: ClassVar[bool] = True
+    workspace_bytes: ClassVar[int] = 40 * _NUMBERS_AT_ONCE
     kind: Literal["keyformer"] = "keyformer"
     tau_start: float = Field(default=1.0, gt=0)
     tau_end: float = Field(default=2.0, gt=0)
     generated: int = Field(default=512, ge=1)
     seed: int = 0
+
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        return 3 * head_size + 10 * group + 16  # of one query; see `_NUMBERS_AT_ONCE`
 
     def observe(self, view: ScorerInputs) -> torch.Tensor:
         import torch

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from vllm_pyramid.policy.scorer import Scorer
 
@@ -20,6 +20,7 @@ class KeyNormScorer(Scorer):
     It has no parameters.
     """
 
+    in_parts: ClassVar[bool] = True
     kind: Literal["knorm"] = "knorm"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,7 @@ class LagKVScorer(Scorer):
         lag: tokens of a part.
     """
 
+    in_parts: ClassVar[bool] = True
     kind: Literal["lagkv"] = "lagkv"
     lag: int = Field(default=128, ge=2)
 

@@ -40,6 +40,7 @@ class ObservedExpectedScorer(Scorer):
 
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
     kind: Literal["observed_expected"] = "observed_expected"
     queries: int = Field(default=16, ge=1)
     kernel_size: int = Field(default=21, ge=1, le=1023)
@@ -51,6 +52,9 @@ class ObservedExpectedScorer(Scorer):
     def check(self, policy: Policy) -> None:
         super().check(policy)
         check_queries(self.queries, policy)
+
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        return 3 * head_size + 2 * max(_AT_ONCE * (group + 1), self.queries) + 4 * group + 16
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
         import torch

@@ -11,6 +11,7 @@ from vllm_pyramid.policy.scorer import Scorer
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
@@ -24,8 +25,12 @@ class RandomScorer(Scorer):
     """
 
     needs_positions: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
     kind: Literal["random"] = "random"
     seed: int = 0
+
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        return 16  # words of int64
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
         import torch

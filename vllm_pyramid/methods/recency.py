@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
@@ -19,7 +20,11 @@ class RecencyScorer(Scorer):
     Scores a token by its place (arXiv:2309.17453, section 3.2). It has no parameters.
     """
 
+    in_parts: ClassVar[bool] = True
     kind: Literal["recency"] = "recency"
+
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        return 8
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
         return view.places.float().expand(view.num_kv_heads, -1)

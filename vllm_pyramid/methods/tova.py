@@ -10,6 +10,7 @@ from vllm_pyramid.policy.scorer import Scorer
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
@@ -23,7 +24,18 @@ class TovaScorer(Scorer):
     """
 
     needs_queries: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
     kind: Literal["tova"] = "tova"
 
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        return 3 * head_size + 4 * group + 16
+
     def score(self, view: ScorerInputs) -> torch.Tensor:
-        return view.mean_of_heads(view.attention(1)[:, 0]).expand(view.num_kv_heads, -1)
+        import torch
+
+        attention = torch.cat([part.attention(1)[:, 0] for part in view.parts()])
+        return view.mean_of_heads(attention).expand(view.num_kv_heads, -1)
+
+    def score_parts(self, view: ScorerInputs) -> torch.Tensor:
+        """Return what `score` returns, which takes the mean over the heads of all parts."""
+        return self.score(view)

@@ -25,6 +25,7 @@ class ValueAwareScorer(Scorer):
 
     needs_queries: ClassVar[bool] = True
     attention_mass: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
     kind: Literal["value_aware"] = "value_aware"
 
     def score(self, view: ScorerInputs) -> torch.Tensor:

@@ -30,6 +30,9 @@ class Scorer(Component):
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
         asked: the function that a user's class defines.
         gives_statistics: `scores` can return the window's statistics with the scores.
+        in_parts: a long request may be scored some KV heads at a time, so that the copies of its
+            keys stay small. Only for a `score` that looks at each KV head by itself.
+        workspace_bytes: bytes that `score` takes in addition to `floats_per_key`.
     """
 
     section: ClassVar[str] = "scorer"
@@ -39,6 +42,8 @@ class Scorer(Component):
     needs_rotary: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     gives_statistics: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
+    workspace_bytes: ClassVar[int] = 0
     asked: ClassVar[str] = "score"
 
     @property
@@ -49,6 +54,23 @@ class Scorer(Component):
     def gathers(self, policy: Policy) -> bool:
         """Return whether every step adds up what queries give to keys."""
         return False
+
+    @property
+    def copies_keys(self) -> bool:
+        """Whether requests are scored by `score`, from float32 copies, and not by a kernel."""
+        return self.evicts and type(self).scores is Scorer.scores
+
+    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
+        """Return the most float32 numbers that `score` has in memory for a key of a KV head.
+
+        The engine reserves memory for them. The default is enough for four further copies of K or
+        V, and for twice the logits of the window.
+
+        Args:
+            head_size: of K, and of V. group: query heads of a KV head.
+        """
+        rows = policy.window if self.needs_queries else 0
+        return 6 * head_size + (2 * group + 1) * rows
 
     def score(self, view: ScorerInputs) -> torch.Tensor:
         """Return the importance of each key of one request in one layer; higher is kept first.
@@ -61,6 +83,14 @@ class Scorer(Component):
             tokens are ignored, because those tokens stay. Ties go to the lower position.
         """
         raise NotImplementedError
+
+    def score_parts(self, view: ScorerInputs) -> torch.Tensor:
+        """Return what `score` returns, some KV heads at a time where the request is long."""
+        import torch
+
+        if not self.in_parts or len(parts := view.parts()) == 1:
+            return self.score(view)
+        return torch.cat([self.score(part) for part in parts])
 
     def scores(
         self, batch: EvictionBatch, *, statistics: bool = False
@@ -81,7 +111,7 @@ class Scorer(Component):
             ValueError: `score` returned another shape, another dtype or NaN.
         """
         assert not statistics, f"{self.kind} gives no statistics"
-        return batch.score_each(self.kind, self.score), None
+        return batch.score_each(self.kind, self.score_parts), None
 
     def compiled(self, batch: EvictionBatch) -> torch.Tensor:
         """Score a made-up batch, whose cache holds anything, to compile what `scores` launches.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
@@ -12,6 +12,7 @@ import torch
 
 from vllm_pyramid.kernels.gather_tokens import gather_scaled
 from vllm_pyramid.kernels.reference_mass import with_sinks
+from vllm_pyramid.step.eviction_memory import heads_at_once, parts_of_heads
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
@@ -48,6 +49,7 @@ class ScorerInputs:
         rotary: the layer's rotary embedding; None where it has none.
         knows_rotary: whether `rotary` is set where the layer has one; see `Scorer.needs_rotary`.
         ranks: the ranks that share the heads; None for one.
+        heads_at_once: KV heads of which copies are made at a time; see `parts`.
     """
 
     num_tokens: int
@@ -77,6 +79,7 @@ class ScorerInputs:
     rotary: Rotary | None = None
     knows_rotary: bool = False
     ranks: Ranks | None = None
+    heads_at_once: int | None = None
 
     @classmethod
     def of_request(
@@ -123,6 +126,33 @@ class ScorerInputs:
             rotary=call.rotary,
             knows_rotary=policy.scorer.needs_rotary,
             ranks=call.ranks,
+            heads_at_once=heads_at_once(
+                policy, num_tokens, call.query.shape[2], call.query.shape[1] // heads
+            ),
+        )
+
+    def parts(self) -> list[Self]:
+        """Split a long request by its KV heads; a part looks like a request with fewer of them.
+
+        Parts depend on the request alone: a batch does not change them.
+        """
+        parts = parts_of_heads(self.num_kv_heads, self.heads_at_once or self.num_kv_heads)
+        return [self] if len(parts) == 1 else [self._part(heads) for heads in parts]
+
+    def _part(self, heads: slice) -> Self:
+        queries = slice(heads.start * self.group, heads.stop * self.group)
+        key_scales, value_scales, sinks = self.key_scales, self.value_scales, self.logit_sinks
+        return replace(
+            self,
+            num_query_heads=queries.stop - queries.start,
+            num_kv_heads=heads.stop - heads.start,
+            first_kv_head=self.first_kv_head + heads.start,
+            queries=self.queries[:, queries],
+            key_cache=self.key_cache[:, heads],
+            value_cache=self.value_cache[:, heads],
+            key_scales=None if key_scales is None else key_scales[:, heads],
+            value_scales=None if value_scales is None else value_scales[:, heads],
+            logit_sinks=None if sinks is None else sinks[queries],
         )
 
     def _gather(
@@ -130,8 +160,9 @@ class ScorerInputs:
     ) -> torch.Tensor:
         end = self.start + self.num_tokens
         rows = gather_scaled(cache, scales, self.block_row, self.start, end, torch.float32)
-        tokens = rows.transpose(0, 1)
-        return tokens if scale == 1.0 else tokens * scale
+        if scale != 1.0:
+            rows.mul_(scale)
+        return rows.transpose(0, 1)
 
     @cached_property
     def keys(self) -> torch.Tensor:

@@ -18,6 +18,7 @@ from vllm_pyramid.kernels.records import FP8_DTYPES
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.eviction_memory import pieces
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
@@ -113,6 +114,17 @@ class StepEvictions:
         """Return the indices of the requests that this layer shortens now, without open plans."""
         visible = self.points - self.previous_skips[layer]
         return np.flatnonzero((self.kept_lens[layer] < visible) & ~self._is_done)
+
+    def pieces(self, call: AttentionInputs, shortened: Indices) -> list[Indices]:
+        """Split the requests `shortened`, `[S]` indices, so that a piece's scores fit into memory.
+
+        All ranks make the same pieces.
+        """
+        if not shortened.size:
+            return []
+        first_blocks = self.previous_skips[call.layer, shortened] // self.block_size
+        lens = self.points[shortened] - first_blocks * self.block_size
+        return [shortened[piece] for piece in pieces(lens, call.key_cache.shape[1])]
 
     def batch(self, call: AttentionInputs, policy: Policy, shortened: Indices) -> EvictionBatch:
         """Return the requests `shortened`, `[S]` indices, as one layer evicts from them.

@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat import seeds
+from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.platform.defaults import keep_threads, take_free_memory
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.extend import extend_with_policy
@@ -36,9 +37,17 @@ class PyramidCpuWorker(CPUWorker):
         self.adapter = extend_with_policy(self.model_runner, self.use_v2_model_runner)
 
     def determine_available_memory(self) -> int:
-        """Return what vLLM finds, less what the policy keeps for each block of the cache."""
+        """Return what vLLM finds, less what the policy takes, as on a GPU.
+
+        Raises:
+            ValueError: the host has no room for both, where the user has set the cache's size.
+        """
+        is_fixed = self.cache_config.kv_cache_memory_bytes is not None
+        memory = self.adapter.pyramid.memory
         available = super().determine_available_memory()
-        return self.adapter.pyramid.memory.cache_bytes(available)
+        if is_fixed:
+            memory.check_room(available, available_host_memory())
+        return memory.reserve(available, is_fixed)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up as vLLM does; its warm-up requests leave no trace."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -12,8 +11,6 @@ from vllm_pyramid.compat.backend_names import BACKENDS
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.extend import extend_with_policy
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 class PyramidGpuWorker(Worker):
@@ -35,25 +32,13 @@ class PyramidGpuWorker(Worker):
     def determine_available_memory(self) -> int:
         """Return what vLLM finds, less the policy's tables and buffers and its share of each block.
 
-        Tables and buffers are not subtracted from a cache whose size the user has set.
+        What evictions take is subtracted, too. Nothing but the share of each block is subtracted
+        from a cache whose size the user has set.
         """
         is_fixed = self.cache_config.kv_cache_memory_bytes is not None
         memory = self.adapter.pyramid.memory
         memory.before_profile()
-        available = super().determine_available_memory()
-        if not is_fixed:
-            tables = memory.table_bytes()
-            buffers = memory.buffer_bytes()
-            available -= tables + buffers
-            logger.info(
-                "kv-policy: %.2f GiB are for the block tables of all layers and %.2f GiB for the "
-                "policy's own buffers, %.2f GiB are left for the KV cache; a smaller "
-                "--max-num-seqs or --max-model-len makes them smaller",
-                tables / 2**30,
-                buffers / 2**30,
-                available / 2**30,
-            )
-        return memory.cache_bytes(available)
+        return memory.reserve(super().determine_available_memory(), is_fixed)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile the kernels of evictions, then warm up as vLLM does, without a trace.

@@ -3,27 +3,38 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.step.eviction_memory import EvictionMemory
 from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.worker.worker_layers import WorkerLayers
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class WorkerMemory:
     """Counts the bytes that vLLM's profile does not see, before anything is allocated.
 
     Args:
+        device: of the cache. settings: the served policy's.
         tensors_per_group: device tensors that the runner keeps for each block table.
     """
 
     def __init__(
         self,
         config: VllmConfig,
+        settings: ServedSettings,
+        device: torch.device,
         layers: WorkerLayers,
         hooks: MethodHooks,
         tensors_per_group: int,
     ) -> None:
         self._config, self._layers, self._hooks = config, layers, hooks.cache
+        self._settings, self._device = settings, device
+        self._gathers = bool(hooks.after_compact)
         self._tensors_per_group = tensors_per_group
 
     def before_profile(self) -> None:
@@ -49,6 +60,74 @@ class WorkerMemory:
     def buffer_bytes(self) -> int:
         """Return the bytes that methods allocate whatever the size of the cache."""
         return sum(hooks.bytes_of_buffers() for hooks in self._hooks)
+
+    def eviction_bytes(self) -> int:
+        """Return the most bytes that the evictions of a step take in addition to the cache."""
+        model, policy = self._config.model_config, self._settings.policy
+        parts = [part for part in (policy, policy.inner_policy) if part is not None]
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 0
+        memories = [
+            EvictionMemory(
+                part,
+                list(self._layers.evicting.values()),
+                model.get_num_attention_heads(self._config.parallel_config),
+                model.max_model_len,
+                self._config.scheduler_config.max_num_seqs,
+                threads=threads,
+                traces=self._settings.trace is not None,
+                gathers=self._gathers,
+            )
+            for part in parts
+        ]
+        return max(memory.num_bytes for memory in memories)
+
+    def reserve(self, available: int, is_fixed: bool) -> int:
+        """Return how many of the `available` bytes are for the KV cache, and log what is not.
+
+        Args:
+            is_fixed: the user has set the cache's size, from which nothing is taken.
+
+        Raises:
+            ValueError: nothing would be left for the KV cache.
+        """
+        tables, buffers = self.table_bytes(), self.buffer_bytes()
+        evictions = self.eviction_bytes()
+        left = available if is_fixed else available - tables - buffers - evictions
+        logger.info(
+            "kv-policy: %.2f GiB are for the block tables of all layers, %.2f GiB for the policy's "
+            "own buffers and %.2f GiB for evictions, %s the %.2f GiB of the KV cache; a smaller "
+            "--max-num-seqs or --max-model-len makes them smaller",
+            tables / 2**30,
+            buffers / 2**30,
+            evictions / 2**30,
+            "in addition to" if is_fixed else "which leaves",
+            left / 2**30,
+        )
+        if left <= 0:
+            raise ValueError(
+                f"no memory is left for the KV cache: of the {available / 2**30:.2f} GiB that vLLM "
+                f"would give it, the block tables of all layers take {tables / 2**30:.2f} GiB, the "
+                f"policy's own buffers {buffers / 2**30:.2f} GiB and evictions "
+                f"{evictions / 2**30:.2f} GiB; lower --max-model-len or --max-num-seqs, or raise "
+                "--gpu-memory-utilization"
+            )
+        return self.cache_bytes(left)
+
+    def check_room(self, cache_bytes: int, free: int) -> None:
+        """Raise ValueError unless the host has room for a cache and for what comes in addition.
+
+        Args:
+            cache_bytes: of the KV cache, which is not allocated yet. free: bytes of the host.
+        """
+        extra = self.table_bytes() + self.buffer_bytes() + self.eviction_bytes()
+        if cache_bytes + extra > free:
+            raise ValueError(
+                f"the KV cache of {cache_bytes / 2**30:.2f} GiB, and {extra / 2**30:.2f} GiB that "
+                "block tables, buffers and evictions of the policy may take in addition, do not "
+                f"fit into the {free / 2**30:.2f} GiB of free memory: lower "
+                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE), --max-model-len or "
+                "--max-num-seqs"
+            )
 
     def cache_bytes(self, available: int) -> int:
         """Return how many of the `available` bytes the KV cache may take.

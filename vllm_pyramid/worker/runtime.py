@@ -94,7 +94,7 @@ class WorkerRuntime:
         tracker.hooks = MethodHooks(policy.worker_hooks(context))
         self.binding = LayerBinding(config, get_model, self.layers, tracker, self.tables, ranks)
         self.memory = WorkerMemory(
-            config, self.layers, tracker.hooks, runner_tables.tensors_per_group
+            config, settings, device, self.layers, tracker.hooks, runner_tables.tensors_per_group
         )
 
     # Start-up -------------------------------------------------------------------------------------

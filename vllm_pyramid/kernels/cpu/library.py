@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -152,6 +153,22 @@ def run(name: str, record: bytes) -> None:
     library = load()
     if getattr(library, f"pyr_{name}")(record):
         raise ValueError(library.pyr_last_error().decode())
+
+
+def scratch_bytes() -> int:
+    """Return the bytes of scratch memory that the threads of the kernels keep now."""
+    return int(_scratch_bytes()(0))
+
+
+def most_scratch_bytes() -> int:
+    """Return the most scratch memory since the last call, and count anew from here."""
+    return int(_scratch_bytes()(1))
+
+
+def _scratch_bytes() -> Callable[[int], int]:
+    function = load().pyr_scratch_bytes
+    function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
+    return function
 
 
 def _choose(library: ctypes.CDLL, isa: str | None) -> None:

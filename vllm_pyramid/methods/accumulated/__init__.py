@@ -40,6 +40,11 @@ class AccumulatingScorer(Scorer):
     def gathers(self, policy: Policy) -> bool:
         return True
 
+    @property
+    def copies_keys(self) -> bool:
+        """Whether `observe` is asked, which sees copies, and not a kernel."""
+        return self.mass_kind is None
+
     def observe(self, view: ScorerInputs) -> torch.Tensor:
         """Return what the queries of a step add to each key's sum: `[G, T]` float32.
 

@@ -153,7 +153,8 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             view = step.scorer_inputs(inputs, self.policy, row, first_query)
             if view is None:
                 continue
-            given = self.scorer.observe(view)
+            parts = view.parts() if self.scorer.in_parts else [view]
+            given = torch.cat([self.scorer.observe(part) for part in parts])
             check_scores(
                 self.scorer.kind, given, view.num_kv_heads, view.num_tokens, self.scorer.asked
             )

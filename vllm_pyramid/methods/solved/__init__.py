@@ -49,6 +49,7 @@ class SolvingAllocator(Allocator):
 
     Class attributes:
         needs_statistics: `evidence` wants the window's statistics.
+        sees_tokens: `evidence` has a number for each token, not only one for each layer.
     """
 
     sample_first: int | None = Field(default=None, ge=1)
@@ -56,6 +57,7 @@ class SolvingAllocator(Allocator):
 
     solves: ClassVar[bool] = True
     needs_statistics: ClassVar[bool] = False
+    sees_tokens: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _check_sampling(self) -> SolvingAllocator:
@@ -193,6 +195,7 @@ class GlobalAllocator(SolvingAllocator):
         retention: share of the layers' scores that is to be kept on average, or None.
     """
 
+    sees_tokens: ClassVar[bool] = True
     kind: Literal["global"] = "global"
     retention: float | None = Field(default=None, gt=0.0, le=1.0)
 

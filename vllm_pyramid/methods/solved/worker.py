@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.plan import DeferredPlan
-from vllm_pyramid.step.hooks import EvictionHooks, WorkerContext
+from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
 
 if TYPE_CHECKING:
     from vllm_pyramid.kernels.recall import WindowStatistics
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
 
 
-class LayerSolver(EvictionHooks):
+# What `measures` keeps of a token in a layer: its share, sorted and summed, in eight bytes each.
+_BYTES_OF_A_SHARE = 72
+
+
+class LayerSolver(CacheHooks, EvictionHooks):
     """Solves the open plans of a worker's prompts by the policy's allocator."""
 
     name = "solved"
@@ -34,6 +38,26 @@ class LayerSolver(EvictionHooks):
         self.policy, self.solver = policy, solver
         self.ranks, self.allow_device_sync = context.ranks, context.allow_device_sync
         self.needs_statistics = solver.needs_statistics
+        self._context = context
+
+    def bytes_per_block(self) -> int:
+        """Return the bytes for a block's scores, which wait for the step's last layer.
+
+        A prompt that ends has blocks for all of its tokens, and the scores of prompts of similar
+        length are padded to at most twice as many tokens.
+        """
+        tokens = max(spec.block_size for spec in self._context.specs)
+        numbers = max(spec.num_kv_heads * spec.block_size for spec in self._context.specs)
+        # Evidence is kept layer by layer, and once more for all layers together.
+        return 2 * 4 * (numbers + 2 * tokens * self.solver.sees_tokens)
+
+    def bytes_of_buffers(self) -> int:
+        """Return the bytes for solving one prompt, and for the tables that wait, in all layers."""
+        longest = self._context.config.model_config.max_model_len
+        rows = self._context.config.scheduler_config.max_num_seqs
+        entries = -(-longest // min(spec.block_size for spec in self._context.specs))
+        solving = _BYTES_OF_A_SHARE * longest * self.solver.sees_tokens
+        return self._context.num_layers * (solving + 4 * rows * entries)
 
     def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
         return self.solver.evidence(scores, statistics)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worst step of an engine takes no more memory for its evictions than the engine reserves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.support import EnginePool, Job, greedy, random_prompts
+from tests.plumbing.peak_memory import Peak, peak_memory
+from vllm_pyramid.attention import layer_context
+from vllm_pyramid.step import eviction_memory
+
+pytestmark = pytest.mark.engine
+
+LONGEST, SHORT, REQUESTS = 4080, 72, 256
+
+
+@pytest.mark.parametrize("policy", ["snapkv-expected", "snapkv"])
+def test_one_longest_prompt_with_the_most_short_ones(
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+) -> None:
+    engine = engines.get(
+        tiny_model("llama-mha"),
+        kv_policy=policy,
+        kv_budget=64,
+        dtype="float32",
+        max_model_len=4096,
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=4096 + REQUESTS * (SHORT + 8),
+        kv_cache_memory_bytes=256 << 20,
+    )
+    worker = engine.core.model_executor.driver_worker.worker
+    memory = worker.adapter.pyramid.memory
+    evict_layer, found = layer_context.evict_layer, []
+
+    def measured(policy: Any, inputs: Any, evictions: Any, *rest: Any) -> None:
+        with peak_memory() as peak:
+            evict_layer(policy, inputs, evictions, *rest)
+        found.append((len(evictions.request_ids), peak))
+
+    monkeypatch.setattr(layer_context, "evict_layer", measured)
+
+    def worst() -> tuple[list[list[int]], Peak]:
+        found.clear()
+        lens = [SHORT] * (REQUESTS - 1)
+        lens.insert(100, LONGEST)
+        outcomes = engine.run([Job(prompt, greedy(2)) for prompt in random_prompts(lens)])
+        together = [peak for count, peak in found if count == REQUESTS]
+        assert len(together) == engine.num_layers, "the prompts did not end in one step"
+        kept = [max(outcome.report["kept_tokens"]) for outcome in outcomes]
+        assert all(keep < n for keep, n in zip(kept, lens, strict=True)), "a prompt kept everything"
+        return [outcome.token_ids for outcome in outcomes], max(
+            together, key=lambda peak: peak.bytes
+        )
+
+    tokens, peak = worst()
+    reserved = memory.eviction_bytes()
+    print(f"{policy}: reserved {reserved}, tensors {peak.tensors}, scratch {peak.scratch}")
+    assert peak.bytes <= reserved
+    monkeypatch.setattr(eviction_memory, "SCORES_BYTES", 1 << 40)
+    again, padded = worst()
+    scores = 4 * 4 * LONGEST * REQUESTS
+    print(f"{policy}: without pieces, tensors {padded.tensors}")
+    assert peak.tensors < scores <= padded.tensors
+    assert again == tokens, "pieces have changed the answers"
+    engine.check_whole()
