@@ -54,6 +54,11 @@ class Allocator(Component):
             return "its lengths are solved from the scores of a whole prompt"
         return super().why_not_resumable(policy)
 
+    @property
+    def samples(self) -> bool:
+        """Return whether some requests take the average of others (`kv_application`)."""
+        return False
+
     def default_budget(self) -> Budget | None:
         """Return the budget if the user chose this allocator but no budget; None: the preset's."""
         return None
