@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -54,19 +55,39 @@ class EvictionPoint:
         recent: npt.NDArray[Any] | int = 0,
     ) -> EvictionPoint:
         """Build the point that keeps `keep`, `[num_layers]` whole numbers."""
-        skip = computed - keep
+        zeros = np.zeros_like(keep[None])
+        (point,) = cls.of_all(
+            [computed],
+            block_size,
+            [budget_tokens],
+            keep[None],
+            fill_blocks,
+            front=zeros + front,
+            recent=zeros + recent,
+        )
+        return point
+
+    @classmethod
+    def of_all(
+        cls,
+        computed: Sequence[int],
+        block_size: int,
+        budget_tokens: Sequence[int],
+        keep: npt.NDArray[Any],
+        fill_blocks: bool,
+        *,
+        front: npt.NDArray[Any],
+        recent: npt.NDArray[Any],
+    ) -> list[EvictionPoint]:
+        """Build T points at once; `keep`, `front` and `recent` are `[T, num_layers]`."""
+        skip = np.array(computed, np.int64)[:, None] - keep
         if fill_blocks:
             skip = skip // block_size * block_size
-        zeros = np.zeros_like(keep)
-        return cls(
-            computed,
-            block_size,
-            budget_tokens,
-            read_only(keep),
-            read_only(skip),
-            front=read_only(zeros + front),
-            recent=read_only(zeros + recent),
-        )
+        rows = (read_only(values) for values in (keep, skip, front, recent))
+        return [
+            cls(tokens, block_size, mean, *arrays)
+            for tokens, mean, *arrays in zip(computed, budget_tokens, *rows, strict=True)
+        ]
 
     @property
     def num_layers(self) -> int:
