@@ -55,17 +55,19 @@ class EvictionPoint:
         recent: npt.NDArray[Any] | int = 0,
     ) -> EvictionPoint:
         """Build the point that keeps `keep`, `[num_layers]` whole numbers."""
-        zeros = np.zeros_like(keep[None])
-        (point,) = cls.of_all(
-            [computed],
+        skip = computed - keep
+        if fill_blocks:
+            skip = skip // block_size * block_size
+        zeros = np.zeros_like(keep)
+        return cls(
+            computed,
             block_size,
-            [budget_tokens],
-            keep[None],
-            fill_blocks,
-            front=zeros + front,
-            recent=zeros + recent,
+            budget_tokens,
+            read_only(keep),
+            read_only(skip),
+            front=read_only(zeros + front),
+            recent=read_only(zeros + recent),
         )
-        return point
 
     @classmethod
     def of_all(

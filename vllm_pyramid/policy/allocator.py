@@ -121,7 +121,12 @@ class CurveAllocator(Allocator):
 
         Each differs from `curve` by less than one token, and the order of the layers is kept.
         """
-        return self.allocate_all(np.array([mean]), num_layers, np.array([capacity]))[0]
+        assert 0 <= mean <= capacity and num_layers >= 1, (mean, num_layers, capacity)
+        if num_layers == 1 or mean == capacity or mean == 0:
+            return np.full(num_layers, mean, dtype=np.int64)
+        tokens = round_to_sum(self.curve(mean, num_layers, capacity), mean * num_layers)
+        assert tokens.min() >= 0 and tokens.max() <= capacity, (self, tokens, capacity)
+        return tokens
 
     def allocate_all(self, means: Integers, num_layers: int, capacities: Integers) -> Integers:
         """Return `allocate` of several prompts, `[T, m]`; `means` and `capacities` are `[T]`."""
@@ -175,12 +180,19 @@ def round_to_sum(curve: Reals, total: int) -> Integers:
 
     Ties go to the lower layer, so a curve that does not rise gives integers that do not rise.
     """
-    return round_all_to_sum(curve[None], np.array([total]))[0]
+    # Values such as 2.9999999996 are whole numbers that float arithmetic missed.
+    snapped = np.round(curve, 6)
+    whole = np.floor(snapped)
+    result = whole.astype(np.int64)
+    missing = total - int(result.sum())
+    assert 0 <= missing < max(len(curve), 1), (missing, total, curve)
+    largest = np.argsort(-(snapped - whole), kind="stable")[:missing]
+    result[largest] += 1
+    return result
 
 
 def round_all_to_sum(curves: Reals, totals: Integers) -> Integers:
     """Return `round_to_sum` of each row of `curves`, `[T, m]`, whose totals are `[T]`."""
-    # Values such as 2.9999999996 are whole numbers that float arithmetic missed.
     snapped = np.round(curves, 6)
     whole = np.floor(snapped)
     result = whole.astype(np.int64)
@@ -208,7 +220,14 @@ def point_of_tokens(
     Args:
         allocator: divides them; None if all are kept.
     """
-    return points_of_tokens(policy, allocator, [tokens], num_layers, block_size, [mean])[0]
+    fixed = policy.window + policy.sinks
+    if mean == tokens:
+        keep = np.full(num_layers, tokens)
+    else:
+        assert fixed < mean, (fixed, mean, "the budget was not checked")
+        assert allocator is not None
+        keep = fixed + allocator.allocate(mean - fixed, num_layers, tokens - fixed)
+    return _point_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
 
 
 def points_of_tokens(
@@ -229,22 +248,30 @@ def points_of_tokens(
         assert (chosen > 0).all(), (fixed, means, "the budget was not checked")
         assert allocator is not None
         keep[fewer] = fixed + allocator.allocate_all(chosen, num_layers, rest)
-    return _points_of(policy, tokens, block_size, means, keep, np.zeros_like(keep))
-
-
-def _points_of(
-    policy: Policy,
-    tokens: Sequence[int],
-    block_size: int,
-    means: Sequence[int],
-    keep: npt.NDArray[Any],
-    front: npt.NDArray[Any],
-) -> list[EvictionPoint]:
-    recent = np.floor(keep * policy.selector.recent_share)
     return EvictionPoint.of_all(
         tokens,
         block_size,
         means,
+        keep,
+        policy.fill_blocks,
+        front=np.full_like(keep, policy.sinks),
+        recent=np.maximum(policy.window, np.floor(keep * policy.selector.recent_share)),
+    )
+
+
+def _point_of(
+    policy: Policy,
+    tokens: int,
+    block_size: int,
+    mean: int,
+    keep: npt.NDArray[Any],
+    front: npt.NDArray[Any],
+) -> EvictionPoint:
+    recent = np.floor(keep * policy.selector.recent_share)
+    return EvictionPoint.of(
+        tokens,
+        block_size,
+        mean,
         keep,
         policy.fill_blocks,
         front=np.maximum(policy.sinks, front),
@@ -263,5 +290,4 @@ def _later_point(
     front = policy.schedule.front(prompt, computed)
     if keep is usual.keep and not front.any():
         return usual
-    mean = -(-int(keep.sum()) // layers)
-    return _points_of(policy, [computed], block_size, [mean], keep[None], front[None])[0]
+    return _point_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)
