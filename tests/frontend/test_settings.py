@@ -143,7 +143,7 @@ def test_a_request_that_asks_for_nothing(extra: Any) -> None:
 )
 def test_requests_that_cannot_be_read(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RequestKeys.parse(extra)
+        check_request(load_policy("snapkv", 512), SamplingParams(extra_args=extra))
 
 
 @pytest.mark.parametrize(
@@ -210,15 +210,20 @@ def test_the_application_of_a_request() -> None:
     keys = RequestKeys.parse({"kv_application": "mail", "kv_budget": 64})
     assert keys == RequestKeys(budget=Budget.parse(64), application="mail")
     assert RequestKeys.parse({"kv_application": "mail"}) == RequestKeys(application="mail")
-    policy = load_policy("xkv", 32)
+    policy = load_policy("xkv", 32, {"sample_first": 2})
     assert resolve(policy, keys) == ServedRequest(policy, Budget.parse(64), "mail")
+    for name, key in (("xkv", {}), ("snapkv", {}), ("full", {}), ("xkv", {"kv_policy": "full"})):
+        served = policy if key else load_policy(name)
+        params = SamplingParams(extra_args={"kv_application": "mail", **key})
+        with pytest.raises(ValueError, match=r"kv_application has no effect on policy .*leave it"):
+            check_request(served, params)
     for nothing in ("", None):
         assert RequestKeys.parse({"kv_application": nothing}) == RequestKeys()
     for wrong in (3, ["mail"], "x" * 257):
         with pytest.raises(ValueError, match="must be a name of at most 256 characters"):
             RequestKeys.parse({"kv_application": wrong})
     with pytest.raises(ValueError, match="did you mean 'kv_application'"):
-        RequestKeys.parse({"kv_aplication": "mail"})
+        check_request(policy, SamplingParams(extra_args={"kv_aplication": "mail"}))
 
 
 def test_another_allocator_comes_from_the_scheduler_alone() -> None:

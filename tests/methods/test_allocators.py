@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.methods.curves import SharesAllocator, share_out
-from vllm_pyramid.policy.allocator import Allocator, CurveAllocator, round_to_sum
+from vllm_pyramid.methods.curves import SharesAllocator, UniformAllocator, share_out
+from vllm_pyramid.policy.allocator import Allocator, CurveAllocator, Reals, round_to_sum
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 
 pytestmark = pytest.mark.cpu
@@ -80,6 +80,37 @@ def test_within_one_token_of_the_curve(
     curve = allocator.curve(*problem)
     assert abs(curve.sum() - mean * num_layers) < 1e-3
     assert np.abs(allocator.allocate(*problem) - curve).max() < 1.0 + 1e-5
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.one_of(allocators(), st.lists(st.sampled_from([0.0, 1e-9, 0.5, 1.0, 7.0]), min_size=1)),
+    st.lists(problems(), min_size=1, max_size=9),
+)
+def test_several_prompts_at_once(
+    allocator: CurveAllocator | list[float], found: list[tuple[int, int, int]]
+) -> None:
+    """Turns are planned together, and each as the prompt that ended there was: bit by bit."""
+    num_layers = found[0][1]
+    if isinstance(allocator, list):
+        allocator, num_layers = SharesAllocator(shares=(*allocator, 1.0)), len(allocator) + 1
+    means, capacities = np.array([[mean, capacity] for mean, _, capacity in found]).T
+    together = allocator.allocate_all(means, num_layers, capacities)
+    alone = [allocator.allocate(mean, num_layers, most) for mean, _, most in found]
+    assert together.dtype == np.int64 and (together == np.stack(alone)).all()
+
+
+def test_a_class_that_overrides_one_curve_is_asked_for_each() -> None:
+    class Falling(UniformAllocator):
+        kind: str = "falling"  # type: ignore[assignment]
+
+        def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+            return mean + np.linspace(1.0, -1.0, num_layers)
+
+    falling = Falling()
+    assert falling.allocate(5, 3, 9).tolist() == [6, 5, 4]
+    found = falling.allocate_all(np.array([5, 7]), 3, np.array([9, 9]))
+    assert found.tolist() == [[6, 5, 4], [8, 7, 6]]
 
 
 def paper_sequence(mean: int, num_layers: int, capacity: int, beta: int) -> list[Fraction]:

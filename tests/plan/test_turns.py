@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.kv_cache.session_cache import Conversation
-from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks, tokens_per_step
+from vllm_pyramid.plan import Budget, RetentionPlan, affordable, peak_blocks, tokens_per_step
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
 from vllm_pyramid.policy.request import check_request, resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 
@@ -74,6 +75,43 @@ def test_what_a_turn_leaves_is_what_the_next_one_finds(
     alone = _plan(policy, ends[-1], (), block_size)
     if last.end_number in last.giving:
         assert (last.end.skip == np.maximum(alone.end.skip, skips[-2])).all()
+
+
+@given(
+    ends=st.lists(st.integers(1, 60), max_size=60).map(lambda steps: np.cumsum(steps).tolist()),
+    free=st.integers(0, 9),
+    tokens=st.integers(1, 99),
+)
+def test_turns_pay_with_tokens(ends: list[int], free: int, tokens: int) -> None:
+    answers = affordable(ends, free, tokens)
+    for index in range(len(ends)):
+        assert affordable(ends[:index], free, tokens) == answers[:index], "as the turn itself was"
+        count = sum(answers[: index + 1])
+        assert count <= free + ends[index] // tokens
+        assert answers[index] or count == free + ends[index] // tokens
+    assert all(answers[:free])
+
+
+def test_many_short_turns_evict_once_in_a_while() -> None:
+    """A conversation of the shortest turns that evict: all of the first 64, then one in 512."""
+    policy = load_policy("pyramidkv", 64, {"window": 4})
+    ends = tuple(range(40, 40 * 401, 40))
+    plan = _plan(policy, 16_040, ends)
+    points = [inner.computed for inner in plan.inner]
+    assert points[:63] == list(ends[1:64]), "nothing is evicted from the first"
+    assert len(points) < FREE_EVICTIONS + 16_040 // TOKENS_PER_EVICTION
+    gaps = np.diff([*points, 16_040])
+    assert gaps[-1] <= gaps.max() <= TOKENS_PER_EVICTION + 40
+    for count in range(60, 400, 13):
+        before, end = _plan(policy, ends[count], ends[:count]), ends[count]
+        assert (
+            before.skip_after(before.end_number) == plan.skip_after(plan.evictions_by(end))
+        ).all()
+        most = 64 + 8 + 40 + TOKENS_PER_EVICTION
+        assert before.end.held.mean() <= most, "its own end may have to wait, too"
+    # Turns of 512 tokens and more pay for themselves, however many they are.
+    ends = tuple(range(512, 512 * 200, 512))
+    assert len(_plan(policy, 512 * 200, ends).inner) == 199
 
 
 @settings(deadline=None, max_examples=100)

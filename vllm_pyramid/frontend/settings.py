@@ -23,8 +23,13 @@ from functools import cached_property
 from typing import Any
 
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy
-from vllm_pyramid.policy.checks import parse_min_tokens, refuse_misspelt
-from vllm_pyramid.policy.served_settings import NO_POLICY, SERVED_KEY, ServedSettings
+from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.served_settings import (
+    NO_POLICY,
+    SERVED_KEY,
+    ServedSettings,
+    asks_for_policy,
+)
 
 CONFIG_KEYS = (
     "kv_policy",
@@ -184,7 +189,9 @@ class KVSettings:
         """
         if not isinstance(additional_config, Mapping):
             return None
-        refuse_misspelt(additional_config, CONFIG_KEYS, "additional_config")
+        # Without a policy, other software may have keys of its own that begin with `kv`.
+        inert = not asks_for_policy(additional_config)
+        refuse_unknown(additional_config, CONFIG_KEYS, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
                 f"{SERVED_KEY!r} in additional_config is set by this package: leave it out and "

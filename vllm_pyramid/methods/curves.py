@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from vllm_pyramid.policy.allocator import CurveAllocator, Reals
+from vllm_pyramid.policy.allocator import CurveAllocator, Integers, Reals
 
 
 class UniformAllocator(CurveAllocator):
@@ -25,6 +25,9 @@ class UniformAllocator(CurveAllocator):
 
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
         return np.full(num_layers, float(mean))
+
+    def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
+        return np.repeat(means[:, None].astype(np.float64), num_layers, axis=1)
 
 
 class SharesAllocator(CurveAllocator):
@@ -64,6 +67,9 @@ class SharesAllocator(CurveAllocator):
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
         return share_out(np.array(self.shares), mean, capacity)
 
+    def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
+        return share_out_all(np.array(self.shares), means, capacities)
+
 
 def share_out(weights: Reals, mean: int, capacity: int, floor: float = 0.0) -> Reals:
     """Divide B tokens a layer in proportion to weights: `[m]` reals in [0, C] summing to B * m.
@@ -74,24 +80,37 @@ def share_out(weights: Reals, mean: int, capacity: int, floor: float = 0.0) -> R
             is left, in proportion.
         floor: tokens that each layer keeps whatever its weight, at most B; the rest is shared.
     """
-    assert 0 <= floor <= mean <= capacity, (floor, mean, capacity)
-    curve = np.full(len(weights), float(floor))
-    rest = mean * len(weights) - float(curve.sum())
-    open_layers = np.ones(len(weights), bool)
-    while rest > 0 and open_layers.any():
+    return share_out_all(weights, np.array([mean]), np.array([capacity]), floor)[0]
+
+
+def share_out_all(
+    weights: Reals, means: Integers, capacities: Integers, floor: float = 0.0
+) -> Reals:
+    """Return `share_out` for several means and capacities, `[T]` each: `[T, m]`."""
+    assert floor >= 0 and (floor <= means).all() and (means <= capacities).all()
+    count = len(weights)
+    curves = np.full((len(means), count), float(floor))
+    # Each row's part of the sum that is not divided yet, and its layers that are not full.
+    rest = means * count - curves.sum(axis=1)
+    is_open = np.ones(curves.shape, bool)
+    rows = np.flatnonzero(rest > 0)
+    while rows.size:
+        open_layers, limits = is_open[rows], capacities[rows, None]
         share = np.where(open_layers, weights, 0.0)
-        largest = share.max()
+        largest = share.max(axis=1, keepdims=True)
         # Divided by the largest first: products with the tiniest numbers would be rounded. Without
         # one, no layer has a weight or those that do are full.
-        share = share / largest if largest > 0 else open_layers.astype(float)
-        wanted = np.where(open_layers, floor + rest * share / share.sum(), curve)
-        full = open_layers & (wanted >= capacity)
-        if not full.any():
-            return np.minimum(wanted, float(capacity))
-        curve[full] = capacity
-        rest -= float(full.sum()) * (capacity - floor)
-        open_layers &= ~full
-    return curve
+        share = np.where(largest > 0, share / np.where(largest > 0, largest, 1.0), open_layers)
+        wanted = floor + rest[rows, None] * share / share.sum(axis=1, keepdims=True)
+        wanted = np.where(open_layers, wanted, curves[rows])
+        full = open_layers & (wanted >= limits)
+        curves[rows] = np.where(full, limits, curves[rows])
+        ended = ~full.any(axis=1)
+        curves[rows[ended]] = np.minimum(wanted[ended], limits[ended])
+        rest[rows] -= full.sum(axis=1) * (capacities[rows] - floor)
+        is_open[rows] &= ~full
+        rows = rows[~ended & (rest[rows] > 0) & is_open[rows].any(axis=1)]
+    return curves
 
 
 class DecayingAllocator(CurveAllocator):
@@ -116,14 +135,19 @@ class _InterpolatingAllocator(DecayingAllocator):
         """Return s at relative depths 0 .. 1: `[m]` to `[m]`."""
 
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        curve: Reals = self.curves(np.array([mean]), num_layers, np.array([capacity]))[0]
+        return curve
+
+    def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
         shape = self.shape(np.linspace(0.0, 1.0, num_layers))
         gain = float(shape.mean())
-        top = mean / self.beta
-        bottom = top + (mean - top) / gain
-        if bottom > capacity:
-            bottom = float(capacity)
-            top = (mean - bottom * gain) / (1.0 - gain)
-        return top + (bottom - top) * shape
+        top = means / self.beta
+        bottom = top + (means - top) / gain
+        is_full = bottom > capacities
+        bottom = np.where(is_full, capacities, bottom)
+        top = np.where(is_full, (means - bottom * gain) / (1.0 - gain), top)
+        curves: Reals = top[:, None] + (bottom - top)[:, None] * shape
+        return curves
 
 
 class ArithmeticAllocator(_InterpolatingAllocator):

@@ -17,7 +17,7 @@ from vllm_pyramid.plan.deferred import DeferredPlan, Plan
 from vllm_pyramid.plan.eviction_point import Eviction, EvictionPoint, IntArray
 from vllm_pyramid.plan.piece import Piece
 from vllm_pyramid.plan.retention import RetentionPlan
-from vllm_pyramid.plan.turns import with_turns
+from vllm_pyramid.plan.turns import affordable, with_turns
 
 __all__ = [
     "Budget",
@@ -28,6 +28,7 @@ __all__ = [
     "Piece",
     "Plan",
     "RetentionPlan",
+    "affordable",
     "overwritten_blocks",
     "peak_blocks",
     "tokens_per_step",

@@ -8,9 +8,13 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-_TOKENS = re.compile(r"[0-9]+")
+from vllm_pyramid.plan.quoted import quoted
+
+MAX_TOKENS = 2**31 - 1
+MAX_DECIMALS = 6  # of a percentage: a share of a prompt of a million tokens to a hundredth of one
+MAX_TEXT = 20  # characters
+_TOKENS = re.compile(r"-?[0-9]+")
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
-_MAX_TOKENS = 2**31 - 1
 _HOW = "give a number of tokens such as 512, or a share of the prompt such as '12%'"
 
 
@@ -46,28 +50,39 @@ class Budget:
             return value
         # bool is an int to Python, but a budget of `true` is a mistake.
         if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"budget {value!r} is a {type(value).__name__}: {_HOW}")
-        text = str(value).strip() if isinstance(value, str) else value
-        if isinstance(text, str):
+            raise ValueError(f"budget {quoted(value)} is a {type(value).__name__}: {_HOW}")
+        tokens = value
+        if isinstance(value, str):
+            text = value.strip() if len(value) <= MAX_TEXT else ""
             if match := _PERCENT.fullmatch(text):
-                return cls._from_percent(match.group(1), value)
-            if not _TOKENS.fullmatch(text.removeprefix("-")) or len(text) > 20:
-                raise ValueError(f"budget {value!r} cannot be read: {_HOW}")
-            text = int(text)
-        if not 1 <= text <= _MAX_TOKENS:
+                return cls._from_percent(match.group(1))
+            if not _TOKENS.fullmatch(text):
+                raise ValueError(
+                    f"budget {quoted(value)} cannot be read: {_HOW}, in at most {MAX_TEXT} "
+                    "characters"
+                )
+            tokens = int(text)
+        assert isinstance(tokens, int)
+        if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(
-                f"budget {value!r} is out of range: it must be at least 1 token and at most "
-                f"{_MAX_TOKENS}; {_HOW}"
+                f"budget {quoted(value)} is out of range: it must be at least 1 token and at most "
+                f"{MAX_TOKENS}; {_HOW}"
             )
-        return cls(tokens=text)
+        return cls(tokens=tokens)
 
     @classmethod
-    def _from_percent(cls, digits: str, value: object) -> Budget:
+    def _from_percent(cls, digits: str) -> Budget:
+        decimals = len(digits.partition(".")[2])
+        if decimals > MAX_DECIMALS:
+            raise ValueError(
+                f"budget '{digits}%' has {decimals} decimals, and a share of the prompt has at "
+                f"most {MAX_DECIMALS}"
+            )
         percent = Fraction(digits)
         if not 0 < percent <= 100:
             raise ValueError(
-                f"budget {value!r} is out of range: a share of the prompt must be above 0% and at "
-                "most 100%"
+                f"budget '{digits}%' is out of range: a share of the prompt must be above 0% and "
+                "at most 100%"
             )
         return cls(percent=percent)
 

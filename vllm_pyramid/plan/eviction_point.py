@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -67,6 +68,28 @@ class EvictionPoint:
             front=read_only(zeros + front),
             recent=read_only(zeros + recent),
         )
+
+    @classmethod
+    def of_all(
+        cls,
+        computed: Sequence[int],
+        block_size: int,
+        budget_tokens: Sequence[int],
+        keep: npt.NDArray[Any],
+        fill_blocks: bool,
+        *,
+        front: npt.NDArray[Any],
+        recent: npt.NDArray[Any],
+    ) -> list[EvictionPoint]:
+        """Build T points at once; `keep`, `front` and `recent` are `[T, num_layers]`."""
+        skip = np.array(computed, np.int64)[:, None] - keep
+        if fill_blocks:
+            skip = skip // block_size * block_size
+        rows = (read_only(values) for values in (keep, skip, front, recent))
+        return [
+            cls(tokens, block_size, mean, *arrays)
+            for tokens, mean, *arrays in zip(computed, budget_tokens, *rows, strict=True)
+        ]
 
     @property
     def num_layers(self) -> int:

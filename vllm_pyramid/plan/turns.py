@@ -20,8 +20,28 @@ from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray, read_only
 from vllm_pyramid.plan.retention import RetentionPlan
 
 
+def affordable(ends: Sequence[int], free: int, tokens: int) -> list[bool]:
+    """Return which turns may evict where they end: a request pays for evictions with its tokens.
+
+    The answer for one turn does not depend on later ones.
+
+    Args:
+        ends: tokens at which the turns end, in order.
+        free: turns that may evict in a prompt of any length. tokens: what each further one costs.
+    """
+    count, answers = 0, []
+    for end in ends:
+        answers.append(count < free + end // tokens)
+        count += answers[-1]
+    return answers
+
+
 def with_turns(
-    plan: RetentionPlan, turns: Sequence[EvictionPoint], min_distance: int
+    plan: RetentionPlan,
+    turns: Sequence[EvictionPoint],
+    min_distance: int,
+    *,
+    ends_with_eviction: bool = True,
 ) -> RetentionPlan:
     """Return the plan of a prompt with evictions where earlier turns ended.
 
@@ -35,27 +55,33 @@ def with_turns(
         turns: the eviction at the end of each earlier turn's prompt, in order; all made by one
             policy and budget.
         min_distance: tokens.
+        ends_with_eviction: whether the prompt's own end may evict.
     """
     skip = np.zeros_like(plan.end.skip)
     inner: list[EvictionPoint] = []
+    end = 0
     for turn in turns:
-        end = inner[-1].computed if inner else 0
         if inner and turn.computed - end < min_distance:
             continue
         wanted = np.maximum(turn.skip, skip)
-        if (wanted > skip).any():
+        if not _same(wanted, skip):
             inner.append(_skipping(turn, wanted))
-            skip = wanted
-    if not inner:
+            skip, end = wanted, turn.computed
+    if not inner and ends_with_eviction:
         return plan
-    if plan.prompt_len - inner[-1].computed >= min_distance:
+    if ends_with_eviction and plan.prompt_len - end >= min_distance:
         skip = np.maximum(plan.end.skip, skip)
     return replace(plan, points=(*inner, _skipping(plan.end, skip)))
 
 
+def _same(one: IntArray, other: IntArray) -> bool:
+    """Return whether two int32 arrays are equal, in less time than an array operation takes."""
+    return one.tobytes() == other.tobytes()
+
+
 def _skipping(point: EvictionPoint, skip: IntArray) -> EvictionPoint:
     """Return the point with these skips; the point itself if they are its own."""
-    if (point.skip == skip).all():
+    if _same(point.skip, skip):
         return point
     held = point.computed - skip
     keep = np.where(skip < point.skip, held, np.minimum(point.keep, held))

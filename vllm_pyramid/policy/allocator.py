@@ -10,6 +10,7 @@ Everything here is a pure function: the scheduler and the workers make equal pla
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +46,21 @@ class Allocator(Component):
     ) -> Plan:
         """Return what each layer keeps of a prompt; `Policy.plan` caches it."""
 
+    def ends(
+        self,
+        policy: Policy,
+        prompt_lens: Sequence[int],
+        num_layers: int,
+        block_size: int,
+        budget: Budget,
+    ) -> list[EvictionPoint]:
+        """Return what each layer keeps at the ends of several prompts: the turns of one request."""
+        plans = (
+            self.plan(policy, prompt_len, num_layers, block_size, budget)
+            for prompt_len in prompt_lens
+        )
+        return [plan.estimate().end for plan in plans]
+
     def check_calibration(self, policy: Policy) -> None:
         """Raise ValueError unless shares of layers can be measured from the lengths it solves."""
 
@@ -53,6 +69,11 @@ class Allocator(Component):
         if self.solves:
             return "its lengths are solved from the scores of a whole prompt"
         return super().why_not_resumable(policy)
+
+    @property
+    def samples(self) -> bool:
+        """Return whether some requests take the average of others (`kv_application`)."""
+        return False
 
     def default_budget(self) -> Budget | None:
         """Return the budget if the user chose this allocator but no budget; None: the preset's."""
@@ -77,6 +98,15 @@ class CurveAllocator(Allocator):
             `[m]` float64 within [0, C] that sums to B * m up to float rounding.
         """
 
+    def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
+        """Return the curves of several prompts, `[T, m]`; `means` and `capacities` are `[T]`.
+
+        Override it together with `curve` where all can be computed at once, with equal results: a
+        class that overrides `curve` alone is asked for one curve after the other.
+        """
+        both = zip(means.tolist(), capacities.tolist(), strict=True)
+        return np.stack([self.curve(mean, num_layers, capacity) for mean, capacity in both])
+
     @classmethod
     def check_class(cls) -> None:
         """Raise ValueError if the class does not override `curve`."""
@@ -98,6 +128,24 @@ class CurveAllocator(Allocator):
         assert tokens.min() >= 0 and tokens.max() <= capacity, (self, tokens, capacity)
         return tokens
 
+    def allocate_all(self, means: Integers, num_layers: int, capacities: Integers) -> Integers:
+        """Return `allocate` of several prompts, `[T, m]`; `means` and `capacities` are `[T]`."""
+        assert num_layers >= 1 and (means >= 0).all() and (means <= capacities).all()
+        tokens = np.repeat(means[:, None], num_layers, axis=1).astype(np.int64)
+        divided = np.flatnonzero((means > 0) & (means < capacities)) if num_layers > 1 else []
+        if len(divided):
+            means, capacities = means[divided], capacities[divided]
+            curves = self._curves(means, num_layers, capacities)
+            tokens[divided] = found = round_all_to_sum(curves, means * num_layers)
+            assert (found >= 0).all() and (found <= capacities[:, None]).all(), self
+        return tokens
+
+    def _curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
+        """Call `curves` of the class that last overrides `curve` or `curves`."""
+        last = next(cls for cls in type(self).__mro__ if {"curve", "curves"} & vars(cls).keys())
+        together = last if "curves" in vars(last) else CurveAllocator
+        return together.curves(self, means, num_layers, capacities)
+
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
     ) -> Plan:
@@ -112,6 +160,19 @@ class CurveAllocator(Allocator):
         # A share refers to the prompt, also when more has been generated.
         target = max(mean, budget.floor(policy.min_budget))
         return plan.repeated(policy.schedule.every, partial(_later_point, policy, end, target))
+
+    def ends(
+        self,
+        policy: Policy,
+        prompt_lens: Sequence[int],
+        num_layers: int,
+        block_size: int,
+        budget: Budget,
+    ) -> list[EvictionPoint]:
+        means = list(prompt_lens)
+        if policy.evicts:
+            means = [budget.tokens_for(tokens, policy.min_budget) for tokens in prompt_lens]
+        return points_of_tokens(policy, self, prompt_lens, num_layers, block_size, means)
 
 
 def round_to_sum(curve: Reals, total: int) -> Integers:
@@ -128,6 +189,21 @@ def round_to_sum(curve: Reals, total: int) -> Integers:
     largest = np.argsort(-(snapped - whole), kind="stable")[:missing]
     result[largest] += 1
     return result
+
+
+def round_all_to_sum(curves: Reals, totals: Integers) -> Integers:
+    """Return `round_to_sum` of each row of `curves`, `[T, m]`, whose totals are `[T]`."""
+    snapped = np.round(curves, 6)
+    whole = np.floor(snapped)
+    result = whole.astype(np.int64)
+    missing = totals - result.sum(axis=1)
+    num_layers = curves.shape[1]
+    assert (missing >= 0).all() and (missing < max(num_layers, 1)).all(), (missing, totals, curves)
+    largest = np.argsort(whole - snapped, axis=1, kind="stable")
+    more = np.arange(num_layers) < missing[:, None]
+    rounded = np.empty_like(result)
+    np.put_along_axis(rounded, largest, np.take_along_axis(result, largest, axis=1) + more, axis=1)
+    return rounded
 
 
 @lru_cache(maxsize=8192)
@@ -152,6 +228,35 @@ def point_of_tokens(
         assert allocator is not None
         keep = fixed + allocator.allocate(mean - fixed, num_layers, tokens - fixed)
     return _point_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
+
+
+def points_of_tokens(
+    policy: Policy,
+    allocator: CurveAllocator | None,
+    tokens: Sequence[int],
+    num_layers: int,
+    block_size: int,
+    means: Sequence[int],
+) -> list[EvictionPoint]:
+    """Return `point_of_tokens` of several numbers of tokens, computed together."""
+    fixed = policy.window + policy.sinks
+    all_tokens, all_means = np.array(tokens, np.int64), np.array(means, np.int64)
+    keep = np.repeat(all_tokens[:, None], num_layers, axis=1)
+    fewer = np.flatnonzero(all_means != all_tokens)
+    if fewer.size:
+        chosen, rest = all_means[fewer] - fixed, all_tokens[fewer] - fixed
+        assert (chosen > 0).all(), (fixed, means, "the budget was not checked")
+        assert allocator is not None
+        keep[fewer] = fixed + allocator.allocate_all(chosen, num_layers, rest)
+    return EvictionPoint.of_all(
+        tokens,
+        block_size,
+        means,
+        keep,
+        policy.fill_blocks,
+        front=np.full_like(keep, policy.sinks),
+        recent=np.maximum(policy.window, np.floor(keep * policy.selector.recent_share)),
+    )
 
 
 def _point_of(

@@ -3,22 +3,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
 
+from vllm_pyramid.plan.budget import MAX_TEXT, MAX_TOKENS
+from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.kinds import did_you_mean
+from vllm_pyramid.policy.limits import MAX_KEY
+
+_PREFIX = "kv"
+# Keys that begin with `kv` and that vLLM itself reads.
+OTHERS_KEYS = frozenset(("kv_transfer_params", "kv_cache_report_mode"))
 
 
-def refuse_misspelt(keys: Mapping[str, Any], valid: tuple[str, ...], where: str) -> None:
-    """Raise ValueError for keys that nearly match ours; other keys are left to other software."""
+def refuse_unknown(
+    keys: Iterable[object], valid: Collection[str], where: str, *, similar_only: bool = False
+) -> None:
+    """Raise ValueError for the first key that looks like one of ours and is none.
+
+    A key looks like one of ours if it begins with `kv`, whatever its case and what precedes it, as
+    `kvBudget` and `KV-budget` do. Other keys belong to other software.
+
+    Args:
+        valid: our keys. where: what has the keys.
+        similar_only: refuse only keys that nearly match one of ours.
+
+    Raises:
+        ValueError: with the key, the closest one of ours, and all of ours.
+    """
     for key in keys:
-        if isinstance(key, str) and key.startswith("kv_") and key not in valid:
-            hint = did_you_mean(key, valid, cutoff=0.75)
-            if hint:
-                raise ValueError(
-                    f"unknown key {key!r} in {where}{hint}; the keys of vllm-pyramid there are: "
-                    f"{', '.join(valid)}"
-                )
+        if not isinstance(key, str) or key in valid or key in OTHERS_KEYS:
+            continue
+        begin = key[:MAX_KEY].lstrip(" \t\n_-.").lower()
+        if not begin.startswith(_PREFIX):
+            continue
+        hint = did_you_mean(f"kv_{begin[2:].lstrip('_-. ').replace('-', '_')}", valid, cutoff=0.75)
+        if hint or not similar_only:
+            raise ValueError(
+                f"unknown key {quoted(key)} in {where}{hint}; the keys of vllm-pyramid there are: "
+                f"{', '.join(valid)}"
+            )
 
 
 def parse_min_tokens(value: object, where: str) -> int | None:
@@ -29,9 +52,14 @@ def parse_min_tokens(value: object, where: str) -> int | None:
     """
     if value is None:
         return None
-    text = str(value) if type(value) in (int, str) else ""
-    if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) < 2**31):
+    number = -1
+    if type(value) is int:
+        number = value
+    elif isinstance(value, str) and len(value) <= MAX_TEXT and value.isascii() and value.isdigit():
+        number = int(value)
+    if not 0 <= number <= MAX_TOKENS:
         raise ValueError(
-            f"{where} must be a number of tokens such as 256, or 0 for no floor, not {value!r}"
+            f"{where} must be a number of tokens such as 256, or 0 for no floor, not "
+            f"{quoted(value)}"
         )
-    return int(text)
+    return number

@@ -106,14 +106,11 @@ class EvictionPoints(Chunk):
         last = (plan.prompt_len - _tokens_behind(policy)) // self.tokens
         assert inner.budget.tokens is not None
         keep = Budget(tokens=max(inner.budget.tokens, plan.budget_tokens))
+        points = [number * self.tokens for number in range(1, last + 1)]
+        whole = keep.tokens_for(plan.prompt_len, 0)
+        points = [point for point in points if point > whole]
         return plan.with_inner(
-            [
-                inner.plan(number * self.tokens, plan.num_layers, plan.block_size, keep)
-                .estimate()
-                .end
-                for number in range(1, last + 1)
-                if number * self.tokens > keep.tokens_for(plan.prompt_len, 0)
-            ]
+            inner.allocator.ends(inner, points, plan.num_layers, plan.block_size, keep)
         )
 
     # Answers of a part --------------------------------------------------------------------------

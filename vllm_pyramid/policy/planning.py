@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_pyramid.plan import Budget, IntArray, Plan, RetentionPlan, peak_blocks, with_turns
+from vllm_pyramid.plan import (
+    Budget,
+    IntArray,
+    Plan,
+    RetentionPlan,
+    affordable,
+    peak_blocks,
+    with_turns,
+)
+from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
@@ -37,9 +47,11 @@ def plan_prompt(
     plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
     if not turns:
         return policy.chunk.plan(policy, plan)
-    earlier = [plan_prompt(policy, turn, num_layers, block_size, budget, ()) for turn in turns]
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
-    return with_turns(plan, [turn.estimate().end for turn in earlier], policy.min_turn)
+    *may_evict, may_end = affordable((*turns, prompt_len), FREE_EVICTIONS, TOKENS_PER_EVICTION)
+    evicting = list(compress(turns, may_evict))
+    points = policy.allocator.ends(policy, evicting, num_layers, block_size, budget)
+    return with_turns(plan, points, policy.min_turn, ends_with_eviction=may_end)
 
 
 def reusable_tokens(policy: Policy, plan: Plan) -> int | None:

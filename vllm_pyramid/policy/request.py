@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from vllm_pyramid.plan import Plan
+from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
-from vllm_pyramid.policy.request_keys import RequestKeys
+from vllm_pyramid.policy.request_keys import RequestKeys, check_names
 
 FULL_POLICY = "full"
 # The scheduler adds this key to a request for the workers: an allocator in place of the policy's.
@@ -82,7 +83,7 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
     elif keys.policy not in (None, policy.name) and (keys.policy, policy.name) != _AUTO:
         possible = list(dict.fromkeys((policy.name, FULL_POLICY)))
         raise ValueError(
-            f"kv_policy {keys.policy!r} is not served here: a request may ask for "
+            f"kv_policy {quoted(keys.policy)} is not served here: a request may ask for "
             f"{' or '.join(repr(name) for name in possible)}"
         )
     budget = keys.budget
@@ -101,6 +102,11 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
                 "tokens: leave it out"
             )
         budget = (budget or chosen.budget).with_floor(keys.min_tokens)
+    if keys.application and not chosen.allocator.samples:
+        raise ValueError(
+            f"kv_application has no effect on policy {chosen.name!r}, which averages no lengths "
+            "over requests (sample_first, sample_share): leave it out"
+        )
     if keys.top_n is not None:
         chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
     if keys.turns is not None and (reason := chosen.why_not_resumable) is not None:
@@ -145,6 +151,7 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
     Raises:
         ValueError: a wrong key or value, or parameters that a part of the policy cannot serve.
     """
+    check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} cannot be set by requests: leave it out")
     served = resolve(policy, RequestKeys.parse(params.extra_args))
@@ -163,7 +170,8 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
 def for_request(policy: Policy, extra_args: Mapping[str, Any] | None) -> ServedRequest:
     """Resolve a request's settings in a worker, which reports mistakes as `ServedRequest.error`.
 
-    An allocator that the scheduler sends with the request replaces the policy's.
+    The scheduler has checked the names of its keys. An allocator that the scheduler sends with the
+    request replaces the policy's.
     """
     try:
         served = resolve(policy, RequestKeys.parse(extra_args))

@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from vllm_pyramid.plan import Budget
-from vllm_pyramid.policy.checks import parse_min_tokens, refuse_misspelt
+from vllm_pyramid.plan.budget import MAX_TOKENS
+from vllm_pyramid.plan.quoted import quoted
+from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
 
-MAX_NAME = 256
-MAX_TURNS = 512  # of a conversation; each is planned in the scheduler and in the workers
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
 )
@@ -42,28 +43,36 @@ class RequestKeys:
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
-        """Parse `SamplingParams.extra_args`; `resolve` checks them against the served policy.
+        """Parse our keys of `SamplingParams.extra_args`; `resolve` compares them with the policy.
+
+        Only our keys are looked up, so the cost does not depend on the others
+        (`check_names` refuses those that look like ours).
 
         Raises:
-            ValueError: wrong type or range, or a key that nearly matches one of ours.
+            ValueError: wrong type or range.
         """
         if not extra_args:
             return cls()
-        refuse_misspelt(extra_args, REQUEST_KEYS, "the request's vllm_xargs")
         policy = extra_args.get("kv_policy")
-        if policy is not None and not (isinstance(policy, str) and policy):
-            raise ValueError(f"kv_policy of a request must be a policy's name, not {policy!r}")
+        if policy is not None and not (isinstance(policy, str) and 0 < len(policy) <= MAX_NAME):
+            raise ValueError(
+                f"kv_policy of a request must be a policy's name, of at most {MAX_NAME} "
+                f"characters, not {quoted(policy)}"
+            )
         application = extra_args.get("kv_application")
         if application is None:
             application = ""
         if not isinstance(application, str) or len(application) > MAX_NAME:
             raise ValueError(
                 f"kv_application of a request must be a name of at most {MAX_NAME} characters, not "
-                f"{application!r}"
+                f"{quoted(application)}"
             )
         top_n = extra_args.get("kv_top_n")
-        if top_n is not None and not (type(top_n) is int and 1 <= top_n < 2**31):
-            raise ValueError(f"kv_top_n of a request must be a number of keys, not {top_n!r}")
+        if top_n is not None and not (type(top_n) is int and 1 <= top_n <= MAX_TOP_N):
+            raise ValueError(
+                f"kv_top_n of a request must be a number of keys from 1 to {MAX_TOP_N}, not "
+                f"{quoted(top_n)}"
+            )
         value = extra_args.get("kv_budget")
         try:
             budget = None if value is None else Budget.parse(value)
@@ -74,6 +83,22 @@ class RequestKeys:
         return cls(policy, budget, floor, application, top_n, turns)
 
 
+def check_names(extra_args: Mapping[str, Any] | None) -> None:
+    """Check how many keys a request has, and that those which look like ours are ours.
+
+    Raises:
+        ValueError: too many keys, or an unknown one that begins with `kv`.
+    """
+    if not extra_args:
+        return
+    if len(extra_args) > MAX_KEYS:
+        raise ValueError(
+            f"the request's vllm_xargs has {len(extra_args)} keys, and a server with a KV policy "
+            f"takes at most {MAX_KEYS}: send fewer"
+        )
+    refuse_unknown(extra_args, REQUEST_KEYS, "the request's vllm_xargs")
+
+
 def _parse_turns(value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -81,15 +106,22 @@ def _parse_turns(value: object) -> tuple[int, ...] | None:
         "give the `prompt_tokens` of the conversation's earlier requests, in order, such as "
         "[812, 1630], or [] in its first turn"
     )
-    if not isinstance(value, list | tuple) or any(type(end) is not int for end in value):
-        raise ValueError(
-            f"kv_turns of a request must be a list of whole numbers, not {value!r}: {how}"
-        )
-    if any(later <= before for before, later in pairwise((0, *value))):
-        raise ValueError(f"kv_turns of a request must rise from at least 1, not {value!r}: {how}")
-    if len(value) > MAX_TURNS:
+    if isinstance(value, list | tuple) and len(value) > MAX_TURNS:
         raise ValueError(
             f"kv_turns of a request has {len(value)} turns, and at most {MAX_TURNS} are followed: "
             "leave it out"
+        )
+    if not isinstance(value, list | tuple) or any(type(end) is not int for end in value):
+        raise ValueError(
+            f"kv_turns of a request must be a list of whole numbers, not {quoted(value)}: {how}"
+        )
+    if any(later <= before for before, later in pairwise((0, *value))):
+        raise ValueError(
+            f"kv_turns of a request must rise from at least 1, not {quoted(value)}: {how}"
+        )
+    if value and value[-1] > MAX_TOKENS:
+        raise ValueError(
+            f"kv_turns of a request ends at {quoted(value[-1])} tokens, and no prompt has more "
+            f"than {MAX_TOKENS}: {how}"
         )
     return tuple(value)

@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan
+from vllm_pyramid.policy.limits import MAX_APPLICATIONS
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.solved import SolvingAllocator
-
-MAX_APPLICATIONS = 1024  # clients name them, so their number needs a limit
 
 
 @dataclass

@@ -209,17 +209,13 @@ class DecayAllocator(Allocator):
         self, context: int, num_layers: int, decay_ratio: float, least: int = 0
     ) -> Integers:
         """Return context tokens that each layer keeps, `[num_layers]`, falling with depth."""
-        kept = np.empty(num_layers, np.int64)
+        kept = []
         floor = min(context, max(self.min_context, least))
-        for layer in range(num_layers):
-            if layer % self.interval == 0:
-                depth = layer / num_layers
-                falls = (math.cos(math.pi * depth) + 1) / 2
-                if self.decay_curve == "linear":
-                    falls = 1 - depth
-                context = max(floor, int(context * (decay_ratio + (1 - decay_ratio) * falls)))
-            kept[layer] = context
-        return kept
+        rest = 1 - decay_ratio
+        for fall in _falls(self.decay_curve, num_layers, self.interval):
+            context = max(floor, int(context * (decay_ratio + rest * fall)))
+            kept.append(context)
+        return np.repeat(np.array(kept, np.int64), self.interval)[:num_layers]
 
     def lengths(self, tokens: int, num_layers: int, share: float = 1.0, least: int = 0) -> Integers:
         """Return tokens that each layer keeps of a piece, recent ones included: `[num_layers]`.
@@ -241,6 +237,15 @@ class DecayAllocator(Allocator):
             total = recent * num_layers + contexts(middle).sum()
             low, high = (middle, high) if total <= most else (low, middle)
         return recent + contexts(low)
+
+
+@lru_cache(maxsize=16)
+def _falls(decay_curve: str, num_layers: int, interval: int) -> list[float]:
+    """Return f at the depth of every layer that thins."""
+    depths = [layer / num_layers for layer in range(0, num_layers, interval)]
+    if decay_curve == "linear":
+        return [1 - depth for depth in depths]
+    return [(math.cos(math.pi * depth) + 1) / 2 for depth in depths]
 
 
 class TopKSharedSelector(Selector):

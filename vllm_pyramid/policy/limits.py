@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every limit of what a request may ask for with its own settings, in one place.
+
+The front end, the scheduler and the workers check the same limits before they do anything that
+grows with a value. `TABLE` is what docs/usage.md shows (tests/policy/test_limits.py compares them).
+"""
+
+from __future__ import annotations
+
+from vllm_pyramid.plan.budget import MAX_DECIMALS, MAX_TEXT, MAX_TOKENS
+
+# Keys of `vllm_xargs` or `extra_args`, those of other software included.
+MAX_KEYS = 128
+# Characters of a key that begins with `kv`; a longer one is none of ours.
+MAX_KEY = 64
+# Characters of a name: a policy's or an application's.
+MAX_NAME = 256
+# Applications whose averages a scheduler keeps; the one that was used least recently goes first.
+MAX_APPLICATIONS = 1024
+# Keys that a query head reads V of.
+MAX_TOP_N = MAX_TOKENS
+# Turns in `kv_turns`.
+MAX_TURNS = 512
+# Turn ends of a prompt that may evict, whatever its length, and the tokens that buy one more.
+FREE_EVICTIONS = 64
+TOKENS_PER_EVICTION = 512
+# Bytes of each cache of plans or policies in a process.
+CACHE_BYTES = 16 << 20
+
+# The settings of a request and their limits, as the documents list them.
+TABLE: tuple[tuple[str, str], ...] = (
+    (
+        "all of `vllm_xargs`",
+        f"at most {MAX_KEYS} keys, other software's included; a key that begins with `kv`, however "
+        "it is spelt, is one of these or refused",
+    ),
+    (
+        "`kv_budget`",
+        f"1 to {MAX_TOKENS:,} tokens, or above 0 to 100 % with at most {MAX_DECIMALS} decimals; as "
+        f"text at most {MAX_TEXT} characters",
+    ),
+    ("`kv_min_tokens`", f"0 to {MAX_TOKENS:,} tokens"),
+    ("`kv_policy`", f"at most {MAX_NAME} characters"),
+    (
+        "`kv_application`",
+        f"at most {MAX_NAME} characters; a scheduler keeps averages of the {MAX_APPLICATIONS:,} "
+        "applications that were used last",
+    ),
+    ("`kv_top_n`", f"1 to {MAX_TOP_N:,} keys"),
+    (
+        "`kv_turns`",
+        f"at most {MAX_TURNS} turns, each ending inside the prompt; {FREE_EVICTIONS} of them may "
+        f"evict, and one more for each {TOKENS_PER_EVICTION} tokens",
+    ),
+)
