@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 ray test test-fast test-gpu lint docs format build-ext sanitize clean
+.PHONY: help setup demo smollm2 ray test test-fast test-gpu soak lint docs format build-ext sanitize clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,12 @@ test-fast: $(STAMP)  ## Tests without an engine, for use while editing.
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+# A new seed each time, which is printed; a life that fails is printed with how to repeat it.
+SOAK_OPERATIONS ?= 1000000
+soak: $(STAMP)  ## A million operations of the scheduler's state machine (SOAK_OPERATIONS, SOAK_SEED).
+	$(TEST_ENV) $(PY) -m tests.attack.soak --operations $(SOAK_OPERATIONS) --jobs $(TEST_JOBS) \
+	  $(if $(SOAK_SEED),--seed $(SOAK_SEED)) $(if $(SOAK_LIFE),--life $(SOAK_LIFE))
 
 lint: $(STAMP)  ## ruff (rules and format) and mypy.
 	$(PY) -m ruff check .
