@@ -54,6 +54,8 @@ class Findings:
     memory: dict[str, tuple[int, int]] = field(default_factory=dict)
     seconds: float = 0.0
     health: str = ""
+    reconnected: int = 0
+    of_vllm: Counter[str] = field(default_factory=Counter)
 
     @property
     def sent(self) -> int:
@@ -120,7 +122,11 @@ class Client:
         start = time.monotonic()
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
-                status, answer = await self._answer(attack)
+                try:
+                    status, answer = await self._answer(attack)
+                except aiohttp.ClientOSError:  # the server has closed an idle connection meanwhile
+                    self.findings.reconnected += 1
+                    status, answer = await self._answer(attack)
         except TimeoutError:
             self._count(attack, "none")
             self.findings.fail(number, attack, f"no answer in {LONGEST_SECONDS:.0f} s")
@@ -156,9 +162,13 @@ class Client:
         """What is wrong with an answer; None if it is right."""
         if not status:
             return None
+        if status == 500 and (known := _known_in_vllm(attack, answer)):
+            self.findings.of_vllm[known] += 1
+            return None
         if not attack.accepts(status):
             reason = f"{status} where it should be {attack.expected}"
-            return f"{reason}: {answer[:300].decode(errors='replace')}" if status != 200 else reason
+            said = answer.decode(errors="replace") if status != 200 else _settings(attack)
+            return f"{reason}: {said[:300]}"
         # vLLM reports errors of a stream that has begun in the stream.
         if status == 200 and (found := re.search(rb'"code": ?(5\d\d)', answer)):
             return f"{found.group(1).decode()} in a stream: {answer[-300:].decode()}"
@@ -167,6 +177,28 @@ class Client:
             if found_tokens != expected:
                 return f"honest tokens changed: {found_tokens} where the idle server had {expected}"
         return None
+
+
+def _known_in_vllm(attack: Attack, answer: bytes) -> str | None:
+    """A fault of vLLM's own front end that a status of 500 tells; None if it is no known one.
+
+    Its validators, which run before the field's type is checked, call `get` on what should be an
+    object (`check_structured_outputs_count` of both endpoints).
+    """
+    if re.search(rb"'\w+' object has no attribute 'get'", answer):
+        with contextlib.suppress(ValueError, AttributeError):
+            value = json.loads(attack.body).get("structured_outputs")
+            if value is not None and not isinstance(value, dict):
+                return "structured_outputs that is no object"
+    return None
+
+
+def _settings(attack: Attack) -> str:
+    """The settings of a request, as far as they fit into a line."""
+    with contextlib.suppress(ValueError, AttributeError):
+        xargs = json.loads(attack.body).get("vllm_xargs") or {}
+        return ", ".join(f"{name[:30]}: {str(value)[:30]!r}" for name, value in xargs.items())
+    return ""
 
 
 async def attack_server(
@@ -271,6 +303,8 @@ def report(findings: Findings, url: str, seed: int, folder: Path, log: str) -> s
         lines.append(f"honest seconds: idle {idle:.2f}, attacked {middle:.2f}, worst {worst:.2f}")
     sizes = [f"{name} {a} to {b}" for name, (a, b) in sorted(findings.memory.items())]
     lines.append(f"MiB resident: {', '.join(sizes)}")
+    lines.append(f"connections that the server had closed meanwhile: {findings.reconnected}")
+    lines += [f"vLLM's own fault, 500 {n} times: {what}" for what, n in findings.of_vllm.items()]
     errors = Counter(
         re.findall(r"^(?:\S.*?\) )?(?:ERROR [^\]]*\] )?(\w+Error: .{0,110})", log, re.M)
     )
