@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.attack.bodies import KINDS, draw
-from tests.attack.fuzz import FLAGS, attack_server, report
+from tests.attack.findings import report
+from tests.attack.fuzz import FLAGS, attack_server
 from tests.plumbing.server import serving
 
 pytestmark = pytest.mark.engine
