@@ -58,7 +58,7 @@ test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 SOAK_OPERATIONS ?= 1000000
 SOAK_REQUESTS ?= 2000
 soak: $(STAMP)  ## A million operations of the scheduler, thousands of requests (SOAK_OPERATIONS, _SEED).
-	$(TEST_ENV) $(PY) -m tests.attack.soak --operations $(SOAK_OPERATIONS) --jobs $(TEST_JOBS) \
+	VLLM_LOGGING_LEVEL=CRITICAL $(TEST_ENV) $(PY) -m tests.attack.soak --operations $(SOAK_OPERATIONS) --jobs $(TEST_JOBS) \
 	  $(if $(SOAK_SEED),--seed $(SOAK_SEED)) $(if $(SOAK_LIFE),--life $(SOAK_LIFE))
 	$(if $(SOAK_LIFE),@true,SOAK_REQUESTS=$(SOAK_REQUESTS) SOAK_SECONDS=1500 $(TEST_ENV) $(PY) -m pytest -s \
 	  tests/attack/test_real_requests.py $(if $(SOAK_SEED),--hypothesis-seed=$(SOAK_SEED)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import multiprocessing
 import secrets
 import sys
@@ -47,8 +46,6 @@ def soak(
     Args:
         shrinking: seconds for which each failing life is cut down.
     """
-    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it reports every scheduler and reset
-    logging.getLogger("vllm_pyramid").setLevel(logging.CRITICAL)
     done, failed = Done(), []
     for number in itertools.count(first, step):
         if done.total >= operations:
