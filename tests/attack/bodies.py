@@ -219,7 +219,9 @@ def _mutated(source: random.Random, kind: str, model: str) -> Attack:
     if source.random() < 0.05:
         body["n"] = source.choice([0, -1, "2", 2.5, 10**6, 2**63, None])
     if source.random() < 0.05:
+        # Each token of each beam is a request of its own: a thousand of them take minutes.
         body |= {"use_beam_search": True, "n": source.choice([1, 2, 4]), "temperature": 0}
+        body["max_tokens"] = source.choice([1, 4, 0, -1, "3"])
     return Attack(kind, path, encode(body))
 
 

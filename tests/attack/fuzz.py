@@ -37,6 +37,7 @@ HONEST_PROMPTS, HONEST_TOKENS = 12, 8
 CLEAR_LEAD = 0.05
 # An answer that takes longer counts as one that never came.
 LONGEST_SECONDS = 120.0
+LONGEST_HONEST_SECONDS = 60.0
 
 
 def honest_bodies(model: str, seed: int) -> list[bytes]:
@@ -94,7 +95,9 @@ class Client:
             async with asyncio.timeout(LONGEST_SECONDS):
                 try:
                     status, answer = await self._answer(attack)
-                except aiohttp.ClientOSError:  # the server has closed an idle connection meanwhile
+                except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                    # The server has closed a connection that was idle.
+
                     self.findings.reconnected += 1
                     status, answer = await self._answer(attack)
         except TimeoutError:
@@ -107,7 +110,10 @@ class Client:
             return
         self._count(attack, str(status) if status else "disconnected")
         if expected is not None:
-            self.findings.honest_seconds.append(time.monotonic() - start)
+            seconds = time.monotonic() - start
+            self.findings.honest_seconds.append(seconds)
+            if seconds > LONGEST_HONEST_SECONDS:
+                self.findings.fail(number, attack, f"an honest answer took {seconds:.0f} s")
         if reason := self._judge(attack, status, answer, expected):
             self.findings.fail(number, attack, reason)
 
