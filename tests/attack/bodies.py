@@ -179,8 +179,9 @@ def _wrong_settings(source: random.Random, kind: str, model: str) -> Attack:
 
 def _any_settings(source: random.Random, kind: str, model: str) -> Attack:
     path, body = _body(source, model)
-    count = source.choice([1, 2, len(OUR_KEYS)])
-    body["vllm_xargs"] = {key: source.choice(HOSTILE) for key in source.sample(OUR_KEYS, count)}
+    names = (*OUR_KEYS, "other", "\U0001f600")
+    count = source.choice([1, 1, 2, len(names)])
+    body["vllm_xargs"] = {name: source.choice(HOSTILE) for name in source.sample(names, count)}
     return Attack(kind, path, encode(body))
 
 

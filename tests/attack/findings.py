@@ -75,7 +75,7 @@ def report(findings: Findings, url: str, seed: int, folder: Path, log: str) -> s
     lines += [f"in the log, {n} times: {line}" for line, n in errors.most_common(12)]
     lines += [f"STILL HELD: {leak}" for leak in findings.leaks]
     lines += [f"SERVER: {findings.health}"] if findings.health else []
-    lines += [f"FAILED {n} times: {reason}" for reason, n in findings.by_reason.most_common()]
+    lines += [f"FAILED {n} times: {reason}" for reason, n in findings.by_reason.most_common(40)]
     shown: Counter[str] = Counter()
     for number, attack, reason in findings.failures:
         shown[key := f"{attack.kind}{reason[:40]}"] += 1

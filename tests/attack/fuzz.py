@@ -97,7 +97,6 @@ class Client:
                     status, answer = await self._answer(attack)
                 except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
                     # The server has closed a connection that was idle.
-
                     self.findings.reconnected += 1
                     status, answer = await self._answer(attack)
         except TimeoutError:
@@ -159,13 +158,24 @@ def _known_in_vllm(attack: Attack, answer: bytes) -> str | None:
     """A fault of vLLM's own front end that a status of 500 tells; None if it is no known one.
 
     Its validators, which run before the field's type is checked, call `get` on what should be an
-    object (`check_structured_outputs_count` of both endpoints).
+    object (`check_structured_outputs_count` of both endpoints). Half a surrogate pair, which JSON
+    can carry and UTF-8 cannot, fails where the request is encoded for the engine.
     """
-    if re.search(rb"'\w+' object has no attribute 'get'", answer):
-        with contextlib.suppress(ValueError, AttributeError):
-            value = json.loads(attack.body).get("structured_outputs")
-            if value is not None and not isinstance(value, dict):
-                return "structured_outputs that is no object"
+    try:
+        body = json.loads(attack.body)
+        message = json.loads(answer)["error"]["message"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    value = body.get("structured_outputs")
+    no_object = re.fullmatch(r"'\w+' object has no attribute 'get'", message)
+    if no_object and value is not None and not isinstance(value, dict):
+        return "structured_outputs that is no object"
+    if isinstance(xargs := body.get("vllm_xargs"), dict):  # what the policy reads is no excuse
+        body["vllm_xargs"] = {k: v for k, v in xargs.items() if not k.lower().startswith("kv")}
+    if not message and "\\ud800" in json.dumps(body):
+        return "half a surrogate pair"
     return None
 
 
