@@ -63,7 +63,7 @@ WRONG_TURNS: tuple[Any, ...] = (
     *([0], [-1], [2, 1], [5, 5], [1.5], ["8"], [1, "8"], 8, "8", 1.5, [2**63]),
     *(list(range(1, 600)), list(range(1, 9000)), [10**9]),
 )
-WRONG_FLOORS: tuple[Any, ...] = (-1, -(2**63), 1.5, "x", "64", [64], float("nan"), 2**64, 10**400)
+WRONG_FLOORS: tuple[Any, ...] = (-1, -(2**63), 1.5, "x", [64], float("nan"), 2**64, 10**400)
 UNKNOWN_KEYS = (
     *("kv-budget", "kvBudget", "KV_BUDGET", "Kv_Budget", "kv_budgt", "kvbudget", "kv.budget"),
     *("kv_7x", "kv_", "kv", "kv_polcy", "KV-POLICY", "kvPolicy", "kv_turn", "kv_" + "x" * 30_000),

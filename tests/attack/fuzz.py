@@ -279,6 +279,7 @@ def main() -> int:
     numbers = range(arguments.requests) if first is None else range(first, first + 1)
     settings: dict[str, Any] = {
         "log": folder / "server.log",
+        "unset": ("PYTHONPATH",),
         "command": (arguments.python, "-m", "vllm.entrypoints.cli.main", "serve"),
     }
     with serving(model, *FLAGS, *arguments.flags, **settings) as server:
