@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray test test-fast test-gpu lint docs format build-ext sanitize clean
+.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz lint docs format build-ext sanitize clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,22 @@ test-fast: $(STAMP)  ## Tests without an engine, for use while editing (3 minute
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+# A new seed each time, which is printed; what fails is printed with how to repeat it. First the
+# scheduler's state machine, then real requests through engines (of each kind).
+SOAK_OPERATIONS ?= 1000000
+SOAK_REQUESTS ?= 2000
+soak: $(STAMP)  ## A million operations of the scheduler, thousands of requests (SOAK_OPERATIONS, _SEED).
+	VLLM_LOGGING_LEVEL=CRITICAL $(TEST_ENV) $(PY) -m tests.attack.soak --operations $(SOAK_OPERATIONS) --jobs $(TEST_JOBS) \
+	  $(if $(SOAK_SEED),--seed $(SOAK_SEED)) $(if $(SOAK_LIFE),--life $(SOAK_LIFE))
+	$(if $(SOAK_LIFE),@true,SOAK_REQUESTS=$(SOAK_REQUESTS) SOAK_SECONDS=1500 $(TEST_ENV) $(PY) -m pytest -s \
+	  tests/attack/test_real_requests.py $(if $(SOAK_SEED),--hypothesis-seed=$(SOAK_SEED)))
+
+FUZZ_REQUESTS ?= 100000
+FUZZ_SECONDS ?= 3600
+fuzz: $(STAMP)  ## Hostile requests to a server, among honest ones (FUZZ_REQUESTS, FUZZ_SEED, _SECONDS).
+	$(TEST_ENV) $(PY) -m tests.attack.fuzz --requests $(FUZZ_REQUESTS) --seconds $(FUZZ_SECONDS) \
+	  $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(if $(FUZZ_NUMBER),--number $(FUZZ_NUMBER))
 
 lint: $(STAMP)  ## ruff (rules and format) and mypy.
 	$(PY) -m ruff check .

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +25,48 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
 def pytest_configure(config: pytest.Config) -> None:
     """What tests start has `site/sitecustomize.py`; no process of pytest itself does."""
+    _draw_seed(config)
     gc.enable()  # one that a test started
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         paths = [str(Path(__file__).parent / "plumbing" / "site"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+def _draw_seed(config: pytest.Config) -> None:
+    """Every run draws other examples; `--hypothesis-seed` repeats those of an earlier one.
+
+    Processes of pytest-xdist get the option of the one that starts them. Hypothesis draws the same
+    examples in every run where it finds a CI system, unless a profile says otherwise.
+    """
+    from hypothesis import settings
+
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(secrets.randbelow(1 << 32))
+    settings.register_profile("tests", derandomize=False, print_blob=True)
+    settings.load_profile("tests")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return _how_to_repeat(config)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """With `-q` there is no header."""
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(_how_to_repeat(config))
+
+
+def _how_to_repeat(config: pytest.Config) -> str:
+    return f"examples drawn with --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+@pytest.fixture(scope="session")
+def seed(request: pytest.FixtureRequest) -> int:
+    """The run's seed, for tests that draw without Hypothesis."""
+    return int(request.config.option.hypothesis_seed)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that is killed while it serves takes the server with it, rank or pipeline stage."""
+"""A process that is killed under load takes the server with it, and every request gets an error.
+
+The engine core, each rank of tensor parallelism and each pipeline stage; a replica of data
+parallelism is killed in `test_data_parallel.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,34 @@ from tests.plumbing.server import members, serving
 
 pytestmark = pytest.mark.engine
 
+RANKS = ("--tensor-parallel-size", "2")
+STAGES = ("--pipeline-parallel-size", "2")
+CORE_DIED, WORKER_DIED = "EngineDeadError", "died unexpectedly"
+
 
 @pytest.mark.parametrize(
-    ("flag", "workers", "killed"),
+    ("parallel", "killed", "reason"),
     [
-        ("--tensor-parallel-size", ["VLLM::Worker_TP0", "VLLM::Worker_TP1"], 1),
+        ((), "VLLM::EngineCore", CORE_DIED),
+        ((), "VLLM::Worker", WORKER_DIED),
+        (RANKS, "VLLM::EngineCore", CORE_DIED),
+        (RANKS, "VLLM::Worker_TP0", WORKER_DIED),
+        (RANKS, "VLLM::Worker_TP1", WORKER_DIED),
         # The other stage waits for its hidden states, or sends it some.
-        ("--pipeline-parallel-size", ["VLLM::Worker_PP0", "VLLM::Worker_PP1"], 0),
-        ("--pipeline-parallel-size", ["VLLM::Worker_PP0", "VLLM::Worker_PP1"], 1),
+        (STAGES, "VLLM::Worker_PP0", WORKER_DIED),
+        (STAGES, "VLLM::Worker_PP1", WORKER_DIED),
     ],
 )
-def test_killing_a_worker_ends_the_server(
-    random_model: Path, tmp_path: Path, flag: str, workers: list[str], killed: int
+def test_killing_a_process_ends_the_server(
+    random_model: Path, tmp_path: Path, parallel: tuple[str, ...], killed: str, reason: str
 ) -> None:
-    command = (*flags(tmp_path / "trace"), flag, "2")
+    command = (*flags(tmp_path / "trace"), *parallel)
     with serving(random_model, *command, log=tmp_path / "server.log") as server:
         client = client_of(server)
         report = complete(client, random_model, LENGTHS[0]).kv_transfer_params
         assert report["evicted_tokens"] > 0
         processes = {name: pid for pid, name in members(server.process.pid)}
-        assert set(workers) <= set(processes)
-        worker = processes[workers[killed]]
-        log = check_death(server, client, random_model, lambda: os.kill(worker, signal.SIGKILL))
-    assert "died unexpectedly" in log, log[-3000:]
+        assert killed in processes, processes
+        pid = processes[killed]
+        log = check_death(server, client, random_model, lambda: os.kill(pid, signal.SIGKILL))
+    assert reason in log, log[-3000:]

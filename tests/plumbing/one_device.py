@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
-import pytest
 
 from tests.engine.support import Job, greedy, random_prompts, start_engine
 from tests.plumbing.server import Server
@@ -88,19 +90,50 @@ def complete(client: openai.OpenAI, model: Path, length: int, **changes: Any) ->
     )
 
 
-def check_death(server: Server, client: openai.OpenAI, model: Path, kill: Any) -> str:
-    """`kill()` while a request runs: it ends with an error, and so do all processes; the log."""
-    # Eight answers at once take longer than a busy machine takes to send the signal.
-    many = {"max_tokens": 1500, "n": 8, "temperature": 1}
-    stream = complete(client, model, LENGTHS[0], stream=True, **many)
-    for _ in range(3):
-        next(iter(stream))
-    start = time.monotonic()
-    kill()
-    with pytest.raises((openai.APIError, httpx.HTTPError)) as caught:
-        list(stream)
-    print(f"the request ended {time.monotonic() - start:.1f} s later with {caught.value!r}")
-    server.process.wait(60)
+# More than the engine runs at once: some clients wait for their first token, all for their last.
+CLIENTS = 12
+# Between a death and the last client's error, and until the server has ended.
+LONGEST_SECONDS = 60
+
+
+def check_death(
+    server: Server,
+    client: openai.OpenAI,
+    model: Path,
+    kill: Callable[[], None],
+    headers: Sequence[dict[str, str]] = ({},),
+) -> str:
+    """`kill()` under load: every request ends with an error, and so do all processes; the log.
+
+    Args:
+        headers: of the clients, in turn.
+    """
+    answering = threading.Semaphore(0)
+
+    def ask(index: int) -> tuple[str, float]:
+        """How and when a request that takes minutes has ended."""
+        stream, own = index % 3 != 2, client.with_options(timeout=2 * LONGEST_SECONDS)
+        changes = {"max_tokens": 1500, "n": 4, "temperature": 1, "stream": stream}
+        changes["extra_headers"] = headers[index % len(headers)]
+        try:
+            answer = complete(own, model, LENGTHS[index % len(LENGTHS)], **changes)
+            for _ in answer if stream else ():
+                answering.release()
+        except (openai.APIError, httpx.HTTPError) as error:
+            return type(error).__name__, time.monotonic()
+        return "answered", time.monotonic()
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        asked = [threads.submit(ask, index) for index in range(CLIENTS)]
+        for _ in range(20):
+            assert answering.acquire(timeout=120), "no tokens come"
+        start = time.monotonic()
+        kill()
+        ends = [future.result(3 * LONGEST_SECONDS) for future in asked]
+    last = max(when for _, when in ends) - start
+    print(f"requests ended up to {last:.1f} s later with {Counter(how for how, _ in ends)}")
+    assert "answered" not in {how for how, _ in ends} and last < LONGEST_SECONDS, ends
+    server.process.wait(LONGEST_SECONDS)
     print(f"the server ended {time.monotonic() - start:.1f} s later")
     for _ in range(100):
         if not server.group():

@@ -265,13 +265,15 @@ class Admission:
         chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces[:1])])
         most_in_step = 0
         if plan.inner:
-            chunk, most_in_step = tokens_per_step(plan, chunk)
+            chunk, _ = tokens_per_step(plan, chunk)
+            # A request gets longer chunks than others leave it as long as it is alone.
+            _, most_in_step = tokens_per_step(plan, self._step_tokens)
         # A request that evicts inside its prompt, or evicted while it generated, never holds all of
         # it. Heads come back some steps late, and each step computes that many tokens.
         peak: Numbers | int = UNBOUNDED
         peak_after: Numbers | int = 0
         if plan.inner or plan.every:
-            late = self._lag * max(plan.every, min(most_in_step, self._step_tokens))
+            late = self._lag * max(plan.every, most_in_step)
             most_blocks = partial(self._coordinator.layer_blocks.most, own_plan)
             peak = most_blocks(request.num_tokens, late)
             peak_after = most_blocks(request.num_tokens, late, evicted=True)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real requests through an engine whose pool is too small, aborted in every phase of their lives.
+
+Policies and budgets of their own, shared prefixes, conversations that resume, and drafts; greedy
+and sampled. Every few steps each block is accounted for, and in the end nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engine.support import Engine, count_preemptions
+from tests.scheduler.checks import check_pool
+from vllm_pyramid.policy.served_settings import ServedSettings
+
+LAYERS, BLOCK, MAX_LEN = 4, 16, 384
+BLOCKS = 2 * LAYERS * MAX_LEN // BLOCK + 1  # two of the longest requests
+STEPS_OF_CHECKS = 7
+SETTINGS: dict[str, dict[str, Any]] = {
+    "conversations with drafts": {
+        "kv_policy": "pyramidkv",
+        "kv_budget": "30%",
+        "enable_prefix_caching": True,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    },
+    "solved lengths": {"kv_policy": "xkv", "kv_budget": "40%", "enable_prefix_caching": True},
+    "evictions while generating": {
+        "kv_policy": "h2o",
+        "kv_budget": 40,
+        "kv_policy_args": {"interval": 32},
+        "enable_prefix_caching": False,
+    },
+    "evictions inside prompts": {
+        "kv_policy": "snapkv-chunked",
+        "kv_budget": 48,
+        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 48, "window": 8, "chunk.window": 8},
+        "enable_prefix_caching": True,
+    },
+}
+COMMON: dict[str, Any] = {
+    "kv_admission": "prompt",  # start whatever fits, so that many are preempted
+    "dtype": "float32",
+    "max_model_len": MAX_LEN,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 24,
+    "num_gpu_blocks_override": BLOCKS,
+}
+# Where a request is aborted, if at all.
+PHASES = ("waiting", "inside the prompt", "after the prompt", "generating", "preempted")
+
+
+@dataclass
+class Talk:
+    """A conversation as its client knows it: tokens so far, and where its prompts ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Running:
+    """A request that has not ended, and the phase in which its client leaves."""
+
+    prompt: list[int]
+    leaves: str | None
+    talk: Talk | None
+    output: Any = None
+
+
+class Clients:
+    """Many clients of one engine, drawn from a seed."""
+
+    def __init__(self, engine: Engine, seed: str) -> None:
+        self.engine, self.source = engine, random.Random(seed)
+        self.running: dict[str, Running] = {}
+        self.talks: list[Talk] = []
+        self.seen: Counter[str] = Counter()
+        self.sent = self.steps = 0
+        served = ServedSettings.of(engine.core.vllm_config)
+        self.has_turns = served is not None and served.why_no_turns is None
+
+    def run(self, requests: int, seconds: float) -> None:
+        """Send so many requests, or until the time is over; then wait for the last."""
+        end = time.monotonic() + seconds
+        with count_preemptions(self.engine) as preemptions:
+            while self.running or (self.sent < requests and time.monotonic() < end):
+                if self.sent < requests and time.monotonic() < end:
+                    for _ in range(self.source.choice([0, 0, 0, 1, 1, 3])):
+                        self.send()
+                self.step()
+        self.seen["preempted"] += preemptions["all"]
+        self.seen["preempted after evicting"] += preemptions["evicted"]
+
+    def send(self) -> None:
+        """One request: a prompt of its own, one that others share, or a conversation's turn."""
+        from vllm import SamplingParams
+
+        source, name = self.source, f"soak{self.sent}"
+        self.sent += 1
+        talk = None
+        own: dict[str, Any] = source.choice(
+            [
+                {},
+                {},
+                {},
+                {"kv_budget": source.randrange(24, 120)},
+                {"kv_budget": f"{source.randrange(15, 100)}%"},
+                {"kv_policy": "full"},
+            ]
+        )
+        length = source.choice([1, 16, 33, source.randrange(1, 200), source.randrange(40, 300)])
+        prompt = self.prompt(length)
+        if self.has_turns and source.random() < 0.5:
+            own = {}
+            talk = (
+                source.choice(self.talks[-8:]) if self.talks and source.random() < 0.8 else Talk()
+            )
+            if talk in self.talks:
+                self.talks.remove(talk)
+            prompt = [*talk.tokens, *self.prompt(source.randrange(1, 90))]
+            if len(prompt) > MAX_LEN - 60:
+                talk, prompt = Talk(), prompt[-80:]
+            own = {"kv_turns": talk.turns}
+            self.seen["turns"] += bool(talk.turns)
+        params = SamplingParams(
+            temperature=source.choice([0.0, 0.0, 1.0]),
+            max_tokens=max(
+                min(source.choice([1, 2, 20, source.randrange(1, 150)]), MAX_LEN - len(prompt)), 1
+            ),
+            ignore_eos=source.random() < 0.8,
+            detokenize=False,
+            seed=source.choice([None, 7]),
+            logprobs=source.choice([None, None, 2]),
+            extra_args=own or None,
+        )
+        self.engine.client.add_request(name, {"prompt_token_ids": prompt}, params)
+        leaves = source.choice(PHASES) if source.random() < 0.3 else None
+        self.running[name] = Running(prompt, leaves, talk)
+
+    def prompt(self, length: int) -> list[int]:
+        """Random tokens, those that others send too, or a few that repeat (drafts are right)."""
+        source = self.source
+        fresh = [source.randrange(8, 512) for _ in range(length)]
+        shared = [8 + index % 300 for index in range(length)]
+        return source.choice(
+            [
+                fresh,
+                shared,
+                shared[: length // 2] + fresh[length // 2 :],
+                (fresh[:5] * length)[:length],
+            ]
+        )
+
+    def step(self) -> None:
+        """One step of the engine, behind which some clients leave."""
+        for output in self.engine.client.step():
+            request = self.running[output.request_id]
+            request.output = output
+            if output.finished:
+                self.end(output.request_id)
+        self.steps += 1
+        for name in [name for name, request in self.running.items() if self.leaves(name, request)]:
+            self.seen[f"aborted {self.running.pop(name).leaves}"] += 1
+            self.engine.client.abort_request([name])
+        if self.steps % STEPS_OF_CHECKS == 0:
+            check_pool(self.engine.coordinator)
+
+    def end(self, name: str) -> None:
+        """An answer is whole; a conversation goes on with it."""
+        request = self.running.pop(name)
+        answer = request.output.outputs[0]
+        self.seen[f"ended by {answer.finish_reason}"] += 1
+        report = request.output.kv_transfer_params or {}
+        self.seen["evicted"] += report.get("evicted_tokens", 0) > 0
+        self.seen["hits"] += bool(request.output.num_cached_tokens)
+        self.seen["resumed"] += report.get("resumed_tokens", 0) > 0
+        if (talk := request.talk) is not None and answer.finish_reason != "error":
+            talk.tokens = [*request.prompt, *answer.token_ids]
+            talk.turns = [*talk.turns, len(request.prompt)]
+            self.talks.append(talk)
+
+    def leaves(self, name: str, request: Running) -> bool:
+        """Whether a request has come to the phase in which its client leaves."""
+        if request.leaves is None:
+            return False
+        found = [
+            r
+            for key, r in self.engine.scheduler.requests.items()
+            if key.startswith(name + "-") or key == name
+        ]
+        if not found:
+            return False
+        (known,) = found
+        computed, prompt = known.num_computed_tokens, known.num_prompt_tokens
+        return {
+            "waiting": not computed,
+            "inside the prompt": 0 < computed < prompt,
+            "after the prompt": computed >= prompt,
+            "generating": computed > prompt + self.source.randrange(1, 30),
+            "preempted": known.num_preemptions > 0,
+        }[request.leaves]
+
+    def check_nothing_left(self) -> None:
+        """No request, block, plan or table of any part of the engine is left."""
+        engine = self.engine
+        engine.client.step()  # tells the worker which requests ended last
+        engine.check_whole()
+        scheduler, coordinator = engine.scheduler, engine.coordinator
+        assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+        assert scheduler._admission is None or not len(scheduler._admission.table)
+        assert not engine.client.output_processor.request_states
+        assert not coordinator.prefixes._published_from
+        assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        left = set(runner.pyramid.tracker._requests)
+        assert not left, f"the worker keeps {left}"
+        assert scheduler.reset_prefix_cache()
+        assert not coordinator.block_pool.bundles and not coordinator.block_pool.idle
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return {**COMMON, **SETTINGS[name]}
+
+
+def model_of(folder: Path) -> Path:
+    """A model whose first layer says most, so that drafts are right now and then."""
+    from tests.engine.drafts import write_target
+
+    return write_target(folder)
