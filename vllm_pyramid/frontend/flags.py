@@ -89,9 +89,8 @@ def take_flags(namespace: argparse.Namespace) -> None:
     _move_flags(namespace)
     config = namespace.additional_config
     # Only the parsers of servers have this flag.
-    if getattr(namespace, "enable_prompt_tokens_details", None) is False and asks_for_policy(
-        config
-    ):
+    hides_cached = getattr(namespace, "enable_prompt_tokens_details", None) is False
+    if hides_cached and asks_for_policy(config):
         namespace.additional_config = {REPORT_KEY: False, **config}
     KVSettings.from_additional_config(namespace.additional_config)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -55,7 +55,7 @@ class ServedSettings:
     num_drafts: int = 0
     asks_prefix_caching: bool = False
     why_no_turns: str | None = None
-    overrides: RequestOverrides = RequestOverrides()
+    overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
 
     def as_data(self) -> dict[str, Any]:

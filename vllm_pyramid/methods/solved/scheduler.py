@@ -38,8 +38,8 @@ class _Application:
 class SampledShares(SchedulerHooks):
     """Keeps the running averages of all applications, apart for each salt.
 
-    There are `MAX_APPLICATIONS` at most. The salt that has most of them forgets the one that it used
-    least recently, so no tenant can make another one's averages go by naming more applications.
+    There are `MAX_APPLICATIONS` at most. The salt that has most of them forgets the one that it
+    used least recently, so a tenant that names many applications loses its own averages.
 
     Args:
         solver: the policy's, with `sample_first` or `sample_share`. num_layers: of the model.
