@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import vllm
@@ -29,6 +30,9 @@ class LLM(vllm.LLM):
         kv_admission: when a waiting prompt is admitted: `"forecast"` (if it is expected to run long
             enough to be worth its prefill; the default if the policy evicts) or `"prompt"` (as soon
             as it fits).
+        kv_request_overrides: settings that requests may give, such as `["budget", "turns"]`, or
+            `"none"`; by default all.
+        kv_max_request_budget: the most that a request may have its prompt keep: `2048` or `"25%"`.
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -46,6 +50,8 @@ class LLM(vllm.LLM):
         kv_trace: str | None = None,
         kv_swap_space: float | None = None,
         kv_admission: str | None = None,
+        kv_request_overrides: Sequence[str] | str | None = None,
+        kv_max_request_budget: int | str | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:

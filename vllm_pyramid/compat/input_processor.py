@@ -36,6 +36,20 @@ class RequestChecks(Protocol):
         """
 
 
+def check_whole(resumable: bool) -> None:
+    """Refuse streaming input, a prompt that comes in pieces.
+
+    Raises:
+        VLLMValidationError: the request is one of these.
+    """
+    if resumable:
+        raise VLLMValidationError(
+            "streaming input does not work with a KV policy: the prompt would grow after its "
+            "cache was evicted; send the prompt whole",
+            parameter="resumable",
+        )
+
+
 def check_images(model_config: ModelConfig, request: Any) -> None:
     """Refuse images and similar inputs of models in which their tokens attend in both directions.
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vllm_pyramid.frontend.settings import CONFIG_KEYS, KVSettings
+from vllm_pyramid.frontend.settings import CONFIG_KEYS, REPORT_KEY, KVSettings
+from vllm_pyramid.policy.overrides import OVERRIDES
+from vllm_pyramid.policy.served_settings import asks_for_policy
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "kv_policy": {
@@ -46,6 +48,17 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "are expected to hold let it run long enough to be worth its prefill (the default if the "
         "policy evicts), or 'prompt', as soon as it fits, which is vLLM's own rule.",
     },
+    "kv_request_overrides": {
+        "metavar": "none|NAME,NAME,...",
+        "help": "Settings that single requests may give in vllm_xargs, each as kv_NAME. Others are "
+        f"answered with status 400. Default: all, which is {','.join(OVERRIDES)}.",
+    },
+    "kv_max_request_budget": {
+        "metavar": "N|P%%",
+        "help": "The most that a request's kv_budget, kv_min_tokens or kv_policy may have its "
+        "prompt keep: a number of tokens, or a percentage of the prompt. What the server keeps of "
+        "it by itself is always allowed. Default: no limit.",
+    },
 }
 
 
@@ -67,10 +80,18 @@ def take_flags(namespace: argparse.Namespace) -> None:
     processes that get the finished namespace (`--api-server-count 2`) call that before plugins are
     loaded.
 
+    A server says how much of a prompt was cached only with vLLM's `--enable-prompt-tokens-details`;
+    without it, the reports of a policy leave that out, too.
+
     Raises:
         ValueError: a wrong value, or a flag that `--additional-config` also gives.
     """
     _move_flags(namespace)
+    config = namespace.additional_config
+    # Only the parsers of servers have this flag.
+    hides_cached = getattr(namespace, "enable_prompt_tokens_details", None) is False
+    if hides_cached and asks_for_policy(config):
+        namespace.additional_config = {REPORT_KEY: False, **config}
     KVSettings.from_additional_config(namespace.additional_config)
 
 

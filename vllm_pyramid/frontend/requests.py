@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from vllm_pyramid.compat.input_processor import check_images
+from vllm_pyramid.compat.input_processor import check_images, check_whole
 from vllm_pyramid.frontend.layer_kinds import has_other_layers
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.request import ServedRequest, check_request
@@ -60,21 +60,17 @@ class PolicyRequestChecks:
         settings = self._engine(processor).settings
         if settings is None:
             return None
-        if resumable:
-            raise VLLMValidationError(
-                "streaming input does not work with a KV policy: the prompt would grow after its "
-                "cache was evicted; send the prompt whole",
-                parameter="resumable",
-            )
+        check_whole(resumable)
         if not isinstance(params, SamplingParams):
             return None
         try:
+            settings.overrides.check_keys(params.extra_args)
             return check_request(settings.policy, params, settings.why_no_turns)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
     def after(self, processor: InputProcessor, request: Any, found: ServedRequest | None) -> None:
-        """Check what depends on the tokenised prompt: images, turns, and whether it fits.
+        """Check what depends on the tokenised prompt: images, turns, budget, and whether it fits.
 
         Raises:
             VLLMValidationError: the request cannot be served.
@@ -88,18 +84,20 @@ class PolicyRequestChecks:
         length = length_from_prompt_token_ids_or_embeds(
             request.prompt_token_ids, request.prompt_embeds
         )
+        params, settings = request.sampling_params, engine.settings
         try:
             found.check_turns(length)
+            settings.overrides.check_kept(found, settings.policy, length, params.max_tokens)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
-        if engine.settings.policy.inner_policy is None or request.sampling_params is None:
+        if settings.policy.inner_policy is None:
             return
         if not engine.has_pool and processor.vllm_config.cache_config.num_gpu_blocks:
             engine.pool, engine.has_pool = pool_of(processor.vllm_config), True
         if engine.pool is None:
             return  # the scheduler checks it
         try:
-            check_fit(found, length, request.sampling_params, engine.pool)
+            check_fit(found, length, params, engine.pool)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="prompt") from None
 

@@ -5,7 +5,8 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
 
     {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
      "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
-     "kv_admission": "forecast"}
+     "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
+     "kv_max_request_budget": "25%"}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -16,14 +17,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy
+from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.served_settings import (
     NO_POLICY,
     SERVED_KEY,
@@ -39,7 +41,12 @@ CONFIG_KEYS = (
     "kv_trace",
     "kv_swap_space",
     "kv_admission",
+    "kv_request_overrides",
+    "kv_max_request_budget",
 )
+# The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
+REPORT_KEY = "kv_report_cached"
+_FOR_SERVERS = {"kv_admission", "kv_request_overrides", "kv_max_request_budget"}
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
@@ -84,7 +91,7 @@ def parse_engine_args(text: str | None) -> dict[str, Any]:
         raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
     if not isinstance(values, dict):
         raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
-    if taken := values.keys() & ({"model", *CONFIG_KEYS} - {"kv_admission"}):
+    if taken := values.keys() & ({"model", *CONFIG_KEYS} - _FOR_SERVERS):
         raise ValueError(
             f"--engine-args: leave {', '.join(sorted(taken))} out, which has its own flag"
         )
@@ -134,6 +141,9 @@ class KVSettings:
             with V on the host; None for as much as the device's KV cache, the upper limit.
         kv_admission: when a waiting prompt is admitted, one of `ADMISSIONS`; None for `forecast` if
             the policy evicts, and for vLLM's own rule, `prompt`, if it does not.
+        kv_request_overrides: settings that requests may give (`parse_overrides`); None: all.
+        kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
+        kv_report_cached: whether each response says what the cache held for its request.
     """
 
     kv_policy: str = NO_POLICY
@@ -143,6 +153,9 @@ class KVSettings:
     kv_trace: str | None = None
     kv_swap_space: float | str | None = None
     kv_admission: str | None = None
+    kv_request_overrides: Sequence[str] | str | None = None
+    kv_max_request_budget: int | str | None = None
+    kv_report_cached: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -155,6 +168,17 @@ class KVSettings:
             raise ValueError(
                 f"kv_admission must be {' or '.join(ADMISSIONS)}, not {self.kv_admission!r}"
             )
+        if not isinstance(self.kv_report_cached, bool):
+            raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
+        if self.kv_request_overrides is not None:
+            overrides = parse_overrides(self.kv_request_overrides)
+            object.__setattr__(self, "kv_request_overrides", overrides)
+        if self.kv_max_request_budget is not None:
+            try:
+                limit = Budget.parse(self.kv_max_request_budget).value
+            except ValueError as error:
+                raise ValueError(f"kv_max_request_budget: {error}") from None
+            object.__setattr__(self, "kv_max_request_budget", limit)
         min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
         object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
@@ -173,7 +197,7 @@ class KVSettings:
                 '--kv-policy-args \'{"values": "host"}\''
             )
         else:
-            _ = self._loaded_policy
+            self._overrides.check_policy(self._loaded_policy)
         if self.kv_min_tokens and not self._loaded_policy.evicts:
             raise ValueError(
                 f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
@@ -191,13 +215,14 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        refuse_unknown(additional_config, CONFIG_KEYS, "additional_config", similar_only=inert)
+        keys = (*CONFIG_KEYS, REPORT_KEY)
+        refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
                 f"{SERVED_KEY!r} in additional_config is set by this package: leave it out and "
                 "give kv_policy"
             )
-        given = {key: additional_config[key] for key in CONFIG_KEYS if key in additional_config}
+        given = {key: additional_config[key] for key in keys if key in additional_config}
         if not given:
             return None
         if given.get("kv_policy", "") is None:
@@ -207,7 +232,8 @@ class KVSettings:
     def to_additional_config(self) -> dict[str, Any]:
         """Return our keys for `additional_config`, without those that are not set."""
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
-        return {key: value for key, value in values.items() if value not in (None, {})}
+        given = {key: value for key, value in values.items() if value not in (None, {})}
+        return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
     def _loaded_policy(self) -> Policy:
@@ -218,6 +244,12 @@ class KVSettings:
         if floor is None or not policy.evicts:
             return policy
         return policy.model_copy(update={"min_tokens": floor})
+
+    @cached_property
+    def _overrides(self) -> RequestOverrides:
+        allowed = self.kv_request_overrides
+        limit = self.kv_max_request_budget
+        return RequestOverrides(OVERRIDES if allowed is None else tuple(allowed), limit)
 
     def policy(self) -> Policy | None:
         """Return the served policy, loaded once; None if the plugin stays inert."""
@@ -246,4 +278,6 @@ class KVSettings:
             self.kv_trace,
             None if space is None else int(float(space) * 2**30),
             forecasts,
+            overrides=self._overrides,
+            reports_cached=self.kv_report_cached,
         )

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
+from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.policy import Policy
 
 NO_POLICY = "none"
@@ -41,6 +42,9 @@ class ServedSettings:
         asks_prefix_caching: whether the user asked for prefix caching, not only vLLM's default.
         why_no_turns: why this engine cannot resume conversations (`kv_turns`), whatever the policy;
             None if it can.
+        overrides: what requests may change.
+        reports_cached: whether each response says what the cache held for its request; if not, only
+            those of requests with a `cache_salt` do.
     """
 
     policy: Policy
@@ -51,11 +55,14 @@ class ServedSettings:
     num_drafts: int = 0
     asks_prefix_caching: bool = False
     why_no_turns: str | None = None
+    overrides: RequestOverrides = field(default_factory=RequestOverrides)
+    reports_cached: bool = True
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**values, "policy": self.policy.as_data()}
+        overrides = {**asdict(self.overrides), "allowed": list(self.overrides.allowed)}
+        return {**values, "policy": self.policy.as_data(), "overrides": overrides}
 
     @classmethod
     def of(cls, config: Any) -> ServedSettings | None:
@@ -89,4 +96,6 @@ class ServedSettings:
 def _read_settings(data: str) -> ServedSettings:
     """Parse JSON. Cached, because vLLM reads its configuration many times at start-up."""
     values = json.loads(data)
-    return ServedSettings(policy=Policy.model_validate(values.pop("policy")), **values)
+    policy, overrides = Policy.model_validate(values.pop("policy")), values.pop("overrides")
+    overrides["allowed"] = tuple(overrides["allowed"])
+    return ServedSettings(policy, overrides=RequestOverrides(**overrides), **values)

@@ -30,6 +30,7 @@ class Reports(SchedulerPoints):
     coordinator: LockstepCoordinator
     kv_policy: Policy
     hooks: list[SchedulerHooks]
+    reports_cached: bool
     _sent_stats: dict[str, Any] | None = None
 
     @cached_property
@@ -104,7 +105,13 @@ class Reports(SchedulerPoints):
             )
 
     def report_of(self, request: Request) -> dict[str, Any]:
-        """Return what the request kept."""
+        """Return what the request kept.
+
+        What the cache held for it tells of other requests. That is reported where vLLM would report
+        it (`ServedSettings.reports_cached`), and to a request with a `cache_salt`, which finds only
+        what came with the same salt.
+        """
+        shows_cached = self.reports_cached or bool(request.cache_salt)
         plans, sessions = self.coordinator.plans, self.coordinator.sessions
         layer_blocks = self.coordinator.layer_blocks
         terms, plan = plans.records[request.request_id].terms, plans.of(request.request_id)
@@ -124,7 +131,8 @@ class Reports(SchedulerPoints):
             report["inner_evictions"] = len(plan.inner)
         if turns is not None:
             report["kv_turns"] = [*turns, plan.prompt_len]
-            report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
+            if shows_cached:
+                report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
         resolved = plans.confirmed(request.request_id)
         if resolved is not None:
             number = plans.confirmed_number(request.request_id)
@@ -146,7 +154,10 @@ class Reports(SchedulerPoints):
         if terms.min_tokens is not None:
             report["kv_min_tokens"] = terms.min_tokens
         for hooks in self.hooks:
-            report |= hooks.on_request_finished(request.request_id)
+            own = hooks.on_request_finished(request.request_id)
+            if not shows_cached:
+                own = {key: own[key] for key in own.keys() - hooks.tells_of_others}
+            report |= own
         return report
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

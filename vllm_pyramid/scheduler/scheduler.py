@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
+from vllm_pyramid.compat.input_processor import check_images, check_whole
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
     attach_copies,
@@ -87,6 +88,7 @@ class PyramidSchedulerMixin(Reports):
             logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
         self.kv_policy = settings.policy
         self._no_turns = settings.why_no_turns
+        self._overrides, self.reports_cached = settings.overrides, settings.reports_cached
         self._min_last_chunk = settings.min_last_chunk
         self._min_inner_chunk = settings.min_inner_chunk
         inside = self.kv_policy.inner_policy
@@ -134,7 +136,9 @@ class PyramidSchedulerMixin(Reports):
         )
         if served.error is None:
             for hooks in self.hooks:
-                if fields := hooks.on_request_added(request.request_id, served.application, plan):
+                if fields := hooks.on_request_added(
+                    request.request_id, request.cache_salt or "", served.application, plan
+                ):
                     plan = self._replan(request, served, plan, fields)
         shares = self.kv_cache_manager.enable_caching
         terms = RequestTerms(
@@ -155,11 +159,17 @@ class PyramidSchedulerMixin(Reports):
         another way. It ends with an error; raising would end the engine.
         """
         params = request.sampling_params
-        if params is None:
-            return ServedRequest(self.kv_policy)
         try:
+            check_whole(request.resumable)
+            check_images(self.vllm_config.model_config, request)
+            if params is None:
+                return ServedRequest(self.kv_policy)
+            self._overrides.check_keys(params.extra_args)
             served = check_request(self.kv_policy, params, self._no_turns)
             served.check_turns(request.num_prompt_tokens)
+            self._overrides.check_kept(
+                served, self.kv_policy, request.num_prompt_tokens, request.max_tokens
+            )
             if self.kv_policy.inner_policy is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.
@@ -168,8 +178,10 @@ class PyramidSchedulerMixin(Reports):
                 request.max_tokens = limited.max_tokens
             return served
         except ValueError as reason:
-            request.sampling_params = copy.copy(params)
-            request.sampling_params.extra_args = None  # the worker would follow it
+            if params is not None:
+                request.sampling_params = copy.copy(params)
+                request.sampling_params.extra_args = None  # the worker would follow it
+            request.mm_features = []  # a step may still run before the request ends
             logger.error("request %s: %s", request.request_id, reason)
             self.end_with_error(request.request_id, str(reason))
             return ServedRequest(self.kv_policy, error=str(reason))

@@ -40,6 +40,8 @@ class SwapTraffic(SchedulerHooks):
     """Adds up what moved, for each request and since the start."""
 
     name = NAME
+    # V of a prefix that was cached is neither written nor read again.
+    tells_of_others = frozenset(("v_bytes_written", "v_bytes_read"))
 
     def __init__(self) -> None:
         self._requests: dict[str, _Moved] = {}

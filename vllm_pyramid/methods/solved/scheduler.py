@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,27 +35,34 @@ class _Application:
 
 
 class SampledShares(SchedulerHooks):
-    """Keeps the running averages of all applications.
+    """Keeps the running averages of all applications, apart for each salt.
+
+    There are `MAX_APPLICATIONS` at most. The salt that has most of them forgets the one that it
+    used least recently, so a tenant that names many applications loses its own averages.
 
     Args:
         solver: the policy's, with `sample_first` or `sample_share`. num_layers: of the model.
     """
 
+    tells_of_others = frozenset(("averaged_over",))
+
     def __init__(self, solver: SolvingAllocator, num_layers: int) -> None:
         assert solver.samples
         self._first, self._share = solver.sample_first, solver.sample_share
         self._num_layers = num_layers
-        self._applications: OrderedDict[str, _Application] = OrderedDict()
+        # By salt, then by name; the least recently used ones first.
+        self._salts: OrderedDict[bytes, OrderedDict[str, _Application]] = OrderedDict()
+        self._num_applications = 0
         self._of_request: dict[str, _Application] = {}  # sampled ones that are not solved yet
         self._averaged: dict[str, int] = {}  # requests with averaged shares: prompts they are of
 
     def on_request_added(
-        self, request_id: str, application: str, plan: Plan
+        self, request_id: str, salt: str, application: str, plan: Plan
     ) -> dict[str, Any] | None:
         """Let the request be solved, or give it its application's average."""
         if not plan.is_deferred:
             return None
-        found = self.shares_for(request_id, application)
+        found = self.shares_for(request_id, salt, application)
         if found is None:
             return None
         shares, self._averaged[request_id] = found
@@ -69,7 +77,9 @@ class SampledShares(SchedulerHooks):
         prompts = self._averaged.pop(request_id, None)
         return {} if prompts is None else {"averaged_over": prompts}
 
-    def shares_for(self, request_id: str, application: str) -> tuple[tuple[float, ...], int] | None:
+    def shares_for(
+        self, request_id: str, salt: str, application: str
+    ) -> tuple[tuple[float, ...], int] | None:
         """Return the shares to use for a request that could be solved, or None to solve it.
 
         The first requests are solved, or an even sample beginning with the first one, and every
@@ -78,10 +88,7 @@ class SampledShares(SchedulerHooks):
         Returns:
             The shares, a number a layer that sum to about 1, and how many prompts they are of.
         """
-        known = self._applications.setdefault(application, _Application(np.zeros(self._num_layers)))
-        self._applications.move_to_end(application)
-        if len(self._applications) > MAX_APPLICATIONS:
-            self._applications.popitem(last=False)
+        known = self._application(salt, application)
         index = known.seen
         known.seen += 1
         if known.solved == 0 or self._is_sampled(index):
@@ -89,6 +96,23 @@ class SampledShares(SchedulerHooks):
             return None
         mean = known.total / known.solved
         return tuple(round(share, 9) for share in mean.tolist()), known.solved
+
+    def _application(self, salt: str, name: str) -> _Application:
+        """Return an application's averages, which begin with nothing."""
+        key = sha256(salt.encode("utf-8", "surrogatepass")).digest()  # a salt may be long
+        of_salt = self._salts.setdefault(key, OrderedDict())
+        self._salts.move_to_end(key)
+        if name not in of_salt:
+            of_salt[name] = _Application(np.zeros(self._num_layers))
+            self._num_applications += 1
+        of_salt.move_to_end(name)
+        if self._num_applications > MAX_APPLICATIONS:
+            fullest = max(self._salts, key=lambda salt: len(self._salts[salt]))
+            self._salts[fullest].popitem(last=False)
+            self._num_applications -= 1
+            if not self._salts[fullest]:
+                del self._salts[fullest]
+        return of_salt[name]
 
     def _is_sampled(self, index: int) -> bool:
         if self._first is not None:

@@ -15,14 +15,20 @@ class SchedulerHooks:
 
     Attributes:
         name: of the worker's hooks whose reports come here.
+        tells_of_others: what `on_request_finished` returns and depends on earlier requests.
     """
 
     name: str = ""
+    tells_of_others: frozenset[str] = frozenset()
 
     def on_request_added(
-        self, request_id: str, application: str, plan: Plan
+        self, request_id: str, salt: str, application: str, plan: Plan
     ) -> dict[str, Any] | None:
         """Return how the plan of a request that has just been added is to be replaced.
+
+        Args:
+            salt: the request's `cache_salt`, empty without one; what requests share is shared by
+                those with the same salt.
 
         Returns:
             None, or fields of an allocator that takes the place of the policy's for this request;

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator lets requests change: which settings, and how much a prompt may keep.
+
+The front end checks both (status 400), and the scheduler again for requests that come another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from vllm_pyramid.plan import Budget
+from vllm_pyramid.policy.kinds import did_you_mean
+from vllm_pyramid.policy.request_keys import REQUEST_KEYS
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.policy.request import ServedRequest
+
+_PREFIX = "kv_"
+OVERRIDES = tuple(key.removeprefix(_PREFIX) for key in REQUEST_KEYS)
+_NONE = "none"
+_RAISES_BUDGET = frozenset(("policy", "budget", "min_tokens"))
+
+
+def parse_overrides(value: object) -> tuple[str, ...]:
+    """Parse `kv_request_overrides`: names of settings, as a list or separated by commas, or `none`.
+
+    Raises:
+        ValueError: an unknown name, `none` with others, or neither text nor a list.
+    """
+    how = f"give none, or some of {','.join(OVERRIDES)}"
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"kv_request_overrides must be a list of settings, not {value!r}: {how}")
+    if list(names) == [_NONE]:
+        return ()
+    for name in names:
+        if name == _NONE:
+            raise ValueError(f"kv_request_overrides names none and other settings: {how}")
+        if name not in OVERRIDES:
+            hint = did_you_mean(name.removeprefix(_PREFIX), OVERRIDES)
+            raise ValueError(
+                f"kv_request_overrides names {name!r}, which is no setting of a request{hint}; "
+                f"{how}"
+            )
+    return tuple(name for name in OVERRIDES if name in names)
+
+
+@dataclass(frozen=True)
+class RequestOverrides:
+    """What requests may change of the served policy; by default every setting, without a limit.
+
+    Attributes:
+        allowed: settings that requests may give, from `OVERRIDES`.
+        max_budget: the most that a request may have its prompt keep, a number of tokens or a share
+            such as `25%`; what the server keeps by itself is always allowed. None: no limit.
+    """
+
+    allowed: tuple[str, ...] = OVERRIDES
+    max_budget: int | str | None = None
+
+    @cached_property
+    def _limit(self) -> Budget | None:
+        return None if self.max_budget is None else Budget.parse(self.max_budget)
+
+    def check_policy(self, policy: Policy) -> None:
+        """Refuse a limit that can have no effect on the served policy.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        if self._limit is None:
+            return
+        reason = None
+        if not policy.evicts:
+            reason = f"policy {policy.name!r} keeps every token"
+        elif policy.budget.percent == 100:
+            reason = f"the budget of policy {policy.name!r} is 100% already"
+        elif not _RAISES_BUDGET.intersection(self.allowed):
+            reason = "kv_request_overrides lets no request change its policy, budget or floor"
+        if reason is not None:
+            raise ValueError(f"kv_max_request_budget would have no effect: {reason}; leave it out")
+
+    def check_keys(self, extra_args: Mapping[str, Any] | None) -> None:
+        """Refuse a request that gives a setting which the operator has forbidden.
+
+        Raises:
+            ValueError: naming the setting, the flag and what is allowed.
+        """
+        if not extra_args:
+            return
+        for name in OVERRIDES:
+            if name in self.allowed or extra_args.get(_PREFIX + name) is None:
+                continue
+            names = ", ".join(_PREFIX + allowed for allowed in self.allowed)
+            may = f"may only give {names}" if names else "may give no settings of their own"
+            raise ValueError(
+                f"{_PREFIX}{name} is not open to requests on this server, which {may} "
+                "(--kv-request-overrides): leave it out"
+            )
+
+    def check_kept(
+        self, served: ServedRequest, policy: Policy, prompt_len: int, max_tokens: int
+    ) -> None:
+        """Refuse a request that would keep more than the operator allows.
+
+        A prompt may keep what the server keeps of it by itself, or `max_budget` if that is more.
+
+        Args:
+            served: the request's policy and budget. policy: the server's.
+            max_tokens: tokens that the request generates at most.
+
+        Raises:
+            ValueError: with what the request would keep, and what is allowed.
+        """
+        if self._limit is None:
+            return
+        # A policy that also evicts generated tokens holds a whole sequence to its budget.
+        longest = prompt_len + (max_tokens if policy.schedule.every else 0)
+        for length in (prompt_len, longest):
+            kept = _kept(served.policy, served.budget, length)
+            usual = _kept(policy, None, length)
+            most = max(usual, self._limit.tokens_for(length, policy.min_budget))
+            if kept > most:
+                raise ValueError(
+                    f"this request would keep {kept} of {length} tokens in each layer (its "
+                    f"kv_policy, kv_budget or kv_min_tokens), and this server allows {most} "
+                    f"(--kv-max-request-budget {self.max_budget}; its own policy keeps {usual}): "
+                    "ask for less, or leave the settings out"
+                )
+
+
+def _kept(policy: Policy, budget: Budget | None, length: int) -> int:
+    """Return the tokens that a layer keeps of a sequence, on average."""
+    if not policy.evicts:
+        return length
+    budget = (budget or policy.budget).with_floor(policy.min_tokens)
+    return budget.tokens_for(length, policy.min_budget)
