@@ -19,10 +19,11 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz lint docs format build-ext sanitize clean
+.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz lint docs format \
+  build-ext sanitize sanitize-threads clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f)
 	@VLLM=$(VLLM) VENV=$(VENV) VLLM_BUILD=$(VLLM_BUILD) scripts/setup_env.sh
@@ -93,21 +94,35 @@ build-ext: $(STAMP)  ## Rebuild the C++ library in place.
 # are not looked for: the interpreter's own would drown them. Null pointers and overruns are
 # AddressSanitizer's already; UBSan's own checks of them, and those of scopes, take minutes to
 # compile, as do warnings.
-SANITIZED := build/sanitize
 SANITIZE_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
   -fno-sanitize=null,alignment,object-size,bounds -fno-sanitize-address-use-after-scope \
   -fno-omit-frame-pointer -O1 -g0 -w -fno-wrapv
+KERNEL_TESTS := $(addprefix tests/kernels/,test_cpu_attention.py test_cpu_eviction.py test_topn.py \
+  test_recent_mass.py test_key_mass.py test_recall.py test_fp8.py)
+# What a sanitizer writes about its end goes by pytest's capture of the tests' own output.
+SANITIZED_ARGS := -p no:cacheprovider --capture=sys -x $(KERNEL_TESTS)
+# build_for NAME, FLAGS: builds the library with further flags, apart from the one that engines load.
+build_for = VLLM_PYRAMID_CXXFLAGS="$(2)" $(PY) setup.py --quiet build_ext \
+  --build-lib build/$(1)/lib --build-temp build/$(1)/temp --force
+# with_library NAME, SYMBOL: sets the library for the tests, which has to have the checks' SYMBOL.
+with_library = library=$$(ls $(CURDIR)/build/$(1)/lib/vllm_pyramid/kernels/cpu/_kernels*.so) && \
+  nm -D "$$library" | grep -q $(2) && export VLLM_PYRAMID_CPU_LIBRARY="$$library"
 sanitize: $(STAMP)  ## Tests of the C++ kernels under AddressSanitizer and UBSan.
-	VLLM_PYRAMID_CXXFLAGS="$(SANITIZE_FLAGS)" $(PY) setup.py --quiet build_ext \
-	  --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp --force
-	library=$$(ls $(CURDIR)/$(SANITIZED)/lib/vllm_pyramid/kernels/cpu/_kernels*.so) && \
-	  nm -D "$$library" | grep -q __asan_init && \
+	$(call build_for,sanitize,$(SANITIZE_FLAGS))
+	$(call with_library,sanitize,__asan_init) && \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  VLLM_PYRAMID_CPU_LIBRARY="$$library" $(TEST_ENV) $(PY) -m pytest -p no:cacheprovider \
-	  tests/kernels/test_cpu_attention.py tests/kernels/test_cpu_eviction.py \
-	  tests/kernels/test_topn.py tests/kernels/test_recent_mass.py tests/kernels/test_key_mass.py \
-	  tests/kernels/test_recall.py $(PYTEST_ARGS)
+	  $(TEST_ENV) $(PY) -m pytest $(SANITIZED_ARGS) $(PYTEST_ARGS)
+
+# The library starts threads of its own here: the sanitizer cannot see how OpenMP's wait for one
+# another. What PyTorch's threads do is not looked at. Without `setarch` the addresses that Linux
+# chooses may be ones that the sanitizer does not know.
+sanitize-threads: $(STAMP)  ## Tests of the C++ kernels under ThreadSanitizer.
+	$(call build_for,sanitize-threads,-fsanitize=thread -O1 -g1 -w)
+	$(call with_library,sanitize-threads,__tsan_init) && \
+	  LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" \
+	  TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66" \
+	  $(TEST_ENV) setarch -R $(PY) -m pytest $(SANITIZED_ARGS) $(PYTEST_ARGS)
 
 clean:  ## Remove .venv and everything that was built.
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

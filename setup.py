@@ -4,7 +4,8 @@
 `vllm_pyramid/kernels/cpu/_kernels` is a plain shared library with a C ABI (csrc/cpu/abi.h), loaded
 with ctypes: no PyTorch or Python headers are needed, and an isolated build environment is enough.
 Its units are compiled for different instruction sets, of which one is chosen when it is loaded.
-Without a compiler the package installs all the same and runs the PyTorch reference kernels.
+Without a compiler the package installs all the same, for CUDA devices; on the CPU an engine with a
+policy then refuses to start.
 """
 
 from __future__ import annotations
@@ -53,15 +54,19 @@ def is_x86() -> bool:
 
 
 class BuildKernels(build_ext):
-    """Compiles each unit with its own flags; a failure is a warning, never a failed install."""
+    """Compiles each unit with its own flags; a failure is a warning, never a failed install.
+
+    pip shows no warnings of a build, so the engine reports it too (`kernels.get_ops`).
+    """
 
     def build_extension(self, ext: Extension) -> None:
         try:
             self._build(ext)
         except Exception as error:  # the compiler classes raise a dozen kinds
             self.warn(
-                f"the C++ kernels were not built ({error}); the package will run the much slower "
-                "PyTorch kernels on CPU. Install a C++17 compiler and reinstall to mend it."
+                f"the C++ kernels were not built ({error}): on a CPU an engine with a KV policy "
+                "will refuse to start; CUDA devices need none of them. Install a C++17 compiler "
+                "(g++ or clang++) and reinstall vllm-pyramid to mend it."
             )
 
     def _build(self, ext: Extension) -> None:

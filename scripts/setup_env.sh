@@ -134,7 +134,7 @@ remember_library() {
     if [[ -f "$LIBRARY" ]]; then
         remember library "$library"
     else
-        say "WARNING: the C++ library was not built: the CPU kernels will be PyTorch's, and slow." \
+        say "WARNING: the C++ library was not built: on the CPU no engine with a policy will start." \
             "Install a C++17 compiler, then run 'make build-ext'."
     fi
 }

@@ -3,10 +3,9 @@
 //
 // Every function takes one packed record of 8-byte fields, so that a call costs one pointer
 // instead of thirty converted arguments. Each record has a class of the same name and fields in
-// structs.py. Loading the library compares `pyr_abi_version` and the sizes of the records;
-// tests/kernels/test_cpu_records.py compares names and order. Strides are in elements. Functions
-// return 0, or nonzero with the reason in `pyr_last_error()`. vllm_pyramid/kernels/contract.py
-// documents what each function computes.
+// structs.py. Loading the library compares `pyr_abi_version`, and every record field by field.
+// Strides are in elements. Functions return 0, or nonzero with the reason in `pyr_last_error()`.
+// vllm_pyramid/kernels/contract.py documents what each function computes.
 //
 // Letters: R requests, T query tokens, H query heads, G KV heads, D head size, N tokens of a block,
 // P physical blocks, M table entries of a request.
@@ -15,14 +14,20 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 10
+#define PYR_ABI_VERSION 11
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
+// Defines a struct, and the text of its definition (without comments) as <name>_fields.
+#define PYR_RECORD(name, ...)  \
+  struct name {                \
+    __VA_ARGS__                \
+  };                           \
+  constexpr char name##_fields[] = #__VA_ARGS__
 
 // Only caches have the last two types. Their numbers are multiplied by a scale: that of the keys is
 // part of `scale`, that of the values is `value_scale`.
 enum PyrDtype : int64_t { PYR_F32 = 0, PYR_BF16 = 1, PYR_F16 = 2, PYR_E4M3 = 3, PYR_E5M2 = 4 };
 
-struct PyrAttention {
+PYR_RECORD(PyrAttention,
   void* out;
   const void* query;
   const void* key;
@@ -39,31 +44,31 @@ struct PyrAttention {
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r;
   int64_t sliding_window, threads;
   double scale, soft_cap, value_scale;
-};
+);
 
 enum PyrMassKind : int64_t { PYR_MASS_SUM = 0, PYR_MASS_BELOW_AVERAGE = 1 };
 
 // Adds to mass[block, g, offset] what the queries of a batch give the key there. `attention.out` and
 // `attention.value` are not used; `log_sum_exp` is read unless it is null, and saves a pass.
-struct PyrKeyMass {
+PYR_RECORD(PyrKeyMass,
   PyrAttention attention;
   float* mass;                   // [P, G, N], unit stride in N
   const int32_t* first_queries;  // [R]: positions below it add nothing; null: all queries add
   int64_t mass_p, mass_g, kind;
-};
+);
 
 // A batch as for pyr_paged_attention, in which some requests use only their best keys.
-struct PyrTopn {
+PYR_RECORD(PyrTopn,
   PyrAttention attention;
   const int32_t* top_n;  // [R]; 0, or at least the number of visible keys: use all of them
   int64_t* value_rows;   // [R], increased by the rows of V that were needed; or null
   int64_t renormalize;
-};
+);
 
 enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };
 enum PyrPooling : int64_t { PYR_POOL_AVG = 0, PYR_POOL_MAX = 1, PYR_POOL_NONE = 2 };
 
-struct PyrScores {
+PYR_RECORD(PyrScores,
   float* out;                // [R, G, out_len], contiguous
   float* statistics;         // [3, R, G], contiguous: mass, entropy, Gini coefficient; or null
   const float* log_sum_exp;  // [T, H], contiguous, of the last `window` queries of each; or null
@@ -78,11 +83,11 @@ struct PyrScores {
   int64_t query_t, query_h, key_p, key_g, key_n, table_r;
   int64_t window, reduce, pooling, kernel_size, threads;
   double scale, soft_cap;
-};
+);
 
 // The mean of the softmax over the last recents[r] queries, weighted towards the later ones, for the
 // contexts[r] keys before them.
-struct PyrRecentMass {
+PYR_RECORD(PyrRecentMass,
   float* out;                // [R, G, out_len], contiguous
   const float* log_sum_exp;  // [T, H], contiguous, of the recent queries; or null
   const void* query;
@@ -98,17 +103,17 @@ struct PyrRecentMass {
   int64_t T, H, G, D, N, P, R, M, out_len;
   int64_t query_t, query_h, key_p, key_g, key_n, table_r, threads;
   double scale, soft_cap, distance_weight;
-};
+);
 
-struct PyrSelect {
+PYR_RECORD(PyrSelect,
   int32_t* out;  // [R, G, out_len], contiguous
   const float* scores;
   const int32_t* prompt_lens;
   const int32_t* keeps;
   int64_t R, G, out_len, scores_len, scores_r, scores_g, window, sinks, threads;
-};
+);
 
-struct PyrCompact {
+PYR_RECORD(PyrCompact,
   void* key;
   void* value;
   const int32_t* table;
@@ -117,10 +122,10 @@ struct PyrCompact {
   const int32_t* keeps;
   int64_t item_size, G, D, N, P, R, M, kept_len;
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r, kept_r, kept_g, threads;
-};
+);
 
 // Rows are copied; for a cache of 8-bit floats they are divided by a scale and rounded.
-struct PyrCacheWrite {
+PYR_RECORD(PyrCacheWrite,
   const void* key;
   const void* value;
   void* key_cache;
@@ -131,11 +136,13 @@ struct PyrCacheWrite {
   int64_t key_t, key_h, value_t, value_h;
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, threads;
   double key_scale, value_scale;
-};
+);
 
 PYR_EXPORT int64_t pyr_abi_version();
-// The size in bytes of a record such as "PyrAttention"; -1 if no record has that name.
+// The size in bytes of a record such as "PyrAttention", and the text of its fields as the compiler
+// saw them ("void* out; const void* query; ..."); -1 and null if no record has that name.
 PYR_EXPORT int64_t pyr_record_size(const char* name);
+PYR_EXPORT const char* pyr_record_fields(const char* name);
 PYR_EXPORT const char* pyr_last_error();
 // Chooses an instruction set by name ("amx", "avx512bf16", "avx512", "avx2", "portable"), or with
 // null the best of this CPU. Returns nonzero if the CPU or the build lacks the one named.

@@ -118,10 +118,12 @@ void attention(const PyrAttention& p, const AttentionItem& item, const Attention
   const int stride = padded(int(p.D));
   for (int i = 0; i < item.rows; ++i) {
     s.rows.max[i] = -INFINITY;
+    s.rows.weight[i] = 0;
     v_store(s.rows.weights + i * W, v_zero());
   }
   memset(s.rows.sum, 0, size_t(round_up(item.rows, Mode::kPadRows)) * stride * 4);
-  if (!attention_of_few<Mode>(p, item, next, sight, s)) {
+  // Without keys no row sees anything, and there is no last address to fill up with.
+  if (item.begin < item.end && !attention_of_few<Mode>(p, item, next, sight, s)) {
     attention_of_many<Mode>(p, item, sight, s);
     for (int i = 0; i < item.rows; ++i) s.rows.weight[i] = v_hsum(v_load(s.rows.weights + i * W));
   }

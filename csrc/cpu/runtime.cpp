@@ -7,6 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#ifdef __SANITIZE_THREAD__
+#include <thread>
+#include <vector>
+#endif
 #ifdef PYR_X86
 #include <cpuid.h>
 #endif
@@ -122,6 +126,23 @@ const Isa* all_isas() {
 }
 const Isa* chosen = nullptr;
 
+struct Record {
+  const char* name;
+  size_t bytes;
+  const char* fields;
+};
+const Record* find_record(const char* name) {
+#define PYR_DESCRIBE(record) {#record, sizeof(record), record##_fields}
+  static const Record records[] = {PYR_DESCRIBE(PyrAttention),  PYR_DESCRIBE(PyrKeyMass),
+                                   PYR_DESCRIBE(PyrTopn),       PYR_DESCRIBE(PyrScores),
+                                   PYR_DESCRIBE(PyrRecentMass), PYR_DESCRIBE(PyrSelect),
+                                   PYR_DESCRIBE(PyrCompact),    PYR_DESCRIBE(PyrCacheWrite)};
+#undef PYR_DESCRIBE
+  for (const Record& record : records)
+    if (!strcmp(name, record.name)) return &record;
+  return nullptr;
+}
+
 }  // namespace
 
 int fail(const char* format, ...) {
@@ -150,6 +171,13 @@ void* scratch(Scratch use, size_t bytes) {
 }
 
 void parallel(int64_t threads, void (*body)(void*), void* context) {
+#ifdef __SANITIZE_THREAD__  // ThreadSanitizer knows the threads that it sees start, not OpenMP's
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < threads; ++i) others.emplace_back(body, context);
+  body(context);
+  for (std::thread& other : others) other.join();
+  return;
+#endif
   if (threads > 1 && gomp_parallel)
     gomp_parallel(body, context, unsigned(threads), 0);
   else
@@ -184,16 +212,12 @@ int check_table(const int32_t* table, int64_t table_r, int64_t r, int64_t first,
 
 int64_t pyr_abi_version() { return PYR_ABI_VERSION; }
 int64_t pyr_record_size(const char* name) {
-  const struct {
-    const char* name;
-    size_t bytes;
-  } records[] = {{"PyrAttention", sizeof(PyrAttention)},   {"PyrKeyMass", sizeof(PyrKeyMass)},
-                 {"PyrTopn", sizeof(PyrTopn)},             {"PyrScores", sizeof(PyrScores)},
-                 {"PyrRecentMass", sizeof(PyrRecentMass)}, {"PyrSelect", sizeof(PyrSelect)},
-                 {"PyrCompact", sizeof(PyrCompact)},       {"PyrCacheWrite", sizeof(PyrCacheWrite)}};
-  for (const auto& record : records)
-    if (!strcmp(name, record.name)) return int64_t(record.bytes);
-  return -1;
+  const pyr::Record* record = pyr::find_record(name);
+  return record ? int64_t(record->bytes) : -1;
+}
+const char* pyr_record_fields(const char* name) {
+  const pyr::Record* record = pyr::find_record(name);
+  return record ? record->fields : nullptr;
 }
 const char* pyr_last_error() { return pyr::last_error; }
 const char* pyr_isa() { return pyr::chosen ? pyr::chosen->name : ""; }

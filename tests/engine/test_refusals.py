@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +187,66 @@ def test_the_rust_front_end(random_model: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(vllm.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND"):
         _config(random_model)
+
+
+@pytest.fixture
+def broken_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give the process a file in place of the C++ kernels that does not load."""
+    from vllm_pyramid import kernels
+    from vllm_pyramid.kernels.cpu import library
+
+    path = tmp_path / "_kernels.so"
+    path.write_bytes(b"no library")
+    monkeypatch.setenv(library.LIBRARY_VARIABLE, str(path))
+    for cached in (library.load, kernels.get_ops):
+        cached.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cached in (library.load, kernels.get_ops):
+        cached.cache_clear()
+
+
+def test_missing_kernels(
+    random_model: Path, broken_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with a policy does not start on the slow PyTorch kernels unless it is allowed."""
+    with pytest.raises(RuntimeError, match=r"does not load.*VLLM_PYRAMID_ALLOW_REFERENCE=1 to run"):
+        _config(random_model)
+    _config(random_model, {"kv_policy": "none"})
+    monkeypatch.setenv("VLLM_PYRAMID_ALLOW_REFERENCE", "1")
+    _config(random_model)
+
+
+def test_an_engine_on_the_reference(random_model: Path, tmp_path: Path) -> None:
+    """Ask for the same tokens of C++ and of the PyTorch kernels, which the variable allows."""
+    broken = tmp_path / "_kernels.so"
+    broken.write_bytes(b"no library")
+    code = """
+import sys
+import vllm_pyramid.llm
+from vllm import SamplingParams
+llm = vllm_pyramid.llm.LLM(sys.argv[1], kv_policy="pyramidkv", kv_budget=24, max_model_len=512,
+                           dtype="float32", enforce_eager=True)
+from vllm_pyramid.kernels import get_ops
+prompt = {"prompt_token_ids": [i % 97 + 3 for i in range(200)]}
+(output,) = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+print(get_ops("cpu").__name__, list(output.outputs[0].token_ids))
+"""
+    library = {"VLLM_PYRAMID_CPU_LIBRARY": str(broken), "VLLM_PYRAMID_ALLOW_REFERENCE": "1"}
+    answers = {}
+    for environment in ({}, library, library | {"VLLM_PYRAMID_ALLOW_REFERENCE": "0"}):
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(random_model)],
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment,
+            capture_output=True,
+            text=True,
+        )
+        if environment.get("VLLM_PYRAMID_ALLOW_REFERENCE") == "0":
+            assert result.returncode != 0
+            assert "a KV policy on the CPU needs the C++ kernels" in result.stderr
+            continue
+        assert result.returncode == 0, result.stderr
+        module, _, tokens = result.stdout.strip().splitlines()[-1].partition(" ")
+        answers[module.rpartition(".")[2]] = tokens
+    assert answers.keys() == {"functions", "reference"}
+    assert answers["functions"] == answers["reference"]

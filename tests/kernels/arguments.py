@@ -6,9 +6,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
 
-from vllm_pyramid.kernels.records import Reduction, Softmax
+from vllm_pyramid.kernels.records import (
+    AttentionBatch,
+    RecentBatch,
+    Reduction,
+    Softmax,
+    WindowBatch,
+)
 
 
 def take(record: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -34,3 +41,40 @@ def head_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def take_reduction(options: dict[str, Any]) -> Reduction:
     """Make a reduction of the options that name its fields, and remove them."""
     return Reduction(**take(Reduction, options))
+
+
+def check_no_requests(module: Any, batch: Any) -> None:
+    """Call every function of a back end for no requests, with and without the known maxima.
+
+    Args:
+        batch: has the caches to call with; its requests are left out.
+    """
+    key, value, softmax = batch.key_cache, batch.value_cache, Softmax(0.125)
+    before = [cache.clone() for cache in (key, value)]
+    none = torch.zeros(0, dtype=torch.int32)
+    table, query = batch.block_table[:0], batch.query[:0]
+    for longest in (None, 30):
+        prompts = WindowBatch(query, key, table, none, none, 8, max_prompt_len=longest)
+        recents = RecentBatch(
+            query, key, table, none, none, none, none, none, max_context=longest, max_recent=longest
+        )
+        with pytest.raises(ValueError, match="at least one request"):
+            module.window_scores(prompts, softmax, Reduction())
+        with pytest.raises(ValueError, match="at least one request"):
+            module.window_scores_and_statistics(prompts, softmax, Reduction())
+        with pytest.raises(ValueError, match="at least one request"):
+            module.recent_mass(recents, softmax, distance_weight=1.0)
+        scores = torch.zeros(0, key.shape[1], 30)
+        with pytest.raises(ValueError, match="at least one request"):
+            module.select(scores, none, none, window=8, max_keep=longest)
+        kept = torch.zeros(0, key.shape[1], 8, dtype=torch.int32)
+        module.compact(key, value, table, kept, none, none, max_keep=longest)
+        start = torch.zeros(1, dtype=torch.int32)
+        attention = AttentionBatch(
+            query, key, value, table, start, none, none, max_query_len=longest, max_seq_len=longest
+        )
+        module.paged_attention(torch.empty_like(query), attention, softmax)
+        module.topn_attention(torch.empty_like(query), attention, softmax, none)
+        module.add_key_mass(torch.zeros(key.shape[:3]), attention, softmax)
+    for cache, old in zip((key, value), before, strict=True):
+        assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))

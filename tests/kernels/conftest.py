@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.cpu.library import EMULATED, ISAS
+from vllm_pyramid.kernels.cpu.library import ISA_VARIABLE, isas
 from vllm_pyramid.kernels.records import AttentionBatch, WindowBatch
 
 STALE_BLOCK = 10**6  # an id far outside every pool: reading the entry is an error or a crash
@@ -114,19 +115,16 @@ def make_batch() -> Callable[..., Batch]:
 
 @pytest.fixture
 def each_isa() -> Iterator[Callable[[], Iterator[str]]]:
-    """Yield each instruction set of this CPU after selecting it."""
+    """Yield each instruction set of this CPU after selecting it, or the one that is forced."""
+    forced, before = os.environ.get(ISA_VARIABLE), cpu.current_isa()
 
     def walk() -> Iterator[str]:
-        for isa in (*ISAS, EMULATED):
-            try:
-                cpu.set_isa(isa)
-            except ValueError:
-                assert isa != "portable"
-                continue
+        for isa in [forced] if forced else isas():
+            cpu.set_isa(isa)
             yield isa
 
     yield walk
-    cpu.set_isa(None)
+    cpu.set_isa(before)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.arguments import take_softmax
+from tests.kernels.arguments import head_sinks, take_softmax
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import Softmax
@@ -113,6 +113,18 @@ def test_a_few_rows(make_batch, assert_close, group, queries, block_size) -> Non
     )  # fmt: skip
     for options in ({}, {"sliding_window": 37}, {"soft_cap": 2.0}):
         assert_close(batch, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"sinks": head_sinks(4)}])
+@pytest.mark.parametrize("queries", [1, 2, 40])
+def test_a_query_that_sees_nothing_gets_zeros(make_batch, assert_close, queries, options) -> None:
+    """Attend with queries at positions below the skip, which the reference takes as C++ does."""
+    batch = make_batch([64, 90], [queries, 90], skips=[64 - queries // 2, 90])
+    assert_close(batch, **options)
+    for out in (attend(batch, **options), exact(batch, **options)):
+        blind = queries - queries // 2
+        assert not out[:blind].any() and not out[queries:].any()
+        assert out[blind:queries].abs().amax(dim=(1, 2)).gt(0).all()
 
 
 def test_window_leaves_freed_blocks_alone(make_batch) -> None:

@@ -12,7 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.arguments import head_sinks, take_reduction, take_softmax
+from tests.kernels.arguments import (
+    check_no_requests,
+    head_sinks,
+    take_reduction,
+    take_softmax,
+)
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax, WindowBatch
@@ -258,6 +263,12 @@ def test_compact_moves_bits(
         key, value = target.split(half, dim=2 if planes else 3)
         module.compact(key, value, table, kept, *lens)
     assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_no_requests(make_batch: Any, module: Any) -> None:
+    """Refuse a batch without requests where a result would have no width; else do nothing."""
+    check_no_requests(module, make_batch([40], [1]))
 
 
 def test_bad_selections_raise() -> None:

@@ -79,10 +79,35 @@ def test_variable_names_another_build(tmp_path: Path) -> None:
     assert result.stdout.strip() == str(copy), result.stderr
 
 
-def test_without_the_library_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hide the library, as on a machine where no compiler built it."""
     monkeypatch.setattr(cpu_library, "EXTENSION_SUFFIXES", [".missing"])
+    monkeypatch.delenv(cpu_library.LIBRARY_VARIABLE, raising=False)
+    monkeypatch.delenv(ops.REFERENCE_VARIABLE, raising=False)
     cpu_library.load.cache_clear()
     ops.get_ops.cache_clear()
+    yield
+    monkeypatch.undo()
+    cpu_library.load.cache_clear()
+    ops.get_ops.cache_clear()
+    assert ops.get_ops("cpu") is cpu
+
+
+@pytest.mark.parametrize("value", ["", "0", "yes"])
+def test_without_the_library_there_are_no_kernels(
+    no_library: None, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(ops.REFERENCE_VARIABLE, value)
+    with pytest.raises(RuntimeError, match=r"C\+\+17 compiler and reinstall.*_REFERENCE=1 to run"):
+        ops.get_ops("cpu")
+    assert not cpu.available()
+
+
+def test_the_reference_is_allowed_with_one_warning(
+    no_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ops.REFERENCE_VARIABLE, "1")
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     monkeypatch.setattr(handler, "emit", records.append)
@@ -91,15 +116,19 @@ def test_without_the_library_one_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         assert ops.get_ops("cpu") is reference
         assert ops.get_ops("cpu") is reference
-        assert not cpu.available()
         (record,) = records
         assert "C++17 compiler" in record.getMessage()
     finally:
         ops.logger.removeHandler(handler)
-        monkeypatch.undo()
-        cpu_library.load.cache_clear()
-        ops.get_ops.cache_clear()
-    assert ops.get_ops("cpu") is cpu
+
+
+def test_another_version_of_the_library_is_refused(
+    no_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu_library, "ABI_VERSION", cpu_library.ABI_VERSION + 1)
+    with pytest.raises(RuntimeError, match="interface, this package needs .*rebuild it with"):
+        ops.get_ops("cpu")
 
 
 def test_unknown_device() -> None:

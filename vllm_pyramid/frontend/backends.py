@@ -16,6 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_pyramid.compat.backend_names import BACKENDS, CPU_BACKEND
+from vllm_pyramid.kernels import get_ops
 from vllm_pyramid.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
@@ -56,7 +57,12 @@ def take_backend(config: VllmConfig, policy: Policy) -> str:
 
 
 def take_cpu_backend(config: VllmConfig) -> None:
-    """Register our backend for the CPU, which our platform then selects."""
+    """Register our backend for the CPU, which our platform then selects.
+
+    Raises:
+        RuntimeError: its kernels cannot be used, which the workers would find out much later.
+        ValueError: vLLM chose another platform.
+    """
     from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
 
     if not isinstance(current_platform, PyramidCpuPlatform):
@@ -65,6 +71,7 @@ def take_cpu_backend(config: VllmConfig) -> None:
             f"{type(current_platform).__name__}: unset VLLM_TARGET_DEVICE, let VLLM_PLUGINS name "
             "vllm_pyramid_cpu too (or unset it), and uninstall other platform plugins"
         )
+    get_ops("cpu")
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     register_backend(AttentionBackendEnum.CUSTOM, CPU_BACKEND)
 

@@ -5,25 +5,30 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 from vllm_pyramid.kernels.contract import Ops
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 DEVICE_TYPES = ("cpu", "cuda")
+# Set to 1, it lets the PyTorch reference stand in for a C++ library that cannot be used.
+REFERENCE_VARIABLE = "VLLM_PYRAMID_ALLOW_REFERENCE"
 
 
 @functools.cache
 def get_ops(device_type: str) -> Ops:
     """Return the module that implements `Ops` for a device type.
 
-    "cuda" gets the Triton kernels. "cpu" gets the C++ kernels, or, if their library cannot be used,
-    the PyTorch reference after one warning. The choice is made once per process.
+    "cuda" gets the Triton kernels, "cpu" the C++ kernels. If their library cannot be used, the CPU
+    gets the PyTorch reference after one warning where `VLLM_PYRAMID_ALLOW_REFERENCE` is 1, and an
+    error elsewhere. The choice is made once per process.
 
     Args:
         device_type: "cpu" or "cuda", as in `torch.device.type`.
 
     Raises:
+        RuntimeError: the C++ kernels cannot be used; the message gives the reason and what to do.
         ValueError: another device type, or `VLLM_PYRAMID_CPU_ISA` names an instruction set that
             this CPU lacks.
     """
@@ -33,11 +38,21 @@ def get_ops(device_type: str) -> Ops:
         return triton_ops
     if device_type != "cpu":
         raise ValueError(f"no kernels for device type {device_type!r}; one of {DEVICE_TYPES}")
-    from vllm_pyramid.kernels import reference
     from vllm_pyramid.kernels.cpu import functions as cpu
 
     reason = cpu.load_error()
     if not reason:
         return cpu
-    logger.warning("Using the much slower PyTorch kernels on CPU: %s", reason)
+    if os.environ.get(REFERENCE_VARIABLE) != "1":
+        raise RuntimeError(
+            f"a KV policy on the CPU needs the C++ kernels: {reason}. Set {REFERENCE_VARIABLE}=1 "
+            "to run the PyTorch kernels instead, which are many times slower"
+        )
+    from vllm_pyramid.kernels import reference
+
+    logger.warning(
+        "%s=1: running the PyTorch kernels on the CPU, many times slower than C++: %s",
+        REFERENCE_VARIABLE,
+        reason,
+    )
     return reference

@@ -118,8 +118,8 @@ class Ops(Protocol):
     ) -> None:
         """Attend causally over the paged cache: prefill chunks and decode steps in one batch.
 
-        With zero requests, and for requests without queries, nothing is written. A request with
-        `skips[r] >= seq_lens[r]` sees nothing and gets zeros.
+        With zero requests, and for requests without queries, nothing is written. A query that sees
+        no key, as one at a position below `skips[r]`, gets zeros.
 
         The CPU back end calls this in every layer, the method with V in host memory on CUDA.
 
@@ -218,7 +218,7 @@ class Ops(Protocol):
         prompt queries (causal inside the window, float32) is summed over those queries, reduced
         over the query heads of a KV head, and pooled along the positions.
 
-        The batch must hold at least one request. The scorers with an observation window call this
+        The scorers with an observation window call this
         at the end of a prompt, on both devices.
 
         Args:
@@ -232,7 +232,7 @@ class Ops(Protocol):
             `[R, G, max(prompt_lens) - window]` float32; -inf behind `prompt_lens[r] - window`.
 
         Raises:
-            ValueError: no prompt is longer than the window.
+            ValueError: the batch holds no request, or no prompt is longer than the window.
         """
 
     def window_scores_and_statistics(
@@ -269,7 +269,7 @@ class Ops(Protocol):
         `contexts[r]` keys right before those queries; earlier keys take part in the softmax, but
         are not reported.
 
-        The batch must hold at least one request. The method `pyramidinfer` calls this while it
+        The method `pyramidinfer` calls this while it
         thins a prompt, on both devices.
 
         Args:
@@ -279,6 +279,9 @@ class Ops(Protocol):
 
         Returns:
             `[R, G, max(contexts)]` float32; 0 behind `contexts[r]`.
+
+        Raises:
+            ValueError: the batch holds no request.
         """
 
     def select(
@@ -295,7 +298,7 @@ class Ops(Protocol):
 
         The lower position wins a tie, so the result is a function of the scores alone.
 
-        There must be at least one request. The selectors of a policy and `pyramidinfer` call this
+        The selectors of a policy and `pyramidinfer` call this
         on both devices.
 
         Args:
@@ -310,6 +313,9 @@ class Ops(Protocol):
 
         Returns:
             `[R, G, max(keeps)]` int32 positions, ascending; -1 behind `keeps[r]`.
+
+        Raises:
+            ValueError: there is no request.
         """
 
     def compact(

@@ -3,8 +3,8 @@
 
 This code is written to be read: each function gathers the rows that it needs and computes one
 request at a time, in float32 or in the `compute_dtype` of its caller (float64 in tests). Shape
-legend and cache layout as in `records.py`. On the CPU the engine runs these functions if the C++
-library cannot be used.
+legend and cache layout as in `records.py`. On the CPU the engine runs these functions only if the
+C++ library cannot be used and the user allows it (`kernels.get_ops`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from vllm_pyramid.kernels.gather_tokens import gather_scaled, gather_tokens
 from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.kernels.records import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.reference_attention import paged_attention
-from vllm_pyramid.kernels.reference_mass import add_key_mass, check_lse, with_sinks
+from vllm_pyramid.kernels.reference_mass import (
+    add_key_mass,
+    check_lse,
+    check_some_requests,
+    with_sinks,
+)
 from vllm_pyramid.kernels.reference_topn import topn_attention
 
 __all__ = [
@@ -110,6 +115,7 @@ def _window_scores(
     """Return the scores, and the mass before pooling, which is 0 behind the context."""
     query, key_cache = batch.query, batch.key_cache
     num_kv_heads = key_cache.shape[1]
+    check_some_requests(batch.prompt_lens.shape[0])
     if log_sum_exp is not None:
         check_lse(log_sum_exp, query)
     lens, window = batch.prompt_lens.tolist(), batch.window
@@ -159,6 +165,7 @@ def recent_mass(
     """Sum one request at a time, with its visible K gathered from the cache."""
     query, key_cache = batch.query, batch.key_cache
     num_kv_heads = key_cache.shape[1]
+    check_some_requests(batch.seq_lens.shape[0])
     if log_sum_exp is not None:
         check_lse(log_sum_exp, query)
     columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
@@ -202,6 +209,7 @@ def select(
     max_keep: int | None = None,
 ) -> torch.Tensor:
     """Sort each request's scores stably, so that equal ones keep the order of positions."""
+    check_some_requests(prompt_lens.shape[0])
     lens, counts = prompt_lens.tolist(), keeps.tolist()
     num_kv_heads = scores.shape[1]
     out = torch.full((len(lens), num_kv_heads, max(counts)), -1, dtype=torch.int32)

@@ -47,6 +47,7 @@ def paged_attention(
         hidden = key_pos[None, :] > query_pos[:, None]
         if sliding_window:
             hidden |= key_pos[None, :] <= query_pos[:, None] - sliding_window
+        sees_nothing = hidden.all(dim=1)
         logits.masked_fill_(hidden, -math.inf)
         if log_sum_exp is not None:
             log_sum_exp[starts[r] : starts[r + 1]] = logits.logsumexp(dim=-1).T.float()
@@ -54,5 +55,6 @@ def paged_attention(
             sink = sinks.to(compute_dtype)[:, None, None].expand(-1, num_queries, 1)
             logits = torch.cat([logits, sink], dim=-1)
         probs = logits.softmax(dim=-1)[..., : key_pos.numel()]
+        probs = probs.masked_fill(sees_nothing[:, None], 0.0)  # not the NaN of an empty softmax
         found = torch.einsum("hqk,khd->qhd", probs, v) * batch.value_scale
         out[starts[r] : starts[r + 1]] = found.to(out.dtype)

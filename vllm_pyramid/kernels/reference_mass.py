@@ -99,6 +99,12 @@ def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:
         )
 
 
+def check_some_requests(num_requests: int) -> None:
+    """Raise ValueError for a batch without requests, of which no result has a width."""
+    if num_requests == 0:
+        raise ValueError("the batch must hold at least one request, got none")
+
+
 def check_mass(mass: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:
     """Raise ValueError unless `mass` is float32 `[P, G, N]` for the cache, and `kind` is known."""
     if mass.dtype != torch.float32 or mass.shape != key_cache.shape[:3] or mass.stride(2) != 1:

@@ -114,6 +114,14 @@ def test_a_query_that_sees_nothing_gets_zeros(make_paged, ints, extra, splits):
     assert not out[0].any() and out[1].all()
 
 
+@pytest.mark.parametrize("extra", ["plain", "sinks"])
+def test_queries_below_the_skip_get_zeros(make_paged, ints, extra):
+    paged = make_paged([70, 40], 1, 64, torch.float32)
+    geometry = (1, 4, 64, torch.float32, False)
+    out = run_both(paged, ints, geometry, [70, 40], [6, 40], [67, 40], extras=EXTRAS[extra])
+    assert not out[:3].any() and out[3:6].all() and not out[6:].any()
+
+
 def test_decode_of_long_context_in_many_tiles(make_paged, ints):
     geometry = (1, 4, 128, torch.bfloat16, True)
     paged = make_paged([1500, 400], 1, 128, torch.bfloat16, joint=True)

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
+from tests.kernels.arguments import check_no_requests
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
@@ -134,6 +135,11 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
     with Recorder() as recorder:
         triton_ops.select(scores, lens, keeps, window=8)
     assert "_local_scalar_dense" in recorder.names
+
+
+def test_no_requests_launch_nothing(launches):
+    check_no_requests(triton_ops, small_batch([1, 1]))
+    assert launches == []
 
 
 def test_tables_and_lengths_are_compiled_once(launches):

@@ -35,6 +35,7 @@ from vllm_pyramid.kernels.records import (
     Softmax,
     WindowBatch,
 )
+from vllm_pyramid.kernels.reference_mass import check_some_requests
 
 _pack_scores = packer(PyrScores)
 _pack_recent_mass = packer(PyrRecentMass)
@@ -82,11 +83,9 @@ def _window_scores(
     check_head_size(head_size)
     query_strides = check_heads("query", query, kv_heads, head_size)
     requests = prompt_lens.shape[0]
-    if window < 1 or softmax.soft_cap < 0 or requests == 0:
-        raise ValueError(
-            f"window {window} must be >= 1, soft_cap {softmax.soft_cap} >= 0 and requests "
-            f"{requests} >= 1"
-        )
+    check_some_requests(requests)
+    if window < 1 or softmax.soft_cap < 0:
+        raise ValueError(f"window {window} must be >= 1 and soft_cap {softmax.soft_cap} >= 0")
     longest = int(prompt_lens.max()) if batch.max_prompt_len is None else batch.max_prompt_len
     if longest <= window:
         raise ValueError(f"prompts of {longest} tokens have none before a window of {window}")
@@ -132,6 +131,7 @@ def recent_mass(
     check_head_size(head_size)
     query_strides = check_heads("query", query, kv_heads, head_size)
     requests = batch.seq_lens.shape[0]
+    check_some_requests(requests)
     if not scale > 0 or soft_cap < 0 or not distance_weight > 0:
         raise ValueError(
             f"scale {scale} and distance_weight {distance_weight} must be positive, soft_cap "
@@ -181,8 +181,9 @@ def select(
             f"{scores.dtype} {tuple(scores.shape)}, strides {scores.stride()}"
         )
     requests, heads, columns = scores.shape
-    if window < 0 or sinks < 0 or requests == 0:
-        raise ValueError(f"window {window}, sinks {sinks} must be >= 0, requests {requests} >= 1")
+    check_some_requests(requests)
+    if window < 0 or sinks < 0:
+        raise ValueError(f"window {window} and sinks {sinks} must be >= 0")
     longest = int(keeps.max()) if max_keep is None else max_keep
     out = torch.empty((requests, heads, max(longest, 0)), dtype=torch.int32)
     record = _pack_select(

@@ -14,15 +14,16 @@ import logging
 import os
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-from vllm_pyramid.kernels.cpu.structs import RECORDS
+from vllm_pyramid.kernels.cpu.structs import RECORDS, fields_of, parse_fields
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Names another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
@@ -97,8 +98,8 @@ def load() -> ctypes.CDLL:
     """Load the library once and choose its instruction set.
 
     Raises:
-        LibraryError: the library is missing or does not load, or its version or the sizes of its
-            records differ from this package's.
+        LibraryError: the library is missing or does not load, or its version or a field of its
+            records differs from this package's.
         ValueError: `VLLM_PYRAMID_CPU_ISA` names an instruction set that this CPU lacks, or
             `VLLM_PYRAMID_CPU_LIBRARY` a file that is not there.
     """
@@ -132,15 +133,28 @@ def load() -> ctypes.CDLL:
 
 
 def _check_records(library: ctypes.CDLL, path: Path) -> None:
-    """Raise LibraryError unless the library's records have the sizes of this package's."""
-    library.pyr_record_size.argtypes = [ctypes.c_char_p]
+    """Raise LibraryError unless the library's records are this package's, field by field."""
+    for function in (library.pyr_record_size, library.pyr_record_fields):
+        function.argtypes = [ctypes.c_char_p]
     library.pyr_record_size.restype = ctypes.c_int64
+    library.pyr_record_fields.restype = ctypes.c_char_p
     for record in RECORDS:
-        theirs, ours = library.pyr_record_size(record.__name__.encode()), ctypes.sizeof(record)
-        if theirs != ours:
+        name = record.__name__
+        text = library.pyr_record_fields(name.encode())
+        if text is None:
+            raise LibraryError(f"{path} has no record {name}; {REBUILD}")
+        pairs = zip_longest(parse_fields(text.decode()), fields_of(record), fillvalue="nothing")
+        for i, (theirs, ours) in enumerate(pairs):
+            if theirs != ours:
+                raise LibraryError(
+                    f"{path} expects field {i} of {name} to be `{theirs}`, and this package packs "
+                    f"`{ours}` there; {REBUILD}"
+                )
+        size, packed = library.pyr_record_size(name.encode()), ctypes.sizeof(record)
+        if size != packed:
             raise LibraryError(
-                f"{path} takes {record.__name__} in {theirs} bytes (-1: not at all), this package "
-                f"packs {ours}; {REBUILD}"
+                f"{path} takes {name} in {size} bytes, and this package packs the same fields "
+                f"into {packed}; {REBUILD}"
             )
 
 
@@ -183,6 +197,14 @@ def set_isa(isa: str | None) -> None:
         ValueError: the CPU or the build lacks it.
     """
     _choose(load(), isa)
+
+
+def isas() -> list[str]:
+    """List the instruction sets that this CPU and build have, the best first; for tests."""
+    library, before = load(), current_isa()
+    found = [isa for isa in (*ISAS, EMULATED) if not library.pyr_set_isa(isa.encode())]
+    set_isa(before)
+    return found
 
 
 def current_isa() -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records that the C++ kernels take: the classes mirror the structs of `csrc/cpu/abi.h`.
 
-Names and order of the fields are the same; `abi.h` documents what a field holds. Every field has 8
-bytes, so there is no padding. `library.load` compares the sizes with those of the library.
+Names, types and order of the fields are the same, which `library.load` checks; `abi.h` documents
+what a field holds. Every field has 8 bytes, so there is no padding.
 
 A launcher packs its values by position with a `packer`, which costs as much as `struct`: 0.7
 microseconds for a `PyrAttention`, where an object of the class costs 2, and every layer of a decode
@@ -19,6 +19,7 @@ from typing import Any
 Fields = list[tuple[str, type]]
 
 _CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_double: "d"}
+_KINDS = {ctypes.c_void_p: "pointer", ctypes.c_int64: "int64_t", ctypes.c_double: "double"}
 
 
 def _pointers(names: str) -> Fields:
@@ -119,6 +120,28 @@ RECORDS: tuple[type[ctypes.Structure], ...] = (
     PyrCompact,
     PyrCacheWrite,
 )
+
+
+def fields_of(record: type[ctypes.Structure]) -> list[str]:
+    """List kind and name of a record's fields, such as "pointer out" and "int64_t T"."""
+    return [
+        f"{_KINDS.get(kind, kind.__name__)} {name}"
+        for name, kind in ((field[0], field[1]) for field in record._fields_)
+    ]
+
+
+def parse_fields(text: str) -> list[str]:
+    """List, as `fields_of` does, the fields that a definition in C++ declares.
+
+    Args:
+        text: declarations such as "const int32_t* table; int64_t R, M;".
+    """
+    found = []
+    for declaration in filter(None, (part.strip() for part in text.split(";"))):
+        kind, _, names = declaration.removeprefix("const ").partition(" ")
+        kind = "pointer" if kind.endswith("*") else kind
+        found += [f"{kind} {name.strip()}" for name in names.split(",")]
+    return found
 
 
 def packer(record: type[ctypes.Structure]) -> Callable[..., bytes]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from vllm_pyramid.kernels.reference_mass import check_some_requests
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -184,6 +185,7 @@ def select(
             f"{tuple(scores.shape)} with strides {scores.stride()}"
         )
     num_requests, num_kv_heads = scores.shape[:2]
+    check_some_requests(num_requests)
     if max_keep is None:
         max_keep = int(keeps.max().item())
     kept = torch.empty(
@@ -231,6 +233,8 @@ def compact(
     num_requests = prompt_lens.shape[0]
     check_table(block_table, num_requests)
     check_unit_stride("kept", kept)
+    if num_requests == 0:
+        return
     # Pieces of 64 bytes (two sectors of DRAM) give a small batch enough programs to run in.
     block_d = min(64 // element_size, triton.next_power_of_2(head_size))
     compact_kernel[(num_requests * num_kv_heads, triton.cdiv(head_size, block_d), 2)](

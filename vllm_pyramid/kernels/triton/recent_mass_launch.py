@@ -7,6 +7,7 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.records import RecentBatch, Softmax
+from vllm_pyramid.kernels.reference_mass import check_some_requests
 from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table, lse_or
 from vllm_pyramid.kernels.triton.recent_mass import recent_log_sum_exp_kernel, recent_mass_kernel
 from vllm_pyramid.kernels.triton.tiles import recent_config
@@ -31,6 +32,7 @@ def recent_mass(
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     group = check_query(query, key_cache)
     num_requests = batch.seq_lens.shape[0]
+    check_some_requests(num_requests)
     check_table(block_table, num_requests)
     columns = batch.max_context
     if columns is None:

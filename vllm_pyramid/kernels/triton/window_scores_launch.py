@@ -8,7 +8,7 @@ import triton
 
 from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
-from vllm_pyramid.kernels.reference_mass import check_lse
+from vllm_pyramid.kernels.reference_mass import check_lse, check_some_requests
 from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table
 from vllm_pyramid.kernels.triton.tiles import score_config
 from vllm_pyramid.kernels.triton.window_scores import (
@@ -60,6 +60,7 @@ def _window_mass(
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     group = check_query(query, key_cache)
     num_requests = prompt_lens.shape[0]
+    check_some_requests(num_requests)
     check_table(block_table, num_requests)
     if window < 1:
         raise ValueError(f"window {window} must be positive")
