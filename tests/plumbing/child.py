@@ -63,8 +63,9 @@ def pretend_triton_device() -> None:
 
 
 def use_attention_of_cuda(name: str) -> None:
-    """Make our CPU platform choose a backend of CUDA devices."""
+    """Make the CPU platform choose a backend of CUDA devices, with a policy and without."""
     import torch
+    from vllm.platforms.cpu import CpuPlatform
 
     from vllm_pyramid.compat.backend_names import BACKENDS
     from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
@@ -73,7 +74,8 @@ def use_attention_of_cuda(name: str) -> None:
     def backend(cls: type, *args: Any, **kwargs: Any) -> str:
         return BACKENDS[name]
 
-    PyramidCpuPlatform.get_attn_backend_cls = classmethod(backend)  # type: ignore[assignment]
+    for platform in (CpuPlatform, PyramidCpuPlatform):
+        platform.get_attn_backend_cls = classmethod(backend)  # type: ignore[assignment]
     from vllm.v1.attention.backends import triton_attn
 
     from vllm_pyramid.kernels import reference

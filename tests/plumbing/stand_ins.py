@@ -199,11 +199,11 @@ def install_start_up(mode: str) -> None:
     """
     from vllm import SamplingParams
     from vllm.config import CUDAGraphMode
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker import workspace
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-    from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
     from vllm_pyramid.frontend.graphs import check_graphs
     from vllm_pyramid.policy.served_settings import ServedSettings
     from vllm_pyramid.worker.cpu_worker import PyramidCpuWorker
@@ -213,8 +213,8 @@ def install_start_up(mode: str) -> None:
     cudagraph_utils.CudaGraphManager.capture = capture
     cudagraph_utils.BreakableCUDAGraphWrapper = Pieces
     for name in ("graph_pool_handle", "get_global_graph_pool"):
-        setattr(PyramidCpuPlatform, name, classmethod(lambda cls: (0, 0)))
-    PyramidCpuPlatform._global_graph_pool = None
+        setattr(CpuPlatform, name, classmethod(lambda cls: (0, 0)))
+    CpuPlatform._global_graph_pool = None
     torch.accelerator.get_memory_info = lambda *args: (0, 0)
     for name in ("empty_cache", "synchronize"):
         setattr(torch.accelerator, name, lambda *args: None)

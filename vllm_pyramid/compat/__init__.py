@@ -8,6 +8,13 @@ engine_args
     Target: EngineArgs.add_cli_args, .create_engine_config, .create_model_config; parse_known_args
     of the parsers with our flags.
     Why: flags and settings. Remove when plugins can add engine arguments.
+no_policies
+    Target: EngineArgs.create_engine_config, else VllmConfig.__init__; EngineArgs.add_cli_args.
+    Why: a vLLM that is not supported starts as without this package, and refuses policies. Remove
+    with `versions`.
+platform/cpu_platform
+    Target: the class of vllm.platforms.current_platform.
+    Why: vLLM chooses it before it knows of a policy. Remove when a configuration can name it.
 input_processor
     Target: InputProcessor.process_inputs.
     Why: a wrong request must be answered with status 400. Remove when plugins can validate
@@ -84,8 +91,8 @@ name_distribution
     module.
 versions
     Target: vllm.version.
-    Why: refuse unsupported versions by name. Remove when plugins can declare the versions they
-    support.
+    Why: name an unsupported version where a policy is asked for. Remove when plugins can declare
+    the versions they support.
 thin_forward
     Target: class of a model's inner module (LlamaModel, MistralModel, Qwen2Model, Qwen3Model), its
     layers, norm and embed_input_ids.
@@ -95,8 +102,9 @@ seeds
     Why: seeded requests with chunked prompts end the engine on the CPU. Remove when vLLM turns
     generators back without `set_offset` there.
 
-Patches of `engine_args` are applied when the plugin loads and do nothing without a policy; that of
-`small_gemm` applies to the CUDA wheel on a CPU; all others only with a policy. Subclasses of vLLM's
+Patches of `engine_args` (with an unsupported vLLM: of `no_policies`) are applied when the plugin
+loads and do nothing without a policy; that of `small_gemm` applies to the CUDA wheel on a CPU; all
+others only with a policy. Subclasses of vLLM's
 extension points (scheduler, worker, attention backend, platform, KV cache spec and manager) stand
 in the folders of their subject. Operators that vLLM's CPU code lacks are in
 `compat/platform/torch_ops.py`.

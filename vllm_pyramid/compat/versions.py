@@ -41,7 +41,7 @@ def vllm_version() -> str:
 
 
 def check_vllm() -> None:
-    """Refuse to start with a vLLM that this package does not support.
+    """Check that this package supports the vLLM that is installed.
 
     Raises:
         WrongVLLMError: no vLLM, another version, or two distributions in one environment; the
@@ -51,7 +51,7 @@ def check_vllm() -> None:
     if not installed.startswith(tuple(f"{supported}." for supported in SUPPORTED)):
         raise WrongVLLMError(
             f"vllm-pyramid {__version__} works with {_either('vLLM')}, but vLLM "
-            f"{installed} is installed: install a matching pair, or uninstall vllm-pyramid"
+            f"{installed} is installed: install a matching pair, or leave the KV policy out"
         )
     found = {name: there for name in _DISTRIBUTIONS if (there := _distribution(name))}
     if len(found) > 1:
@@ -60,6 +60,15 @@ def check_vllm() -> None:
             f"{names} are both installed and hold the same module, so its files come from either: "
             "uninstall both, then install the one for this machine"
         )
+
+
+def why_no_hooks(error: Exception) -> str:
+    """Return what to say where a supported vLLM lacks something that the hooks need."""
+    return (
+        f"vllm-pyramid {__version__} cannot work with this vLLM {vllm_version()} "
+        f"({type(error).__name__}: {error}): install a release of {_either('vLLM')}, or leave the "
+        "KV policy out"
+    )
 
 
 def runs_without_plugins() -> bool:

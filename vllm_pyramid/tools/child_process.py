@@ -77,8 +77,8 @@ class LoggedProcess:
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 "TOKENIZERS_PARALLELISM": "false",
                 "VLLM_NO_USAGE_STATS": "1",
-                # Huge pages. PyTorch reads it once, at its first allocation: the CPU platform asks
-                # for it when it is chosen, which may be too late.
+                # Huge pages. PyTorch reads it once, at its first allocation, so an engine with a
+                # policy can ask for them in its own processes alone, not in this one.
                 "THP_MEM_ALLOC_ENABLE": "1",
                 **({"HF_HUB_OFFLINE": "1"} if offline else {}),
                 **os.environ,

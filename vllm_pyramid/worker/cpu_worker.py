@@ -11,6 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat import seeds
 from vllm_pyramid.compat.cpu_resources import available_host_memory
+from vllm_pyramid.compat.platform import cpu_platform
 from vllm_pyramid.compat.platform.defaults import keep_threads, take_free_memory
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.extend import extend_with_policy
@@ -26,6 +27,7 @@ class PyramidCpuWorker(CPUWorker):
     adapter: RunnerAdapter
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        cpu_platform.activate()  # where the process was forked from one without a policy
         take_free_memory(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 

@@ -12,6 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.cpu
 GIB = 2**30
+# Variables that an engine with a policy chooses for its processes.
+CHOSEN = ("PYRAMID_CPU_PLATFORM", "THP_MEM_ALLOC_ENABLE", "VLLM_CPU_OMP_THREADS_BIND")
 
 
 @pytest.fixture
@@ -238,9 +240,35 @@ def test_an_engine_without_a_policy_gets_nothing_of_it(
 
     register()
     monkeypatch.setattr(defaults, "cores_by_node", lambda: [[0, 1]])
-    for name in (defaults.BIND, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+    for name in (*CHOSEN, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.delenv(name, raising=False)
+    defaults.withdraw()  # what other tests chose
+    before = dict(os.environ)
     defaults.choose(EngineArgs(str(random_model)))
     assert os.environ[defaults.BIND] == "0,1"
     EngineArgs(str(random_model)).create_engine_config()
-    assert defaults.BIND not in os.environ
+    # vLLM's own platform sets some for itself.
+    assert {name for name in os.environ if name in CHOSEN or "PYRAMID" in name} == set()
+    assert before.items() <= os.environ.items()
+
+
+@pytest.mark.parametrize(("users", "for_children"), [(None, "1"), ("0", "0")])
+def test_processes_of_an_engine_with_a_policy_ask_for_huge_pages(
+    defaults: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    random_model: Path,
+    users: str | None,
+    for_children: str,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv(defaults.BIND, "nobind")
+    monkeypatch.delenv(defaults.HUGE_PAGES, raising=False)
+    if users is not None:
+        monkeypatch.setenv(defaults.HUGE_PAGES, users)
+    defaults.choose(EngineArgs(str(random_model)))
+    assert os.environ[defaults.HUGE_PAGES] == for_children
+    assert os.environ[defaults.ACTIVE] == "1"  # and choose our platform
+    defaults.withdraw()
+    assert os.environ.get(defaults.HUGE_PAGES) == users
+    assert defaults.ACTIVE not in os.environ

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,50 +30,62 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_offered_on_a_bare_machine(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv(platform.HUGE_PAGES, "0")  # what a user sets stays
+    bare.delenv(platform.NO_GPU_KERNELS, raising=False)
     assert platform.cpu_platform_plugin() == CUDA_WHEEL
-    assert os.environ[platform.HUGE_PAGES] == "0"
-    for name in (platform.HUGE_PAGES, platform.NO_GPU_KERNELS):
-        bare.delenv(name, raising=False)
-    assert platform.cpu_platform_plugin() == CUDA_WHEEL
-    assert os.environ[platform.HUGE_PAGES] == os.environ[platform.NO_GPU_KERNELS] == "1"
+    assert os.environ[platform.NO_GPU_KERNELS] == "1"
 
 
-# As an engine in a user's own process comes to its memory: `hg` is the advice to use huge pages.
-HUGE = """
-from vllm_pyramid import LLM
-from vllm.platforms import current_platform
-assert current_platform.device_type == "cpu"
-import torch
-memory = torch.zeros(64 << 20, dtype=torch.int8)
-address = memory.data_ptr()
-inside = False
-for line in open("/proc/self/smaps"):
-    name = line.split()[0]
-    if "-" in name and ":" not in name:
-        begin, end = (int(text, 16) for text in name.split("-"))
-        inside = begin <= address < end
-    elif inside and name == "VmFlags:":
-        print("advised" if "hg" in line.split() else "small pages")
-"""
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no huge pages"
-)
-def test_memory_of_an_engine_in_this_process_is_in_huge_pages() -> None:
-    environment = {name: os.environ[name] for name in os.environ if name != platform.HUGE_PAGES}
-    made = subprocess.run(
-        [sys.executable, "-c", HUGE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert made.stdout.split("\n")[-2:] == ["advised", ""], made.stderr
-
-
-def test_offered_beside_a_cpu_build(bare: pytest.MonkeyPatch) -> None:
+def test_offered_beside_a_cpu_build_for_engines_with_a_policy(bare: pytest.MonkeyPatch) -> None:
     import vllm.platforms
 
     bare.setitem(vllm.platforms.builtin_platform_plugins, "cpu", lambda: "some.CpuPlatform")
+    before = dict(os.environ)
+    assert platform.cpu_platform_plugin() is None
+    assert dict(os.environ) == before
+    bare.setenv(platform.ACTIVE, "1")
     assert platform.cpu_platform_plugin() == CPU_BUILD
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0"])
+def test_not_offered_to_another_version(bare: pytest.MonkeyPatch, version: str) -> None:
+    from vllm_pyramid.compat import versions
+
+    bare.setattr(versions, "vllm_version", lambda: version)
+    assert platform.cpu_platform_plugin() is None
+
+
+def test_the_platform_changes_with_a_policy_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object that vLLM's modules keep stays the same."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    from vllm_pyramid.compat.platform import cpu_platform
+
+    stock = CpuPlatform()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", stock)
+    monkeypatch.setattr(cpu_platform, "_Stock", CpuPlatform)
+    monkeypatch.setattr(vllm.platforms, "vllm_version_matches_substr", lambda text: True)
+    for _ in range(2):
+        cpu_platform.activate()
+        assert type(stock) is cpu_platform.PyramidCpuPlatform and stock.ray_device_key == "GPU"
+    for _ in range(2):
+        cpu_platform.deactivate()
+        assert type(stock) is CpuPlatform and not stock.ray_device_key
+
+    # Without kernels for the CPU, and of another package: left alone.
+    monkeypatch.setattr(vllm.platforms, "vllm_version_matches_substr", lambda text: False)
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    cpu_platform.activate()
+    assert type(stock) is CpuPlatform
+
+    class OtherPlatform(CpuPlatform):
+        pass
+
+    other = OtherPlatform()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", other)
+    monkeypatch.delenv("VLLM_TARGET_DEVICE")
+    cpu_platform.activate()
+    assert type(other) is OtherPlatform
 
 
 @pytest.mark.parametrize("name", ["cuda", "rocm", "tpu", "xpu"])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads and memory on the CPU, where the user chose none.
+"""Threads, memory and the platform on the CPU, where the user chose none.
 
 vLLM takes 92 % of a memory node and refuses to start where other processes have more than the rest,
 and it keeps one core a worker for the front end, which on a machine of two is half of the
 arithmetic. Here a worker takes what is free, and all cores where they are few. What the user sets
 wins: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`, `VLLM_CPU_OMP_THREADS_BIND`,
-`VLLM_CPU_NUM_OF_RESERVED_CPU`, `OMP_NUM_THREADS`.
+`VLLM_CPU_NUM_OF_RESERVED_CPU`, `OMP_NUM_THREADS`, `THP_MEM_ALLOC_ENABLE`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from vllm_pyramid.compat.cpu_resources import cores_by_node, memory_of_worker_node
+from vllm_pyramid.compat.platform import ACTIVE, HUGE_PAGES, cpu_platform
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -37,9 +38,16 @@ SHARE_OF_FREE = 0.8
 def choose(args: EngineArgs) -> None:
     """Choose threads and memory for an engine about to be configured, where `args` leave them open.
 
-    Threads are chosen in this process's environment, from which vLLM reads them.
+    Threads are chosen in this process's environment, from which vLLM reads them. The engine's
+    processes ask for huge pages: blocks lie at random in the cache, so small pages cost an address
+    translation every few rows. PyTorch reads that once, when it first allocates, so an engine in
+    this process has them only where the user set the variable.
     """
     withdraw()
+    cpu_platform.activate()
+    chosen_for_children(ACTIVE, "1")
+    if HUGE_PAGES not in os.environ:
+        chosen_for_children(HUGE_PAGES, "1")
     replicas = replicas_here(args)
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
     if args.distributed_executor_backend == "ray":
@@ -78,6 +86,7 @@ def chosen_for_children(name: str, value: str) -> None:
 
 def withdraw() -> None:
     """Take back what was chosen for an earlier engine of this process."""
+    cpu_platform.deactivate()
     for name, value in _chosen.items():
         if os.environ.get(name) == value:
             del os.environ[name]
