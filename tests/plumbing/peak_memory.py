@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile
 
-from vllm_pyramid.kernels.cpu.library import most_scratch_bytes
+from vllm_pyramid.kernels.cpu.library import most_scratch_bytes, scratch_bytes
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Peak:
 
     Attributes:
         tensors: by PyTorch's allocator, temporary ones inside its operators included.
-        scratch: of the C++ kernels, all of it, since threads keep it.
+        scratch: of the C++ kernels, whose threads keep it: only what they did not have before.
     """
 
     tensors: int = 0
@@ -34,6 +34,7 @@ def peak_memory() -> Iterator[Peak]:
     """Measure what the block takes; the result is filled in at its end."""
     peak = Peak()
     most_scratch_bytes()
+    before = scratch_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak
     events = profiler.profiler.kineto_results.events()
@@ -43,4 +44,4 @@ def peak_memory() -> Iterator[Peak]:
     for change in sorted(changes, key=lambda event: event.start_ns()):
         held += change.nbytes()
         peak.tensors = max(peak.tensors, held)
-    peak.scratch = most_scratch_bytes()
+    peak.scratch = most_scratch_bytes() - before

@@ -27,8 +27,8 @@ def evict_layer(
 
     Runs after the layer's attention, which has seen all that the layer held. Requests whose plans
     are deferred still hold everything here; `DeferredEviction` evicts from them, in all layers
-    together. A step may end so many prompts that their scores would not fit into memory: they are
-    evicted in pieces, one behind the other.
+    together. The requests are evicted in pieces, one behind the other, so that the scores of a step
+    that ends many prompts fit into the memory that is reserved for them.
 
     Args:
         hooks: of the policy's methods: one of them may have gathered scores.

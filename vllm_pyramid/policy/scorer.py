@@ -88,9 +88,9 @@ class Scorer(Component):
         """Return what `score` returns, some KV heads at a time where the request is long."""
         import torch
 
-        if not self.in_parts or len(parts := view.parts()) == 1:
+        if not self.in_parts:
             return self.score(view)
-        return torch.cat([self.score(part) for part in parts])
+        return torch.cat([self.score(part) for part in view.parts()])
 
     def scores(
         self, batch: EvictionBatch, *, statistics: bool = False

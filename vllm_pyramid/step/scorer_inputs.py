@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
@@ -131,13 +132,15 @@ class ScorerInputs:
             ),
         )
 
-    def parts(self) -> list[Self]:
+    def parts(self) -> Iterator[Self]:
         """Split a long request by its KV heads; a part looks like a request with fewer of them.
 
-        Parts depend on the request alone: a batch does not change them.
+        Parts depend on the request alone: a batch does not change them. A part keeps its copies as
+        long as it lives, so do not keep parts.
         """
         parts = parts_of_heads(self.num_kv_heads, self.heads_at_once or self.num_kv_heads)
-        return [self] if len(parts) == 1 else [self._part(heads) for heads in parts]
+        for heads in parts:
+            yield self if len(parts) == 1 else self._part(heads)
 
     def _part(self, heads: slice) -> Self:
         queries = slice(heads.start * self.group, heads.stop * self.group)
