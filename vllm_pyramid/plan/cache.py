@@ -66,6 +66,8 @@ def cached_by_bytes(most_bytes: int) -> Callable[[Callable[P, R]], Cached[P, R]]
 def size_of(value: object) -> int:
     """Return the bytes of a value at most; objects say theirs as `num_bytes`."""
     if isinstance(value, tuple | list):
+        if value and type(value[0]) in (int, float):  # then all are: turns or shares
+            return 100 + 40 * len(value)
         return 100 + sum(8 + size_of(item) for item in value)
     if isinstance(value, np.ndarray):
         return _SMALL + value.nbytes
