@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -123,6 +122,6 @@ class Budget:
         if self.tokens is not None:
             return min(self.tokens, prompt_len)
         assert self.percent is not None
-        return min(
-            max(math.ceil(self.percent * prompt_len / 100), self.floor(min_budget)), prompt_len
-        )
+        share = self.percent.numerator * prompt_len
+        rounded_up = -(-share // (100 * self.percent.denominator))
+        return min(max(rounded_up, self.floor(min_budget)), prompt_len)

@@ -53,6 +53,11 @@ class DeferredPlan:
     # Before that nothing can be promised to others.
     untouched: ClassVar[int] = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory at most, with the array that is computed when it is asked for."""
+        return 800 + 4 * self.num_layers
+
     # The questions of a `RetentionPlan` ---------------------------------------------------------
 
     def evictions_by(self, computed: int) -> int:

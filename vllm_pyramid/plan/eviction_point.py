@@ -96,6 +96,11 @@ class EvictionPoint:
         """Layers that the point is for."""
         return len(self.keep)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory at most, with the arrays that are computed when they are asked for."""
+        return 800 + 7 * (128 + self.keep.nbytes)
+
     @cached_property
     def held(self) -> IntArray:
         """Tokens that stay per KV head, `computed - skip`: `keep`, or up to a block more."""

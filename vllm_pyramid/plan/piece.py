@@ -34,6 +34,11 @@ class Piece:
         """Tokens of the piece, all of which the first layer computes."""
         return self.end - self.start
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory at most, with the array that is computed when it is asked for."""
+        return 600 + 3 * (128 + self.held.nbytes)
+
     @cached_property
     def enters(self) -> IntArray:
         """Tokens of the piece that each layer computes, `[num_layers]` int32."""

@@ -43,6 +43,13 @@ class RetentionPlan:
     is_deferred: ClassVar[Literal[False]] = False
     exact: ClassVar[bool] = True
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory at most, with what is computed when it is asked for."""
+        parts = sum(point.num_bytes for point in self.points)
+        parts += sum(piece.num_bytes for piece in self.pieces)
+        return 1200 + self.end.keep.nbytes + 60 * len(self.points) + parts
+
     @cached_property
     def inner(self) -> tuple[EvictionPoint, ...]:
         """The evictions inside the prompt."""

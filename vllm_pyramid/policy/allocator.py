@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
+from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.component import Component
+from vllm_pyramid.policy.limits import CACHE_BYTES
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
@@ -132,8 +134,8 @@ class CurveAllocator(Allocator):
         """Return `allocate` of several prompts, `[T, m]`; `means` and `capacities` are `[T]`."""
         assert num_layers >= 1 and (means >= 0).all() and (means <= capacities).all()
         tokens = np.repeat(means[:, None], num_layers, axis=1).astype(np.int64)
-        divided = np.flatnonzero((means > 0) & (means < capacities)) if num_layers > 1 else []
-        if len(divided):
+        divided = np.flatnonzero((means > 0) & (means < capacities) & (num_layers > 1))
+        if divided.size:
             means, capacities = means[divided], capacities[divided]
             curves = self._curves(means, num_layers, capacities)
             tokens[divided] = found = round_all_to_sum(curves, means * num_layers)
@@ -143,8 +145,9 @@ class CurveAllocator(Allocator):
     def _curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
         """Call `curves` of the class that last overrides `curve` or `curves`."""
         last = next(cls for cls in type(self).__mro__ if {"curve", "curves"} & vars(cls).keys())
-        together = last if "curves" in vars(last) else CurveAllocator
-        return together.curves(self, means, num_layers, capacities)
+        if "curves" in vars(last):
+            return self.curves(means, num_layers, capacities)
+        return CurveAllocator.curves(self, means, num_layers, capacities)
 
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
@@ -206,7 +209,7 @@ def round_all_to_sum(curves: Reals, totals: Integers) -> Integers:
     return rounded
 
 
-@lru_cache(maxsize=8192)
+@cached_by_bytes(CACHE_BYTES)
 def point_of_tokens(
     policy: Policy,
     allocator: CurveAllocator | None,

@@ -8,7 +8,6 @@ a message.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -23,13 +22,14 @@ from vllm_pyramid.plan import (
     peak_blocks,
     with_turns,
 )
-from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
+from vllm_pyramid.plan.cache import cached_by_bytes
+from vllm_pyramid.policy.limits import CACHE_BYTES, FREE_EVICTIONS, TOKENS_PER_EVICTION
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
 
 
-@lru_cache(maxsize=8192)
+@cached_by_bytes(CACHE_BYTES)
 def plan_prompt(
     policy: Policy,
     prompt_len: int,

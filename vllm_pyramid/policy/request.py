@@ -12,8 +12,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from vllm_pyramid.plan import Plan
+from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
+from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import RequestKeys, check_names
 
 FULL_POLICY = "full"
@@ -116,7 +118,7 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
     return ServedRequest(chosen, budget, keys.application, keys.turns)
 
 
-@lru_cache(maxsize=256)
+@cached_by_bytes(CACHE_BYTES)
 def _with_keys(policy: Policy, given: tuple[tuple[str, Any], ...]) -> Policy:
     """Return the policy with parts changed by a request; some part must accept each key."""
     keys = dict(given)
@@ -129,7 +131,7 @@ def _with_keys(policy: Policy, given: tuple[tuple[str, Any], ...]) -> Policy:
     return policy.model_copy(update={name: part.model_dump() for name, part in parts.items()})
 
 
-@lru_cache(maxsize=4096)
+@cached_by_bytes(CACHE_BYTES)
 def with_allocator(policy: Policy, fields: tuple[tuple[str, Any], ...]) -> Policy:
     """Return the policy with another allocator, given by its fields (lists as tuples)."""
     return policy.model_copy(update={"allocator": dict(fields)})

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.plan import Budget, EvictionPoint, Piece, RetentionPlan
+from vllm_pyramid.plan.cache import cached_by_bytes
+from vllm_pyramid.policy.limits import CACHE_BYTES
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.thinning import DecayAllocator
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 Integers = npt.NDArray[np.int64]
 
 
-@lru_cache(maxsize=8192)
+@cached_by_bytes(CACHE_BYTES)
 def piece_lengths(
     allocator: DecayAllocator,
     tokens: int,
@@ -82,7 +83,7 @@ def thinning_plan(
     return RetentionPlan.of_pieces(prompt_len, block_size, keep, pieces)
 
 
-@lru_cache(maxsize=8192)
+@cached_by_bytes(CACHE_BYTES)
 def later_point(policy: Policy, prompt: EvictionPoint, computed: int) -> EvictionPoint:
     """Return what is kept at the eviction after `computed` tokens of a thinned prompt.
 

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No request's own settings cost the front end, the scheduler or a worker more than its tokens do.
+
+Every body is shorter than 64 KB. It is refused with a short reason, or accepted within its limits;
+either way its cost is that of an honest request of as many tokens and at most `MOST_MS` more.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from tests.scheduler.harness import Setup, hasher, make_scheduler
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.allocator import point_of_tokens
+from vllm_pyramid.policy.limits import MAX_KEYS, MAX_TURNS
+from vllm_pyramid.policy.planning import plan_prompt
+from vllm_pyramid.policy.request import check_request, for_request
+from vllm_pyramid.scheduler.scheduler import PyramidScheduler
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
+
+pytestmark = pytest.mark.cpu
+
+MOST_MS = 2.0
+PROMPT = 25_600  # a body of 64 KB has no more tokens by their ids
+LAYERS = 80
+TIMES = 7
+Body = Callable[[int], dict[str, Any]]  # of the number of the try, so that no cache helps
+
+
+def _turns(start: int, step: int, count: int = MAX_TURNS) -> list[int]:
+    return [start + step * number for number in range(count)]
+
+
+HONEST: Body = lambda i: {"kv_budget": 300 + i}  # noqa: E731
+REFUSED: dict[str, Body] = {
+    "a budget of 4,200 digits": lambda i: {"kv_budget": f"12.{i}{'3' * 4200}%"},
+    "a budget of 60,000 digits": lambda i: {"kv_budget": f"12.{i}{'3' * 60_000}%"},
+    "a budget of blanks": lambda i: {"kv_budget": " " * 60_000 + str(i)},
+    "a budget of 60,000 nines": lambda i: {"kv_budget": "9" * 60_000},
+    "a huge number": lambda i: {"kv_budget": 10**4000 + i},
+    "a floor of 4,000 digits": lambda i: {"kv_min_tokens": 10**4000 + i},
+    "unknown keys": lambda i: {f"kv_{i}_{number:04d}": 1 for number in range(4000)},
+    "keys of others": lambda i: {f"{i}_{number:04d}": 1 for number in range(4000)},
+    "near misses": lambda i: {f"kv_budge{number}": 1 for number in range(3000)},
+    "a key of 60 KB": lambda i: {"kv_budget" * 7000: i},
+    "a policy of 60 KB": lambda i: {"kv_policy": "pyramidkv" * 7000},
+    "an application of 60 KB": lambda i: {"kv_application": "x" * 60_000},
+    "an application without averages": lambda i: {"kv_application": f"name {i}"},
+    "top_n without V in host memory": lambda i: {"kv_top_n": 1000 + i},
+    "a list for a budget": lambda i: {"kv_budget": [1] * 20_000},
+    "10,000 turns": lambda i: {"kv_turns": _turns(i + 1, 1, 10_000)},
+    "falling turns": lambda i: {"kv_turns": [5] * 20_000},
+    "turns of text": lambda i: {"kv_turns": ["x" * 100] * 500},
+    "turns behind the prompt": lambda i: {"kv_turns": _turns(2_000_000, 1 + i)},
+    "a huge turn": lambda i: {"kv_turns": [1, 10**4000]},
+}
+ACCEPTED: dict[str, Body] = {
+    "most turns": lambda i: {"kv_budget": 300 + i, "kv_turns": _turns(500 + i, 48)},
+    "turns of a token": lambda i: {"kv_budget": 300 + i, "kv_turns": _turns(900 + i, 1)},
+    "turns at the end": lambda i: {"kv_budget": 300 + i, "kv_turns": _turns(9000 - i, 32)},
+    "turns of a share": lambda i: {
+        "kv_budget": f"{i + 1}.123457%",
+        "kv_min_tokens": 0,
+        "kv_turns": _turns(100 + i, 48),
+    },
+    "nearly all of each turn": lambda i: {
+        "kv_budget": f"90.00000{i}%",
+        "kv_min_tokens": 0,
+        "kv_turns": _turns(400 + i, 48),
+    },
+    "other software's values": lambda i: {
+        **{f"other {number}": "x" * 400 for number in range(MAX_KEYS - 1)},
+        "kv_budget": 300 + i,
+    },
+}
+SETUP = Setup(
+    budget="12%",
+    policy_args=(),
+    num_layers=LAYERS,
+    block_size=16,
+    max_model_len=PROMPT + 512,
+    max_num_batched_tokens=2048,
+    long_prefill_token_threshold=2048,
+    prefix_caching=True,
+    admission="forecast",
+)
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> PyramidScheduler:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+        made = make_scheduler(SETUP, LAYERS * (SETUP.max_model_len // 16 + 1))
+    assert isinstance(made, PyramidScheduler)
+    return made
+
+
+def _params(extra: dict[str, Any]) -> SamplingParams:
+    params = SamplingParams(max_tokens=16)
+    params.extra_args = extra
+    return params
+
+
+def _ms(step: Callable[..., object], *args: Any) -> float:
+    """Return the process time of a step that finds no plan in the caches."""
+    plan_prompt.cached.clear()
+    point_of_tokens.cached.clear()
+    start = time.process_time_ns()
+    step(*args)
+    return (time.process_time_ns() - start) / 1e6
+
+
+class Costs:
+    """Process time in ms of the front end, the scheduler and a worker, medians of several."""
+
+    def __init__(self, scheduler: PyramidScheduler, body: Body, name: str) -> None:
+        self.refused: str | None = None
+        self.turns_evict = 0
+        self._engine = scheduler
+        self._tracker = EvictionTracker(scheduler.kv_policy, LAYERS, 16, 4)
+        costs = [self._costs(f"{name} {index}", body(index)) for index in range(TIMES)]
+        self.front, self.scheduler, self.worker = (median(of) for of in zip(*costs, strict=True))
+
+    def _costs(self, name: str, extra: dict[str, Any]) -> tuple[float, float, float]:
+        params = _params(extra)
+        request = Request(name, list(range(PROMPT)), params, None, block_hasher=hasher(16))
+        front = _ms(self._check, params)
+        scheduler = _ms(self._add, request)
+        assert request.sampling_params is not None
+        sent = request.sampling_params.extra_args
+        assert (sent is None) == (self.refused is not None), "the worker would follow it"
+        # A worker follows what the scheduler sends on, and stands what no scheduler has seen.
+        worker = _ms(self._tracker.add, name, PROMPT, sent)
+        worker = max(worker, _ms(for_request, self._engine.kv_policy, extra))
+        self._engine.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        return front, scheduler, worker
+
+    def _check(self, params: SamplingParams) -> None:
+        try:
+            check_request(self._engine.kv_policy, params).check_turns(PROMPT)
+        except ValueError as error:
+            self.refused = str(error)
+
+    def _add(self, request: Request) -> None:
+        self._engine.add_request(request)
+        plan = self._engine.coordinator.plans.of(request.request_id)
+        self.turns_evict = len(plan.inner)
+        self._engine.cached_prefix(request, PROMPT - 1)
+
+
+@pytest.fixture(scope="module")
+def honest(scheduler: PyramidScheduler) -> Costs:
+    Costs(scheduler, HONEST, "warm")
+    return Costs(scheduler, HONEST, "honest")
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *ACCEPTED])
+def test_a_hostile_request_costs_what_its_tokens_cost(
+    scheduler: PyramidScheduler, honest: Costs, name: str
+) -> None:
+    body = {**REFUSED, **ACCEPTED}[name]
+    if "huge" not in name and "4,000" not in name:  # numbers that JSON in Python cannot write
+        assert len(json.dumps(body(6))) < 65_536
+    costs = Costs(scheduler, body, name)
+    for place in ("front", "scheduler", "worker"):
+        cost, usual = getattr(costs, place), getattr(honest, place)
+        print(f"{name:32s} {place} {cost:.3f} ms, honest {usual:.3f} ms")
+        assert cost < usual + MOST_MS, (place, cost, usual)
+    assert (costs.refused is not None) == (name in REFUSED)
+    assert (costs.turns_evict > 0) == ("turn" in name and name in ACCEPTED), costs.turns_evict
+    assert costs.refused is None or len(costs.refused) < 400
+
+
+@pytest.mark.parametrize("policy", ["pyramidinfer", "pyramidkv-chunked", "h2o", "kcache", "xkv"])
+def test_a_new_budget_costs_a_plan_and_no_more(policy: str) -> None:
+    """Of the longest prompt that 64 KB of text can have, with the policies that plan most."""
+    served = load_policy(policy)
+
+    def plan(extra: dict[str, Any], index: int) -> None:
+        found = for_request(served, extra)
+        assert found.error is None, found.error
+        found.plan(60_000 - index, LAYERS, 16)
+
+    def body(index: int) -> dict[str, Any]:
+        if policy == "kcache":
+            return {"kv_top_n": 9 + index}
+        return {"kv_budget": 900 + index if policy == "h2o" else f"{30 - index}.123456%"}
+
+    plan({}, 0)
+    costs = [_ms(plan, body(index), index) for index in range(1, TIMES)]
+    print(policy, f"{median(costs):.3f} ms")
+    assert median(costs) < MOST_MS
