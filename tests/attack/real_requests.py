@@ -95,7 +95,7 @@ class Clients:
         with count_preemptions(self.engine) as preemptions:
             while self.running or (self.sent < requests and time.monotonic() < end):
                 if self.sent < requests and time.monotonic() < end:
-                    for _ in range(self.source.choice([0, 0, 0, 1, 1, 3])):
+                    for _ in range(self.source.choice([0, 1, 1, 4])):
                         self.send()
                 self.step()
         self.seen["preempted"] += preemptions["all"]
