@@ -87,7 +87,9 @@ class Clients:
         self.seen: Counter[str] = Counter()
         self.sent = self.steps = 0
         served = ServedSettings.of(engine.core.vllm_config)
-        self.has_turns = served is not None and served.why_no_turns is None
+        assert served is not None
+        reasons = served.why_no_turns, served.policy.why_not_resumable
+        self.has_turns = reasons == (None, None)
 
     def run(self, requests: int, seconds: float) -> None:
         """Send so many requests, or until the time is over; then wait for the last."""

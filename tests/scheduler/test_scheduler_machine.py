@@ -56,8 +56,8 @@ LIMITS = settings(
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
-# The first round lives other lives in every run (`seed` of tests/conftest.py). What a variant is for
-# may be rare: rounds of known lives follow until all of it was seen, so many at the most.
+# The first round lives other lives in every run (`seed` of tests/conftest.py). What a variant is
+# for may be rare: rounds of known lives follow until all of it was seen, so many at the most.
 ROUNDS = 7
 OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     None,
