@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "evictions inside prompts": {
         "kv_policy": "snapkv-chunked",
         "kv_budget": 48,
-        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 48},
+        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 48, "window": 16},
         "enable_prefix_caching": True,
     },
 }
