@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "evictions inside prompts": {
         "kv_policy": "snapkv-chunked",
         "kv_budget": 48,
-        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 48, "window": 8, "chunk.window": 8},
+        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 48, "window": 16},
         "enable_prefix_caching": True,
     },
 }
@@ -87,7 +87,9 @@ class Clients:
         self.seen: Counter[str] = Counter()
         self.sent = self.steps = 0
         served = ServedSettings.of(engine.core.vllm_config)
-        self.has_turns = served is not None and served.why_no_turns is None
+        assert served is not None
+        reasons = served.why_no_turns, served.policy.why_not_resumable
+        self.has_turns = reasons == (None, None)
 
     def run(self, requests: int, seconds: float) -> None:
         """Send so many requests, or until the time is over; then wait for the last."""
@@ -95,7 +97,7 @@ class Clients:
         with count_preemptions(self.engine) as preemptions:
             while self.running or (self.sent < requests and time.monotonic() < end):
                 if self.sent < requests and time.monotonic() < end:
-                    for _ in range(self.source.choice([0, 0, 0, 1, 1, 3])):
+                    for _ in range(self.source.choice([0, 1, 1, 4])):
                         self.send()
                 self.step()
         self.seen["preempted"] += preemptions["all"]

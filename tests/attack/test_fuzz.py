@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.attack.bodies import KINDS, draw
+from tests.attack.bodies import KINDS
 from tests.attack.findings import report
 from tests.attack.fuzz import FLAGS, attack_server
 from tests.plumbing.server import serving
@@ -29,11 +28,3 @@ def test_fuzz(random_model: Path, tmp_path: Path, seed: int) -> None:
     assert findings.good(), text
     assert findings.sent == REQUESTS
     assert findings.counts.keys() == KINDS.keys(), "a kind of request was never sent"
-
-
-def test_a_request_is_drawn_again_from_its_number() -> None:
-    first, again = ([draw(7, number, "model") for number in range(300)] for _ in range(2))
-    assert first == again
-    assert first != [draw(8, number, "model") for number in range(300)]
-    assert max(len(attack.body) for attack in first) > 30_000
-    assert re.search(rb"9{5000}", b"".join(attack.body for attack in first))

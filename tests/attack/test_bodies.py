@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of an attacker are drawn again from their number, and wrong answers are found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.attack.bodies import HONEST, draw
+from tests.attack.findings import Findings, curl
+from tests.attack.fuzz import HONEST_PROMPTS, Client
+
+pytestmark = pytest.mark.cpu
+
+SEED = 7
+
+
+def test_a_request_is_drawn_again_from_its_number() -> None:
+    first, again = ([draw(SEED, number, "model") for number in range(400)] for _ in range(2))
+    assert first == again
+    assert first != [draw(SEED + 1, number, "model") for number in range(400)]
+    assert max(len(attack.body) for attack in first) > 30_000
+    assert re.search(rb"9{5000}", b"".join(attack.body for attack in first))
+
+
+def test_a_failing_request_is_told_as_a_command(tmp_path: Path) -> None:
+    for number in range(200):
+        attack = draw(SEED, number, "model")
+        words = shlex.split(curl("http://host:1", attack, tmp_path, number))
+        sent = words[words.index("--data-binary") + 1]
+        data = Path(sent[1:]).read_bytes() if sent.startswith("@") else sent.encode()
+        assert data == attack.body and words[-1] == f"http://host:1{attack.path}"
+        assert [f"-H{name}: {value[:200]}" for name, value in attack.headers.items()] == [
+            word for word in words if word.startswith("-H")
+        ]
+
+
+def _serve(answer: Callable[[bytes, int], tuple[int, bytes]], numbers: list[int]) -> Findings:
+    """What is found at a server that gives these answers to a body and its turn."""
+    turns: list[int] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        turns.append(0)
+        status, body = answer(await request.read(), len(turns))
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    async def run() -> Findings:
+        app = web.Application(client_max_size=1 << 20)
+        app.router.add_post("/{path:.*}", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        async with aiohttp.ClientSession() as session:
+            client = Client(f"http://127.0.0.1:{port}", "model", SEED, session)
+            await client.learn_honest_answers()
+            for number in numbers:
+                await client.send(number)
+        await runner.cleanup()
+        return client.findings
+
+    return asyncio.run(run())
+
+
+def _honest(tokens: list[int]) -> bytes:
+    leads: list[dict[str, float]] = [{"a": -0.1, "b": -2.0} for _ in tokens]
+    choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"top_logprobs": leads}}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def _numbers(kind: str, expected: str) -> list[int]:
+    attacks = ((number, draw(SEED, number, "model")) for number in range(500))
+    return [n for n, attack in attacks if (attack.kind, attack.expected) == (kind, expected)][:3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "status", "body", "found"),
+    [
+        ("served", "served", 200, b"{}", None),
+        ("served", "served", 400, b"no", "400 where it should be served: no"),
+        ("served", "served", 200, b'{"error": {"code": 500}}', "500 in a stream"),
+        ("wrong settings", "refused", 400, b"{}", None),
+        ("wrong settings", "refused", 200, b"{}", "200 where it should be refused"),
+        ("mutated", "either", 200, b"{}", None),
+        ("mutated", "either", 422, b"{}", None),
+        ("mutated", "either", 500, b"{}", "500 where it should be either"),
+        (HONEST, "served", 200, _honest([1, 2]), None),
+        (HONEST, "served", 200, _honest([1, 3]), "honest tokens changed: [1, 3]"),
+        (HONEST, "served", 503, b"full", "503 where it should be served"),
+    ],
+)
+def test_wrong_answers_are_found(
+    kind: str, expected: str, status: int, body: bytes, found: str | None
+) -> None:
+    def answer(_: bytes, turn: int) -> tuple[int, bytes]:
+        return (200, _honest([1, 2])) if turn <= HONEST_PROMPTS else (status, body)
+
+    numbers = _numbers(kind, expected)
+    assert len(numbers) == 3
+    findings = _serve(answer, numbers)
+    assert findings.sent == 3 and findings.counts[kind] == {str(status): 3}
+    reasons = [reason for _, _, reason in findings.failures]
+    assert len(reasons) == (0 if found is None else 3)
+    assert all(reason.startswith(str(found)) for reason in reasons), reasons
