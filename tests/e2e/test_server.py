@@ -45,6 +45,13 @@ WRONG = [
     ({"kv_budget": "120%"}, "120%"),
     ({"kv_budgt": 33}, "did you mean 'kv_budget'"),
 ]
+# With `--kv-request-overrides budget,turns --kv-max-request-budget 50%`.
+FORBIDDEN = [
+    ({"kv_policy": "full"}, "kv_policy is not open to requests .*--kv-request-overrides"),
+    ({"kv_min_tokens": 9999}, "may only give kv_budget, kv_turns"),
+    ({"kv_budget": "60%"}, r"this server allows \d+ \(--kv-max-request-budget 50%"),
+    ({"kv_budget": 100_000}, r"would keep (\d+) of \1 tokens"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -283,13 +290,17 @@ def test_the_end(server: Server) -> None:
 
 def test_two_front_ends(random_model: Path, tmp_path: Path) -> None:
     """Each front end checks requests, and gets a part of the statistics."""
-    flags = (*FLAGS, "--kv-budget", "10%", "--api-server-count", "2")
+    overrides = ("--kv-request-overrides", "budget,turns", "--kv-max-request-budget", "50%")
+    flags = (*FLAGS, "--kv-budget", "10%", "--api-server-count", "2", *overrides)
     with serving(random_model, *flags, log=tmp_path / "server.log") as server:
         reports = []
         for _ in range(10):  # a client each: a connection each, so both front ends take part
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
             with client, pytest.raises(openai.BadRequestError, match="at least 9"):
                 _complete(client, str(random_model), **_xargs(kv_budget=3))
+            for refused, reason in FORBIDDEN:
+                with pytest.raises(openai.BadRequestError, match=reason):
+                    _complete(client, str(random_model), **_xargs(**refused))
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
             with client:
                 reports.append(_complete(client, str(random_model)).kv_transfer_params)
@@ -315,6 +326,7 @@ def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:
         url = f"{server.url}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             _check_report(_complete(client, str(random_model)).kv_transfer_params, 64)
+            _check_that_others_stay_hidden(client, str(random_model))
         text = log.read_text()
         cores = len(os.sched_getaffinity(0))
         if cores <= 8 and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) == 1:
@@ -325,6 +337,20 @@ def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:
         (taken, free) = re.findall(r"memory: at most ([\d.]+) GiB.* of the ([\d.]+) GiB", text)[0]
         # 80 % of what is free, and what the worker has taken before it asks.
         assert 0.8 * float(free) <= float(taken) + 0.1 <= min(0.8 * float(free) + 2, float(free))
+
+
+def _check_that_others_stay_hidden(client: openai.OpenAI, model: str) -> None:
+    """Without a salt a response does not tell whether another's conversation was found."""
+    for salt, said in ((None, False), ("a tenant's", True)):
+        prompt, turns, reports = TEXT, [], []
+        for _ in range(2):
+            xargs = {"vllm_xargs": {"kv_turns": turns}} | ({"cache_salt": salt} if salt else {})
+            answer = _complete(client, model, prompt=prompt, max_tokens=40, extra_body=xargs)
+            assert answer.usage.prompt_tokens_details is None
+            reports.append(answer.kv_transfer_params)
+            turns = reports[-1]["kv_turns"]
+            prompt += answer.choices[0].text + TEXT
+        assert all(("resumed_tokens" in report) == said for report in reports)
 
 
 def test_prompts_longer_than_the_cache(random_model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
@@ -38,20 +39,20 @@ def solve(sampled: SampledShares, request_id: str, keep: list[int]) -> None:
 
 def test_the_first_requests_of_each_application_are_solved() -> None:
     sampled = shares(sample_first=2)
-    assert sampled.shares_for("a0", "a") is None
+    assert sampled.shares_for("a0", "", "a") is None
     solve(sampled, "a0", [8, 8, 20])
-    assert sampled.shares_for("a1", "a") is None
-    assert sampled.shares_for("a2", "a") == ((0.0, 0.0, 1.0), 1), "the second is under way"
+    assert sampled.shares_for("a1", "", "a") is None
+    assert sampled.shares_for("a2", "", "a") == ((0.0, 0.0, 1.0), 1), "the second is under way"
     solve(sampled, "a1", [14, 14, 8])
-    assert sampled.shares_for("a3", "a") == ((0.25, 0.25, 0.5), 2)
-    assert sampled.shares_for("b0", "b") is None, "another application knows nothing of it"
+    assert sampled.shares_for("a3", "", "a") == ((0.25, 0.25, 0.5), 2)
+    assert sampled.shares_for("b0", "", "b") is None, "another application knows nothing of it"
 
 
 def test_a_share_of_the_requests_is_solved_evenly() -> None:
     sampled = shares(sample_share=0.1)
     solved = []
     for index in range(100):
-        if sampled.shares_for(f"r{index}", "") is None:
+        if sampled.shares_for(f"r{index}", "", "") is None:
             solved.append(index)
             solve(sampled, f"r{index}", [12, 12, 12])
     assert solved == list(range(0, 100, 10))
@@ -59,19 +60,19 @@ def test_a_share_of_the_requests_is_solved_evenly() -> None:
 
 def test_everything_is_solved_until_an_average_is_known() -> None:
     sampled = shares(sample_first=1)
-    assert all(sampled.shares_for(f"r{index}", "") is None for index in range(5))
+    assert all(sampled.shares_for(f"r{index}", "", "") is None for index in range(5))
     solve(sampled, "r3", [20, 8, 8])
-    assert sampled.shares_for("r5", "") == ((1.0, 0.0, 0.0), 1)
+    assert sampled.shares_for("r5", "", "") == ((1.0, 0.0, 0.0), 1)
 
 
 def test_a_request_counts_once_and_only_if_it_was_sampled() -> None:
     sampled = shares(sample_first=1)
-    sampled.shares_for("r", "")
+    sampled.shares_for("r", "", "")
     solve(sampled, "r", [20, 8, 8])
     solve(sampled, "r", [8, 8, 20])  # solved again after a preemption
     solve(sampled, "stranger", [8, 8, 20])
-    assert sampled.shares_for("s", "") == ((1.0, 0.0, 0.0), 1)
-    assert sampled.shares_for("t", "other") is None
+    assert sampled.shares_for("s", "", "") == ((1.0, 0.0, 0.0), 1)
+    assert sampled.shares_for("t", "", "other") is None
     for name in ("r", "s", "t"):
         assert sampled.on_request_finished(name) == {}
     assert not sampled._of_request
@@ -81,10 +82,44 @@ def test_applications_do_not_add_up_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sampling, "MAX_APPLICATIONS", 3)
     sampled = shares(sample_first=1)
     for name in "abcdabc":
-        sampled.shares_for(name, name)
-        assert len(sampled._applications) <= 3
-    assert list(sampled._applications) == ["a", "b", "c"]
+        sampled.shares_for(name, "", name)
+        assert sum(map(len, sampled._salts.values())) <= 3
+    (of_salt,) = sampled._salts.values()
+    assert list(of_salt) == ["a", "b", "c"]
     solve(sampled, "d", [8, 8, 20])  # of an application that was forgotten meanwhile
+
+
+def test_tenants_with_salts_of_their_own_share_no_average() -> None:
+    sampled = shares(sample_first=1)
+    assert sampled.shares_for("a0", "tenant a", "mail") is None
+    solve(sampled, "a0", [8, 8, 20])
+    assert sampled.shares_for("a1", "tenant a", "mail") == ((0.0, 0.0, 1.0), 1)
+    assert sampled.shares_for("b0", "tenant b", "mail") is None
+    assert sampled.shares_for("c0", "", "mail") is None
+    solve(sampled, "b0", [20, 8, 8])
+    assert sampled.shares_for("b1", "tenant b", "mail") == ((1.0, 0.0, 0.0), 1)
+    assert sampled.shares_for("a2", "tenant a", "mail") == ((0.0, 0.0, 1.0), 1)
+
+
+def test_a_tenant_with_many_applications_forgets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MAX_APPLICATIONS", 4)
+    sampled = shares(sample_first=1)
+    sampled.shares_for("honest", "b", "mail")
+    solve(sampled, "honest", [8, 8, 20])
+    for index in range(20):
+        sampled.shares_for(f"r{index}", "a", f"application {index}")
+        assert sum(map(len, sampled._salts.values())) == sampled._num_applications <= 4
+    assert sampled.shares_for("later", "b", "mail") == ((0.0, 0.0, 1.0), 1)
+    for index in range(20):  # a salt each: the number stays bounded, and no salt stays empty
+        sampled.shares_for(f"s{index}", f"salt {index}", "mail")
+        assert sum(map(len, sampled._salts.values())) == sampled._num_applications <= 4
+    assert all(sampled._salts.values())
+
+
+def test_a_long_salt_is_not_kept() -> None:
+    sampled = shares(sample_first=1)
+    sampled.shares_for("r", "\ud800" + "x" * 100_000, "mail")
+    assert [len(key) for key in sampled._salts] == [32]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +140,13 @@ def test_wrong_settings(args: dict[str, Any], message: str) -> None:
 
 
 class Pair:
-    def __init__(self, asynchronous: bool = False) -> None:
+    def __init__(self, asynchronous: bool = False, **changes: Any) -> None:
         setup = Setup(
             policy="xkv",
             budget=14,
             policy_args=(("window", 6), ("sample_first", 1)),
             asynchronous=asynchronous,
+            **changes,
         )
         num_blocks = setup.blocks_of_longest + 60
         self.scheduler = make_scheduler(setup, num_blocks)
@@ -120,6 +156,14 @@ class Pair:
         """Add them, and step until all have ended; their reports."""
         for name, prompt_len, extra_args in requests:
             self.scheduler.add_request(make_request(name, prompt_len, 4, extra_args))
+        return self._run()
+
+    def finish(self, request: Request) -> dict[str, Any]:
+        """Run a request by itself; its report."""
+        self.scheduler.add_request(request)
+        return self._run()[request.request_id]
+
+    def _run(self) -> dict[str, dict[str, Any]]:
         reports: dict[str, dict[str, Any]] = {}
         while self.scheduler.requests:
             output = self.scheduler.schedule()
@@ -162,6 +206,17 @@ def test_later_requests_get_the_average_on_both_sides(asynchronous: bool) -> Non
     (sampled,) = scheduler.hooks
     assert isinstance(sampled, SampledShares)
     assert not sampled._averaged and not sampled._of_request
+
+
+@pytest.mark.parametrize("reports_cached", [True, False])
+def test_averages_of_others_are_reported_where_the_cache_is(reports_cached: bool) -> None:
+    pair = Pair(further=(("kv_report_cached", reports_cached),))
+    pair.run(("r0", 60, None))
+    assert ("averaged_over" in pair.run(("r1", 60, None))["r1"]) == reports_cached
+    own = make_request("own", 60, 4, cache_salt="tenant")
+    assert "solved_tokens" in pair.finish(own)
+    again = pair.finish(make_request("again", 60, 4, cache_salt="tenant"))
+    assert again["averaged_over"] == 1 and "solved_tokens" not in again
 
 
 def test_a_preempted_request_keeps_its_average() -> None:

@@ -115,6 +115,7 @@ class Setup:
     turns: bool = False  # whether requests say to which conversations they belong
     drafts: int = 0  # of a request in a step, at most
     stages: tuple[int, ...] = ()  # layers of each pipeline stage
+    further: tuple[tuple[str, Any], ...] = ()  # settings of the engine
 
     @property
     def own_groups(self) -> range:
@@ -195,6 +196,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
             "kv_min_tokens": setup.min_tokens,
             "kv_policy_args": dict(setup.policy_args),
             "kv_admission": setup.admission,
+            **dict(setup.further),
         },
     ).create_engine_config()
     assert config.scheduler_config.get_scheduler_cls() is PyramidScheduler

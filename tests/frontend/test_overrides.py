@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's flags for what requests may change, from the command line to every process."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_pyramid.frontend.requests import PolicyRequestChecks
+from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args
+from vllm_pyramid.policy.overrides import RequestOverrides
+from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
+
+pytestmark = pytest.mark.cpu
+
+POLICY = {"kv_policy": "pyramidkv", "kv_budget": "12%"}
+
+
+def served(**settings: Any) -> ServedSettings:
+    """What another process reads of these settings."""
+    checked = KVSettings.from_additional_config({**POLICY, **settings})
+    assert checked is not None
+    own = checked.served()
+    assert own is not None
+    data = json.loads(json.dumps(own.as_data()))
+    assert KVSettings.from_additional_config(checked.to_additional_config()) == checked
+    read = ServedSettings.of(SimpleNamespace(additional_config={SERVED_KEY: data}))
+    assert read == own
+    return read
+
+
+def test_settings_travel_to_every_process() -> None:
+    assert served().overrides == RequestOverrides() and served().reports_cached
+    limited = served(kv_request_overrides="budget,turns", kv_max_request_budget="25%")
+    assert limited.overrides == RequestOverrides(("budget", "turns"), "25%")
+    assert served(kv_request_overrides=["turns"]).overrides.allowed == ("turns",)
+    assert served(kv_request_overrides=[]).overrides.allowed == ()
+    assert served(kv_max_request_budget="512").overrides.max_budget == 512
+    assert not served(kv_report_cached=False).reports_cached
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**POLICY, "kv_request_overrides": "bugdet"}, "did you mean 'budget'"),
+        ({**POLICY, "kv_request_override": "none"}, "did you mean 'kv_request_overrides'"),
+        ({**POLICY, "kv_max_request_budget": 0}, "kv_max_request_budget: budget 0 is out of"),
+        ({**POLICY, "kv_max_request_budget": "120%"}, "at most 100%"),
+        ({**POLICY, "kv_max_request_budget": 0.5}, "is a float"),
+        ({"kv_policy": "full", "kv_max_request_budget": 512}, "would have no effect"),
+        ({"kv_request_overrides": "none"}, "kv_request_overrides without a kv_policy"),
+        ({"kv_max_request_budget": 512}, "kv_max_request_budget without a kv_policy"),
+        ({**POLICY, "kv_report_cached": 1}, "must be true or false, not 1"),
+    ],
+)
+def test_wrong_settings(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVSettings.from_additional_config(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "hidden"), [([], True), (["--enable-prompt-tokens-details"], False)]
+)
+def test_a_server_reports_the_cache_where_vllm_does(flags: list[str], hidden: bool) -> None:
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_pyramid.plugin import register
+
+    register()
+    parser = make_arg_parser(FlexibleArgumentParser())
+    own = ["--kv-policy", "snapkv", "--kv-request-overrides", "budget,turns"]
+    config = parser.parse_args([*own, "--kv-max-request-budget", "25%", *flags]).additional_config
+    assert config.pop("kv_report_cached", True) == (not hidden)
+    assert config == {
+        "kv_policy": "snapkv",
+        "kv_request_overrides": "budget,turns",
+        "kv_max_request_budget": "25%",
+    }
+    said = ["--additional-config", '{"kv_policy": "snapkv", "kv_report_cached": true}']
+    assert parser.parse_args([*said, *flags]).additional_config["kv_report_cached"] is True
+    assert parser.parse_args(flags).additional_config == {}, "without a policy nothing is added"
+    assert "kv_NAME" in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args([*own[:2], "--kv-request-overrides", "budgets"])
+
+
+def test_our_commands_take_them_as_engine_arguments() -> None:
+    given = {"kv_request_overrides": ["budget"], "kv_max_request_budget": 512}
+    assert parse_engine_args(json.dumps(given)) == given
+
+
+class Processor:
+    """vLLM's `InputProcessor` as far as the checks of requests look into it."""
+
+    def __init__(self, settings: ServedSettings) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={SERVED_KEY: settings.as_data()})
+        self.model_config = SimpleNamespace(is_mm_prefix_lm=True)
+
+
+def _check(settings: ServedSettings, prompt_len: int, extra: dict[str, Any] | None) -> None:
+    checks, processor = PolicyRequestChecks(), Processor(settings)
+    params = SamplingParams(max_tokens=8, extra_args=extra)
+    request = SimpleNamespace(
+        mm_features=None,
+        prompt_token_ids=[1] * prompt_len,
+        prompt_embeds=None,
+        sampling_params=params,
+    )
+    found = checks.before(processor, params, resumable=False)  # type: ignore[arg-type]
+    checks.after(processor, request, found)  # type: ignore[arg-type]
+
+
+def test_the_front_end_answers_what_is_forbidden() -> None:
+    settings = served(kv_request_overrides="budget", kv_max_request_budget="25%")
+    _check(settings, 1000, None)
+    _check(settings, 1000, {"kv_budget": 256, "other": 1})
+    with pytest.raises(VLLMValidationError, match="kv_policy is not open to requests"):
+        _check(settings, 1000, {"kv_policy": "full"})
+    with pytest.raises(VLLMValidationError, match=r"keep 257 of 1000 tokens .* allows 256"):
+        _check(settings, 1000, {"kv_budget": 257})
+    _check(settings, 2000, {"kv_budget": 257})

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator lets requests change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import REQUEST_KEYS, RequestKeys
+
+pytestmark = pytest.mark.cpu
+
+GIVEN: dict[str, Any] = {
+    "kv_policy": "full",
+    "kv_budget": 64,
+    "kv_min_tokens": 0,
+    "kv_application": "mail",
+    "kv_top_n": 8,
+    "kv_turns": [],
+}
+
+
+def check_kept(
+    overrides: RequestOverrides,
+    extra: dict[str, Any],
+    prompt_len: int,
+    *,
+    policy: str = "pyramidkv",
+    budget: str | int = "12%",
+    args: dict[str, Any] | None = None,
+    max_tokens: int = 100,
+) -> None:
+    served = load_policy(policy, budget, args)
+    request = resolve(served, RequestKeys.parse(extra))
+    overrides.check_kept(request, served, prompt_len, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [
+        ("none", ()),
+        (["none"], ()),
+        ([], ()),
+        ("budget", ("budget",)),
+        ("turns, budget", ("budget", "turns")),
+        (("turns", "budget", "turns"), ("budget", "turns")),
+        (",".join(OVERRIDES), OVERRIDES),
+    ],
+)
+def test_lists_of_settings(value: object, allowed: tuple[str, ...]) -> None:
+    assert parse_overrides(value) == allowed
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "names '', which is no setting"),
+        ("budgets", "'budgets', which is no setting of a request .did you mean 'budget'"),
+        ("kv_budget", "did you mean 'budget'"),
+        ("none,budget", "names none and other settings"),
+        (3, "must be a list of settings, not 3"),
+        ([3], r"must be a list of settings, not \[3\]"),
+        ({"budget": True}, "must be a list of settings"),
+    ],
+)
+def test_wrong_lists(value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_overrides(value)
+
+
+@pytest.mark.parametrize("key", REQUEST_KEYS)
+def test_each_setting_can_be_forbidden(key: str) -> None:
+    assert set(GIVEN) == set(REQUEST_KEYS)
+    own = key.removeprefix("kv_")
+    others = RequestOverrides(tuple(name for name in OVERRIDES if name != own))
+    for overrides in (RequestOverrides(()), others):
+        with pytest.raises(ValueError, match=f"{key} is not open .*--kv-request-overrides"):
+            overrides.check_keys({"other": 1, key: GIVEN[key]})
+        overrides.check_keys({"other": 1, key: None})
+    others.check_keys({other: value for other, value in GIVEN.items() if other != key})
+    RequestOverrides((own,)).check_keys({key: GIVEN[key]})
+    RequestOverrides().check_keys(GIVEN)
+    RequestOverrides(()).check_keys(None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "extra", "prompt_len", "numbers"),
+    [
+        ("25%", {"kv_budget": "26%"}, 1000, "keep 260 of 1000 tokens .* allows 250 "),
+        ("25%", {"kv_budget": 300}, 1000, "keep 300 of 1000 tokens"),
+        ("25%", {"kv_policy": "full"}, 100_000, "keep 100000 of 100000 .* allows 25000"),
+        ("25%", {"kv_min_tokens": 2**31 - 1}, 4000, "keep 4000 of 4000 .* allows 1000"),
+        ("25%", {"kv_budget": "10%", "kv_min_tokens": 2000}, 4000, "keep 2000 of 4000"),
+        (512, {"kv_budget": 513}, 1000, "keep 513 of 1000 .*kv-max-request-budget 512"),
+        (512, {"kv_budget": "60%"}, 1000, "keep 600 of 1000 tokens"),
+        (512, {"kv_policy": "full"}, 513, "keep 513 of 513 .* allows 512"),
+        # Also below the server's own budget: a request cannot raise what it keeps.
+        ("5%", {"kv_budget": "13%"}, 1000, "keep 130 of 1000 .* allows 120 .* keeps 120"),
+    ],
+)
+def test_more_than_the_limit(
+    limit: str | int, extra: dict[str, Any], prompt_len: int, numbers: str
+) -> None:
+    overrides = RequestOverrides(max_budget=limit)
+    with pytest.raises(ValueError, match=numbers):
+        check_kept(overrides, extra, prompt_len, args={"min_tokens": 0})
+    check_kept(RequestOverrides(), extra, prompt_len)
+
+
+@pytest.mark.parametrize(
+    ("limit", "extra", "prompt_len"),
+    [
+        ("25%", {}, 1000),
+        ("25%", {"kv_budget": "25%"}, 1000),
+        ("25%", {"kv_budget": 250}, 1000),
+        ("25%", {"kv_min_tokens": 250}, 1000),
+        (512, {"kv_budget": "60%"}, 800),
+        (512, {"kv_budget": 100_000}, 512),
+        (512, {"kv_policy": "full"}, 512),
+        (512, {"kv_policy": "pyramidkv"}, 100_000),  # 12,000 of its own accord
+        ("5%", {"kv_budget": "12%"}, 1000),
+    ],
+)
+def test_up_to_the_limit(limit: str | int, extra: dict[str, Any], prompt_len: int) -> None:
+    check_kept(RequestOverrides(max_budget=limit), extra, prompt_len, args={"min_tokens": 0})
+
+
+def test_the_servers_own_floor_is_no_excess() -> None:
+    overrides = RequestOverrides(max_budget="25%")
+    floor: dict[str, Any] = {"args": {"min_tokens": 256}}
+    check_kept(overrides, {"kv_budget": "20%"}, 300, **floor)
+    check_kept(overrides, {"kv_policy": "full"}, 256, **floor)
+    with pytest.raises(ValueError, match=r"keep 257 of 257 .* allows 256 .* keeps 256"):
+        check_kept(overrides, {"kv_policy": "full"}, 257, **floor)
+
+
+def test_generated_tokens_count_where_the_policy_evicts_them() -> None:
+    overrides, full = RequestOverrides(max_budget=512), {"kv_policy": "full"}
+    check_kept(overrides, full, 500, max_tokens=4000)
+    with pytest.raises(ValueError, match="keep 4500 of 4500 tokens"):
+        check_kept(overrides, full, 500, policy="h2o", budget=256, max_tokens=4000)
+    share = {"kv_budget": "50%"}  # of all that is computed by then
+    check_kept(overrides, share, 500, policy="h2o", budget=256, max_tokens=500)
+    with pytest.raises(ValueError, match="keep 1000 of 2000 tokens"):
+        check_kept(overrides, share, 500, policy="h2o", budget=256, max_tokens=1500)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "policy", "budget", "reason"),
+    [
+        (OVERRIDES, "full", None, "'full' keeps every token"),
+        (OVERRIDES, "kcache", None, "'kcache' keeps every token"),
+        (OVERRIDES, "snapkv", "100%", "is 100% already"),
+        (("turns", "top_n"), "snapkv", "12%", "lets no request change its policy"),
+        ((), "snapkv", "12%", "lets no request change its policy"),
+    ],
+)
+def test_limits_without_effect(
+    allowed: tuple[str, ...], policy: str, budget: str | None, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RequestOverrides(allowed, 512).check_policy(load_policy(policy, budget))
+    RequestOverrides(allowed).check_policy(load_policy(policy, budget))

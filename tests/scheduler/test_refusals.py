@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that no front end checked: the scheduler ends them with an error, and no other one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request
+
+from tests.scheduler.checks import check_pool
+from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+
+pytestmark = pytest.mark.cpu
+
+LIMITS = (("kv_request_overrides", "budget"), ("kv_max_request_budget", "50%"))
+
+
+class Engine:
+    """A scheduler and its worker."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.setup = Setup(**changes)
+        num_blocks = self.setup.blocks_of_longest + 60
+        self.scheduler = make_scheduler(self.setup, num_blocks)
+        self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks)
+
+    def step(self) -> dict[str, FinishReason]:
+        """Run a step; returns which requests have ended, and why."""
+        output = self.scheduler.schedule()
+        result = self.worker.execute(output)
+        check_pool(self.scheduler.coordinator)
+        return {
+            done.request_id: done.finish_reason
+            for outputs in self.scheduler.update_from_output(output, result).values()
+            for done in outputs.outputs
+            if done.finish_reason is not None
+        }
+
+    def check_refused(self, request: Request) -> None:
+        """Add the request and an ordinary one: the first ends with an error, the other is whole."""
+        self.scheduler.add_request(request)
+        self.scheduler.add_request(make_request("right", 40, 2))
+        ended = self.step()
+        assert ended == {request.request_id: FinishReason.ERROR}
+        while self.scheduler.requests:
+            ended |= self.step()
+        assert ended["right"] is not FinishReason.ERROR
+        self.scheduler.schedule()
+        coordinator = self.scheduler.coordinator
+        assert coordinator.block_pool.get_num_free_blocks() == self.worker.num_blocks
+        assert not coordinator.plans.records
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "extra",
+    [{"kv_policy": "full"}, {"kv_min_tokens": 0}, {"kv_budget": "51%"}, {"kv_budget": 41}],
+)
+def test_what_the_operator_forbids(asynchronous: bool, extra: dict[str, Any]) -> None:
+    engine = Engine(asynchronous=asynchronous, further=LIMITS)
+    engine.check_refused(make_request("wrong", 80, 4, extra))
+    engine.scheduler.add_request(make_request("allowed", 80, 1, {"kv_budget": "50%"}))
+    ended: dict[str, FinishReason] = {}
+    while engine.scheduler.requests:
+        ended |= engine.step()
+    assert ended == {"allowed": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_streaming_input(max_tokens: int, pieces: int) -> None:
+    engine = Engine()
+    requests = [make_request("wrong", 40, max_tokens) for _ in range(pieces)]
+    for request in requests:
+        request.resumable = True
+    for request in requests[1:]:
+        engine.scheduler.add_request(requests[0])  # further pieces come under the same id
+        engine.scheduler.add_request(request)
+        requests.pop(0)
+    engine.check_refused(requests[0])
+
+
+def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    request = make_request("wrong", 40, 4)
+    request.mm_features = [SimpleNamespace(identifier="an image")]  # type: ignore[list-item]
+    model = SimpleNamespace(is_mm_prefix_lm=True)
+    config = SimpleNamespace(**{**vars(engine.scheduler.vllm_config), "model_config": model})
+    monkeypatch.setattr(engine.scheduler, "vllm_config", config)
+    engine.check_refused(request)
+
+
+@pytest.mark.parametrize("reports_cached", [True, False])
+@pytest.mark.parametrize("salt", [None, "a tenant's"])
+def test_what_was_found_is_reported_to_its_tenant(reports_cached: bool, salt: str | None) -> None:
+    further = (("kv_report_cached", reports_cached),)
+    engine = Engine(policy="snapkv", budget=24, prefix_caching=True, further=further)
+    reports: dict[str, dict[str, Any]] = {}
+    report_of = engine.scheduler.report_of
+
+    def noted(request: Request) -> dict[str, Any]:
+        reports[request.request_id] = report_of(request)
+        return reports[request.request_id]
+
+    engine.scheduler.report_of = noted  # type: ignore[method-assign]
+
+    def say(name: str, tokens: list[int], turns: list[int], salt: str | None) -> list[int]:
+        request = make_request(
+            name, tokens, 12, {"kv_turns": turns}, hash_block_size=4, cache_salt=salt
+        )
+        engine.scheduler.add_request(request)
+        while engine.scheduler.requests:
+            engine.step()
+        return list(request.all_token_ids)
+
+    said = say("first", list(range(100, 140)), [], salt)
+    later = [*said, *range(200, 230)]
+    say("stranger", later, [40], "another tenant's")
+    assert reports["stranger"]["resumed_tokens"] == 0, "a salt hides the sessions of others"
+    say("second", later, [40], salt)
+    report = reports["second"]
+    assert engine.worker.num_resumed == 1
+    if salt is None and not reports_cached:
+        assert "resumed_tokens" not in report and "resumed_tokens" not in reports["first"]
+    else:
+        assert report["resumed_tokens"] >= 40
+    assert report["kv_turns"] == [40, len(later)]
