@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
+
 MARKS = ("cpu", "engine", "gpu")
 
 # Before anything imports vLLM, transformers or torch; children inherit them.
@@ -26,6 +28,7 @@ os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 def pytest_configure(config: pytest.Config) -> None:
     """What tests start has `site/sitecustomize.py`; no process of pytest itself does."""
     gc.enable()  # one that a test started
+    pretend_avx2()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         paths = [str(Path(__file__).parent / "plumbing" / "site"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
