@@ -20,10 +20,10 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz lint docs format \
-  build-ext sanitize sanitize-threads clean
+  build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f)
 	@VLLM=$(VLLM) VENV=$(VENV) VLLM_BUILD=$(VLLM_BUILD) scripts/setup_env.sh
@@ -90,6 +90,21 @@ format: $(STAMP)  ## Rewrite the sources as `make lint` wants them, where ruff c
 build-ext: $(STAMP)  ## Rebuild the C++ library in place.
 	$(PY) setup.py --quiet build_ext --inplace --force
 
+KERNEL_TESTS := $(addprefix tests/kernels/,test_cpu_attention.py test_cpu_eviction.py test_topn.py \
+  test_recent_mass.py test_key_mass.py test_recall.py test_fp8.py)
+# Each instruction set of this processor, forced by the variable.
+test-isas: $(STAMP)  ## Tests of the C++ kernels on each instruction set in turn.
+	for isa in $$($(PY) -c "from vllm_pyramid.kernels.cpu import library; print(*library.isas())"); do \
+	  echo "==> $$isa"; VLLM_PYRAMID_CPU_ISA=$$isa $(TEST_ENV) $(PY) -m pytest -q \
+	    -p no:cacheprovider $(KERNEL_TESTS) $(PYTEST_ARGS) || exit 1; done
+
+# As on a processor with AVX2 alone: our kernels, PyTorch's, oneDNN's, and vLLM's build for AVX2.
+AVX2_TESTS ?= tests/kernels/test_instruction_sets.py $(KERNEL_TESTS) $(addprefix tests/engine/, \
+  test_right_tokens.py test_identity.py test_generation.py test_fp8.py test_thinning.py)
+test-avx2: $(STAMP)  ## Tests of kernels and engines on AVX2 alone.
+	VLLM_PYRAMID_CPU_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(TEST_ENV) \
+	  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(AVX2_TESTS) $(PYTEST_ARGS)
+
 # The checks of a library loaded into a Python that has none need their runtime loaded first. Leaks
 # are not looked for: the interpreter's own would drown them. Null pointers and overruns are
 # AddressSanitizer's already; UBSan's own checks of them, and those of scopes, take minutes to
@@ -97,8 +112,6 @@ build-ext: $(STAMP)  ## Rebuild the C++ library in place.
 SANITIZE_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
   -fno-sanitize=null,alignment,object-size,bounds -fno-sanitize-address-use-after-scope \
   -fno-omit-frame-pointer -O1 -g0 -w -fno-wrapv
-KERNEL_TESTS := $(addprefix tests/kernels/,test_cpu_attention.py test_cpu_eviction.py test_topn.py \
-  test_recent_mass.py test_key_mass.py test_recall.py test_fp8.py)
 # What a sanitizer writes about its end goes by pytest's capture of the tests' own output.
 SANITIZED_ARGS := -p no:cacheprovider --capture=sys -x $(KERNEL_TESTS)
 # build_for NAME, FLAGS: builds the library with further flags, apart from the one that engines load.

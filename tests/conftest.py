@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
+
 MARKS = ("cpu", "engine", "gpu")
 
 # Before anything imports vLLM, transformers or torch; children inherit them.
@@ -30,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """What tests start has `site/sitecustomize.py`; no process of pytest itself does."""
     _draw_seed(config)
     gc.enable()  # one that a test started
+    pretend_avx2()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         paths = [str(Path(__file__).parent / "plumbing" / "site"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import gc
 
+import avx2_alone
+
 _collect, _freeze = gc.collect, gc.freeze
 
 
@@ -25,6 +27,7 @@ def _collect_first(generation: int = 2) -> int:
     return found
 
 
+avx2_alone.pretend()
 gc.disable()
 atexit.register(_freeze)
 gc.collect = _collect_first
