@@ -351,6 +351,14 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def record(device: dict[str, Any]) -> str:
+    """The entry that tells engines of a run in which nothing failed."""
+    from vllm_pyramid.version import __version__ as package
+
+    vllm = str(device["versions"]["vllm"]).partition("+")[0]
+    return f'GpuRun("{package}", "{vllm}", "{device["name"]}"),'
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -397,6 +405,8 @@ def main() -> int:
     print(table(report))
     failed = [name for name, entry in report["stages"].items() if entry["status"] == "failed"]
     print(f"{options.json}: {len(report['stages'])} stages, failed: {failed or 'none'}")
+    if not failed and {stage.name for stage in STAGES} == set(report["stages"]):
+        print(f"add to RUNS in vllm_pyramid/frontend/gpu_runs.py: {record(report['device'])}")
     return 1 if failed else 0
 
 

@@ -75,6 +75,16 @@ def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_line_for_the_record(script: ModuleType) -> None:
+    """It can be pasted as it is."""
+    from vllm_pyramid.frontend.gpu_runs import GpuRun
+    from vllm_pyramid.version import __version__
+
+    device = {"name": "NVIDIA H100 80GB HBM3", "versions": {"vllm": "0.32.0+cu129"}}
+    (run,) = eval(f"({script.record(device)})", {"GpuRun": GpuRun})
+    assert run == GpuRun(__version__, "0.32.0", "NVIDIA H100 80GB HBM3")
+
+
 def test_every_module_of_the_matrix_is_in_the_numerics(script: ModuleType) -> None:
     found = {path.name for path in (ROOT / "tests/kernels/triton_matrix").glob("check_*.py")}
     assert found == {*script.MATRIX, "check_launch.py"}  # which needs no device

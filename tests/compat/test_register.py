@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from vllm_pyramid.compat.versions import runs_without_plugins
 from vllm_pyramid.version import __version__
 
 pytestmark = pytest.mark.cpu
@@ -93,6 +94,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def answers(random_model: Path) -> dict[str, dict[str, Any]]:
     """What each of the processes says; they run side by side."""
+    if not runs_without_plugins():
+        pytest.skip("the CUDA wheel finds no platform here without the package")
     processes = {
         case: subprocess.Popen(
             [sys.executable, "-c", PROCESS.format(pretend=pretend), str(random_model)],

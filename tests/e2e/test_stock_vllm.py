@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support import random_prompts
+from tests.engine.support import is_cpu_build, random_prompts
 from tests.plumbing.children import Child, greedy
 
 pytestmark = pytest.mark.engine
@@ -58,8 +58,10 @@ def results(
 
 
 def test_without_a_policy(results: dict[str, dict[str, Any]]) -> None:
-    """Nothing of ours runs but the CPU platform."""
+    """Nothing of ours runs, the platform of a CPU build included."""
     none = results["none"]
+    if is_cpu_build():
+        assert (none["platform"], none["block_size"]) == ("vllm.platforms.cpu", 128)
     assert none["prefix_caching"] is True  # vLLM's default
     assert none["groups"] == 1
     assert "pyramid" not in none["worker"] and "pyramid" not in none["scheduler"].lower()
@@ -79,6 +81,7 @@ def test_without_a_policy_and_full_generate_the_same(results: dict[str, dict[str
 
 def test_with_a_policy(results: dict[str, dict[str, Any]]) -> None:
     evicting = results["pyramidkv"]
+    assert evicting["platform"].startswith("vllm_pyramid.") and evicting["block_size"] == 16
     assert {f"vllm_pyramid.{name}" for name in INERT} - set(evicting["modules"]) == {
         "vllm_pyramid.scheduler.scheduler",  # it is in the engine's own process
     }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +33,14 @@ def resolved_config(**changes: Any) -> Any:
         "model_config.runner_type": "generate",
         "model_config.is_encoder_decoder": False,
         "model_config.use_mla": False,
+        "model_config.is_moe": False,
         "model_config.hf_text_config": LlamaConfig(num_hidden_layers=2),
         "model_config.max_model_len": 4096,
         "cache_config.cache_dtype": "auto",
         "speculative_config": None,
         "kv_transfer_config": None,
         "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.data_parallel_size": 1,
         "parallel_config.use_ubatching": False,
         "attention_config.backend": None,
         "attention_config.backend_per_kind": {},
@@ -80,7 +83,10 @@ def test_nothing_resolved_nothing_refused() -> None:
         ("model_config.is_encoder_decoder", True, "decoder-only"),
         ("model_config.use_mla", True, "MLA"),
         ("model_config.hf_text_config", WINDOWS, "nothing to evict"),
-        ("speculative_config", drafts("dflash"), "by another method: dflash yet: it was not tried"),
+        *(
+            ("speculative_config", drafts(method), f"by another method: {method} yet: it was not")
+            for method in ("dflash", "suffix", "medusa", "ngram_gpu")
+        ),
         ("speculative_config", drafts("eagle", dtype="fp8"), "kv_cache_dtype fp8 yet: blocks of"),
         ("speculative_config", drafts("mtp", modules=2), "set num_speculative_tokens to 1"),
         ("kv_transfer_config", object(), "--kv-transfer-config"),
@@ -95,6 +101,58 @@ def test_what_vllm_switched_on_is_refused(path: str, value: Any, advice: str) ->
     with pytest.raises(ValueError, match=r"KV policy.*does not work with") as error:
         refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
     assert advice in str(error.value)
+
+
+def test_replicas_of_a_mixture_of_experts() -> None:
+    """They compute in step; replicas of other models are engines of their own."""
+    replicas = {"parallel_config.data_parallel_size": 2}
+    refuse(OF_CONFIGURATION, resolved_config(**replicas), load_policy("pyramidkv"))
+    config = resolved_config(**replicas, **{"model_config.is_moe": True})
+    with pytest.raises(ValueError, match="--data-parallel-size and a mixture of experts yet"):
+        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+
+
+@pytest.mark.parametrize(("stages", "is_async"), [(1, None), (2, False)])
+def test_pipeline_stages_are_not_scheduled_asynchronously(
+    monkeypatch: pytest.MonkeyPatch, random_model: Path, stages: int, is_async: bool | None
+) -> None:
+    """Which vLLM does on GPUs where it is not told."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pyramid.compat.platform import defaults
+    from vllm_pyramid.frontend import engine_config
+
+    monkeypatch.setattr(defaults, "choose", lambda args: None)
+    args = EngineArgs(str(random_model), pipeline_parallel_size=stages)
+    engine_config.prepare_args(args, KVSettings("pyramidkv"))
+    assert args.async_scheduling is is_async
+
+
+def test_arguments_serve_another_engine_afterwards(
+    monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    """What a policy changes is for its own engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_pyramid.plugin import register
+
+    register()
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    args = EngineArgs(str(random_model), max_model_len=512, additional_config={"kv_policy": "h2o"})
+    before = vars(args).copy()
+    config = args.create_engine_config()
+    assert config.cache_config.enable_prefix_caching is False
+    for name in ("additional_config", "async_scheduling", "dtype", "enable_prefix_caching"):
+        assert getattr(args, name) == before[name], name
+
+
+def test_drafts_in_pipeline_stages() -> None:
+    """However they were asked for: vLLM has flags of their own for them, too."""
+    config = resolved_config(
+        speculative_config=drafts("ngram"), **{"parallel_config.pipeline_parallel_size": 2}
+    )
+    with pytest.raises(ValueError, match="--pipeline-parallel-size and --speculative-config"):
+        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
 
 
 def test_drafts_and_a_policy_that_evicts_while_it_generates() -> None:

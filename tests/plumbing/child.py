@@ -128,6 +128,7 @@ def run(arguments: dict[str, Any], waves: list[Any]) -> dict[str, Any]:
 
 def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
     from vllm import SamplingParams
+    from vllm.platforms import current_platform
 
     waves = list(waves)
     outputs: dict[str, Any] = {}
@@ -155,6 +156,8 @@ def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
         ],
         "scheduler": str(config.scheduler_config.scheduler_cls),
         "worker": config.parallel_config.worker_cls,
+        "platform": type(current_platform).__module__,
+        "block_size": config.cache_config.block_size,
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "kv_cache_tokens": config.cache_config.kv_cache_size_tokens,
         "modules": sorted(name for name in sys.modules if name.startswith("vllm_pyramid")),

@@ -15,6 +15,12 @@ from typing import Any, Protocol
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+# Arguments that hooks may change for the one engine.
+_CHANGED = (
+    *("additional_config", "async_scheduling", "dtype", "enable_prefix_caching"),
+    "kv_cache_dtype",
+)
+
 
 class ConfigHooks(Protocol):
     """Hooks that run while vLLM builds the configuration of one engine with a policy."""
@@ -98,12 +104,13 @@ def install(front_end: FrontEnd) -> None:
         hooks = front_end.hooks_for(self)
         if hooks is None:
             return create_engine_config(self, *args, **kwargs)
-        hooks.prepare_args(self)
-        types = self.dtype, self.kv_cache_dtype
+        given = {name: getattr(self, name) for name in _CHANGED}
         try:
+            hooks.prepare_args(self)
             config = create_engine_config(self, *args, **kwargs)
         finally:  # the same arguments may make an engine without a policy
-            self.dtype, self.kv_cache_dtype = types
+            for name, value in given.items():
+                setattr(self, name, value)
         hooks.finish_config(config)
         return config
 

@@ -24,6 +24,7 @@ from vllm_pyramid.frontend.backends import (
     take_cpu_backend,
     take_draft_backend,
 )
+from vllm_pyramid.frontend.gpu_runs import warn_unless_run
 from vllm_pyramid.frontend.graphs import check_graphs
 from vllm_pyramid.frontend.layer_kinds import has_states
 from vllm_pyramid.frontend.refusals import OF_ARGUMENTS, OF_CONFIGURATION, refuse
@@ -63,6 +64,8 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
             args.enable_prefix_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", policy.name, reason)
     refuse(OF_ARGUMENTS, args, policy)
+    if args.pipeline_parallel_size > 1:
+        args.async_scheduling = False  # vLLM's default on GPUs, not tried with stages
     for part in policy.parts:
         part.prepare_args(policy, args)
     check_backend(args.attention_backend or args.attention_config.backend)
@@ -137,6 +140,7 @@ def finish_config(
     _probe(config, policy)
     if current_platform.device_type == "cuda":
         served = replace(served, backend=take_backend(config, policy))
+        warn_unless_run(current_platform.get_device_name())
     else:
         take_cpu_backend(config)
     take_draft_backend(config)

@@ -8,7 +8,7 @@ cannot work with, and `frontend/engine_config.py` refuses numbers that are too s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -27,7 +27,7 @@ _STOCK_WORKERS = (
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES, *SCALED_ROWS)
 _SCALED_CACHE = f"a KV cache of type {' or '.join(SCALED_ROWS)}"
 # Ways to draft: without a cache of their own, or with one that is never evicted from.
-_DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp")
+_DRAFTS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ def refuse(refusals: Iterable[Refusal], config: EngineArgs | VllmConfig, policy:
 def _unless(value: Any, good: tuple[str, ...]) -> str | None:
     """Return the value unless it is one of the good ones."""
     return None if value in good else str(value)
+
+
+def _changed(args: EngineArgs, name: str) -> bool:
+    """Return whether an argument differs from vLLM's default."""
+    (own,) = (field for field in fields(EngineArgs) if field.name == name)
+    default = own.default if own.default_factory is MISSING else own.default_factory()
+    return bool(getattr(args, name) != default)
 
 
 def _drafts_elsewhere(config: VllmConfig, policy: Policy) -> str | None:
@@ -128,17 +135,30 @@ OF_ARGUMENTS = (
         lambda args, policy: args.pipeline_parallel_size > 1 and not policy.copies_blocks,
     ),
     Refusal(
-        "--pipeline-parallel-size and --speculative-config",
-        "drafts are known to the last stage alone; leave one of them out",
-        lambda args, _: args.pipeline_parallel_size > 1 and args.speculative_config is not None,
+        "--pipeline-parallel-size and --async-scheduling",
+        "they were not tried together; leave --async-scheduling out",
+        lambda args, _: args.pipeline_parallel_size > 1 and bool(args.async_scheduling),
     ),
     Refusal(
-        "--pipeline-parallel-size and --distributed-executor-backend external_launcher",
-        "every stage would have a scheduler, and only the last is told what was evicted; take mp",
-        lambda args, _: (
-            args.pipeline_parallel_size > 1
-            and args.distributed_executor_backend == "external_launcher"
-        ),
+        "--distributed-executor-backend external_launcher",
+        "every rank would have a scheduler of its own, and only one is told what was evicted; take "
+        "mp",
+        lambda args, _: args.distributed_executor_backend == "external_launcher",
+    ),
+    Refusal(
+        "--data-parallel-backend ray",
+        "it was not tried together with eviction; leave it out",
+        lambda args, _: args.data_parallel_size > 1 and args.data_parallel_backend == "ray",
+    ),
+    Refusal(
+        "--enable-expert-parallel",
+        "experts that are spread over ranks were not tried together with eviction; leave it out",
+        lambda args, _: args.enable_expert_parallel,
+    ),
+    Refusal(
+        "--enable-fault-tolerance",
+        "an engine that recovers would not know what its requests have evicted; leave it out",
+        lambda args, _: args.enable_fault_tolerance,
     ),
     Refusal(
         "--decode-context-parallel-size",
@@ -169,6 +189,36 @@ OF_ARGUMENTS = (
         "--kv-cache-dtype",
         f"such caches have no scoring kernel; use one of {', '.join(_KV_CACHE_DTYPES)}",
         lambda args, _: _unless(args.kv_cache_dtype, _KV_CACHE_DTYPES),
+    ),
+    Refusal(
+        "--enable-return-routed-experts",
+        "vLLM stores them by the blocks in which it believes a token to be; leave it out",
+        lambda args, _: args.enable_return_routed_experts or args.aux_output_config.enabled,
+    ),
+    Refusal(
+        "--prefix-match-unit",
+        "prefixes are found at the ends of whole blocks; leave it out",
+        lambda args, _: args.prefix_match_unit is not None,
+    ),
+    Refusal(
+        "--prefix-cache-retention-interval",
+        "prefixes of all layers are kept together, at every block; leave it out",
+        lambda args, _: _changed(args, "prefix_cache_retention_interval"),
+    ),
+    Refusal(
+        "--use-replayssm",
+        "states with a buffer of inputs were not tried together with eviction; leave it out",
+        lambda args, _: args.use_replayssm,
+    ),
+    Refusal(
+        "--kv-cache-metrics",
+        "blocks come from a pool that does not count how long they stay; leave it out",
+        lambda args, _: args.kv_cache_metrics,
+    ),
+    Refusal(
+        "--diffusion-config",
+        "such a model writes to tokens of its cache again; serve it with --kv-policy none",
+        lambda args, _: args.diffusion_config is not None,
     ),
     Refusal(
         "--runner pooling",
@@ -214,6 +264,22 @@ OF_CONFIGURATION = (
         "windows, states and layers that read others' caches go with one stage alone so far; use "
         "--tensor-parallel-size",
         _has_stages_and_other_layers,
+    ),
+    Refusal(
+        "--pipeline-parallel-size and --speculative-config",
+        "drafts are known to the last stage alone; leave one of them out",
+        lambda config, _: (
+            config.parallel_config.pipeline_parallel_size > 1
+            and config.speculative_config is not None
+        ),
+    ),
+    Refusal(
+        "--data-parallel-size and a mixture of experts",
+        "such replicas compute in step, which was not tried together with eviction; start a server "
+        "for each replica, or use --tensor-parallel-size",
+        lambda config, _: (
+            config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+        ),
     ),
     Refusal(
         "speculative decoding by another method:",

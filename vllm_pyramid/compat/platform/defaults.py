@@ -47,6 +47,12 @@ def choose(args: EngineArgs) -> None:
     cpu_platform.activate()
     chosen_for_children(ACTIVE, "1")
     if HUGE_PAGES not in os.environ:
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            logger.info(
+                "memory: an engine in this process has small pages, which slow decoding; start the "
+                "process with %s=1",
+                HUGE_PAGES,
+            )
         chosen_for_children(HUGE_PAGES, "1")
     replicas = replicas_here(args)
     workers = args.tensor_parallel_size * args.pipeline_parallel_size

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of GPU runs: with which vLLM, and on which device, this package passed its check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+
+from vllm_pyramid.compat.versions import vllm_version
+from vllm_pyramid.version import __version__
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """One run of scripts/gpu_check.sh in which no stage failed; it prints the entry to add here.
+
+    Attributes:
+        package, vllm: the versions, without what follows a plus sign. device: its name.
+    """
+
+    package: str
+    vllm: str
+    device: str
+
+
+RUNS: tuple[GpuRun, ...] = ()
+
+
+def warn_unless_run(device: str) -> None:
+    """Log one warning unless the installed pair of versions is known to work on a GPU.
+
+    Args:
+        device: name of the device that an engine with a policy is about to use.
+    """
+    pair = __version__, vllm_version().partition("+")[0]
+    if any((run.package, run.vllm) == pair for run in RUNS):
+        return
+    logger.warning_once(
+        "kv-policy: no run of vllm-pyramid %s with vLLM %s on a GPU is on record (this is %s): "
+        "before you rely on it, run `scripts/gpu_check.sh --json result.json` in a checkout of "
+        "this version on this machine; docs/gpu.md says what it checks and what was tested so far",
+        *pair,
+        device,
+    )
