@@ -80,15 +80,18 @@ class PretendedDevice(TorchDispatchMode):
         super().__init__()
         self.waits: list[tuple[str, str]] = []
         self._pin_memory: Any = None
+        self._event: Any = None
 
     def __enter__(self) -> PretendedDevice:
         self._pin_memory = torch.Tensor.pin_memory
         torch.Tensor.pin_memory = _pinned  # type: ignore[assignment]
+        self._event, torch.Event = torch.Event, ReadyAtOnce  # type: ignore[misc]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.Tensor.pin_memory = self._pin_memory  # type: ignore[method-assign]
+        torch.Event = self._event  # type: ignore[misc]
         super().__exit__(*error)
 
     def put(self, data: torch.Tensor) -> torch.Tensor:
@@ -144,7 +147,8 @@ class PretendedDevice(TorchDispatchMode):
             moves = isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor)
             if moves:
                 non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-                self._check_copy(args[1], bool(non_blocking))
+                if not (non_blocking and getattr(args[0], "is_pinned_here", False)):
+                    self._check_copy(args[1], bool(non_blocking))
             return
         if moves and given:
             self._check_copy(given[0], bool(kwargs.get("non_blocking")))
@@ -169,6 +173,22 @@ class PretendedDevice(TorchDispatchMode):
             self._wait("a copy to the host")
         elif not (non_blocking and getattr(source, "is_pinned_here", False)):
             self._wait("a copy of pageable memory")
+
+
+class ReadyAtOnce:
+    """An event of the device, which has computed everything when it is asked to.
+
+    The thread that waits for a step's tokens waits for such an event, too: no wait of a step's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._recorded = False
+
+    def record(self) -> None:
+        self._recorded = True
+
+    def synchronize(self) -> None:
+        assert self._recorded, "an event that was never recorded"
 
 
 def data_of(value: Any) -> Any:

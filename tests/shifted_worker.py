@@ -28,6 +28,7 @@ from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.step.attention_inputs import CacheWrite
+from vllm_pyramid.step.failures import Failure
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
@@ -116,7 +117,10 @@ class Worker:
         outs: the outputs of a method's attention, of each step and layer. calls: their inputs.
         survived: the tokens that reach the last layer, of each step whose prompts are thinned.
         reports: the methods' reports of the steps.
+        spoiled: the prompt whose keys are NaN, or None. failed: what the steps report of it.
     """
+
+    spoiled: str | None = None
 
     def __init__(
         self,
@@ -202,6 +206,7 @@ class Worker:
         self.outs: list[torch.Tensor] = []
         self.survived: list[torch.Tensor] = []
         self.reports: list[dict[str, Any]] = []
+        self.failed: dict[str, Failure] = {}
         self.calls: list[Any] = []
         self.computed = dict.fromkeys(prompts, 0)
         self.evictions = 0
@@ -263,6 +268,10 @@ class Worker:
                 most_queries = int(np.diff(layout.query_starts[layer]).max())
             key, value = torch.randn(2, count, KV_HEADS, SIZE, generator=self.random)
             query = torch.randn(count, HEADS, SIZE, generator=self.random)
+            if self.spoiled in names:
+                row = names.index(self.spoiled)
+                ends = np.cumsum(tokens) if layout is None else layout.query_starts[layer, 1:]
+                key[ends[row - 1] if row else 0 : ends[row]] = torch.nan
             own_slots = self.slots[layer][: len(slots)].copy_(slots)
             written = context.slots(put(own_slots))
             given = value.clone()
@@ -302,6 +311,7 @@ class Worker:
         if layout is not None:
             self.survived.append(data_of(entered))
         evicted, reports = self.tracker.end_step()
+        self.failed |= self.tracker.failures.take().wait()
         self.evictions += len(evicted)
         self.reports.append(reports)
         for name in names:

@@ -150,5 +150,5 @@ def test_a_step_reports_what_it_moved_once() -> None:
     )
     assert cache.end_step(step) is None
     step.scheduled = np.array([31, 1, 1], np.int32)
-    with pytest.raises(AssertionError, match="crosses the end of a prompt"):
+    with pytest.raises(RuntimeError, match="crosses the end of its prompt"):
         cache.begin_step(step)

@@ -92,13 +92,18 @@ class Server:
         (samples,) = self.metrics_by_engine().values()
         return samples
 
+    def metrics_text(self) -> str:
+        """What `/metrics` answers."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            text: str = answer.read().decode()
+        return text
+
     def metrics_by_engine(self) -> dict[int, dict[str, dict[int, float]]]:
         """Our samples of `/metrics` and some of vLLM's: engine to name to layer to value.
 
         The layer is -1 where there is none.
         """
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
+        text = self.metrics_text()
         samples: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for line in text.splitlines():
             if match := _SAMPLE.match(line):

@@ -430,7 +430,7 @@ class PlainWorker:
                     for index, (request_id, row) in enumerate(zip(request_ids, rows, strict=True))
                 ],
             ),
-            StepReport(*self.tracker.end_step()),
+            StepReport(*self.tracker.end_step(), {}, 0),
         )
 
     def _sample(self, request_id: str, row: Row, drafts: int) -> list[int]:

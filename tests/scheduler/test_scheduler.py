@@ -74,7 +74,7 @@ def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     assert pair.schedule().num_scheduled_tokens == {"r": 16}
     told = read_report(pair.in_flight[-1][1])
-    assert told == StepReport({"r": Eviction(int(plan.end.skip.sum()))}, {})
+    assert told == StepReport({"r": Eviction(int(plan.end.skip.sum()))}, {}, {}, 0)
     pair.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
@@ -106,7 +106,7 @@ def test_a_worker_that_did_not_evict_stops_the_engine() -> None:
     pair = Pair(SYNC)
     pair.add("r", 40)
     output = pair.scheduler.schedule()
-    result = attach_report(pair.worker.execute(output), StepReport({}, {}))
+    result = attach_report(pair.worker.execute(output), StepReport({}, {}, {}, 0))
     pair.scheduler.update_from_output(output, result)
     with pytest.raises(RuntimeError, match="the worker did not evict"):
         pair.scheduler.schedule()
@@ -338,7 +338,7 @@ def test_a_report_that_breaks_the_promise_stops_the_engine(change: Any, message:
     output = pair.scheduler.schedule()
     result = pair.worker.execute(output)
     changed = change(read_report(result).evictions["r"])
-    attach_report(result, StepReport({} if changed is None else {"r": changed}, {}))
+    attach_report(result, StepReport({} if changed is None else {"r": changed}, {}, {}, 0))
 
     def go_on() -> None:
         pair.scheduler.update_from_output(output, result)
@@ -358,7 +358,7 @@ def test_lengths_for_a_request_whose_lengths_are_known_stop_the_engine() -> None
     output = pair.scheduler.schedule()
     result = pair.worker.execute(output)
     known = read_report(result).evictions["r"]
-    attach_report(result, StepReport({"r": known._replace(keep=(12, 12, 12))}, {}))
+    attach_report(result, StepReport({"r": known._replace(keep=(12, 12, 12))}, {}, {}, 0))
     with pytest.raises(RuntimeError, match="whose lengths are known"):
         pair.scheduler.update_from_output(output, result)
 

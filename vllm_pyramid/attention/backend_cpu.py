@@ -141,7 +141,11 @@ class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
                     skips=torch.from_numpy(layout.skips[layer]),
                 )
             skips = torch.from_numpy(step.skips[layer])
-            assert skips.numel() == num_reqs, (skips.numel(), num_reqs)
+            if skips.numel() != num_reqs:
+                raise RuntimeError(
+                    f"a step of {num_reqs} requests has skips of {skips.numel()}: vLLM's batch and "
+                    "the runtime's differ; report this"
+                )
         return PyramidCpuMetadata(
             num_tokens=common.num_actual_tokens,
             block_table=common.block_table_tensor,

@@ -257,7 +257,11 @@ class PyramidImplMixin:
     def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:
         values = self.context.values if self.context is not None else None
         if (of_rows := SCALED_ROWS.get(self.kv_cache_dtype)) is not None:
-            assert values is None, "V of such a cache is in K's pages"
+            if values is not None:
+                raise RuntimeError(
+                    f"V of a {self.kv_cache_dtype} cache is in K's pages, and "
+                    f"{tuple(values.shape)} lies elsewhere; report this"
+                )
             return parts_of_scaled_rows(kv_cache, of_rows)
         scales = {}
         if (fp8 := FP8_CACHES.get(self.kv_cache_dtype)) is not None:

@@ -8,11 +8,16 @@ No layer is shortened before the last one has attended, and the next step's skip
 were solved here. What is kept meanwhile is `[S, G, context]` float32 a layer for the S prompts that
 end: 32 bytes a prompt token and layer for 8 KV heads.
 
+A request whose scores or evidence have NaN has failed, and its scores are replaced: the lengths of
+the others do not depend on it, and its own are valid. Where a method raises, the requests of that
+call get the same length in all layers. So all ranks go on with equal lengths.
+
 Shape legend: L layers, S prompts that are solved, G KV heads of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +28,9 @@ from vllm_pyramid.attention.evict import shorten
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.hooks import EvictionHooks, MethodHooks
+from vllm_pyramid.step.score_check import mark_wrong_scores, replaced
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.step.upload import upload
@@ -36,12 +43,13 @@ class ScoredLayer:
 
     Attributes:
         batch: its requests, without queries. scores: `[S, G, columns]`.
-        evidence: see `EvictionHooks.evidence`. mass: of the window, if there is a trace.
+        evidence: see `EvictionHooks.evidence`; None where a method failed.
+        mass: of the window, if there is a trace.
     """
 
     batch: EvictionBatch
     scores: torch.Tensor
-    evidence: torch.Tensor
+    evidence: torch.Tensor | None
     mass: WindowMass | None
 
 
@@ -79,7 +87,11 @@ class DeferredEviction:
             self._evictions, self._layers = evictions, []
             self._groups = _alike(evictions, inputs)
         layer = inputs.layer
-        assert layer == len(self._layers), f"layer {layer} came after {len(self._layers)} others"
+        if layer != len(self._layers):
+            raise RuntimeError(
+                f"layer {layer} came after {len(self._layers)} others: lengths are solved from the "
+                "scores of all layers, from the bottom up; report this"
+            )
         groups = self._groups
         self._layers.append([self._score(inputs, evictions, group, trace) for group in groups])
         if layer < self.num_layers - 1:
@@ -87,7 +99,7 @@ class DeferredEviction:
         layers, self._layers, self._evictions = self._layers, [], None
         for index, group in enumerate(groups):
             of_group = [waiting[index] for waiting in layers]
-            self._solve(evictions, group, torch.stack([scored.evidence for scored in of_group]))
+            self._solve(evictions, group, [scored.evidence for scored in of_group])
             self._evict(evictions, group, of_group, trace)
 
     def _score(
@@ -98,6 +110,25 @@ class DeferredEviction:
         trace: TraceWriter | None,
     ) -> ScoredLayer:
         batch = evictions.batch(inputs, self.policy, group)
+        scores = evidence = mass = None
+        try:
+            scores, evidence = self._scores(batch)
+            mass = window_mass(batch) if trace is not None else None
+        except Exception as error:
+            what = f"the scores of the policy {self.policy.name!r}"
+            evictions.failures.blame(batch.request_ids, what, error)
+        if scores is None:
+            columns = max(batch.longest - self.policy.window, 0)
+            scores = torch.zeros(
+                len(group), inputs.key_cache.shape[1], columns, device=inputs.query.device
+            )
+        # The queries of all layers together would be as large as the cache.
+        no_query = replace(inputs.batch, query=inputs.query[:0])
+        waiting = replace(batch, call=replace(inputs, batch=no_query, log_sum_exp=None))
+        return ScoredLayer(waiting, scores, evidence, mass)
+
+    def _scores(self, batch: EvictionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores without columns of the window, and what they say about the lengths."""
         scores, statistics = self.policy.scorer.scores(
             batch, statistics=self.method.needs_statistics
         )
@@ -106,21 +137,35 @@ class DeferredEviction:
             columns = torch.arange(scores.shape[2], device=scores.device)
             behind = columns >= (batch.lens - self.policy.window)[:, None]
             scores = scores.masked_fill(behind[:, None], -torch.inf)
+        wrong = mark_wrong_scores(batch, scores)
+        scores = replaced(scores, wrong, 0.0)
         evidence = self.method.evidence(scores, statistics)
-        mass = window_mass(batch) if trace is not None else None
-        # The queries of all layers together would be as large as the cache.
-        no_query = replace(inputs.batch, query=inputs.query[:0])
-        waiting = replace(batch, call=replace(inputs, batch=no_query, log_sum_exp=None))
-        return ScoredLayer(waiting, scores, evidence, mass)
+        unusable = (~(evidence < torch.inf)).view(len(evidence), -1).any(dim=1)
+        reason = f"layer {batch.call.layer}: what its scores say about the lengths has NaN"
+        batch.evictions.failures.flag(Failure(METHOD, reason), batch.request_ids, unusable & ~wrong)
+        return scores, replaced(evidence, wrong | unusable, 1.0)
 
     def _solve(
-        self, evictions: StepEvictions, group: npt.NDArray[np.int64], evidence: torch.Tensor
+        self,
+        evictions: StepEvictions,
+        group: npt.NDArray[np.int64],
+        evidence: Sequence[torch.Tensor | None],
     ) -> None:
-        """Solve the open plans of a group of prompts. `evidence` is `[L, S, ...]`."""
+        """Solve the open plans of a group of prompts. `evidence` is `[S, ...]`, of L layers."""
         plans = [evictions.open_plan(request) for request in group.tolist()]
-        lengths = self.method.solve(plans, evidence)
-        for request, keep in zip(group.tolist(), lengths, strict=True):
-            evictions.resolve(request, keep)
+        known = [layer for layer in evidence if layer is not None]
+        try:
+            if len(known) == len(evidence):
+                lengths = self.method.solve(plans, torch.stack(known))
+                for request, keep in zip(group.tolist(), lengths, strict=True):
+                    evictions.resolve(request, keep)
+        except Exception as error:
+            names = [evictions.request_ids[request] for request in group.tolist()]
+            what = f"the lengths of the policy {self.policy.name!r}"
+            evictions.failures.blame(names, what, error)
+        for request, plan in zip(group.tolist(), plans, strict=True):
+            if request not in evictions.resolved:
+                evictions.resolve(request, np.full(self.num_layers, plan.mean))
 
     def _evict(
         self,
@@ -135,8 +180,13 @@ class DeferredEviction:
         for layer, waiting in enumerate(layers):
             evictions.copy_blocks(waiting.batch.call, group.tolist(), self.hooks.copy_blocks)
             batch = replace(waiting.batch, keeps=keeps[layer], host_keeps=host_keeps[layer])
-            if (batch.host_keeps < batch.host_lens).any():
+            if not (batch.host_keeps < batch.host_lens).any():
+                continue
+            try:
                 shorten(batch, waiting.scores, self.hooks, trace, waiting.mass)
+            except Exception as error:
+                what = f"an eviction of the policy {self.policy.name!r}"
+                evictions.failures.blame(batch.request_ids, what, error)
 
 
 def _alike(evictions: StepEvictions, inputs: AttentionInputs) -> list[npt.NDArray[np.int64]]:

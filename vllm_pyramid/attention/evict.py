@@ -9,6 +9,7 @@ from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.hooks import MethodHooks
+from vllm_pyramid.step.score_check import ranked
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.step.window_mass import WindowMass, window_mass
@@ -28,7 +29,8 @@ def evict_layer(
     Runs after the layer's attention, which has seen all that the layer held. Requests whose plans
     are deferred still hold everything here; `DeferredEviction` evicts from them, in all layers
     together. The requests are evicted in pieces, one behind the other, so that the scores of a step
-    that ends many prompts fit into the memory that is reserved for them.
+    that ends many prompts fit into the memory that is reserved for them. Requests whose scores
+    cannot be ranked, or for which a method raises, have failed.
 
     Args:
         hooks: of the policy's methods: one of them may have gathered scores.
@@ -42,11 +44,17 @@ def evict_layer(
     ):
         for piece in evictions.pieces(inputs, chosen):
             batch = evictions.batch(inputs, chooses, piece)
-            mass = window_mass(batch) if trace is not None else None
-            scores = scorer.score(batch) if scorer is not None else None
-            if scores is None:
-                scores, _ = chooses.scorer.scores(batch)
-            shorten(batch, scores, hooks, trace, mass)
+            try:
+                scores = scorer.score(batch) if scorer is not None else None
+                if scores is None:
+                    scores, _ = chooses.scorer.scores(batch)
+                if (found := ranked(batch, scores)) is not None:
+                    mass = window_mass(found[0]) if trace is not None else None
+                    shorten(*found, hooks, trace, mass)
+            except Exception as error:
+                evictions.failures.blame(
+                    batch.request_ids, f"an eviction of the policy {chooses.name!r}", error
+                )
 
 
 def shorten(

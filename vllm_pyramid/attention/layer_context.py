@@ -75,17 +75,31 @@ class LayerContext:
     def after_write(self, write: CacheWrite) -> None:
         """Tell methods of the layer's new tokens, which have been written."""
         for hooks in self.hooks.after_write:
-            hooks.after_write(write)
+            try:
+                hooks.after_write(write)
+            except Exception as error:
+                self.step.blame(f"`after_write` of {hooks.label}", error)
 
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return what the layer attends to, which methods may have chosen."""
         for hooks in self.hooks.before_attention:
-            inputs = hooks.before_attention(inputs)
+            try:
+                inputs = hooks.before_attention(inputs)
+            except Exception as error:
+                self.step.blame(f"`before_attention` of {hooks.label}", error)
         return inputs
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
         """Let a method attend in place of the back end, and return whether one did."""
-        return any(hooks.attend(inputs, out) for hooks in self.hooks.attend)
+        for hooks in self.hooks.attend:
+            try:
+                if hooks.attend(inputs, out):
+                    return True
+            except Exception as error:
+                self.step.blame(f"`attend` of {hooks.label}", error)
+                out.zero_()
+                return True
+        return False
 
     def after_attention(self, inputs: AttentionInputs) -> None:
         """Let methods look at the layer, which has attended; then evict where the step asks for it.
@@ -94,7 +108,10 @@ class LayerContext:
             inputs: as they were before `before_attention`.
         """
         for hooks in self.hooks.after_attention:
-            hooks.after_attention(inputs)
+            try:
+                hooks.after_attention(inputs)
+            except Exception as error:
+                self.step.blame(f"`after_attention` of {hooks.label}", error)
         if self.step.evictions is None:
             return
         if self.has_readers:
@@ -107,7 +124,8 @@ class LayerContext:
     def after_last_reader(self) -> None:
         """Evict where the step asks for it: the last layer that reads this cache has attended."""
         if self.step.evictions is not None:
-            assert self._attended is not None
+            if self._attended is None:
+                raise RuntimeError(f"layer {self.layer} is to evict and has not attended")
             self.evict(self._attended, self.step.evictions)
         self._attended = None
 
@@ -117,7 +135,11 @@ class LayerContext:
         if self.deferred is not None:
             self.deferred.add_layer(inputs, evictions, self.trace)
         for hooks in self.hooks.after_eviction:
-            hooks.after_eviction(inputs, evictions)
+            try:
+                hooks.after_eviction(inputs, evictions)
+            except Exception as error:
+                what = f"`after_eviction` of {hooks.label}"
+                evictions.failures.blame(evictions.request_ids, what, error)
 
 
 def own_inputs(inputs: AttentionInputs, attended: AttentionInputs) -> AttentionInputs:

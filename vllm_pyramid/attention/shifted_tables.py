@@ -125,7 +125,11 @@ class ShiftedTables:
         if layer_lens is None:
             effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
             return
-        assert host_lens is not None and len(host_lens) == num_rows, "such a step has no padding"
+        if host_lens is None or len(host_lens) != num_rows:
+            raise RuntimeError(
+                f"a step in which layers compute different tokens has {num_rows} rows, some of "
+                "padding; report this"
+            )
         layer_lens = layer_lens[self.layers] - skips
         self.max_lens = layer_lens.max(axis=1)
         # Only the device may know how many drafts of a decoding request were accepted.

@@ -10,6 +10,7 @@ overrides methods without copying any constructor. Remove when vLLM has a `runne
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_pyramid.compat.side_channel import StepReport, attach_report
-from vllm_pyramid.plan import Eviction
+from vllm_pyramid.step.failures import StepFailures
 from vllm_pyramid.step.rotary import Rotary
 
 Adapter = TypeVar("Adapter")
@@ -57,20 +58,34 @@ def rotary_of_layer(model: torch.nn.Module, name: str) -> Rotary | None:
     return Rotary(cache, halves=bool(rotary.is_neox_style))
 
 
-def send_report(output: Any, evictions: dict[str, Eviction], methods: dict[str, Any]) -> Any:
-    """Attach a step's report to what `sample_tokens` returns, finished or still in flight."""
-    if not evictions and not methods:
+def send_report(output: Any, report: StepReport, failures: StepFailures) -> Any:
+    """Attach a step's report to what `sample_tokens` returns, finished or still in flight.
+
+    Args:
+        failures: of the step. Where the device still computes them, they are waited for when the
+            step's tokens are, in the thread that waits for these.
+    """
+    if not any(report) and not failures.known and failures.copied is None:
         return output
-    return _attach(output, lambda inner: attach_report(inner, StepReport(evictions, methods)))
-
-
-def _attach(output: Any, attach: Callable[[ModelRunnerOutput], ModelRunnerOutput]) -> Any:
     if isinstance(output, AsyncModelRunnerOutput):
         for name in ("_model_runner_output", "model_runner_output"):
             inner = getattr(output, name, None)
             if isinstance(inner, ModelRunnerOutput):
-                setattr(output, name, attach(inner))
+                setattr(output, name, attach_report(inner, report))
+                output.get_output = partial(  # type: ignore[method-assign]
+                    _with_failures, output.get_output, report, failures
+                )
                 return output
         raise RuntimeError(f"{type(output).__name__} of this vLLM carries no output to attach to")
-    assert isinstance(output, ModelRunnerOutput), type(output)
-    return attach(output)
+    if not isinstance(output, ModelRunnerOutput):
+        raise RuntimeError(f"a model runner of this vLLM returned a {type(output).__name__}")
+    report.failures.update(failures.wait())
+    return attach_report(output, report)
+
+
+def _with_failures(
+    get_output: Callable[[], ModelRunnerOutput], report: StepReport, failures: StepFailures
+) -> ModelRunnerOutput:
+    output = get_output()
+    report.failures.update(failures.wait())
+    return output

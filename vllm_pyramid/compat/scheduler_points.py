@@ -3,7 +3,8 @@
 
 Target: `Scheduler._reserve_prefill_lookahead`, `._get_local_prefix_cache_hit` (vLLM 0.33 has one
 argument more), `._free_request`, `.make_spec_decoding_stats` (called for every verified draft), and
-`.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a dictionary of errors in 0.33. Why: to
+`.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a dictionary of errors in 0.33;
+`EngineCoreOutput.stop_reason`, which in 0.32 carries the reason (`output_processor`). Why: to
 set the size of a chunk and decide whether a request starts at all; to find the prefix that a
 request's plan allows it to share; to report on a request; to end one request with an error, where
 an exception would end the engine. Remove when schedulers have hooks for these.
@@ -14,13 +15,18 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 
 class SchedulerPoints(Scheduler):
     """Mixed into vLLM's schedulers; ours override the methods with public names."""
+
+    _reasons: dict[str, str] | None = None
 
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """Return the tokens of a request's next chunk.
@@ -98,12 +104,40 @@ class SchedulerPoints(Scheduler):
         self.freed(request)
         return kv_transfer_params or report, ec_transfer_params
 
-    def end_with_error(self, request_id: str, reason: str) -> None:
-        """End a request with an error in the next step; from vLLM 0.33 on with the reason."""
+    def end_with_error(self, request_id: str, reason: str, code: str = "validation_error") -> None:
+        """End a request with an error, at the end of the step whose output comes next.
+
+        Args:
+            code: from vLLM 0.33 on, the client's status is 400 with the default and 500 with
+                another; in 0.32 it is 500.
+        """
         failed: Any = self.grammar_compile_error_reqs
         if isinstance(failed, set):
             failed.add(request_id)
+            self._reasons = {**(self._reasons or {}), request_id: reason}
             return
         from vllm.outputs import RequestError
 
-        failed[request_id] = RequestError(code="validation_error", message=reason)
+        failed[request_id] = RequestError(code=code, message=reason)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._reasons:
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    if output.finish_reason == FinishReason.ERROR:
+                        output.stop_reason = self._reasons.get(output.request_id)
+            self._reasons = None
+        return outputs
+
+
+def drop_tokens(output: ModelRunnerOutput, request_id: str) -> None:
+    """Remove what a step has sampled for a request that ends with an error.
+
+    Its last token could otherwise end it first, without the error.
+    """
+    index = output.req_id_to_index.get(request_id)
+    if index is not None and output.sampled_token_ids:
+        output.sampled_token_ids[index] = []

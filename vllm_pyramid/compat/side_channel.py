@@ -33,10 +33,14 @@ class StepReport(NamedTuple):
     Attributes:
         evictions: the evictions, by request id.
         methods: the reports of the methods' hooks, by their names.
+        failures: the requests that must end with an error, by id: the kind and the reason.
+        dropped_traces: how many traces could not be written.
     """
 
     evictions: dict[str, Eviction]
     methods: dict[str, Any]
+    failures: dict[str, tuple[str, str]]
+    dropped_traces: int
 
 
 def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
@@ -49,7 +53,7 @@ def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerO
 
 def read_report(output: ModelRunnerOutput) -> StepReport:
     """Return the report that `attach_report` sent, or an empty one."""
-    return getattr(output, _REPORT, StepReport({}, {}))
+    return getattr(output, _REPORT, StepReport({}, {}, {}, 0))
 
 
 def attach_copies(output: SchedulerOutput, copies: dict[str, list[int]]) -> None:
@@ -73,7 +77,11 @@ def attach_block_copies(
     several stages the field stays empty.
     """
     if len(of_stages) == 1:
-        assert not output.kv_cache_block_copies
+        if output.kv_cache_block_copies:
+            raise RuntimeError(
+                f"vLLM orders {len(output.kv_cache_block_copies)} copies of blocks, which would be "
+                "lost: ours take their place; report this"
+            )
         output.kv_cache_block_copies = of_stages[0] or None
     elif any(of_stages):
         setattr(output, _BLOCK_COPIES, of_stages)
@@ -99,7 +107,8 @@ def read_origins(output: SchedulerOutput) -> dict[str, tuple[str, int]]:
 
 def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:
     """Attach the policy's counters to a step's statistics."""
-    assert stats.kv_connector_stats is None, "KV connectors are refused with a KV policy"
+    if stats.kv_connector_stats is not None:
+        raise RuntimeError("a KV connector sends statistics, and one is refused with a KV policy")
     stats.kv_connector_stats = {_STATS: policy_stats}
 
 

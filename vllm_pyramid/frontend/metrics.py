@@ -13,6 +13,8 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
+from vllm_pyramid.step.failures import KINDS
+
 logger = init_logger(f"vllm.{__name__}")
 
 LOG_INTERVAL_S = 10.0  # vLLM's own statistics are logged this often
@@ -33,6 +35,13 @@ class PolicyMetrics:
         vllm_pyramid:companion_blocks_held   blocks of the pool in use by them now
 
     `layer` is the model's own number.
+
+    What went wrong for single requests, while the engine goes on (labels: engine):
+        vllm_pyramid:failed_requests_total   requests that ended with an error (and the label
+                                             reason: `scores` with NaN or infinity, or a `method`
+                                             that raised or returned something wrong)
+        vllm_pyramid:dropped_traces_total    traces that could not be written
+        vllm_pyramid:dropped_reports_total   reports that could not be sent with their requests
 
     With V in host memory (labels: engine, direction):
         vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
@@ -78,6 +87,18 @@ class PolicyMetrics:
             "Bytes of V written to host memory, and of its rows that attention read there.",
             ["engine", "direction"],
         )
+        self.failed_requests = Counter(
+            "vllm_pyramid:failed_requests",
+            "Requests that the KV policy ended with an error.",
+            ["engine", "reason"],
+        )
+        self.dropped = {
+            name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
+            for name, text in (
+                ("dropped_traces", "Traces of kept positions that could not be written."),
+                ("dropped_reports", "Reports of what requests kept that could not be sent."),
+            )
+        }
         self._logged: dict[int, dict[str, Any]] = {}
         self._started = time.monotonic()
         self._next_log: dict[int, float] = {}  # by engine, so that each logs its own lines
@@ -101,6 +122,12 @@ class PolicyMetrics:
             earlier = before.get(name) or [0] * len(now[name])
             for layer, total, old in zip(layers, now[name], earlier, strict=True):
                 counter.labels(label, str(layer)).inc(total - old)
+        failed, earlier = now.get("failed_requests", {}), before.get("failed_requests", {})
+        for kind in KINDS:
+            more = failed.get(kind, 0) - earlier.get(kind, 0)
+            self.failed_requests.labels(label, kind).inc(more)
+        for name, counter in self.dropped.items():
+            counter.labels(label).inc(now.get(name, 0) - before.get(name, 0))
         for direction in ("written", "read"):
             key = f"v_bytes_{direction}"
             if key in now:

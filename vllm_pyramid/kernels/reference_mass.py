@@ -69,8 +69,8 @@ def add_key_mass(
         else:
             lse = log_sum_exp[begin : starts[r + 1]].T.to(compute_dtype)
         lse = with_sinks(lse, sinks)
-        # A query that sees nothing gives nothing (-inf less -inf is NaN).
-        given = (logits - lse[..., None]).exp().nan_to_num(0.0)
+        # A query that sees nothing gives nothing (-inf less -inf is NaN); other NaN stays NaN.
+        given = (logits - lse[..., None]).exp().masked_fill((lse == -torch.inf)[..., None], 0.0)
         if kind == "below_average":
             given = ((given * seen.sum(dim=1)[:, None] < BELOW) & seen).to(compute_dtype)
         per_head = given.sum(dim=1).unflatten(0, (key_cache.shape[1], group)).sum(dim=1)

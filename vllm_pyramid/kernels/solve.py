@@ -66,7 +66,10 @@ def best_lengths(scores: torch.Tensor, total: int, *, sinks: int = 0) -> torch.T
         `[L]` int64, tokens of each layer beyond the sinks.
     """
     candidates = shares_of(scores)[:, sinks:].contiguous()
-    assert 0 <= total <= candidates.numel(), (total, candidates.shape)
+    if not 0 <= total <= candidates.numel():
+        raise RuntimeError(
+            f"{total} tokens are to be chosen of {list(candidates.shape)} candidates"
+        )
     if total == 0:
         return torch.zeros(len(candidates), dtype=torch.int64, device=scores.device)
     threshold = candidates.flatten().topk(total, sorted=False).values.min()
@@ -93,7 +96,10 @@ def least_lengths(
     """
     shares = shares_of(scores)
     candidates = shares[:, sinks:].contiguous()
-    assert 0 <= at_least <= limit <= candidates.numel(), (at_least, limit, candidates.shape)
+    if not 0 <= at_least <= limit <= candidates.numel():
+        raise RuntimeError(
+            f"{at_least} to {limit} tokens are to be chosen of {list(candidates.shape)} candidates"
+        )
     if limit == 0:
         return torch.zeros(len(candidates), dtype=torch.int64, device=scores.device)
     kept_anyway = torch.where(shares.sum(dim=-1) > 0, shares[:, :sinks].sum(dim=-1), 1.0).sum()

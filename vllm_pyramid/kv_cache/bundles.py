@@ -108,7 +108,10 @@ class BundlePool(BlockPool):
 
     def withdraw(self, bundle: BlockBundle) -> None:
         """Undo `publish`: the blocks belong to the request alone again."""
-        assert bundle.refs == 1, "another request uses blocks that were never computed"
+        if bundle.refs != 1:
+            raise RuntimeError(
+                f"{bundle.refs - 1} other requests use blocks that were never computed; report this"
+            )
         self._forget(bundle)
 
     def idle_bundles(self, hashes: Sequence[BlockHash]) -> list[BlockBundle]:

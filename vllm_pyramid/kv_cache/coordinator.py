@@ -191,14 +191,25 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> None:
         """Begin the request's tables with the session or the prefix that was found for it."""
-        assert not any(new_computed_blocks) and num_external_computed_tokens == 0
+        if any(new_computed_blocks) or num_external_computed_tokens:
+            raise RuntimeError(
+                f"request {request_id}: vLLM begins its tables with blocks of its own or of a "
+                f"connector ({num_external_computed_tokens} tokens); report this"
+            )
         record = self._records[request_id]
         if record.session_hit is not None:
-            assert num_local_computed_tokens == record.session_hit.tokens
+            if num_local_computed_tokens != record.session_hit.tokens:
+                raise RuntimeError(
+                    f"request {request_id}: a session of {record.session_hit.tokens} tokens was "
+                    f"found, and vLLM begins with {num_local_computed_tokens}; report this"
+                )
             self.sessions.enter(request_id, record, record.session_hit)
             return
-        assert num_local_computed_tokens == len(record.prefix_hit) * self._bundle_tokens
-        assert not record.num_blocks and not record.bundles
+        if (found := len(record.prefix_hit) * self._bundle_tokens) != num_local_computed_tokens:
+            raise RuntimeError(
+                f"request {request_id}: a prefix of {found} tokens was found, and vLLM begins "
+                f"with {num_local_computed_tokens}; report this"
+            )
         if sources := self.prefixes.enter(request_id, record):
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens

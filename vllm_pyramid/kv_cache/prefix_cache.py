@@ -88,7 +88,11 @@ class PrefixCache:
         for manager, count in zip(self._managers, self._counts, strict=True):
             of_layer = [next(columns) for _ in range(count)]
             table = manager.req_to_blocks[request_id]
-            assert not table, f"{request_id} has blocks already"
+            if table:
+                raise RuntimeError(
+                    f"request {request_id} has {len(table)} blocks already, where its tables "
+                    "begin; report this"
+                )
             table.extend(chain.from_iterable(zip(*of_layer, strict=True)))
         return bundles, revived
 

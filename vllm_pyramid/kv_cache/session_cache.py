@@ -208,7 +208,11 @@ class SessionCache:
         for manager, head, of_layer in zip(self._managers, heads.tolist(), sources, strict=True):
             new = [next(blocks) for _ in of_layer]
             table = manager.req_to_blocks[request_id]
-            assert not table, f"{request_id} has blocks already"
+            if table:
+                raise RuntimeError(
+                    f"request {request_id} has {len(table)} blocks already, where its tables "
+                    "begin; report this"
+                )
             table.extend([self._pool.null_block] * head)
             table.extend(new)
             if manager.records_new_block_ids:

@@ -114,7 +114,11 @@ class SessionResume:
 
     def enter(self, request_id: str, record: SchedulerRequest, session: SessionSnapshot) -> None:
         """Begin the tables of a request without blocks with a session, as if it had evicted."""
-        assert not record.num_blocks
+        if record.num_blocks:
+            raise RuntimeError(
+                f"request {request_id} has {record.num_blocks} blocks already, where its tables "
+                "begin; report this"
+            )
         if self._stock_groups:
             # What the stock groups allocate must not come from the session.
             self._cache.touch(session)

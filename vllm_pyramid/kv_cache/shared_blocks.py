@@ -63,7 +63,10 @@ class SharedBlockIndex:
 
     def _count(self, holders: Requests, change: int) -> None:
         count = self.counts.get(holders, 0) + change
-        assert count >= 0 or not holders, "more bundles were removed than these requests had"
+        if count < 0 and holders:
+            raise RuntimeError(
+                f"{-change} bundles were removed, {-count} more than there were; report this"
+            )
         if holders and count:
             self.counts[holders] = count
         else:

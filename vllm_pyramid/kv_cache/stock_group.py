@@ -269,7 +269,11 @@ class StockGroup:
         entries, in_sight = count * per_bundle, len(sources) * per_bundle
         for manager in self.managers:
             layer_table = manager.req_to_blocks[request_id]
-            assert not layer_table, f"{request_id} has blocks already"
+            if layer_table:
+                raise RuntimeError(
+                    f"request {request_id} has {len(layer_table)} blocks already, where its tables "
+                    "begin; report this"
+                )
             layer_table.extend([self._pool.null_block] * (entries - in_sight))
         own = self._extend(request_id, in_sight)
         copied = [

@@ -15,6 +15,7 @@ from vllm_pyramid.plan.bounds import overwritten_blocks, peak_blocks, tokens_per
 from vllm_pyramid.plan.budget import Budget
 from vllm_pyramid.plan.deferred import DeferredPlan, Plan
 from vllm_pyramid.plan.eviction_point import Eviction, EvictionPoint, IntArray
+from vllm_pyramid.plan.mismatch import PlanMismatchError
 from vllm_pyramid.plan.piece import Piece
 from vllm_pyramid.plan.retention import RetentionPlan
 from vllm_pyramid.plan.turns import affordable, with_turns
@@ -27,6 +28,7 @@ __all__ = [
     "IntArray",
     "Piece",
     "Plan",
+    "PlanMismatchError",
     "RetentionPlan",
     "affordable",
     "overwritten_blocks",

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray, read_only
+from vllm_pyramid.plan.mismatch import PlanMismatchError
 from vllm_pyramid.plan.piece import Piece
 from vllm_pyramid.plan.retention import RetentionPlan
 
@@ -80,7 +81,11 @@ class DeferredPlan:
 
     def skip_after(self, number: int) -> IntArray:
         """Return zeros, the skips before the eviction; those behind it are not known."""
-        assert number == 0, "the prompt has ended and its lengths were not solved"
+        if number != 0:
+            raise PlanMismatchError(
+                f"a prompt of {self.prompt_len} tokens has ended and its lengths were not solved; "
+                "report this"
+            )
         return read_only(np.zeros(self.num_layers, np.int32))
 
     def piece_at(self, computed: int) -> None:

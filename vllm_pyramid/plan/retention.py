@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray, read_only
+from vllm_pyramid.plan.mismatch import PlanMismatchError
 from vllm_pyramid.plan.piece import Piece
 
 
@@ -146,7 +147,11 @@ class RetentionPlan:
         if not self.pieces or computed >= self.prompt_len:
             return None
         piece = self.pieces[computed // self.pieces[0].end]
-        assert piece.start == computed, f"a step ended inside a piece, at token {computed}"
+        if piece.start != computed:
+            raise PlanMismatchError(
+                f"a step ended inside a piece, at token {computed}: the next one begins at "
+                f"{piece.start}; scheduler and worker disagree about the KV policy; report this"
+            )
         return piece
 
     # What others may share ----------------------------------------------------------------------

@@ -127,7 +127,11 @@ class CurveAllocator(Allocator):
         if num_layers == 1 or mean == capacity or mean == 0:
             return np.full(num_layers, mean, dtype=np.int64)
         tokens = round_to_sum(self.curve(mean, num_layers, capacity), mean * num_layers)
-        assert tokens.min() >= 0 and tokens.max() <= capacity, (self, tokens, capacity)
+        if tokens.min() < 0 or tokens.max() > capacity:
+            raise RuntimeError(
+                f"the allocator {self.kind!r} gives layers {tokens.min()} to {tokens.max()} "
+                f"tokens, outside 0 to {capacity}"
+            )
         return tokens
 
     def allocate_all(self, means: Integers, num_layers: int, capacities: Integers) -> Integers:

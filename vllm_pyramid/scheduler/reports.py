@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import SchedulerStats
@@ -19,9 +20,15 @@ from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.planning import peak_blocks_up_to
+from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
+
+# Counters that send the statistics; tokens move with every step, which would be too often.
+_CHANGES = ("evictions", "blocks_held", "failed_requests", "dropped_traces", "dropped_reports")
+# Of one request's report: 1 KiB for each of a model's layers, and as many again.
+MAX_REPORT_BYTES = 1 << 18
 
 
 class Reports(SchedulerPoints):
@@ -29,6 +36,7 @@ class Reports(SchedulerPoints):
 
     coordinator: LockstepCoordinator
     kv_policy: Policy
+    failed: FailedRequests
     hooks: list[SchedulerHooks]
     reports_cached: bool
     _sent_stats: dict[str, Any] | None = None
@@ -105,6 +113,20 @@ class Reports(SchedulerPoints):
             )
 
     def report_of(self, request: Request) -> dict[str, Any]:
+        """Return what the request kept; if that cannot be sent, the reason.
+
+        The engine core's process ends when it cannot serialise a response.
+        """
+        try:
+            report = self._report_of(request)
+            size = len(msgspec.msgpack.encode(report))
+            if size > MAX_REPORT_BYTES:
+                raise ValueError(f"it has {size} bytes, more than {MAX_REPORT_BYTES}")
+        except Exception as error:
+            return self.failed.drop_report(request.request_id, error)
+        return report
+
+    def _report_of(self, request: Request) -> dict[str, Any]:
         """Return what the request kept.
 
         What the cache held for it tells of other requests. That is reported where vLLM would report
@@ -170,8 +192,7 @@ class Reports(SchedulerPoints):
         if stats is None:
             return None
         now, before = self.policy_stats(), self._sent_stats
-        changes = ("evictions", "blocks_held")  # tokens move with every step: too often
-        if before is None or any(now[name] != before[name] for name in changes):
+        if before is None or any(now.get(name) != before.get(name) for name in _CHANGES):
             attach_policy_stats(stats, {"now": now, "before": before})
             self._sent_stats = now
         return stats
@@ -188,6 +209,7 @@ class Reports(SchedulerPoints):
             totals |= hooks.totals()
         return {
             **totals,
+            **self.failed.totals(),
             **self._layers,
             "evictions": counters.num_evictions,
             "tokens_evicted": counters.tokens_evicted.tolist(),

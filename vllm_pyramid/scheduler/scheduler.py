@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
 from vllm_pyramid.compat.input_processor import check_images, check_whole
+from vllm_pyramid.compat.scheduler_points import drop_tokens
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
     attach_copies,
@@ -37,6 +38,7 @@ from vllm_pyramid.policy.request import (
 )
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
+from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.reports import Reports
 
 logger = init_logger(f"vllm.{__name__}")
@@ -94,6 +96,7 @@ class PyramidSchedulerMixin(Reports):
         inside = self.kv_policy.inner_policy
         # Otherwise the pool has room for whole sequences, so no request waits for its own head.
         self._pool_may_be_smaller = inside is not None or self.kv_policy.schedule.every > 0
+        self.failed = FailedRequests()
         self.hooks = self.kv_policy.scheduler_hooks(coordinator.layer_blocks.num_layers)
         in_flight = self.vllm_config.max_in_flight_tokens
         self._pool = Pool(
@@ -299,15 +302,20 @@ class PyramidSchedulerMixin(Reports):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        """Record the worker's evictions before their blocks are given back."""
+        """Record the worker's evictions before blocks are given back; end what has failed there."""
         report = read_report(model_runner_output)
+        self.failed.dropped_traces += report.dropped_traces
         for hooks in self.hooks:
             if hooks.name in report.methods:
                 hooks.on_step_report(report.methods[hooks.name], self.requests.__contains__)
+        for request_id, (kind, reason) in report.failures.items():
+            if self._is_current(request_id):
+                self.failed.add(request_id, kind, reason)
+                drop_tokens(model_runner_output, request_id)
+                self.end_with_error(request_id, f"KV policy: {reason}", code="kv_policy")
         for request_id, eviction in report.evictions.items():
-            request = self.requests.get(request_id)
-            if request is None or request.num_stale_output_tokens > 0:
-                continue  # finished, or the step ran before it was preempted: it evicts again
+            if request_id in report.failures or not self._is_current(request_id):
+                continue
             self.coordinator.plans.confirm(request_id, eviction)
             resolved = self.coordinator.plans.confirmed(request_id)
             if resolved is None:
@@ -319,14 +327,22 @@ class PyramidSchedulerMixin(Reports):
                 self._admission.evicted(request_id, resolved, number)
         return super().update_from_output(scheduler_output, model_runner_output)
 
+    def _is_current(self, request_id: str) -> bool:
+        """Return whether a step's report counts: not if the request has finished, nor if it was
+        preempted while the step ran, since it then evicts again.
+        """
+        request = self.requests.get(request_id)
+        return request is not None and request.num_stale_output_tokens == 0
+
     def verified(self, accepted: int) -> None:
         """Learn how many tokens a request with drafts gets in a step."""
         if self._admission is not None:
             self._admission.pace.add(1 + accepted)
 
     def ends(self, request: Request) -> None:
-        """Save the session of a request that is about to give its blocks back."""
-        self.coordinator.save_session(request)
+        """Save a request's session; one that has failed may hold something else than planned."""
+        if request.status != RequestStatus.FINISHED_ERROR:
+            self.coordinator.save_session(request)
 
     def freed(self, request: Request) -> None:
         """Forget a request that has ended."""

@@ -13,6 +13,7 @@ import torch
 
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.step.upload import upload
 
@@ -70,6 +71,11 @@ class EvictionBatch:
     def plans(self) -> Sequence[EvictionPoint | DeferredPlan]:
         """The S plans."""
         return [self.evictions.plans[index] for index in self.shortened]
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The names of the S requests."""
+        return [self.evictions.request_ids[index] for index in self.shortened]
 
     # What stays in any case -----------------------------------------------------------------------
 
@@ -182,8 +188,7 @@ class EvictionBatch:
     def score_each(self, kind: str, score: Callable[[ScorerInputs], torch.Tensor]) -> torch.Tensor:
         """Score one request at a time, into the columns of its table: `[S, G, longest]` float32.
 
-        Raises:
-            ValueError: a result is not `[G, T]` float32, or has NaN.
+        A request whose call raises, or returns something else than `[G, T]` float32, has failed.
         """
         heads = self.call.key_cache.shape[1]
         out = torch.full(
@@ -191,8 +196,12 @@ class EvictionBatch:
         )
         for row in range(len(self.shortened)):
             inputs = self.scorer_inputs(row)
-            scores = score(inputs)
-            check_scores(kind, scores, heads, inputs.num_tokens)
+            try:
+                scores = score(inputs)
+                check_scores(kind, scores, heads, inputs.num_tokens)
+            except Exception as error:
+                self._blame(row, f"the scorer {kind!r}", error)
+                continue
             out[row, :, inputs.start : inputs.start + inputs.num_tokens] = scores
         return out
 
@@ -204,8 +213,8 @@ class EvictionBatch:
     ) -> torch.Tensor:
         """Select of one request at a time: `[S, G, max_keep]` int32, ascending, -1 behind `keeps`.
 
-        Raises:
-            ValueError: a result is not `[G, keep]` different places.
+        A request whose call raises, or returns something else than `[G, keep]` different places,
+        has failed; its first tokens are selected.
         """
         marked = self.protect(_widened(scores, self.longest))
         heads = scores.shape[1]
@@ -215,10 +224,23 @@ class EvictionBatch:
         for row in range(len(self.shortened)):
             start, end = int(self.host_dead_prefixes[row]), int(self.host_lens[row])
             keep = int(self.host_keeps[row])
-            selected = select(marked[row, :, start:end], keep)
-            check_selection(kind, selected, heads, keep, end - start)
-            out[row, :, :keep] = selected.sort(dim=-1).values.int() + start
+            first = torch.arange(keep, dtype=torch.int32, device=scores.device)
+            try:
+                selected = select(marked[row, :, start:end], keep)
+                wrong = check_selection(kind, selected, heads, keep, end - start)
+                places = torch.where(wrong, first, selected.sort(dim=-1).values.int())
+                reason = f"the selector {kind!r} returned places that do not exist, or one twice"
+                self.evictions.failures.flag(
+                    Failure(METHOD, reason), self.request_ids[row : row + 1], wrong[None]
+                )
+            except Exception as error:
+                self._blame(row, f"the selector {kind!r}", error)
+                places = first
+            out[row, :, :keep] = places + start
         return out
+
+    def _blame(self, row: int, what: str, error: Exception) -> None:
+        self.evictions.failures.blame(self.request_ids[row : row + 1], what, error)
 
 
 def _widened(scores: torch.Tensor, columns: int) -> torch.Tensor:
@@ -234,7 +256,7 @@ class WrongResultError(ValueError):
 
 
 def check_scores(kind: str, scores: Any, heads: int, tokens: int, function: str = "score") -> None:
-    """Raise WrongResultError unless `scores` is `[heads, tokens]` float32 without NaN."""
+    """Raise WrongResultError unless `scores` is `[heads, tokens]` float32."""
     wanted = f"`{function}` must return a float32 tensor [G, T] = [{heads}, {tokens}]"
     if not isinstance(scores, torch.Tensor):
         raise WrongResultError(f"the scorer {kind!r} returned a {type(scores).__name__}: {wanted}")
@@ -242,29 +264,21 @@ def check_scores(kind: str, scores: Any, heads: int, tokens: int, function: str 
         raise WrongResultError(
             f"the scorer {kind!r} returned {list(scores.shape)} {scores.dtype}: {wanted}"
         )
-    has_nan = scores.isnan().any()
-    reason = f"the scorer {kind!r} returned NaN, which cannot be ranked"
-    if scores.device.type != "cpu":
-        torch._assert_async(~has_nan, reason)  # without waiting for the device
-    elif has_nan:
-        raise WrongResultError(reason)
 
 
-def check_selection(kind: str, selected: Any, heads: int, keep: int, tokens: int) -> None:
-    """Raise WrongResultError unless `selected` is `[heads, keep]` different places of `tokens`."""
+def check_selection(kind: str, selected: Any, heads: int, keep: int, tokens: int) -> torch.Tensor:
+    """Raise WrongResultError unless `selected` is `[heads, keep]` whole numbers.
+
+    Returns:
+        Whether some are no places of `tokens`, or the same: a truth value on the device.
+    """
     wanted = f"`select` must return [G, keep] = [{heads}, {keep}] different places below {tokens}"
     if not isinstance(selected, torch.Tensor) or selected.shape != (heads, keep):
         is_tensor = isinstance(selected, torch.Tensor)
         returned = list(selected.shape) if is_tensor else type(selected).__name__
         raise WrongResultError(f"the selector {kind!r} returned {returned}: {wanted}")
-    if selected.is_floating_point() or keep == 0:
-        if keep:
-            raise WrongResultError(f"the selector {kind!r} returned {selected.dtype}: {wanted}")
-        return
+    if selected.is_floating_point() and keep:
+        raise WrongResultError(f"the selector {kind!r} returned {selected.dtype}: {wanted}")
     order = selected.sort(dim=-1).values
-    wrong = (order[:, 0] < 0).any() | (order[:, -1] >= tokens).any()
-    wrong = wrong | (order[:, 1:] == order[:, :-1]).any()
-    if selected.device.type != "cpu":
-        torch._assert_async(~wrong, f"the selector {kind!r}: {wanted}")
-    elif wrong:
-        raise WrongResultError(f"the selector {kind!r} returned wrong places: {wanted}")
+    is_place = (order >= 0) & (order < tokens)
+    return ~is_place.all() | (order[:, 1:] == order[:, :-1]).any()

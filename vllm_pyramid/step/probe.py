@@ -49,11 +49,20 @@ def _probe(policy: Policy, inputs: ScorerInputs) -> None:
             scores = torch.rand(num_kv_heads, inputs.num_tokens)
         else:
             check_scores(scorer.kind, scores, num_kv_heads, inputs.num_tokens, scorer.asked)
+            if not (scores < torch.inf).all():
+                raise WrongResultError(
+                    f"the scorer {scorer.kind!r} returned NaN or infinity, which cannot be ranked"
+                )
         keep = policy.window + policy.sinks + _TOKENS // 2
         scores = scores.clone()
         scores[:, : policy.sinks] = scores[:, inputs.num_tokens - policy.window :] = torch.inf
         if (selected := selector.probed(scores, keep)) is not None:
-            check_selection(selector.kind, selected, num_kv_heads, keep, inputs.num_tokens)
+            tokens = inputs.num_tokens
+            if check_selection(selector.kind, selected, num_kv_heads, keep, tokens):
+                raise WrongResultError(
+                    f"the selector {selector.kind!r} returned wrong places: `select` must return "
+                    f"[G, keep] = [{num_kv_heads}, {keep}] different places below {tokens}"
+                )
     except WrongResultError:
         raise
     except Exception as error:

@@ -17,6 +17,7 @@ import torch
 
 from vllm_pyramid.plan import Eviction, EvictionPoint, Plan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.step.step_evictions import StepEvictions
 
@@ -91,6 +92,7 @@ class Step:
         evicting: `[R]` bool, whether the request's plan ever evicts.
         layout: where layers compute different tokens; None: all compute all of the step's.
         wants_log_sum_exp: whether attention is to write its log-sum-exp, where it can.
+        failures: the worker's; requests of the step that must end with an error.
     """
 
     skips: IntArray
@@ -105,6 +107,7 @@ class Step:
     evicting: npt.NDArray[np.bool_]
     layout: StepLayout | None = None
     wants_log_sum_exp: bool = False
+    failures: Failures = field(default_factory=Failures)
 
     @classmethod
     def nothing(cls, num_layers: int, num_reqs: int) -> Step:
@@ -127,7 +130,8 @@ class Step:
         """Give the step what a method needs of it."""
         self.wants_log_sum_exp |= needs.wants_log_sum_exp
         if needs.layout is not None:
-            assert self.layout is None, "two methods choose the tokens that each layer computes"
+            if self.layout is not None:
+                raise RuntimeError("two methods choose the tokens that each layer computes")
             self.layout = needs.layout
 
     def next_inner_eviction(self) -> Numbers:
@@ -164,6 +168,17 @@ class Step:
             prompt_len=int(self.prompt_lens[row]),
         )
 
+    def blame(self, what: str, error: Exception) -> None:
+        """Let all requests of the step fail, for which a method's call raised `error`.
+
+        Raises:
+            Exception: `error`, in steps without requests, and where layers compute different
+                tokens: the layer above would then not know which.
+        """
+        if self.layout is not None:
+            raise error
+        self.failures.blame([request.request_id for request in self.requests], what, error)
+
     def report(self) -> dict[str, Eviction]:
         """Return what the scheduler hears of the step's evictions, by request."""
         if self.evictions is None:
@@ -174,7 +189,12 @@ class Step:
         for index in np.flatnonzero(evictions.is_reported).tolist():
             plan, keep = evictions.plans[index], None
             if index in unsolved:
-                assert isinstance(plan, EvictionPoint), "a prompt ended and was not solved"
+                if not isinstance(plan, EvictionPoint):
+                    raise RuntimeError(
+                        f"request {evictions.request_ids[index]}: its prompt of "
+                        f"{plan.prompt_len} tokens ended and its lengths were not solved: layers "
+                        "did not run; report this"
+                    )
                 keep = tuple(plan.keep.tolist())
             report[evictions.request_ids[index]] = Eviction(
                 int(evictions.tokens_done[index]), keep, int(evictions.eviction_numbers[index])

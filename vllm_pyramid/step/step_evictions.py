@@ -19,6 +19,7 @@ from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.eviction_memory import pieces
+from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class StepEvictions:
         block_size: tokens of the largest cache block.
         copies: E lists of blocks that receive copies of what a request's first eviction overwrites,
             layer by layer (`RetentionPlan.blocks_behind`); None where nothing is to be copied.
+        failures: the worker's; by default none are known.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StepEvictions:
         previous_skips: IntArray,
         block_size: int,
         copies: Sequence[list[int] | None],
+        failures: Failures | None = None,
     ) -> None:
         self.request_ids = request_ids
         self.rows = rows
@@ -90,14 +93,19 @@ class StepEvictions:
         self.previous_skips = previous_skips
         self.block_size = block_size
         self.copies = copies
+        self.failures = Failures() if failures is None else failures
         self.kept_lens: IntArray = np.stack([plan.held for plan in plans], axis=1)
         self.budgets = np.array([plan.budget_tokens for plan in plans], np.int32)
         self.tokens_done = np.zeros(len(request_ids), np.int64)
         visible = points - previous_skips
-        assert (self.kept_lens <= visible).all(), (
-            "a layer is to keep more tokens than it has: the allocator or schedule of this policy "
-            "does not fall back to fewer tokens as more are computed"
-        )
+        if (self.kept_lens > visible).any():
+            layer, index = np.argwhere(self.kept_lens > visible)[0].tolist()
+            raise RuntimeError(
+                f"request {request_ids[index]}: layer {layer} is to keep "
+                f"{self.kept_lens[layer, index]} tokens and has {visible[layer, index]}: the "
+                "allocator or schedule of this policy does not fall back to fewer tokens as more "
+                "are computed; report this"
+            )
         is_deferred = np.array([plan.is_deferred for plan in plans], bool)
         self.unsolved: Indices = np.flatnonzero(is_deferred)
         self.solved: list[int] = np.flatnonzero(~is_deferred).tolist()
@@ -111,9 +119,17 @@ class StepEvictions:
         self._copies_on_device: dict[int, torch.Tensor] = {}
 
     def shortened(self, layer: int) -> Indices:
-        """Return the indices of the requests that this layer shortens now, without open plans."""
+        """Return the indices of the requests that this layer shortens now.
+
+        Not those with open plans, nor those that are known to have failed: these keep what they
+        hold until the scheduler ends them.
+        """
         visible = self.points - self.previous_skips[layer]
-        return np.flatnonzero((self.kept_lens[layer] < visible) & ~self._is_done)
+        shortened = np.flatnonzero((self.kept_lens[layer] < visible) & ~self._is_done)
+        if not self.failures.of:
+            return shortened
+        names, failed = self.request_ids, self.failures.of
+        return np.array([one for one in shortened if names[one] not in failed], np.int64)
 
     def pieces(self, call: AttentionInputs, shortened: Indices) -> list[Indices]:
         """Split the requests `shortened`, `[S]` indices, so that a piece's scores fit into memory.
@@ -186,7 +202,11 @@ class StepEvictions:
             blocks, plan = self.copies[index], self.plans[index]
             if not blocks:
                 continue
-            assert isinstance(plan, EvictionPoint) and self.eviction_numbers[index] == 1
+            if not isinstance(plan, EvictionPoint) or self.eviction_numbers[index] != 1:
+                raise RuntimeError(
+                    f"request {self.request_ids[index]}: blocks are to be copied before eviction "
+                    f"{self.eviction_numbers[index]}, and only the first one's can be; report this"
+                )
             if (targets := self._copies_on_device.get(index)) is None:
                 targets = upload(np.array(blocks, np.int64), device)
                 self._copies_on_device[index] = targets
@@ -205,7 +225,8 @@ class StepEvictions:
     def open_plan(self, index: int) -> DeferredPlan:
         """Return a request's plan, whose lengths are to be solved in this step."""
         plan = self.plans[index]
-        assert isinstance(plan, DeferredPlan), f"{self.request_ids[index]} is solved twice"
+        if not isinstance(plan, DeferredPlan):
+            raise RuntimeError(f"request {self.request_ids[index]} is solved twice; report this")
         return plan
 
     def resolve(self, index: int, keep: npt.NDArray[np.int64]) -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from vllm_pyramid.step.limited_log import LimitedLog
 from vllm_pyramid.step.step_evictions import StepEvictions
 
 logger = init_logger(f"vllm.{__name__}")
@@ -49,6 +52,9 @@ class TraceWriter:
     long for a file name, or has other characters, is shortened and gets a checksum. A request that
     is preempted and evicts again replaces its files.
 
+    A file that cannot be written (a full disk, a missing permission) is left out, which is logged
+    and counted; the request goes on. Failed requests have no files.
+
     An eviction inside the prompt or during generation has a file of its own, named
     `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence,
     `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN.
@@ -84,6 +90,7 @@ class TraceWriter:
         self._holds: dict[str, tuple[int, dict[int, np.ndarray]]] = {}
         # Requests that hold tokens whose positions are not known.
         self._untraceable: set[str] = set()
+        self._log = LimitedLog(logger.error)
 
     def record(
         self,
@@ -146,9 +153,8 @@ class TraceWriter:
         """Return what each layer of a request kept at an eviction; None if it has no file."""
         for end, name in ((f"@{point}", "computed"), ("", "prompt_len")):
             path = self.folder / f"{_file_name(origin)}{end}{self.suffix}.npz"
-            if not path.exists():
-                continue
-            with np.load(path) as file:
+            # A file may be of another eviction of the request, unreadable, or cut off.
+            with suppress(OSError, KeyError, ValueError, BadZipFile), np.load(path) as file:
                 if int(file[name]) == point:
                     kept = {layer: file[f"kept_{layer}"] for layer in self.num_kv_heads}
                     return {
@@ -163,9 +169,19 @@ class TraceWriter:
         self._holds.pop(request_id, None)
         self._placed.pop(request_id, None)
 
-    def finish_step(self, evictions: StepEvictions) -> None:
-        """Write the files of the step's evictions, once all layers have run."""
+    def finish_step(self, evictions: StepEvictions) -> int:
+        """Write the files of the step's evictions, once all layers have run.
+
+        Returns:
+            How many of them could not be written.
+        """
+        dropped = 0
         for index, request_id in enumerate(evictions.request_ids):
+            if request_id in evictions.failures.of:
+                self._open.pop(request_id, None)
+                self.forget(request_id)
+                self._untraceable.add(request_id)
+                continue
             if evictions.eviction_numbers[index] == 1:
                 self._untraceable.discard(request_id)  # preempted, and computed again
             elif request_id in self._untraceable:
@@ -187,15 +203,22 @@ class TraceWriter:
                 arrays[f"kept_{layer}"], arrays[f"recall_{layer}"] = layers[layer]
             if not at_prompt_end or evictions.intervals[index]:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
+            arrays |= {"request_id": request_id, "budget": int(evictions.budgets[index])}
+            arrays |= {"layers": self.layers, "held": evictions.kept_lens[:, index]}
             name = _file_name(request_id) + ("" if at_prompt_end else f"@{end}") + self.suffix
-            partial = self.folder / f".{name}.part"
+            dropped += not self._write(name, arrays)
+        return dropped
+
+    def _write(self, name: str, arrays: dict[str, Any]) -> bool:
+        """Write a file, and return whether that was possible."""
+        partial = self.folder / f".{name}.part"
+        try:
             with partial.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    request_id=request_id,
-                    budget=int(evictions.budgets[index]),
-                    layers=self.layers,
-                    held=evictions.kept_lens[:, index],
-                    **arrays,
-                )
+                np.savez_compressed(file, **arrays)
             partial.rename(self.folder / f"{name}.npz")
+        except OSError as error:
+            self._log("write", "no trace %s.npz in %s: %s", name, self.folder, error)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            return False
+        return True

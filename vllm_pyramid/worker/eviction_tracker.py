@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import Eviction, Plan
+from vllm_pyramid.plan import Eviction, Plan, PlanMismatchError
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import for_request
+from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.step_evictions import StepEvictions
@@ -41,6 +42,7 @@ class EvictionTracker:
 
     Attributes:
         hooks: the hooks of the policy's methods; set by the runtime, which makes them.
+        failures: the requests that must end with an error.
         copies: the blocks that receive copies of what an eviction of the step overwrites, by
             request id; set from the scheduler's output.
     """
@@ -51,6 +53,7 @@ class EvictionTracker:
         self.block_size = block_size
         self.step = Step.nothing(num_layers, 0)
         self.hooks = MethodHooks()
+        self.failures = Failures()
         self.copies: dict[str, list[int]] = {}
         self._requests: dict[str, WorkerRequest] = {}
         self._num_open = 0  # requests whose initial plan is open
@@ -78,6 +81,7 @@ class EvictionTracker:
         """Forget a request, which has finished."""
         if (request := self._requests.pop(request_id, None)) is not None:
             self._num_open -= request.initial.is_deferred
+            self.failures.forget(request_id)
             for hooks in self.hooks.forget:
                 hooks.forget(request_id)
 
@@ -139,9 +143,15 @@ class EvictionTracker:
             self._row_inner[:num_reqs],
             self._row_interval[:num_reqs],
             self._row_evicting[:num_reqs],
+            failures=self.failures,
         )
         for hooks in self.hooks.begin_step:
-            if (needs := hooks.begin_step(self.step)) is not None:
+            try:
+                needs = hooks.begin_step(self.step)
+            except Exception as error:
+                self.step.blame(f"`begin_step` of {hooks.label}", error)
+                continue
+            if needs is not None:
                 self.step.add_needs(needs)
         return self.step
 
@@ -176,9 +186,12 @@ class EvictionTracker:
         after = computed + scheduled
         for row, record in zip(ending.tolist(), records, strict=True):
             plan = record.plan
-            assert not plan.evicts or after[row] == plan.next_eviction(computed[row]), (
-                "a chunk crosses an eviction"
-            )
+            if plan.evicts and after[row] != (point := plan.next_eviction(computed[row])):
+                raise PlanMismatchError(
+                    f"request {record.request_id}: a chunk of {scheduled[row]} tokens behind "
+                    f"{computed[row]} crosses the eviction at {point}: scheduler and worker "
+                    "disagree about the KV policy; report this"
+                )
         evicting = [
             (record.plan, number) for record, number in zip(records, eviction_numbers, strict=True)
         ]
@@ -196,6 +209,7 @@ class EvictionTracker:
             previous_skips=skips[:, ending],
             block_size=self.block_size,
             copies=[self.copies.get(record.request_id) for record in records],
+            failures=self.failures,
         )
         self._check_queries(evictions, evicting)
         return evictions
@@ -203,7 +217,11 @@ class EvictionTracker:
     def _check_queries(
         self, evictions: StepEvictions, evicting: Sequence[tuple[Plan, int]]
     ) -> None:
-        """Assert that requests which give something up have the queries that scorers look at."""
+        """Check that requests which give something up have the queries that scorers look at.
+
+        Raises:
+            PlanMismatchError: a scorer would read the queries of another request.
+        """
         skips_change = np.array(
             [
                 plan.is_deferred or bool((plan.skip_after(number) != previous).any())
@@ -216,9 +234,13 @@ class EvictionTracker:
         for part, is_part in ((policy, ~inside), (policy.inner_policy or policy, inside)):
             if part.scorer.needs_queries:
                 is_short = evictions.query_lens[skips_change & is_part] < part.window
-                assert not is_short.any(), (
-                    "a last prompt chunk is shorter than the observation window"
-                )
+                for index in np.flatnonzero(is_short).tolist():
+                    raise PlanMismatchError(
+                        f"request {evictions.request_ids[index]}: the last chunk before an "
+                        f"eviction has {evictions.query_lens[index]} tokens, fewer than the window "
+                        f"of {part.window}: scheduler and worker disagree about the KV policy; "
+                        "report this"
+                    )
 
     def end_step(self) -> tuple[dict[str, Eviction], dict[str, Any]]:
         """Return the reports to the scheduler: evictions by request, and those of the methods.
@@ -228,14 +250,26 @@ class EvictionTracker:
         step = self.step
         reports: dict[str, Any] = {}
         for hooks in self.hooks.end_step:
-            if (report := hooks.end_step(step)) is not None:
-                assert hooks.name and hooks.name not in reports, f"{type(hooks)} needs a name"
+            try:
+                report = hooks.end_step(step)
+            except Exception as error:
+                step.failures.blame(
+                    [request.request_id for request in step.requests],
+                    f"`end_step` of {hooks.label}",
+                    error,
+                )
+                continue
+            if report is not None:
+                if not hooks.name or hooks.name in reports:
+                    raise RuntimeError(
+                        f"{type(hooks).__qualname__} reports on its steps and has no `name` of its "
+                        f"own: {hooks.name!r}"
+                    )
                 reports[hooks.name] = report
         evictions = step.report()
         if step.evictions is not None:
             for index in step.evictions.unsolved.tolist():
                 request = step.requests[int(step.evictions.rows[index])]
-                assert request.initial.is_deferred
                 request.plan = step.evictions.resolved[index]
         step.evictions = step.layout = None
         return evictions, reports

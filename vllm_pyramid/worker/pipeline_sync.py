@@ -6,8 +6,9 @@
     tokens  -------------> + its own  -----------> + its own  -> report to the scheduler
 
 The scheduler receives the report of the last stage alone. So the evicted tokens of a step are
-summed over the stages, and the scheduler notices if a stage has evicted nothing. All stages come to
-the same evictions in the same step, so each knows when to send and when to receive.
+summed over the stages, and the scheduler notices if a stage has evicted nothing. Which of the
+requests have failed travels along. All stages come to the same evictions in the same step, so each
+knows when to send and when to receive.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_pyramid.step.failures import KINDS
 from vllm_pyramid.step.step_evictions import StepEvictions
 
 _TAG = 417  # distinct from vLLM's messages between stages
@@ -62,19 +64,28 @@ class PipelineSync:
         return of_all_stages
 
     def sum_over_stages(self, evictions: StepEvictions) -> None:
-        """Add the evicted tokens of the stages before this one, and send the sum to the next."""
+        """Add the evicted tokens of the stages before this one, and send the sum to the next.
+
+        Failed requests are sent, too. Failures that a device has flagged are waited for, but by the
+        last stage, which sends its own with the step's tokens.
+        """
         if self.count == 1:
             return
+        if not self.is_last:
+            evictions.failures.wait()
         # Requests may have another order in the batch of another stage.
         order = np.argsort(evictions.request_ids)
+        names = [evictions.request_ids[index] for index in order]
         if self.stage > 0:
-            before = torch.empty(len(order), dtype=torch.int64)
+            before = torch.empty(1 + len(KINDS), len(order), dtype=torch.int64)
             source = self._ranks[self.stage - 1]
             torch.distributed.recv(before, src=source, group=self._group, tag=_TAG)
-            evictions.tokens_done[order] += before.numpy()
+            evictions.tokens_done[order] += before[0].numpy()
+            evictions.failures.add_from_host(names, before[1:].numpy())
         if self.is_last:
             return
-        message = torch.from_numpy(evictions.tokens_done[order])
+        failed = evictions.failures.on_host(names)
+        message = torch.from_numpy(np.concatenate([evictions.tokens_done[order][None], failed]))
         target = self._ranks[self.stage + 1]
         work = torch.distributed.isend(message, dst=target, group=self._group, tag=_TAG)
         self._sent.append((work, message))

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_pyramid.compat.cache_specs import set_scales_of_tokens
 from vllm_pyramid.compat.runner import send_report
-from vllm_pyramid.compat.side_channel import read_copies, read_origins
+from vllm_pyramid.compat.side_channel import StepReport, read_copies, read_origins
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext
 from vllm_pyramid.step.trace import TraceWriter
@@ -67,6 +67,7 @@ class WorkerRuntime:
     ) -> None:
         self.pipeline = pipeline
         self._config, self._settings, self._ranks = config, settings, ranks
+        self._device = device
         self._trace: TraceWriter | None = None
         policy = settings.policy
         self.layers = WorkerLayers.collect(config, get_model(), policy, stock_specs, pipeline)
@@ -203,10 +204,15 @@ class WorkerRuntime:
         Args:
             output: of vLLM's `sample_tokens`.
         """
-        evictions = self.tracker.step.evictions
+        evictions, failures = self.tracker.step.evictions, self.tracker.failures
         if evictions is not None:
+            failures.sum_over_ranks(evictions.request_ids, self._ranks, self._device)
             self.pipeline.sum_over_stages(evictions)
         evicted, reports = self.tracker.end_step()
+        dropped = 0
         if self._trace is not None and evictions is not None:
-            self._trace.finish_step(evictions)
-        return send_report(output, evicted, reports) if self.pipeline.is_last else output
+            dropped = self._trace.finish_step(evictions)
+        failed = failures.take()
+        if not self.pipeline.is_last:
+            return output
+        return send_report(output, StepReport(evicted, reports, {}, dropped), failed)

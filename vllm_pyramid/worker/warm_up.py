@@ -150,3 +150,5 @@ def _evict(
     scores = policy.scorer.compiled(batch)
     if not front or scores.shape[2] >= length:  # scores without a window know no other front
         batch.compact(batch.select(scores))
+    for failure in evictions.failures.of.values():
+        raise RuntimeError(f"policy {policy.name!r} failed on a made-up prompt: {failure.reason}")

@@ -146,18 +146,26 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         )
 
     def _observe(self, inputs: AttentionInputs) -> None:
-        """Add what the scorer's own `observe` returns, one request after the other."""
+        """Add what the scorer's own `observe` returns, one request after the other.
+
+        NaN that is added is found when the request comes to an eviction.
+        """
         assert self.first_queries is not None
         step, block_size = self.context.step(), self.pages.shape[2]
         for row, first_query in enumerate(self.first_queries.tolist()):
             view = step.scorer_inputs(inputs, self.policy, row, first_query)
             if view is None:
                 continue
-            parts = view.parts() if self.scorer.in_parts else [view]
-            given = torch.cat([self.scorer.observe(part) for part in parts])
-            check_scores(
-                self.scorer.kind, given, view.num_kv_heads, view.num_tokens, self.scorer.asked
-            )
+            try:
+                parts = view.parts() if self.scorer.in_parts else [view]
+                given = torch.cat([self.scorer.observe(part) for part in parts])
+                check_scores(
+                    self.scorer.kind, given, view.num_kv_heads, view.num_tokens, self.scorer.asked
+                )
+            except Exception as error:
+                names = [step.requests[row].request_id]
+                step.failures.blame(names, f"the scorer {self.scorer.kind!r}", error)
+                continue
             places = view.start + view.places
             blocks = view.block_row[places // block_size].long()
             self.pages[blocks, :, places % block_size] += given.T

@@ -128,7 +128,11 @@ class FetchedValues:
         By way of a buffer of ours: graphs reuse their memory between two layers.
         """
         place, count = write.layer % 2, len(write.slots)
-        assert count <= self._new_tokens, (count, self._new_tokens)
+        if count > self._new_tokens:
+            raise RuntimeError(
+                f"a step has {count} tokens and the buffer for their V has {self._new_tokens}; "
+                "report this"
+            )
         if self._written[place] is not None:  # of two layers below
             self._copies.wait(self._written[place])
         new = self._new[place][:count]

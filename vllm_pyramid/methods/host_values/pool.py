@@ -44,6 +44,10 @@ class HostPool:
             key_cache: `[P, G, N, D]` over the whole device pool.
         """
         pages, heads, tokens, size = key_cache.shape
-        assert pages == self.num_pages, (pages, self.num_pages)
-        assert heads * tokens * size * key_cache.element_size() == self.page_bytes, key_cache.shape
+        page_bytes = heads * tokens * size * key_cache.element_size()
+        if (pages, page_bytes) != (self.num_pages, self.page_bytes):
+            raise RuntimeError(
+                f"the device's cache has {pages} pages of {page_bytes} bytes of K, the host's "
+                f"memory {self.num_pages} of {self.page_bytes}: V would lie elsewhere; report this"
+            )
         return self._memory.bytes.view(key_cache.dtype).view(pages, heads, tokens, size)

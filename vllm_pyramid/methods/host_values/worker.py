@@ -14,6 +14,7 @@ from vllm_pyramid.methods.host_values.fetch import FetchedValues
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory, gib
 from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
+from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.step import Step
@@ -121,7 +122,13 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         """Find how many keys each request uses: all of them until its prompt has been processed."""
         past_prompt = step.computed >= step.prompt_lens
         within = past_prompt | (step.computed + step.scheduled <= step.prompt_lens)
-        assert within.all(), "a chunk crosses the end of a prompt, where keys are chosen from"
+        if not within.all():
+            row = int(np.flatnonzero(~within)[0])
+            raise PlanMismatchError(
+                f"request {step.requests[row].request_id}: a chunk of {step.scheduled[row]} tokens "
+                f"behind {step.computed[row]} crosses the end of its prompt of "
+                f"{step.prompt_lens[row]}, from which keys are chosen; report this"
+            )
         top_ns = np.array([_top_n(request.policy) for request in step.requests], np.int32)
         self._step, self._past_prompt = step, past_prompt
         self._top_ns = torch.from_numpy(top_ns * past_prompt)

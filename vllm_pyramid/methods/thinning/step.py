@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plan import IntArray, Piece
+from vllm_pyramid.plan import IntArray, Piece, PlanMismatchError
 from vllm_pyramid.step.step import WorkerRequest
 from vllm_pyramid.step.upload import upload
 
@@ -86,7 +86,12 @@ class StepThinning:
 
     def __post_init__(self) -> None:
         for row, piece in zip(self.rows, self.pieces, strict=True):
-            assert self.scheduled[row] == piece.tokens, "a step does not hold a whole piece"
+            if self.scheduled[row] != piece.tokens:
+                raise PlanMismatchError(
+                    f"a step has {self.scheduled[row]} tokens of a piece of {piece.tokens}, which "
+                    "must be computed whole: scheduler and worker disagree about the KV policy; "
+                    "report this"
+                )
         self.starts = np.array([piece.start for piece in self.pieces], np.int32)
         self.ends = np.array([piece.end for piece in self.pieces], np.int32)
         self.recents = np.array([piece.recent for piece in self.pieces], np.int32)

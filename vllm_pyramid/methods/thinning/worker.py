@@ -20,6 +20,7 @@ from vllm_pyramid.kernels.records import RecentBatch
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plan import IntArray, Piece
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.failures import SCORES, Failure
 from vllm_pyramid.step.hooks import (
     CacheHooks,
     LayerHooks,
@@ -228,6 +229,12 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         total = self.ranks.broadcast(self.ranks.all_reduce(mass.sum(dim=1)))
         column = torch.arange(total.shape[1], device=device)
         always = (column >= pieces.contexts[layer][:, None]) | (column < pieces.sinks[:, None])
+        # All ranks have the same numbers here, so all find the same requests wrong.
+        wrong = (~(total < torch.inf) & ~always).any(dim=1)
+        reason = f"layer {layer}: attention of recent queries is NaN or infinite: no rank follows"
+        names = [step.requests[index].request_id for index in dropping.tolist()]
+        self._context.step().failures.flag(Failure(SCORES, reason), names, wrong)
+        total = total.masked_fill(wrong[:, None], 0.0)
         scores[:, 0, : total.shape[1]] = total.masked_fill(always, torch.inf)
         kept = inputs.ops.select(
             scores,

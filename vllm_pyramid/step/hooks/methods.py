@@ -38,7 +38,7 @@ class MethodHooks:
         for one in self._all:
             if not isinstance(one, (CacheHooks, StepHooks, LayerHooks, EvictionHooks)):
                 raise ValueError(
-                    f"{_name(one)} is none of CacheHooks, StepHooks, LayerHooks and EvictionHooks: "
+                    f"{one.label} is none of CacheHooks, StepHooks, LayerHooks and EvictionHooks: "
                     "none of its functions would be called"
                 )
         self.cache = tuple(one for one in self._all if isinstance(one, CacheHooks))
@@ -87,7 +87,7 @@ class MethodHooks:
         for function in sorted(LAYER_HOOKS - called):
             for one in getattr(self, function):
                 raise ValueError(
-                    f"the method {_name(one)} has the hook `{function}`, which the attention back "
+                    f"the method {one.label} has the hook `{function}`, which the attention back "
                     f"end {backend} does not call in every step of this policy: choose another "
                     "back end (--attention-backend) or policy; a part that attends, or works in "
                     "every step, says so (`Component.attends`, `works_in_every_step`)"
@@ -99,11 +99,7 @@ def _only(hooks: Iterable[H], what: str) -> H | None:
     found = list(hooks)
     if len(found) > 1:
         raise ValueError(
-            f"the methods {' and '.join(_name(one) for one in found)} both want to {what}: choose "
+            f"the methods {' and '.join(one.label for one in found)} both want to {what}: choose "
             "a policy with one of them"
         )
     return found[0] if found else None
-
-
-def _name(hooks: WorkerHooks) -> str:
-    return hooks.name or type(hooks).__qualname__

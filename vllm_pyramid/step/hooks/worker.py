@@ -19,3 +19,8 @@ class WorkerHooks:
 
     name: str = ""
     trace: TraceWriter | None = None
+
+    @property
+    def label(self) -> str:
+        """What messages call the method."""
+        return self.name or type(self).__qualname__

@@ -99,7 +99,7 @@ class SchedulerDriver:
         )
         if isinstance(self.scheduler, PyramidScheduler):
             evicted = _evictions_to_report(self.scheduler, names)
-            result = attach_report(result, StepReport(evicted, {}))
+            result = attach_report(result, StepReport(evicted, {}, {}, 0))
         begin = time.perf_counter()
         self.scheduler.update_from_output(output, result)
         end = time.perf_counter()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler ends requests that failed in the worker, and no others; the engine goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.scheduler.test_scheduler import ASYNC, SYNC, Pair
+from vllm_pyramid.compat.side_channel import attach_report, read_report, take_policy_stats
+from vllm_pyramid.step.hooks import SchedulerHooks
+
+pytestmark = pytest.mark.cpu
+
+
+def _fail(pair: Pair, output: Any, name: str) -> ModelRunnerOutput:
+    """What the worker returns of a step in which a request's scores were NaN."""
+    result: ModelRunnerOutput = pair.worker.execute(output)
+    report = read_report(result)
+    report.failures[name] = ("scores", "layer 1: NaN")
+    if name in report.evictions:  # not what the plan says, since nothing has moved
+        report.evictions[name] = report.evictions[name]._replace(tokens=1)
+    return attach_report(result, report)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_a_failed_request_ends_with_the_reason_and_the_others_go_on(max_tokens: int) -> None:
+    pair = Pair(SYNC)
+    pair.add("wrong", 40, max_tokens=max_tokens)
+    pair.add("right", 40)
+    output = pair.scheduler.schedule()
+    (outputs,) = pair.scheduler.update_from_output(output, _fail(pair, output, "wrong")).values()
+    ended = {one.request_id: one for one in outputs.outputs if one.finish_reason is not None}
+    assert set(ended) == {"wrong"}
+    assert ended["wrong"].finish_reason == FinishReason.ERROR
+    assert ended["wrong"].new_token_ids == []
+    assert ended["wrong"].stop_reason == "KV policy: layer 1: NaN"
+    stats = take_policy_stats(outputs.scheduler_stats)
+    assert stats is not None and stats["now"]["failed_requests"] == {"scores": 1}
+    assert set(pair.scheduler.requests) == {"right"}
+    pair.step()
+    assert not pair.scheduler.failed.dropped_reports
+    pair.scheduler.finish_requests(
+        "right", pair.scheduler.requests["right"].status.FINISHED_ABORTED
+    )
+    pair.step()
+    assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
+    assert not pair.coordinator.plans.records
+
+
+def test_with_a_step_in_flight() -> None:
+    pair = Pair(ASYNC)
+    pair.add("wrong", 40)
+    first = pair.scheduler.schedule()
+    failed = _fail(pair, first, "wrong")
+    second = pair.scheduler.schedule()
+    late = pair.worker.execute(second)
+    (outputs,) = pair.scheduler.update_from_output(first, failed).values()
+    assert [one.finish_reason for one in outputs.outputs] == [FinishReason.ERROR]
+    pair.scheduler.update_from_output(second, late)
+    assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
+
+
+class Reporting(SchedulerHooks):
+    """A method whose report is `what`."""
+
+    name = "reporting"
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def on_request_finished(self, request_id: str) -> dict[str, Any]:
+        if isinstance(self.what, Exception):
+            raise self.what
+        return {"of_method": self.what}
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (object(), "TypeError: .*object"),
+        ("x" * (1 << 18), r"ValueError: it has \d+ bytes, more than 262144"),
+    ],
+)
+def test_a_report_that_cannot_be_sent_is_left_out(what: Any, reason: str) -> None:
+    import re
+
+    pair = Pair(SYNC)
+    pair.scheduler.hooks.append(Reporting(what))
+    pair.add("r", 40, max_tokens=1)
+    (outputs,) = pair.step().values()
+    (only,) = outputs.outputs
+    assert only.finish_reason == FinishReason.LENGTH and len(only.new_token_ids) == 1
+    assert set(only.kv_transfer_params) == {"report_error"}
+    assert re.match(reason, only.kv_transfer_params["report_error"])
+    assert pair.scheduler.policy_stats()["dropped_reports"] == 1

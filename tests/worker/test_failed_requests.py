@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request whose scores are NaN, beside others: they are evicted as without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pretended_device import PretendedDevice
+from tests.shifted_worker import Host, Worker, launch_tables, policies
+from tests.worker.test_pretended_device import PIECES, PROMPTS, SOLVED, STEPS
+from vllm_pyramid.plan import PlanMismatchError
+from vllm_pyramid.policy import Policy
+from vllm_pyramid.step.failures import KINDS, METHOD, SCORES, Failure, Failures
+
+pytestmark = pytest.mark.cpu
+
+# The first look at no key, so a key that is NaN is nothing to them; the others compare and count,
+# so their scores are numbers whatever the keys are.
+BLIND = {"random", "recency", "keep_all", "noise", "lagkv", "persistence"}
+SCORING = [p for p in policies() if p.evicts and p.scorer.kind not in BLIND]
+CPU = torch.device("cpu")
+
+
+def _run(policy: Policy, device: Any, spoiled: str | None) -> Worker:
+    worker = Worker(policy, device, PROMPTS, answer=len(PIECES) + 8)
+    worker.spoiled = spoiled
+    for scheduled in (PIECES if policy.allocator.thins_prompts else STEPS)[:7]:
+        worker.step(scheduled)
+    return worker
+
+
+def _blocks(worker: Worker, name: str) -> torch.Tensor:
+    """What a request's blocks hold in all layers."""
+    row = list(PROMPTS).index(name)
+    pairs = zip(worker.cache, worker.tables[:, row], strict=True)
+    return torch.stack([cache[table.long()] for cache, table in pairs])
+
+
+@pytest.mark.parametrize("policy", SCORING, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+def test_a_request_with_nan_fails_alone(
+    policy: Policy, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_device:
+        launch_tables(monkeypatch, Host())
+        right, worker = _run(policy, Host(), None), _run(policy, Host(), "c")
+    else:
+        with PretendedDevice() as device:
+            launch_tables(monkeypatch, device)
+            right, worker = _run(policy, device, None), _run(policy, device, "c")
+        assert all(line.startswith(SOLVED) for _, line in device.waits)
+    assert right.failed == {}
+    assert set(worker.failed) == {"c"}
+    # Linear algebra refuses NaN by an exception.
+    assert worker.failed["c"].kind == (METHOD if policy.scorer.kind == "capkv" else SCORES)
+    assert "NaN" in worker.failed["c"].reason or policy.scorer.kind == "capkv"
+    for name in ("a", "b"):
+        assert torch.equal(_blocks(worker, name), _blocks(right, name))
+    assert worker.evictions > 0
+
+
+class TwoRanks:
+    """A rank of two: the sum adds what the other has sent."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other: torch.Tensor) -> None:
+        self.other = other
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.other
+
+
+def test_a_failure_of_one_rank_is_one_of_all() -> None:
+    failures, names = Failures(), ["x", "y", "z"]
+    failures.add(["y"], Failure(METHOD, "of this rank"))
+    failures.sum_over_ranks(names, TwoRanks(torch.tensor([[0, 0, 1.0], [0, 0, 0]])), CPU)  # type: ignore[arg-type]
+    taken = failures.take().wait()
+    assert taken["y"] == Failure(METHOD, "of this rank")
+    assert taken["z"].kind == SCORES and set(taken) == {"y", "z"}
+    assert failures.take().wait() == {}  # reported once
+
+
+def test_flags_of_the_device_join_what_the_host_knows_of_all_ranks() -> None:
+    with PretendedDevice() as device:
+        failures, names = Failures(), ["x", "y", "z"]
+        failures.add(["y"], Failure(METHOD, "of this rank"))
+        for row in ([True, False], [False, False]):  # of two layers
+            failures.flag(Failure(SCORES, ""), ["z", "x"], device.put(torch.tensor(row)))
+        other = device.put(torch.tensor([[1.0, 0, 0], [0, 0, 0]]))
+        failures.sum_over_ranks(names, TwoRanks(other), device.device)  # type: ignore[arg-type]
+        assert device.waits == []
+        taken = failures.take().wait()
+    assert {name: failure.kind for name, failure in taken.items()} == {
+        "x": SCORES,
+        "y": METHOD,
+        "z": SCORES,
+    }
+
+
+def test_a_stage_tells_the_next_one() -> None:
+    first, last = Failures(), Failures()
+    first.add(["y"], Failure(SCORES, "NaN"))
+    first.add(["z"], Failure(METHOD, "KeyError"))
+    message = first.on_host(["x", "y", "z"])
+    assert message.tolist() == [[0, 1, 0], [0, 0, 1]] and len(message) == len(KINDS)
+    last.add_from_host(["x", "y", "z"], message)
+    kinds = {name: failure.kind for name, failure in last.take().wait().items()}
+    assert kinds == {"y": SCORES, "z": METHOD}
+    assert np.array_equal(last.on_host(["z", "y"]), [[0, 1], [1, 0]])
+
+
+def test_an_exception_that_concerns_no_request_is_raised() -> None:
+    failures = Failures()
+    for error, names in ((KeyError("x"), []), (PlanMismatchError("a chunk"), ["x"])):
+        with pytest.raises(type(error)):
+            failures.blame(names, "a hook", error)
+    for name in ("x", "y"):
+        failures.blame([name], "a hook", KeyError(name))
+    assert failures.of["y"].reason == "a hook: KeyError: 'y'"
+    failures.forget("x")
+    assert set(failures.take().wait()) == {"y"}

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answer a request that has ended with an error with the reason.
+
+Target: `OutputProcessor.process_outputs`, `RequestState.queue`. Why: vLLM 0.32 sends no reason from
+the engine core, so the server answers "Internal server error" with status 500; ours travels as the
+output's `stop_reason`, and is raised here where the server waits for the request. vLLM 0.33 has
+`EngineCoreOutput.error` and does it by itself. Remove with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import functools
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GenerationError, GracefulHTTPError
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+
+
+class RequestFailedError(GenerationError, GracefulHTTPError):
+    """One request has failed, and the engine has not: status 500, with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        GracefulHTTPError.__init__(self, reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.status_code = HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def install() -> None:
+    """Wrap `process_outputs` so that it raises reasons. Idempotent."""
+    if getattr(OutputProcessor, "_vllm_pyramid", False) or _has_errors():
+        return
+    process_outputs = OutputProcessor.process_outputs
+
+    @functools.wraps(process_outputs)
+    def process_outputs_and_errors(
+        self: OutputProcessor, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kw: Any
+    ) -> Any:
+        failed = []
+        for output in engine_core_outputs:
+            if output.finish_reason == FinishReason.ERROR and isinstance(output.stop_reason, str):
+                state = self.request_states.get(output.request_id)
+                if state is not None and state.queue is not None:
+                    failed.append((state.queue, output.stop_reason))
+        result = process_outputs(self, engine_core_outputs, *args, **kw)
+        for queue, reason in failed:
+            queue.put(RequestFailedError(reason))  # in place of what vLLM has put there just now
+        return result
+
+    OutputProcessor.process_outputs = process_outputs_and_errors  # type: ignore[method-assign]
+    OutputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]
+
+
+def _has_errors() -> bool:
+    return "error" in EngineCoreOutput.__struct_fields__

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores that cannot be ranked: found before a layer selects by them."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.failures import SCORES, Failure
+
+
+def mark_wrong_scores(batch: EvictionBatch, scores: torch.Tensor) -> torch.Tensor:
+    """Let requests fail that have NaN or +inf among the scores that count; return which: `[S]`.
+
+    Not those of the first `sinks` and last `window` tokens, which stay in any case, nor those of
+    columns without a token, which may hold anything. A score of -inf is a token's that goes first.
+
+    Args:
+        scores: `[S, G, columns]`.
+    """
+    policy = batch.policy
+    highest = scores.amax(dim=1)  # of all heads; NaN is higher than any number
+    columns = torch.arange(scores.shape[2], device=scores.device)
+    first, end = batch.dead_prefixes + policy.sinks, batch.lens - policy.window
+    counts = (columns >= first[:, None]) & (columns < end[:, None])
+    wrong = (~(highest < torch.inf) & counts).any(dim=1)
+    reason = (
+        f"layer {batch.call.layer}: the scorer {policy.scorer.kind!r} gave NaN or infinity, which "
+        "cannot be ranked"
+    )
+    batch.evictions.failures.flag(Failure(SCORES, reason), batch.request_ids, wrong)
+    return wrong
+
+
+def replaced(values: torch.Tensor, wrong: torch.Tensor, value: float) -> torch.Tensor:
+    """Return `values`, `[S, ...]`, with one value in the rows of requests that have failed.
+
+    What is chosen by it is valid, and belongs to requests that end.
+    """
+    return values.contiguous().masked_fill_(wrong.view(-1, *[1] * (values.dim() - 1)), value)
+
+
+def ranked(batch: EvictionBatch, scores: torch.Tensor) -> tuple[EvictionBatch, torch.Tensor] | None:
+    """Return the requests that can be selected from, and their scores; None if there is none.
+
+    On the CPU failed requests are left out, and keep what they hold. Elsewhere the host does not
+    know them: their scores are replaced.
+
+    Args:
+        scores: as of `Scorer.scores`.
+    """
+    wrong = mark_wrong_scores(batch, scores)
+    if scores.device.type != "cpu":
+        return batch, replaced(scores, wrong, 0.0)
+    failed = batch.evictions.failures.of
+    rows = [row for row, name in enumerate(batch.request_ids) if name not in failed]
+    if len(rows) == len(batch.shortened):
+        return batch, scores
+    if not rows:
+        return None
+    shortened = batch.shortened[rows]
+    return batch.evictions.batch(batch.call, batch.policy, shortened), scores[rows]
