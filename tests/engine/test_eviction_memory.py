@@ -16,7 +16,7 @@ from vllm_pyramid.step import eviction_memory
 
 pytestmark = pytest.mark.engine
 
-LONGEST, SHORT, REQUESTS = 4080, 72, 256
+LONGEST, SHORT, REQUESTS, HEADS = 4080, 96, 320, 4
 
 
 @pytest.mark.parametrize("policy", ["snapkv-expected", "snapkv"])
@@ -60,14 +60,18 @@ def test_one_longest_prompt_with_the_most_short_ones(
             together, key=lambda peak: peak.bytes
         )
 
-    tokens, peak = worst()
-    reserved = memory.eviction_bytes()
-    print(f"{policy}: reserved {reserved}, tensors {peak.tensors}, scratch {peak.scratch}")
-    assert peak.bytes <= reserved
-    monkeypatch.setattr(eviction_memory, "SCORES_BYTES", 1 << 40)
-    again, padded = worst()
-    scores = 4 * 4 * LONGEST * REQUESTS
-    print(f"{policy}: without pieces, tensors {padded.tensors}")
-    assert peak.tensors < scores <= padded.tensors
-    assert again == tokens, "pieces have changed the answers"
+    answers, tensors = [], []
+    # As served, the least that holds the longest request, and without pieces.
+    for bound in (eviction_memory.SCORES_BYTES, 4 * HEADS * LONGEST, 1 << 40):
+        monkeypatch.setattr(eviction_memory, "SCORES_BYTES", bound)
+        tokens, peak = worst()
+        reserved = memory.eviction_bytes()
+        print(f"{policy}, {bound}: reserved {reserved}, taken {peak.tensors} + {peak.scratch}")
+        assert peak.bytes <= reserved
+        answers.append(tokens)
+        tensors.append(peak.tensors)
+    padded = 4 * HEADS * LONGEST * REQUESTS
+    assert padded > 16 << 20, "one piece would do"
+    assert tensors[1] < padded / 2 and tensors[1] < tensors[0] < tensors[2] and tensors[2] > padded
+    assert answers[0] == answers[1] == answers[2], "pieces have changed the answers"
     engine.check_whole()

@@ -193,7 +193,7 @@ POLICIES = ["snapkv", "snapkv-expected", "keydiff", "tova", "lagkv", "capkv", "h
 def test_the_worst_step_stays_within_what_is_reserved(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """One longest prompt beside the most short ones; without pieces the step takes more."""
+    """One longest prompt next to the most short ones; without pieces the step takes more."""
     limit = 4 * KV_HEADS * max(LENS)  # the least: one longest request's scores
     policy = small(name)
     spec = SimpleNamespace(num_kv_heads=KV_HEADS, head_size=SIZE, block_size=BLOCK)

@@ -53,9 +53,26 @@ class Choosing(Selector):
 
 
 @pytest.mark.parametrize("name", policy_names())
-@pytest.mark.parametrize("shape", [(6, 2, 16), (3, 3, 64)])
+@pytest.mark.parametrize("shape", [(6, 2, 16), (3, 3, 64), (10, 5, 32)])
 def test_presets_pass(name: str, shape: tuple[int, int, int]) -> None:
     probe(load_policy(name), *shape)
+
+
+class Mixing(Scorer):
+    """Compares KV heads with one another, and says that it does not."""
+
+    kind: Literal["mixing"] = "mixing"
+    in_parts: ClassVar[bool] = True
+
+    def score(self, view: ScorerInputs) -> torch.Tensor:
+        norms = view.keys.norm(dim=-1)
+        return norms - norms.mean(dim=0)
+
+
+def test_a_scorer_that_mixes_heads_cannot_score_in_parts() -> None:
+    policy = load_policy("knorm").model_copy(update={"scorer": Mixing()})
+    with pytest.raises(ValueError, match="'mixing' says `in_parts = True`, but gives a KV head"):
+        probe(policy, 8, 4, 16)
 
 
 @pytest.mark.parametrize(

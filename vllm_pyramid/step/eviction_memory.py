@@ -156,7 +156,10 @@ class EvictionMemory:
     def _numbers(self, num_kv_heads: int) -> int:
         """Return the most padded scores of a piece."""
         one = num_kv_heads * self.longest
-        return min(max(SCORES_BYTES // 4, one), self.requests * one)
+        most = SCORES_BYTES // 4
+        if self.policy.allocator.solves:  # all layers have the pieces of the first one
+            most = most * num_kv_heads // min(spec.num_kv_heads for spec in self.specs)
+        return min(max(most, one), self.requests * one)
 
     def _bytes_of_window(self) -> int:
         """Return the bytes of the window's row statistics, for each padded score.

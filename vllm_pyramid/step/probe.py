@@ -7,10 +7,12 @@ does not end a running server.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.eviction_batch import WrongResultError, check_scores, check_selection
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -53,6 +55,8 @@ def _probe(policy: Policy, inputs: ScorerInputs) -> None:
                 raise WrongResultError(
                     f"the scorer {scorer.kind!r} returned NaN or infinity, which cannot be ranked"
                 )
+            if scorer.in_parts:
+                _check_parts(policy, inputs, scores)
         keep = policy.window + policy.sinks + _TOKENS // 2
         scores = scores.clone()
         scores[:, : policy.sinks] = scores[:, inputs.num_tokens - policy.window :] = torch.inf
@@ -70,6 +74,19 @@ def _probe(policy: Policy, inputs: ScorerInputs) -> None:
             f"policy {policy.name!r}: its scorer {scorer.kind!r} or selector {selector.kind!r} "
             f"failed on a made-up request: {type(error).__name__}: {error}"
         ) from error
+
+
+def _check_parts(policy: Policy, inputs: ScorerInputs, scores: torch.Tensor) -> None:
+    """Raise WrongResultError if the scorer says `in_parts` and mixes KV heads."""
+    parts = replace(inputs, heads_at_once=1).parts()
+    if type(policy.scorer).score_parts is not Scorer.score_parts:
+        return  # it combines the parts itself
+    found = torch.cat([part for view in parts if (part := policy.scorer.probed(view)) is not None])
+    if not torch.allclose(found, scores, rtol=1e-3, atol=1e-5):
+        raise WrongResultError(
+            f"the scorer {policy.scorer.kind!r} says `in_parts = True`, but gives a KV head other "
+            "scores where it sees fewer heads: leave `in_parts` out"
+        )
 
 
 def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> ScorerInputs:
