@@ -93,7 +93,7 @@ def test_turns_pay_with_tokens(ends: list[int], free: int, tokens: int) -> None:
 
 
 def test_many_short_turns_evict_once_in_a_while() -> None:
-    """A conversation of the shortest turns that evict: all of the first 64, then one in 512."""
+    """A conversation of the shortest turns that evict: all of the first 64, then few."""
     policy = load_policy("pyramidkv", 64, {"window": 4})
     ends = tuple(range(40, 40 * 401, 40))
     plan = _plan(policy, 16_040, ends)
@@ -109,9 +109,9 @@ def test_many_short_turns_evict_once_in_a_while() -> None:
         ).all()
         most = 64 + 8 + 40 + TOKENS_PER_EVICTION
         assert before.end.held.mean() <= most, "its own end may have to wait, too"
-    # Turns of 512 tokens and more pay for themselves, however many they are.
-    ends = tuple(range(512, 512 * 200, 512))
-    assert len(_plan(policy, 512 * 200, ends).inner) == 199
+    # Longer turns pay for themselves, however many they are.
+    ends = tuple(range(TOKENS_PER_EVICTION, TOKENS_PER_EVICTION * 200, TOKENS_PER_EVICTION))
+    assert len(_plan(policy, TOKENS_PER_EVICTION * 200, ends).inner) == 199
 
 
 @settings(deadline=None, max_examples=100)

@@ -209,7 +209,7 @@ class KVSettings:
         """Parse our keys and ignore others; return None if there are none of ours.
 
         Raises:
-            ValueError: a key that nearly matches one of ours, or a wrong value.
+            ValueError: a key that looks like one of ours and is none, or a wrong value.
         """
         if not isinstance(additional_config, Mapping):
             return None

@@ -190,33 +190,46 @@ class GeometricAllocator(DecayingAllocator):
     kind: Literal["geometric"] = "geometric"
 
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
+        curve: Reals = self.curves(np.array([mean]), num_layers, np.array([capacity]))[0]
+        return curve
+
+    def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
         powers = np.arange(num_layers - 1, -1, -1, dtype=np.float64)
         # Relative to the top layer the sequence is 1, q, q^2, ...: its mean is beta.
-        log_ratio = _solve_log_ratio(num_layers, self.beta)
-        top = mean / self.beta
-        if top * np.exp(log_ratio * (num_layers - 1)) > capacity:
+        log_ratios = np.full(len(means), _solve_log_ratio(num_layers, self.beta))
+        tops = means / self.beta
+        full = np.flatnonzero(tops * np.exp(log_ratios * (num_layers - 1)) > capacities)
+        if full.size:
             # Relative to the bottom layer it is 1, 1/q, 1/q^2, ...: its mean is B / C.
-            log_ratio = -_solve_log_ratio(num_layers, mean / capacity)
-            top = capacity * float(np.exp(-log_ratio * (num_layers - 1)))
-        values = top * np.exp(log_ratio * powers)
+            log_ratios[full] = -_solve_log_ratios(num_layers, means[full] / capacities[full])
+            tops[full] = capacities[full] * np.exp(-log_ratios[full] * (num_layers - 1))
+        values = tops[:, None] * np.exp(log_ratios[:, None] * powers)
         # The ratio is solved to float precision; the sum must hold to far less than one token.
-        curve: Reals = np.minimum(values * (mean * num_layers / values.sum()), float(capacity))
-        return curve
+        values *= (means * num_layers / values.sum(axis=1))[:, None]
+        curves: Reals = np.minimum(values, capacities[:, None].astype(np.float64))
+        return curves
 
 
 @lru_cache(maxsize=4096)
 def _solve_log_ratio(num_terms: int, mean: float) -> float:
-    """Return log r such that the mean of 1, r, ..., r^(num_terms-1) is `mean`, by bisection.
+    """Return `_solve_log_ratios` of one mean."""
+    return float(_solve_log_ratios(num_terms, np.array([mean]))[0])
 
-    The mean grows with r from 1 / num_terms (r = 0) over 1 (r = 1) without bound.
+
+def _solve_log_ratios(num_terms: int, means: Reals) -> Reals:
+    """Return log r such that the mean of 1, r, ..., r^(num_terms-1) is each of `means`.
+
+    By bisection: the mean grows with r from 1 / num_terms (r = 0) over 1 (r = 1) without bound.
     """
     exponents = np.arange(num_terms, dtype=np.float64)
     # Upwards the last term alone is at most the sum, mean * num_terms.
-    low, high = (0.0, np.log(mean * num_terms) / (num_terms - 1)) if mean >= 1.0 else (-60.0, 0.0)
+    rises = means >= 1.0
+    low = np.where(rises, 0.0, -60.0)
+    high = np.where(rises, np.log(np.maximum(means, 1.0) * num_terms) / (num_terms - 1), 0.0)
     for _ in range(100):
         middle = (low + high) / 2.0
-        if float(np.exp(exponents * middle).mean()) < mean:
-            low = middle
-        else:
-            high = middle
-    return float((low + high) / 2.0)
+        if ((middle == low) | (middle == high)).all():
+            break  # as precise as floats are
+        is_low = np.exp(middle[:, None] * exponents).mean(axis=1) < means
+        low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
+    return (low + high) / 2.0

@@ -8,6 +8,7 @@ would wait, or preempt itself, for ever. So the front end refuses it and says th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ def check_fit(
     fits = tokens_that_fit(served, prompt_len, pool, wanted)
     if fits >= wanted:
         return
-    held = _blocks(served, prompt_len, prompt_len, pool)
+    held = _counter(served, prompt_len, pool)(prompt_len)
     numbers = (
         f"a prompt of {prompt_len} tokens with policy {served.policy.name!r} and budget "
         f"{served.budget or served.policy.budget} holds up to {held} blocks, and the pool has "
@@ -72,13 +73,16 @@ def check_fit(
 def tokens_that_fit(served: ServedRequest, prompt_len: int, pool: Pool, limit: int) -> int:
     """Return how many tokens the request can generate, alone in the pool: `limit` at most."""
 
+    blocks = _counter(served, prompt_len, pool)
+
     def fits(tokens: int) -> bool:
         # The last token gets no slot.
-        computed = prompt_len + max(tokens - 1, 0)
-        return _blocks(served, prompt_len, computed, pool) <= pool.blocks
+        return blocks(prompt_len + max(tokens - 1, 0)) <= pool.blocks
 
     if fits(limit):
         return limit
+    if not fits(1):
+        return 0
     low, high = 0, limit  # fits(low), if the prompt fits at all, and not fits(high)
     while high - low > 1:
         middle = (low + high) // 2
@@ -86,17 +90,18 @@ def tokens_that_fit(served: ServedRequest, prompt_len: int, pool: Pool, limit: i
     return low
 
 
-def _blocks(served: ServedRequest, prompt_len: int, computed: int, pool: Pool) -> int:
-    """Return the blocks that the request holds at most until `computed` tokens are computed.
+def _counter(served: ServedRequest, prompt_len: int, pool: Pool) -> Callable[[int], int]:
+    """Return what says how many blocks the request holds at most until a number of tokens.
 
     With pipeline stages, the number is that of the stage that holds most.
     """
-    policy = served.policy
-    sizes = policy.block_sizes(pool.num_layers, pool.block_size)
+    sizes = served.policy.block_sizes(pool.num_layers, pool.block_size)
     plan = served.plan(prompt_len, pool.num_layers, int(sizes.max()))
     stages = pool.stages or (pool.num_layers,)
-    blocks = peak_blocks(plan, computed, sizes, stages=stages)
-    return (
-        max(int(part.sum()) for part in np.split(blocks, np.cumsum(stages)[:-1]))
-        + pool.other_blocks
-    )
+    starts = np.cumsum((0, *stages[:-1]))
+
+    def count(computed: int) -> int:
+        blocks = peak_blocks(plan, computed, sizes, stages=stages)
+        return int(np.add.reduceat(blocks, starts).max()) + pool.other_blocks
+
+    return count

@@ -23,7 +23,7 @@ MAX_TOP_N = MAX_TOKENS
 MAX_TURNS = 512
 # Turn ends of a prompt that may evict, whatever its length, and the tokens that buy one more.
 FREE_EVICTIONS = 64
-TOKENS_PER_EVICTION = 512
+TOKENS_PER_EVICTION = 1024
 # Bytes of each cache of plans or policies in a process.
 CACHE_BYTES = 16 << 20
 
