@@ -76,11 +76,10 @@ def test_streaming_input(max_tokens: int, pieces: int) -> None:
     requests = [make_request("wrong", 40, max_tokens) for _ in range(pieces)]
     for request in requests:
         request.resumable = True
-    for request in requests[1:]:
-        engine.scheduler.add_request(requests[0])  # further pieces come under the same id
+    *first, last = requests  # all pieces come under one id
+    for request in first:
         engine.scheduler.add_request(request)
-        requests.pop(0)
-    engine.check_refused(requests[0])
+    engine.check_refused(last)
 
 
 def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
