@@ -93,6 +93,24 @@ def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("reports_cached", [True, False])
+def test_bytes_that_a_cached_prefix_saves_are_reported_where_the_cache_is(
+    reports_cached: bool,
+) -> None:
+    engine = Engine(
+        policy_args=(("window", 6), ("values", "host")),
+        further=(("kv_report_cached", reports_cached),),
+    )
+    request, salted = make_request("r", 40), make_request("s", 40, cache_salt="a tenant's")
+    for added in (request, salted):
+        engine.scheduler.add_request(added)
+    written = {"v_bytes_written", "v_bytes_read"}
+    report = engine.scheduler.report_of(request)
+    assert "v_bytes_read_per_token" in report
+    assert written & report.keys() == (written if reports_cached else set())
+    assert written <= engine.scheduler.report_of(salted).keys()
+
+
+@pytest.mark.parametrize("reports_cached", [True, False])
 @pytest.mark.parametrize("salt", [None, "a tenant's"])
 def test_what_was_found_is_reported_to_its_tenant(reports_cached: bool, salt: str | None) -> None:
     further = (("kv_report_cached", reports_cached),)
