@@ -67,27 +67,33 @@ def test_wrong_settings(config: dict[str, Any], message: str) -> None:
     ("flags", "hidden"), [([], True), (["--enable-prompt-tokens-details"], False)]
 )
 def test_a_server_reports_the_cache_where_vllm_does(flags: list[str], hidden: bool) -> None:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_pyramid.plugin import register
 
     register()
-    parser = make_arg_parser(FlexibleArgumentParser())
+    commands = FlexibleArgumentParser()
+    parser = ServeSubcommand().subparser_init(commands.add_subparsers())
+
+    def config_of(*given: str) -> Any:
+        return commands.parse_args(["serve", "MODEL", *given, *flags]).additional_config
+
     own = ["--kv-policy", "snapkv", "--kv-request-overrides", "budget,turns"]
-    config = parser.parse_args([*own, "--kv-max-request-budget", "25%", *flags]).additional_config
+    config = config_of(*own, "--kv-max-request-budget", "25%")
     assert config.pop("kv_report_cached", True) == (not hidden)
     assert config == {
         "kv_policy": "snapkv",
         "kv_request_overrides": "budget,turns",
         "kv_max_request_budget": "25%",
     }
-    said = ["--additional-config", '{"kv_policy": "snapkv", "kv_report_cached": true}']
-    assert parser.parse_args([*said, *flags]).additional_config["kv_report_cached"] is True
-    assert parser.parse_args(flags).additional_config == {}, "without a policy nothing is added"
-    assert "kv_NAME" in parser.format_help()
+    said = ("--additional-config", '{"kv_policy": "snapkv", "kv_report_cached": true}')
+    assert config_of(*said)["kv_report_cached"] is True
+    assert config_of() == {}, "without a policy nothing is added"
     with pytest.raises(SystemExit):
-        parser.parse_args([*own[:2], "--kv-request-overrides", "budgets"])
+        config_of(*own[:2], "--kv-request-overrides", "budgets")
+    text = " ".join(action.help or "" for action in parser._actions)
+    assert "policy,budget,min_tokens,application,top_n,turns" in text
 
 
 def test_our_commands_take_them_as_engine_arguments() -> None:

@@ -76,11 +76,10 @@ def test_streaming_input(max_tokens: int, pieces: int) -> None:
     requests = [make_request("wrong", 40, max_tokens) for _ in range(pieces)]
     for request in requests:
         request.resumable = True
-    for request in requests[1:]:
-        engine.scheduler.add_request(requests[0])  # further pieces come under the same id
+    *first, last = requests  # all pieces come under one id
+    for request in first:
         engine.scheduler.add_request(request)
-        requests.pop(0)
-    engine.check_refused(requests[0])
+    engine.check_refused(last)
 
 
 def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +90,24 @@ def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -
     config = SimpleNamespace(**{**vars(engine.scheduler.vllm_config), "model_config": model})
     monkeypatch.setattr(engine.scheduler, "vllm_config", config)
     engine.check_refused(request)
+
+
+@pytest.mark.parametrize("reports_cached", [True, False])
+def test_bytes_that_a_cached_prefix_saves_are_reported_where_the_cache_is(
+    reports_cached: bool,
+) -> None:
+    engine = Engine(
+        policy_args=(("window", 6), ("values", "host")),
+        further=(("kv_report_cached", reports_cached),),
+    )
+    request, salted = make_request("r", 40), make_request("s", 40, cache_salt="a tenant's")
+    for added in (request, salted):
+        engine.scheduler.add_request(added)
+    written = {"v_bytes_written", "v_bytes_read"}
+    report = engine.scheduler.report_of(request)
+    assert "v_bytes_read_per_token" in report
+    assert written & report.keys() == (written if reports_cached else set())
+    assert written <= engine.scheduler.report_of(salted).keys()
 
 
 @pytest.mark.parametrize("reports_cached", [True, False])

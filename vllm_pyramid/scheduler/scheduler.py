@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -180,7 +181,7 @@ class PyramidSchedulerMixin(Reports):
                 assert limited.max_tokens is not None, "vLLM sets it when a request arrives"
                 request.max_tokens = limited.max_tokens
             return served
-        except ValueError as reason:
+        except (ValueError, VLLMValidationError) as reason:
             if params is not None:
                 request.sampling_params = copy.copy(params)
                 request.sampling_params.extra_args = None  # the worker would follow it
