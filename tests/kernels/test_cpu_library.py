@@ -127,7 +127,7 @@ def test_another_version_of_the_library_is_refused(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "ABI_VERSION", cpu_library.ABI_VERSION + 1)
-    with pytest.raises(RuntimeError, match="interface, this package needs .*rebuild it with"):
+    with pytest.raises(RuntimeError, match=r"interface, this package needs .*rebuild it with"):
         ops.get_ops("cpu")
 
 
