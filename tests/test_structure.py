@@ -197,7 +197,7 @@ def _own_names() -> frozenset[str]:
     return frozenset(found)
 
 
-FOREIGN = {"_assert_async", "_asdict", "_make", "_replace", "_C"}  # of torch and of named tuples
+FOREIGN = {"_asdict", "_make", "_replace", "_C"}  # of torch and of named tuples
 
 
 @cache

@@ -25,6 +25,7 @@ from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout, PipelinePools
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.plan import peak_blocks
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.failures import METHOD, SCORES, Failure, Failures
 from vllm_pyramid.worker import pipeline_sync as worker_stages
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
@@ -141,7 +142,10 @@ def test_blocks_go_back_to_their_own_stage() -> None:
 
 
 def test_evicted_tokens_are_summed_along_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By request, whatever the order of a stage's batch; the last stage has the sum of all."""
+    """By request, whatever the order of a stage's batch; the last stage has the sum of all.
+
+    It knows of the failures of all, too: each stage has one.
+    """
     wire: dict[tuple[int, int], torch.Tensor] = {}
     here = 0
 
@@ -160,14 +164,20 @@ def test_evicted_tokens_are_summed_along_the_stages(monkeypatch: pytest.MonkeyPa
         here = ranks[stage]
         group = SimpleNamespace(rank_in_group=stage, world_size=3, ranks=ranks, cpu_group=None)
         own = {"a": 1, "b": 20, "c": 300}
+        failures = Failures()
+        failures.add(["abc"[stage]], Failure(SCORES if stage else METHOD, "of this stage"))
         evictions: Any = SimpleNamespace(
-            request_ids=names, tokens_done=np.array([own[name] for name in names])
+            request_ids=names,
+            tokens_done=np.array([own[name] for name in names]),
+            failures=failures,
         )
         worker = PipelineSync(group, in_flight=3)
         worker.sum_over_stages(evictions)
         sums = dict(zip(names, evictions.tokens_done.tolist(), strict=True))
         assert sums == {name: (stage + 1) * tokens for name, tokens in own.items()}
     assert worker.is_last and not wire
+    kinds = {name: failure.kind for name, failure in failures.take().wait().items()}
+    assert kinds == {"a": METHOD, "b": SCORES, "c": SCORES}
 
 
 # Rows of all stages -------------------------------------------------------------------------------

@@ -98,3 +98,33 @@ def test_a_report_that_cannot_be_sent_is_left_out(what: Any, reason: str) -> Non
     assert set(only.kv_transfer_params) == {"report_error"}
     assert re.match(reason, only.kv_transfer_params["report_error"])
     assert pair.scheduler.policy_stats()["dropped_reports"] == 1
+
+
+class Raising(SchedulerHooks):
+    """A method that fails at every message."""
+
+    name = "raising"
+
+    def on_eviction(self, request_id: str, plan: Any, resolved: Any) -> None:
+        if request_id == "wrong":
+            raise KeyError(request_id)
+
+    def on_step_report(self, report: Any, is_known: Any) -> None:
+        raise TypeError(report)
+
+
+def test_a_hook_of_the_scheduler_that_raises_ends_its_request_at_most() -> None:
+    pair = Pair(SYNC)
+    pair.scheduler.hooks.append(Raising())
+    pair.add("wrong", 40)
+    pair.add("right", 40)
+    output = pair.scheduler.schedule()
+    result = pair.worker.execute(output)
+    report = read_report(result)
+    report.methods["raising"] = "a report"
+    (outputs,) = pair.scheduler.update_from_output(output, attach_report(result, report)).values()
+    ended = {one.request_id: one.finish_reason for one in outputs.outputs}
+    assert ended == {"wrong": FinishReason.ERROR} and "right" in pair.scheduler.requests
+    assert pair.scheduler.failed.ended == {"method": 1}
+    assert pair.scheduler.failed.dropped_reports == 1
+    pair.step()

@@ -28,7 +28,7 @@ class RequestFailedError(GenerationError, GracefulHTTPError):
 
 def install() -> None:
     """Wrap `process_outputs` so that it raises reasons. Idempotent."""
-    if getattr(OutputProcessor, "_vllm_pyramid", False) or _has_errors():
+    if getattr(OutputProcessor, "_vllm_pyramid", False) or vllm_sends_reasons():
         return
     process_outputs = OutputProcessor.process_outputs
 
@@ -51,5 +51,5 @@ def install() -> None:
     OutputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]
 
 
-def _has_errors() -> bool:
+def vllm_sends_reasons() -> bool:
     return "error" in EngineCoreOutput.__struct_fields__

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.logger import init_logger
@@ -34,10 +36,18 @@ class FailedRequests:
 
     def drop_report(self, request_id: str, error: Exception) -> dict[str, Any]:
         """Count a report that cannot go out, and return what goes out in its place."""
-        self.dropped_reports += 1
-        reason = f"{type(error).__name__}: {error}"[:500]
-        self._log("report", "no report of what request %s kept: %s", request_id, reason)
-        return {"report_error": reason}
+        with self.dropping(f"the report of what request {request_id} kept"):
+            raise error
+        return {"report_error": f"{type(error).__name__}: {error}"[:500]}
+
+    @contextmanager
+    def dropping(self, what: str) -> Iterator[None]:
+        """Count a report whose handling raises inside, and go on without it."""
+        try:
+            yield
+        except Exception as error:
+            self.dropped_reports += 1
+            self._log("report", "%s is lost: %s: %s", what, type(error).__name__, error)
 
     def totals(self) -> dict[str, Any]:
         """Return the counters, or nothing while nothing has failed."""

@@ -17,7 +17,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
 from vllm_pyramid.compat.input_processor import check_images, check_whole
-from vllm_pyramid.compat.scheduler_points import drop_tokens
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
     attach_copies,
@@ -41,6 +40,7 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.reports import Reports
+from vllm_pyramid.step.failures import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -308,12 +308,11 @@ class PyramidSchedulerMixin(Reports):
         self.failed.dropped_traces += report.dropped_traces
         for hooks in self.hooks:
             if hooks.name in report.methods:
-                hooks.on_step_report(report.methods[hooks.name], self.requests.__contains__)
+                with self.failed.dropping(f"the report of {hooks.name!r} on a step"):
+                    hooks.on_step_report(report.methods[hooks.name], self.requests.__contains__)
         for request_id, (kind, reason) in report.failures.items():
             if self._is_current(request_id):
-                self.failed.add(request_id, kind, reason)
-                drop_tokens(model_runner_output, request_id)
-                self.end_with_error(request_id, f"KV policy: {reason}", code="kv_policy")
+                self.fail(request_id, kind, reason, model_runner_output)
         for request_id, eviction in report.evictions.items():
             if request_id in report.failures or not self._is_current(request_id):
                 continue
@@ -321,8 +320,11 @@ class PyramidSchedulerMixin(Reports):
             resolved = self.coordinator.plans.confirmed(request_id)
             if resolved is None:
                 continue
-            for hooks in self.hooks:
-                hooks.on_eviction(request_id, self.coordinator.plans.of(request_id), resolved)
+            try:
+                for hooks in self.hooks:
+                    hooks.on_eviction(request_id, self.coordinator.plans.of(request_id), resolved)
+            except Exception as error:
+                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}", model_runner_output)
             if self._admission is not None:
                 number = self.coordinator.plans.confirmed_number(request_id)
                 self._admission.evicted(request_id, resolved, number)
