@@ -137,7 +137,7 @@ class Clients:
         params = SamplingParams(
             temperature=source.choice([0.0, 0.0, 1.0]),
             max_tokens=max(
-                min(source.choice([1, 2, 20, source.randrange(1, 150)]), MAX_LEN - len(prompt)), 1
+                min(source.choice([1, 20, source.randrange(40, 200)]), MAX_LEN - len(prompt)), 1
             ),
             ignore_eos=source.random() < 0.8,
             detokenize=False,
@@ -146,7 +146,7 @@ class Clients:
             extra_args=own or None,
         )
         self.engine.client.add_request(name, {"prompt_token_ids": prompt}, params)
-        leaves = source.choice(PHASES) if source.random() < 0.3 else None
+        leaves = source.choice(PHASES) if source.random() < 0.4 else None
         self.running[name] = Running(prompt, leaves, talk)
 
     def prompt(self, length: int) -> list[int]:
