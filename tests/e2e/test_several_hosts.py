@@ -6,6 +6,7 @@ The hosts are namespaces of the kernel, joined by a cable; everything computes o
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,28 @@ class Served:
     one: Host
     other: Host
     server: ServerOnHost
+
+
+_LISTEN = "import socket; one, _ = socket.create_server(('{}', 99)).accept(); one.sendall(b'hello')"
+_ASK = "import socket; print(socket.create_connection(('{}', 99), 3).recv(5).decode())"
+
+
+def test_only_the_cable_joins_the_hosts(tmp_path: Path) -> None:
+    """Or the other tests would pass through what the hosts share."""
+    with two_hosts(tmp_path) as (one, other, cable):
+        heard = []
+        for _ in range(2):
+            other.start(sys.executable, "-c", _LISTEN.format(other.address), log=tmp_path / "a")
+            end = time.monotonic() + 10
+            ask, log = _ASK.format(other.address), tmp_path / "b"
+            while time.monotonic() < end:
+                asking = one.start(sys.executable, "-c", ask, log=log)
+                if asking.wait(10) == 0 or heard:
+                    break
+            heard.append(log.read_text())
+            cable.pull()
+        assert heard[0] == "hello\n"
+        assert "TimeoutError" in heard[1]
 
 
 @pytest.fixture(scope="module")

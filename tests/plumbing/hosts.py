@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -251,39 +250,3 @@ class ServerOnHost:
             for part in (self, *parts)
         )
         raise AssertionError(f"the server did not come up:\n{logs}")
-
-
-class RayOnHosts:
-    """Ray's head on one host and its worker on the other, with one worker of vLLM each.
-
-    Attributes:
-        environment: what a program needs to be let in.
-    """
-
-    def __init__(self, head: Host, other: Host, folder: Path) -> None:
-        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._started = [
-            self._start(head, folder, "--head", "--port=6379", "--include-dashboard=false")
-        ]
-        self._wait(*self._started[0])
-        self._started.append(self._start(other, folder, f"--address={head.address}:6379"))
-        self._wait(*self._started[1])
-
-    def _start(self, host: Host, folder: Path, *flags: str) -> tuple[subprocess.Popen[bytes], Path]:
-        log = folder / f"ray-{host.address}.log"
-        command = (
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *flags),
-            *(f"--node-ip-address={host.address}", "--num-gpus=1", "--num-cpus=1"),
-            *("--object-store-memory=80000000", "--disable-usage-stats"),
-        )
-        return host.start(*command, log=log, environment=self.environment), log
-
-    @staticmethod
-    def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float = 120) -> None:
-        """Return when it has said that it runs; fail with its log if it never does."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and process.poll() is None:
-            if "Ray runtime started" in log.read_text():
-                return
-            time.sleep(0.2)
-        raise AssertionError(f"Ray did not start:\n{log.read_text()[-4000:]}")
