@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
+import re
 import shutil
 import signal
 import subprocess
@@ -78,6 +78,8 @@ class Host:
             raise OSError(f"namespaces cannot be made: {self._process.communicate()[1].strip()}")
         pid = self._process.pid
         self.first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        # Its network stays while this is open, or the other end of the cable would vanish with it.
+        self._network = os.open(f"/proc/{self.first}/ns/net", os.O_RDONLY)
 
     def start(
         self, *command: str, log: Path, environment: dict[str, str] | None = None
@@ -126,9 +128,17 @@ class Host:
         subprocess.run(command, check=True, capture_output=True, text=True)
 
     def kill(self) -> None:
-        """Stop the host at once, as a power cut does: the kernel ends all its programs."""
+        """Stop the host: the kernel ends all its programs at once and closes their connections.
+
+        A power cut closes none; a host that lost its power looks like one whose cable is cut.
+        """
         self._process.kill()
         self._process.communicate()
+
+    def end(self) -> None:
+        """Kill it, and let its network go."""
+        self.kill()
+        os.close(self._network)
 
 
 def _enter(first: int, *namespaces: str) -> list[str]:
@@ -164,9 +174,9 @@ def two_hosts(shared: Path) -> Iterator[tuple[Host, Host, Cable]]:
     """
     with contextlib.ExitStack() as stack:
         one = Host("one", "10.77.0.1", shared)
-        stack.callback(one.kill)
+        stack.callback(one.end)
         other = Host("other", "10.77.0.2", shared, beside=one)
-        stack.callback(other.kill)
+        stack.callback(other.end)
         try:
             cable = Cable(one, other)
         except subprocess.CalledProcessError as error:
@@ -205,6 +215,7 @@ class ServerOnHost:
         self.log = log
         # Its path may have 107 characters.
         self._socket = log.parent / f"{log.stem}.sock"
+        self._socket.unlink(missing_ok=True)
         place = () if "--headless" in flags else ("--uds", str(self._socket))
         self.process = host.start(
             *VLLM, "serve", str(model), *place, *flags, log=log, environment=environment
@@ -233,41 +244,9 @@ class ServerOnHost:
                     http.get("/health").raise_for_status()
                     return
                 time.sleep(0.25)
-        logs = "\n\n".join(part.log.read_text()[-4000:] for part in (self, *parts))
-        raise AssertionError(f"the server did not come up:\n{logs}")
-
-
-class RayOnHosts:
-    """Ray's head on one host and its worker on the other, with one worker of vLLM each.
-
-    Attributes:
-        environment: what a program needs to be let in.
-    """
-
-    def __init__(self, head: Host, other: Host, folder: Path) -> None:
-        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._started = [
-            self._start(head, folder, "--head", "--port=6379", "--include-dashboard=false")
-        ]
-        self._wait(*self._started[0])
-        self._started.append(self._start(other, folder, f"--address={head.address}:6379"))
-        self._wait(*self._started[1])
-
-    def _start(self, host: Host, folder: Path, *flags: str) -> tuple[subprocess.Popen[bytes], Path]:
-        log = folder / f"ray-{host.address}.log"
-        command = (
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *flags),
-            *(f"--node-ip-address={host.address}", "--num-gpus=1", "--num-cpus=1"),
-            *("--object-store-memory=80000000", "--disable-usage-stats"),
+        logs = "\n\n".join(
+            "\n".join(re.findall(r".*ERROR.*|.*Error: .*", part.log.read_text())[:80])
+            + part.log.read_text()[-2000:]
+            for part in (self, *parts)
         )
-        return host.start(*command, log=log, environment=self.environment), log
-
-    @staticmethod
-    def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float = 120) -> None:
-        """Return when it has said that it runs; fail with its log if it never does."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and process.poll() is None:
-            if "Ray runtime started" in log.read_text():
-                return
-            time.sleep(0.2)
-        raise AssertionError(f"Ray did not start:\n{log.read_text()[-4000:]}")
+        raise AssertionError(f"the server did not come up:\n{logs}")
