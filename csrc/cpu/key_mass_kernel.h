@@ -156,7 +156,9 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
       for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(row + i * W));
       const float before = s.max[r], tile_max = v_hmax(top);
       if (tile_max == -INFINITY) continue;
-      const float after = tile_max > before ? tile_max : before;
+      // NaN is kept, so that what is added to a sum tells of it.
+      const bool higher = tile_max > before || tile_max != tile_max;
+      const float after = higher ? tile_max : before;
       V total = v_zero();
       for (int i = 0; i < vectors; ++i)
         total = v_add(total, v_exp2(v_sub(v_load(row + i * W), v_set(after))));

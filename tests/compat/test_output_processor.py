@@ -16,7 +16,9 @@ from vllm_pyramid.compat import output_processor
 
 pytestmark = [
     pytest.mark.cpu,
-    pytest.mark.skipif(output_processor.vllm_sends_reasons(), reason="this vLLM sends reasons itself"),
+    pytest.mark.skipif(
+        output_processor.vllm_sends_reasons(), reason="this vLLM sends reasons itself"
+    ),
 ]
 
 

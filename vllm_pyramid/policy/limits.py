@@ -43,8 +43,8 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("`kv_policy`", f"at most {MAX_NAME} characters"),
     (
         "`kv_application`",
-        f"at most {MAX_NAME} characters; a scheduler keeps averages of the {MAX_APPLICATIONS:,} "
-        "applications that were used last",
+        f"at most {MAX_NAME} characters; a scheduler keeps {MAX_APPLICATIONS:,} averages in all, "
+        "each for a salt and an application",
     ),
     ("`kv_top_n`", f"1 to {MAX_TOP_N:,} keys"),
     (

@@ -94,6 +94,8 @@ class StepEvictions:
         self.block_size = block_size
         self.copies = copies
         self.failures = Failures() if failures is None else failures
+        # All ranks know these; what a rank finds in this step the others learn at its end.
+        self._has_failed = np.array([name in self.failures.of for name in request_ids], bool)
         self.kept_lens: IntArray = np.stack([plan.held for plan in plans], axis=1)
         self.budgets = np.array([plan.budget_tokens for plan in plans], np.int32)
         self.tokens_done = np.zeros(len(request_ids), np.int64)
@@ -121,15 +123,12 @@ class StepEvictions:
     def shortened(self, layer: int) -> Indices:
         """Return the indices of the requests that this layer shortens now.
 
-        Not those with open plans, nor those that are known to have failed: these keep what they
-        hold until the scheduler ends them.
+        Not those with open plans, nor those that failed in an earlier step: these keep what they
+        hold until the scheduler ends them. All ranks return the same.
         """
         visible = self.points - self.previous_skips[layer]
-        shortened = np.flatnonzero((self.kept_lens[layer] < visible) & ~self._is_done)
-        if not self.failures.of:
-            return shortened
-        names, failed = self.request_ids, self.failures.of
-        return np.array([one for one in shortened if names[one] not in failed], np.int64)
+        waits = self._is_done | self._has_failed
+        return np.flatnonzero((self.kept_lens[layer] < visible) & ~waits)
 
     def pieces(self, call: AttentionInputs, shortened: Indices) -> list[Indices]:
         """Split the requests `shortened`, `[S]` indices, so that a piece's scores fit into memory.
