@@ -14,6 +14,7 @@ import json
 import random
 import re
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -273,6 +274,7 @@ def main() -> int:
     seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fuzz-"))
     print(f"FUZZ_SEED={seed}, folder {folder}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # the server ends, too
     (model := folder / "model").mkdir(parents=True)
     write_model(model, Shape(max_length=MAX_MODEL_LEN), list(topics().values()))
     first = arguments.number
