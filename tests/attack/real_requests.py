@@ -124,7 +124,6 @@ class Clients:
         prompt = self.prompt(length)
         most = source.choice([1, 20, source.randrange(40, 200)])
         if self.has_turns and source.random() < 0.5:
-            own = {}
             talk = (
                 source.choice(self.talks[-8:]) if self.talks and source.random() < 0.8 else Talk()
             )
