@@ -14,6 +14,7 @@ import json
 import random
 import re
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -137,7 +138,7 @@ class Client:
         """What is wrong with an answer; None if it is right."""
         if not status:
             return None
-        if status == 500 and (known := _known_in_vllm(attack, answer)):
+        if status == 500 and (known := known_in_vllm(attack, answer)):
             self.findings.of_vllm[known] += 1
             return None
         if not attack.accepts(status):
@@ -154,12 +155,12 @@ class Client:
         return None
 
 
-def _known_in_vllm(attack: Attack, answer: bytes) -> str | None:
+def known_in_vllm(attack: Attack, answer: bytes) -> str | None:
     """A fault of vLLM's own front end that a status of 500 tells; None if it is no known one.
 
     Its validators, which run before the field's type is checked, call `get` on what should be an
-    object (`check_structured_outputs_count` of both endpoints). Half a surrogate pair, which JSON
-    can carry and UTF-8 cannot, fails where the request is encoded for the engine.
+    object (`check_structured_outputs_count` of both endpoints). What JSON can carry and MessagePack
+    cannot fails where the request is encoded for the engine.
     """
     try:
         body = json.loads(attack.body)
@@ -174,9 +175,19 @@ def _known_in_vllm(attack: Attack, answer: bytes) -> str | None:
         return "structured_outputs that is no object"
     if isinstance(xargs := body.get("vllm_xargs"), dict):  # what the policy reads is no excuse
         body["vllm_xargs"] = {k: v for k, v in xargs.items() if not k.lower().startswith("kv")}
-    if not message and "\\ud800" in json.dumps(body):
-        return "half a surrogate pair"
+    if not message and not _is_encodable(body):
+        return "half a surrogate pair, or an integer of more than 64 bits"
     return None
+
+
+def _is_encodable(value: Any) -> bool:
+    """Whether MessagePack, in which the engine gets requests, has a form for a value."""
+    if isinstance(value, dict | list):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(map(_is_encodable, parts))
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
 
 
 async def attack_server(
@@ -273,6 +284,7 @@ def main() -> int:
     seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fuzz-"))
     print(f"FUZZ_SEED={seed}, folder {folder}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # the server ends, too
     (model := folder / "model").mkdir(parents=True)
     write_model(model, Shape(max_length=MAX_MODEL_LEN), list(topics().values()))
     first = arguments.number

@@ -122,8 +122,8 @@ class Clients:
         )
         length = source.choice([1, 16, 33, source.randrange(1, 200), source.randrange(40, 300)])
         prompt = self.prompt(length)
+        most = source.choice([1, 20, source.randrange(40, 200)])
         if self.has_turns and source.random() < 0.5:
-            own = {}
             talk = (
                 source.choice(self.talks[-8:]) if self.talks and source.random() < 0.8 else Talk()
             )
@@ -132,13 +132,11 @@ class Clients:
             prompt = [*talk.tokens, *self.prompt(source.randrange(1, 90))]
             if len(prompt) > MAX_LEN - 60:
                 talk, prompt = Talk(), prompt[-80:]
-            own = {"kv_turns": talk.turns}
+            own, most = {"kv_turns": talk.turns}, source.choice([4, 16, 32])
             self.seen["turns"] += bool(talk.turns)
         params = SamplingParams(
             temperature=source.choice([0.0, 0.0, 1.0]),
-            max_tokens=max(
-                min(source.choice([1, 20, source.randrange(40, 200)]), MAX_LEN - len(prompt)), 1
-            ),
+            max_tokens=max(min(most, MAX_LEN - len(prompt)), 1),
             ignore_eos=source.random() < 0.8,
             detokenize=False,
             seed=source.choice([None, 7]),

@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.attack.bodies import HONEST, draw
+from tests.attack.bodies import COMPLETIONS, HONEST, Attack, draw, encode
 from tests.attack.findings import Findings, curl
-from tests.attack.fuzz import HONEST_PROMPTS, Client
+from tests.attack.fuzz import HONEST_PROMPTS, Client, known_in_vllm
 
 pytestmark = pytest.mark.cpu
 
@@ -112,3 +112,25 @@ def test_wrong_answers_are_found(
     reasons = [reason for _, _, reason in findings.failures]
     assert len(reasons) == (0 if found is None else 3)
     assert all(reason.startswith(str(found)) for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "is_known"),
+    [
+        ({"structured_outputs": "x"}, "'str' object has no attribute 'get'", True),
+        ({"structured_outputs": {}}, "'str' object has no attribute 'get'", False),
+        ({"session_id": "\ud800"}, "", True),
+        ({"top_k": 2**64}, "", True),
+        ({"top_k": 2**64 - 1}, "", False),
+        ({"vllm_xargs": {"other": "\ud800"}}, "", True),
+        ({"vllm_xargs": {"kv_application": "\ud800"}}, "", False),
+        ({"vllm_xargs": {"kv_top_n": 2**70}}, "", False),
+        ({"top_k": 2**64}, "the engine died", False),
+    ],
+)
+def test_faults_of_vllm_excuse_nothing_else(
+    body: dict[str, Any], message: str, is_known: bool
+) -> None:
+    attack = Attack("mutated", COMPLETIONS, encode(body))
+    answer = json.dumps({"error": {"message": message}}).encode()
+    assert bool(known_in_vllm(attack, answer)) == is_known
