@@ -123,24 +123,14 @@ def test_a_request_chooses_its_own_top_n() -> None:
 def test_no_argument_of_cuda_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs do, or do not: `tests/frontend/test_engine_config.py`."""
     import vllm.platforms
+    from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.frontend import backends, engine_config
+    from vllm_pyramid.tools.demo import model_path
 
     for module in (backends, engine_config, vllm.platforms):
         monkeypatch.setattr(module, "current_platform", SimpleNamespace(device_type="cuda"))
-    args = SimpleNamespace(
-        **dict.fromkeys(
-            ("kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_dbo",
-             "disable_hybrid_kv_cache_manager", "kv_sharing_fast_prefill", "scheduler_cls",
-             "enable_prefix_caching")
-        ),
-        **dict.fromkeys(
-            ("pipeline_parallel_size", "decode_context_parallel_size",
-             "prefill_context_parallel_size"), 1,
-        ),
-        kv_cache_dtype="auto", runner="auto", worker_cls="auto", attention_backend=None,
-        attention_config=SimpleNamespace(backend=None),
-    )  # fmt: skip
+    args = EngineArgs(model=str(model_path()))
     for settings in (KVSettings("kcache"), KVSettings("snapkv", kv_policy_args=HOST)):
         engine_config.prepare_args(args, settings)
         assert args.enable_prefix_caching is None  # vLLM's default stays
