@@ -138,7 +138,8 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
 
 def refused() -> str:
     """The table of what is refused, from the code's own list."""
-    from vllm_pyramid.frontend.refusals import OF_ARGUMENTS, OF_CONFIGURATION
+    from vllm_pyramid.frontend.refusals import OF_CONFIGURATION
+    from vllm_pyramid.frontend.refused_flags import OF_ARGUMENTS
 
     def code(text: str) -> str:
         return re.sub(

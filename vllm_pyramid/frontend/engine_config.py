@@ -27,7 +27,8 @@ from vllm_pyramid.frontend.backends import (
 from vllm_pyramid.frontend.gpu_runs import warn_unless_run
 from vllm_pyramid.frontend.graphs import check_graphs
 from vllm_pyramid.frontend.layer_kinds import has_states
-from vllm_pyramid.frontend.refusals import OF_ARGUMENTS, OF_CONFIGURATION, refuse
+from vllm_pyramid.frontend.refusals import OF_CONFIGURATION, refuse
+from vllm_pyramid.frontend.refused_flags import OF_ARGUMENTS
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings

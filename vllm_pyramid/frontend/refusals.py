@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of options that do not work with a KV policy, each with its reason.
+"""What of a finished configuration does not work with a KV policy, each with its reason.
 
-The table of docs/limits.md is made from it. The parts of a policy refuse by themselves what they
-cannot work with, and `frontend/engine_config.py` refuses numbers that are too small.
+Defaults and checkpoints enable features too. The table of docs/limits.md is made from this list and
+that of `refused_flags.py`. The parts of a policy refuse by themselves what they cannot work with,
+and `frontend/engine_config.py` refuses numbers that are too small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -19,12 +20,7 @@ from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.frontend.layer_kinds import SLIDING, has_other_layers, has_states, layer_kinds
 from vllm_pyramid.policy import Policy
 
-_STOCK_WORKERS = (
-    "auto",
-    "vllm.v1.worker.cpu_worker.CPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker",
-)
-_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES, *SCALED_ROWS)
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", *FP8_CACHES, *SCALED_ROWS)
 _SCALED_CACHE = f"a KV cache of type {' or '.join(SCALED_ROWS)}"
 # Ways to draft: without a cache of their own, or with one that is never evicted from.
 _DRAFTS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
@@ -56,27 +52,20 @@ def refuse(refusals: Iterable[Refusal], config: EngineArgs | VllmConfig, policy:
             )
 
 
-def _unless(value: Any, good: tuple[str, ...]) -> str | None:
+def unless(value: Any, good: tuple[str, ...]) -> str | None:
     """Return the value unless it is one of the good ones."""
     return None if value in good else str(value)
 
 
-def _changed(args: EngineArgs, name: str) -> bool:
-    """Return whether an argument differs from vLLM's default."""
-    (own,) = (field for field in fields(EngineArgs) if field.name == name)
-    default = own.default if own.default_factory is MISSING else own.default_factory()
-    return bool(getattr(args, name) != default)
-
-
 def _drafts_elsewhere(config: VllmConfig, policy: Policy) -> str | None:
     speculation = config.speculative_config
-    return None if speculation is None else _unless(speculation.method, _DRAFTS)
+    return None if speculation is None else unless(speculation.method, _DRAFTS)
 
 
 def _has_drafts_of_another_type(config: VllmConfig, policy: Policy) -> str | None:
     speculation, own = config.speculative_config, config.cache_config.cache_dtype
     chosen = None if speculation is None else speculation.kv_cache_dtype
-    return None if chosen is None else _unless(chosen, (own,))
+    return None if chosen is None else unless(chosen, (own,))
 
 
 def _has_windows_alone(config: VllmConfig, policy: Policy) -> bool:
@@ -106,138 +95,6 @@ def _has_scaled_rows(config: VllmConfig) -> bool:
     return config.cache_config.cache_dtype in SCALED_ROWS
 
 
-# Checked against the user's flags, before anything is loaded.
-OF_ARGUMENTS = (
-    Refusal(
-        "--kv-transfer-config",
-        "a KV connector would move blocks that hold other tokens than their positions say",
-        lambda args, _: args.kv_transfer_config is not None,
-    ),
-    Refusal(
-        "--kv-offloading-size",
-        "offloaded blocks would hold other tokens than their positions say",
-        lambda args, _: bool(args.kv_offloading_size),
-    ),
-    Refusal(
-        "--pipeline-parallel-size and a policy that solves its lengths from the prompt",
-        "the solver needs the scores of all layers, and a stage has its own; run `vllm-pyramid "
-        "calibrate` without the flag and serve the policy that it writes, or choose pyramidkv",
-        lambda args, policy: args.pipeline_parallel_size > 1 and policy.allocator.solves,
-    ),
-    Refusal(
-        "--pipeline-parallel-size and a policy that drops tokens between layers",
-        "the next stage expects them; choose another policy, such as pyramidkv",
-        lambda args, policy: args.pipeline_parallel_size > 1 and policy.allocator.thins_prompts,
-    ),
-    Refusal(
-        "--pipeline-parallel-size and V in host memory",
-        "its host pool is made for all layers; set values to device",
-        lambda args, policy: args.pipeline_parallel_size > 1 and not policy.copies_blocks,
-    ),
-    Refusal(
-        "--pipeline-parallel-size and --async-scheduling",
-        "they were not tried together; leave --async-scheduling out",
-        lambda args, _: args.pipeline_parallel_size > 1 and bool(args.async_scheduling),
-    ),
-    Refusal(
-        "--distributed-executor-backend external_launcher",
-        "every rank would have a scheduler of its own, and only one is told what was evicted; take "
-        "mp",
-        lambda args, _: args.distributed_executor_backend == "external_launcher",
-    ),
-    Refusal(
-        "--data-parallel-backend ray",
-        "it was not tried together with eviction; leave it out",
-        lambda args, _: args.data_parallel_size > 1 and args.data_parallel_backend == "ray",
-    ),
-    Refusal(
-        "--enable-expert-parallel",
-        "experts that are spread over ranks were not tried together with eviction; leave it out",
-        lambda args, _: args.enable_expert_parallel,
-    ),
-    Refusal(
-        "--enable-fault-tolerance",
-        "an engine that recovers would not know what its requests have evicted; leave it out",
-        lambda args, _: args.enable_fault_tolerance,
-    ),
-    Refusal(
-        "--decode-context-parallel-size",
-        "the tokens of a block would be spread over ranks",
-        lambda args, _: args.decode_context_parallel_size > 1,
-    ),
-    Refusal(
-        "--prefill-context-parallel-size",
-        "the observation window would be spread over ranks",
-        lambda args, _: args.prefill_context_parallel_size > 1,
-    ),
-    Refusal(
-        "--enable-dbo",
-        "a step's requests would be split into two batches",
-        lambda args, _: args.enable_dbo,
-    ),
-    Refusal(
-        "--disable-hybrid-kv-cache-manager",
-        "it forces one block table for all layers; leave the flag out",
-        lambda args, _: bool(args.disable_hybrid_kv_cache_manager),
-    ),
-    Refusal(
-        "--kv-sharing-fast-prefill",
-        "it skips the queries that the scorer looks through",
-        lambda args, _: args.kv_sharing_fast_prefill,
-    ),
-    Refusal(
-        "--kv-cache-dtype",
-        f"such caches have no scoring kernel; use one of {', '.join(_KV_CACHE_DTYPES)}",
-        lambda args, _: _unless(args.kv_cache_dtype, _KV_CACHE_DTYPES),
-    ),
-    Refusal(
-        "--enable-return-routed-experts",
-        "vLLM stores them by the blocks in which it believes a token to be; leave it out",
-        lambda args, _: args.enable_return_routed_experts or args.aux_output_config.enabled,
-    ),
-    Refusal(
-        "--prefix-match-unit",
-        "prefixes are found at the ends of whole blocks; leave it out",
-        lambda args, _: args.prefix_match_unit is not None,
-    ),
-    Refusal(
-        "--prefix-cache-retention-interval",
-        "prefixes of all layers are kept together, at every block; leave it out",
-        lambda args, _: _changed(args, "prefix_cache_retention_interval"),
-    ),
-    Refusal(
-        "--use-replayssm",
-        "states with a buffer of inputs were not tried together with eviction; leave it out",
-        lambda args, _: args.use_replayssm,
-    ),
-    Refusal(
-        "--kv-cache-metrics",
-        "blocks come from a pool that does not count how long they stay; leave it out",
-        lambda args, _: args.kv_cache_metrics,
-    ),
-    Refusal(
-        "--diffusion-config",
-        "such a model writes to tokens of its cache again; serve it with --kv-policy none",
-        lambda args, _: args.diffusion_config is not None,
-    ),
-    Refusal(
-        "--runner pooling",
-        "pooling keeps no cache to evict from",
-        lambda args, _: args.runner == "pooling",
-    ),
-    Refusal(
-        "--scheduler-cls",
-        "the policy brings its own scheduler",
-        lambda args, _: bool(args.scheduler_cls),
-    ),
-    Refusal(
-        "--worker-cls",
-        "the policy brings its own worker",
-        lambda args, _: _unless(args.worker_cls, _STOCK_WORKERS),
-    ),
-)
-
-# Checked against the finished configuration: checkpoints and vLLM's defaults set options too.
 OF_CONFIGURATION = (
     Refusal(
         "a model that does not generate",
@@ -331,7 +188,7 @@ OF_CONFIGURATION = (
     Refusal(
         "a KV cache of type",
         "the checkpoint asks for it; add --kv-cache-dtype bfloat16",
-        lambda config, _: _unless(config.cache_config.cache_dtype, _KV_CACHE_DTYPES),
+        lambda config, _: unless(config.cache_config.cache_dtype, KV_CACHE_DTYPES),
     ),
     Refusal(
         "fp8 caches and --attention-backend FLASH_ATTN",
