@@ -44,22 +44,22 @@ class CapKVScorer(Scorer):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         return 12 * head_size + 16  # most of them in float64
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch
         import torch.nn.functional as F
 
-        mean = view.unrotated_queries().mean(dim=0)
-        mean = F.normalize(view.at_future_positions(mean, self.future_positions), dim=-1)
-        keys = F.normalize(view.keys[:, view.sinks :], dim=-1)
+        mean = inputs.unrotated_queries().mean(dim=0)
+        mean = F.normalize(inputs.at_future_positions(mean, self.future_positions), dim=-1)
+        keys = F.normalize(inputs.keys[:, inputs.sinks :], dim=-1)
         # In float64: values that repeat one another outweigh the identity beyond float32.
-        values = view.values[:, view.sinks :].double()
-        identity = torch.eye(view.head_size, dtype=torch.float64, device=keys.device)
+        values = inputs.values[:, inputs.sinks :].double()
+        identity = torch.eye(inputs.head_size, dtype=torch.float64, device=keys.device)
         total = torch.zeros(keys.shape[:2], dtype=torch.float64, device=keys.device)
-        for head in mean.unflatten(0, (view.num_kv_heads, view.group)).unbind(dim=1):
+        for head in mean.unflatten(0, (inputs.num_kv_heads, inputs.group)).unbind(dim=1):
             likeness = (keys @ head[..., None])[..., 0].clamp(-1, 1)
             weights = (self.tau * (likeness - likeness.amax(dim=-1, keepdim=True))).exp()
             scaled = values * (weights + 1e-6).sqrt()[..., None]
             root = torch.linalg.cholesky(identity + scaled.transpose(1, 2) @ scaled)
             half = torch.linalg.solve_triangular(root, values.transpose(1, 2), upper=False)
             total += weights * half.square().sum(dim=1)
-        return F.pad((total / view.group).float(), (view.sinks, 0))
+        return F.pad((total / inputs.group).float(), (inputs.sinks, 0))

@@ -61,28 +61,28 @@ class ExpectedAttentionScorer(Scorer):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         return 3 * head_size + 2 * (self.queries or policy.window) + 4 * group + 16
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch.nn.functional as F
 
-        queries = view.unrotated_queries(self.queries).transpose(0, 1)  # [H, W, D]
+        queries = inputs.unrotated_queries(self.queries).transpose(0, 1)  # [H, W, D]
         mean = queries.mean(dim=1)
         spread = (queries - mean[:, None]) / len(queries[0]) ** 0.5
         mean, spread = (
-            view.at_future_positions(x, self.future_positions).unflatten(
-                0, (view.num_kv_heads, view.group)
+            inputs.at_future_positions(x, self.future_positions).unflatten(
+                0, (inputs.num_kv_heads, inputs.group)
             )
             for x in (mean, spread)
         )
-        keys, weights = view.keys[:, view.sinks :], 0.0
-        for head in range(view.group):  # `[G, T]` at a time
-            logits = (keys @ mean[:, head, :, None])[..., 0] * view.scale
+        keys, weights = inputs.keys[:, inputs.sinks :], 0.0
+        for head in range(inputs.group):  # `[G, T]` at a time
+            logits = (keys @ mean[:, head, :, None])[..., 0] * inputs.scale
             if self.covariance:  # k S k is the sum of the squares of k times each deviation
                 squares = (keys @ spread[:, head].transpose(1, 2)).square().sum(dim=-1)
-                logits += squares * (view.scale**2 / 2)
+                logits += squares * (inputs.scale**2 / 2)
             total = logits.logsumexp(dim=-1)
-            if view.logit_sinks is not None:  # of a query head of each KV head
-                own = view.logit_sinks.unflatten(0, (-1, view.group))[:, head]
+            if inputs.logit_sinks is not None:  # of a query head of each KV head
+                own = inputs.logit_sinks.unflatten(0, (-1, inputs.group))[:, head]
                 total = total.logaddexp(own.to(total.dtype))
-            weights = weights + (logits - total[:, None]).exp() / view.group
-        scores = (weights + self.epsilon) * view.values[:, view.sinks :].norm(dim=-1)
-        return F.pad(scores, (view.sinks, 0))
+            weights = weights + (logits - total[:, None]).exp() / inputs.group
+        scores = (weights + self.epsilon) * inputs.values[:, inputs.sinks :].norm(dim=-1)
+        return F.pad(scores, (inputs.sinks, 0))

@@ -24,8 +24,8 @@ class KeyDiffScorer(Scorer):
     in_parts: ClassVar[bool] = True
     kind: Literal["keydiff"] = "keydiff"
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch.nn.functional as F
 
-        anchor = F.normalize(view.keys, dim=-1).mean(dim=1, keepdim=True)
-        return -F.cosine_similarity(view.keys, anchor, dim=-1)
+        anchor = F.normalize(inputs.keys, dim=-1).mean(dim=1, keepdim=True)
+        return -F.cosine_similarity(inputs.keys, anchor, dim=-1)

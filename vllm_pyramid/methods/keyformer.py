@@ -45,22 +45,22 @@ class KeyformerScorer(AccumulatingScorer):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         return 3 * head_size + 10 * group + 16  # of one query; see `_NUMBERS_AT_ONCE`
 
-    def observe(self, view: ScorerInputs) -> torch.Tensor:
+    def observe(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch
 
-        heads = torch.arange(view.num_query_heads, device=view.queries.device)
-        heads = heads + view.first_kv_head * view.group + view.layer * 2**16
-        behind = (view.query_positions - view.prompt_len + 1).clamp(0, self.generated)
+        heads = torch.arange(inputs.num_query_heads, device=inputs.queries.device)
+        heads = heads + inputs.first_kv_head * inputs.group + inputs.layer * 2**16
+        behind = (inputs.query_positions - inputs.prompt_len + 1).clamp(0, self.generated)
         taus = self.tau_start + (self.tau_end - self.tau_start) * behind / self.generated
-        total = torch.zeros(view.num_query_heads, view.num_tokens, device=view.queries.device)
-        at_once = _NUMBERS_AT_ONCE // (view.num_query_heads * view.num_tokens)
-        for queries in view.slices(max(at_once, 1)):
-            positions, tau = view.query_positions[queries, None], taus[queries, None]
-            noise = uniform(self.seed, heads[:, None, None], positions, view.places)
-            logits = view.logits_of(queries) - (-noise.log()).log()
+        total = torch.zeros(inputs.num_query_heads, inputs.num_tokens, device=inputs.queries.device)
+        at_once = _NUMBERS_AT_ONCE // (inputs.num_query_heads * inputs.num_tokens)
+        for queries in inputs.slices(max(at_once, 1)):
+            positions, tau = inputs.query_positions[queries, None], taus[queries, None]
+            noise = uniform(self.seed, heads[:, None, None], positions, inputs.places)
+            logits = inputs.logits_of(queries) - (-noise.log()).log()
             logits = logits / tau
             sums = logits.logsumexp(dim=-1)
-            if view.logit_sinks is not None:  # no token's, so without noise
-                sums = sums.logaddexp(view.logit_sinks.float()[:, None] / tau[:, 0])
+            if inputs.logit_sinks is not None:  # no token's, so without noise
+                sums = sums.logaddexp(inputs.logit_sinks.float()[:, None] / tau[:, 0])
             total += (logits - sums[..., None]).exp().sum(dim=1)
-        return view.reduce_groups(total, "sum")
+        return inputs.reduce_groups(total, "sum")

@@ -23,5 +23,5 @@ class KeyNormScorer(Scorer):
     in_parts: ClassVar[bool] = True
     kind: Literal["knorm"] = "knorm"
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
-        return -view.keys.norm(dim=-1)
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
+        return -inputs.keys.norm(dim=-1)

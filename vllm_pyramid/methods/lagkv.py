@@ -32,16 +32,16 @@ class LagKVScorer(Scorer):
     kind: Literal["lagkv"] = "lagkv"
     lag: int = Field(default=128, ge=2)
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return the rank within a part, 0 .. 1; 1 and more for the most recent tokens."""
-        scores = (1 + view.places / view.num_tokens).repeat(view.num_kv_heads, 1)
-        parts = (view.num_tokens - view.sinks) // self.lag - 1
+        scores = (1 + inputs.places / inputs.num_tokens).repeat(inputs.num_kv_heads, 1)
+        parts = (inputs.num_tokens - inputs.sinks) // self.lag - 1
         if parts >= 1:
-            end = view.sinks + parts * self.lag
-            uneven = self._unevenness(view.keys, view.sinks, parts)
-            uneven = uneven + self._unevenness(view.values, view.sinks, parts)
+            end = inputs.sinks + parts * self.lag
+            uneven = self._unevenness(inputs.keys, inputs.sinks, parts)
+            uneven = uneven + self._unevenness(inputs.values, inputs.sinks, parts)
             ranks = uneven.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
-            scores[:, view.sinks : end] = ranks.flatten(1) / self.lag
+            scores[:, inputs.sinks : end] = ranks.flatten(1) / self.lag
         return scores
 
     def _unevenness(self, x: torch.Tensor, first: int, parts: int) -> torch.Tensor:

@@ -62,16 +62,16 @@ class ObservationWindowScorer(Scorer):
                 "(accumulated_attention, persistence) or recency"
             )
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return the scores by PyTorch; `scores` runs the kernel."""
         import torch.nn.functional as F
 
-        mass = view.attention().sum(dim=1)[:, : view.num_tokens - view.window]
-        mass = view.reduce_groups(mass, self.gqa_reduce)
+        mass = inputs.attention().sum(dim=1)[:, : inputs.num_tokens - inputs.window]
+        mass = inputs.reduce_groups(mass, self.gqa_reduce)
         if self.pooling != "none":
             pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
             mass = pool(mass, self.kernel_size, stride=1, padding=self.kernel_size // 2)
-        return F.pad(mass, (0, view.window))
+        return F.pad(mass, (0, inputs.window))
 
     def scores(
         self, batch: EvictionBatch, *, statistics: bool = False

@@ -56,17 +56,17 @@ class ObservedExpectedScorer(Scorer):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         return 3 * head_size + 2 * max(_AT_ONCE * (group + 1), self.queries) + 4 * group + 16
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch
         import torch.nn.functional as F
 
-        inside = slice(view.sinks, view.num_tokens - view.window)
-        last = len(view.queries)
-        observed = torch.zeros(view.num_kv_heads, view.num_tokens, device=view.queries.device)
+        inside = slice(inputs.sinks, inputs.num_tokens - inputs.window)
+        last = len(inputs.queries)
+        observed = torch.zeros(inputs.num_kv_heads, inputs.num_tokens, device=inputs.queries.device)
         for first in range(last - self.queries, last, _AT_ONCE):
-            weights = view.attention_of(slice(first, min(first + _AT_ONCE, last)))
-            observed += view.reduce_groups(weights.sum(dim=1))
-        weighed = observed * view.values.norm(p=1, dim=-1)
+            weights = inputs.attention_of(slice(first, min(first + _AT_ONCE, last)))
+            observed += inputs.reduce_groups(weights.sum(dim=1))
+        weighed = observed * inputs.values.norm(p=1, dim=-1)
         half = self.kernel_size // 2
         pooled = F.avg_pool1d(weighed[:, : inside.stop], self.kernel_size, stride=1, padding=half)
         scores = _shares(pooled[:, inside])
@@ -74,8 +74,8 @@ class ObservedExpectedScorer(Scorer):
             expected = ExpectedAttentionScorer(
                 queries=self.queries, future_positions=self.future_positions
             )
-            scores = scores + self.expected * _shares(expected.score(view)[:, inside])
-        return F.pad(scores, (view.sinks, view.window))
+            scores = scores + self.expected * _shares(expected.score(inputs)[:, inside])
+        return F.pad(scores, (inputs.sinks, inputs.window))
 
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:

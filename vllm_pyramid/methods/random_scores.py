@@ -32,8 +32,10 @@ class RandomScorer(Scorer):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         return 16  # words of int64
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch
 
-        heads = torch.arange(view.num_kv_heads, device=view.places.device) + view.first_kv_head
-        return uniform(self.seed, (heads + view.layer * 2**16)[:, None], view.places)
+        heads = (
+            torch.arange(inputs.num_kv_heads, device=inputs.places.device) + inputs.first_kv_head
+        )
+        return uniform(self.seed, (heads + inputs.layer * 2**16)[:, None], inputs.places)

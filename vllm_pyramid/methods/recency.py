@@ -26,5 +26,5 @@ class RecencyScorer(Scorer):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         return 8
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
-        return view.places.float().expand(view.num_kv_heads, -1)
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
+        return inputs.places.float().expand(inputs.num_kv_heads, -1)

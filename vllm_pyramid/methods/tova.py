@@ -30,12 +30,12 @@ class TovaScorer(Scorer):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         return 3 * head_size + 4 * group + 16
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch
 
-        attention = torch.cat([part.attention(1)[:, 0] for part in view.parts()])
-        return view.mean_of_heads(attention).expand(view.num_kv_heads, -1)
+        attention = torch.cat([part.attention(1)[:, 0] for part in inputs.parts()])
+        return inputs.mean_of_heads(attention).expand(inputs.num_kv_heads, -1)
 
-    def score_parts(self, view: ScorerInputs) -> torch.Tensor:
+    def score_parts(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return what `score` returns, which takes the mean over the heads of all parts."""
-        return self.score(view)
+        return self.score(inputs)

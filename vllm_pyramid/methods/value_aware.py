@@ -28,6 +28,6 @@ class ValueAwareScorer(Scorer):
     in_parts: ClassVar[bool] = True
     kind: Literal["value_aware"] = "value_aware"
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
-        attention = view.reduce_groups(view.attention().mean(dim=1))
-        return attention * view.values.norm(p=1, dim=-1)
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
+        attention = inputs.reduce_groups(inputs.attention().mean(dim=1))
+        return attention * inputs.values.norm(p=1, dim=-1)

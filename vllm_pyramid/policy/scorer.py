@@ -72,11 +72,11 @@ class Scorer(Component):
         rows = policy.window if self.needs_queries else 0
         return 6 * head_size + (2 * group + 1) * rows
 
-    def score(self, view: ScorerInputs) -> torch.Tensor:
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return the importance of each key of one request in one layer; higher is kept first.
 
         Args:
-            view: what the layer has, see `ScorerInputs`: G KV heads, T tokens.
+            inputs: what the layer has, see `ScorerInputs`: G KV heads, T tokens.
 
         Returns:
             `[G, T]` float32 without NaN. The scores of the first `sinks` and the last `window`
@@ -84,13 +84,13 @@ class Scorer(Component):
         """
         raise NotImplementedError
 
-    def score_parts(self, view: ScorerInputs) -> torch.Tensor:
+    def score_parts(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return what `score` returns, some KV heads at a time where the request is long."""
         import torch
 
         if not self.in_parts:
-            return self.score(view)
-        return torch.cat([self.score(part) for part in view.parts()])
+            return self.score(inputs)
+        return torch.cat([self.score(part) for part in inputs.parts()])
 
     def scores(
         self, batch: EvictionBatch, *, statistics: bool = False
@@ -125,16 +125,17 @@ class Scorer(Component):
         shape = len(batch.shortened), batch.call.key_cache.shape[1], batch.longest
         return torch.zeros(shape, device=batch.call.query.device)
 
-    def probed(self, view: ScorerInputs) -> torch.Tensor | None:
+    def probed(self, inputs: ScorerInputs) -> torch.Tensor | None:
         """Run `score` for the check at start-up; None if the scorer only has a kernel."""
-        return None if type(self).score is Scorer.score else self.score(view)
+        return None if type(self).score is Scorer.score else self.score(inputs)
 
     @classmethod
     def check_class(cls) -> None:
         """Raise ValueError if the class overrides neither `score` nor `scores`."""
         if cls.score is Scorer.score and cls.scores is Scorer.scores and cls.evicts:
             raise ValueError(
-                f"the scorer {cls.__module__}:{cls.__qualname__} has no method `score(self, view)`"
+                f"the scorer {cls.__module__}:{cls.__qualname__} has no method "
+                "`score(self, inputs)`"
             )
 
     def why_not_resumable(self, policy: Policy) -> str | None:

@@ -45,17 +45,17 @@ class AccumulatingScorer(Scorer):
         """Whether `observe` is asked, which sees copies, and not a kernel."""
         return self.mass_kind is None
 
-    def observe(self, view: ScorerInputs) -> torch.Tensor:
+    def observe(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return what the queries of a step add to each key's sum: `[G, T]` float32.
 
         Args:
-            view: `view.queries` are those of the step that count; none of them is missing.
+            inputs: `inputs.queries` are those of the step that count; none of them is missing.
         """
         raise NotImplementedError
 
-    def probed(self, view: ScorerInputs) -> torch.Tensor | None:
+    def probed(self, inputs: ScorerInputs) -> torch.Tensor | None:
         """Return what `observe` gives; None where a kernel adds it."""
-        return None if self.mass_kind is not None else self.observe(view)
+        return None if self.mass_kind is not None else self.observe(inputs)
 
     @property
     def works_in_every_step(self) -> bool:
@@ -75,7 +75,7 @@ class AccumulatingScorer(Scorer):
         if cls.mass_kind is None and cls.observe is AccumulatingScorer.observe:
             raise ValueError(
                 f"the scorer {cls.__module__}:{cls.__qualname__} has no method "
-                "`observe(self, view)`"
+                "`observe(self, inputs)`"
             )
 
     def check(self, policy: Policy) -> None:
