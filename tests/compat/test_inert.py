@@ -32,7 +32,10 @@ def looks(
         pytest.skip("the CUDA wheel finds no platform here without the package")
     folder = tmp_path_factory.mktemp("inert")
     # What the tests' own settings would hide.
-    hidden = ("HUMMING_DISABLE_PARALLEL_BUILD", "THP_MEM_ALLOC_ENABLE", "VLLM_PLUGINS")
+    hidden = (
+        *("HUMMING_DISABLE_PARALLEL_BUILD", "PYRAMID_CPU_PLATFORM", "THP_MEM_ALLOC_ENABLE"),
+        "VLLM_PLUGINS",
+    )
     environment = {name: text for name, text in os.environ.items() if name not in hidden}
     processes = {
         how: subprocess.Popen(

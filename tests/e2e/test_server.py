@@ -299,7 +299,8 @@ def test_two_front_ends(random_model: Path, tmp_path: Path) -> None:
             with client, pytest.raises(openai.BadRequestError, match="at least 9"):
                 _complete(client, str(random_model), **_xargs(kv_budget=3))
             for refused, reason in FORBIDDEN:
-                with pytest.raises(openai.BadRequestError, match=reason):
+                client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+                with client, pytest.raises(openai.BadRequestError, match=reason):
                     _complete(client, str(random_model), **_xargs(**refused))
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
             with client:

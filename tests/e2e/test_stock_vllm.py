@@ -41,7 +41,12 @@ def results(
     llm = {"model": str(random_model), **SETTINGS}
     policy = {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 0}
     children = {
-        "none": Child(folder / "none", (llm, [plain]), VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+        "none": Child(
+            folder / "none",
+            (llm, [plain]),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            PYRAMID_CPU_PLATFORM="1",  # as if an engine with a policy had started the process
+        ),
         "pyramidkv": Child(
             folder / "pyramidkv",
             (

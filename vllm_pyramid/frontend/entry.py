@@ -66,6 +66,9 @@ class PolicyFrontEnd:
         settings = KVSettings.from_additional_config(args.additional_config)
         if settings is not None and settings.kv_policy != NO_POLICY:
             return PolicyConfig(settings)
-        if (defaults := sys.modules.get("vllm_pyramid.compat.platform.defaults")) is not None:
-            defaults.withdraw()  # of an earlier engine of this process, which had a policy
+        if "vllm_pyramid.compat.platform.cpu_platform" in sys.modules:
+            # An earlier engine had a policy: of this process, or of the one that started it.
+            from vllm_pyramid.compat.platform import defaults
+
+            defaults.withdraw()
         return None

@@ -91,8 +91,9 @@ def chosen_for_children(name: str, value: str) -> None:
 
 
 def withdraw() -> None:
-    """Take back what was chosen for an earlier engine of this process."""
+    """Take back what was chosen for an earlier engine of this process, or inherited from one."""
     cpu_platform.deactivate()
+    os.environ.pop(ACTIVE, None)
     for name, value in _chosen.items():
         if os.environ.get(name) == value:
             del os.environ[name]
