@@ -148,7 +148,10 @@ def test_a_selector_of_the_users_own(random_model: Path, own_module: Path, engin
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [("NaN", "returned NaN or infinity, which cannot be ranked"), ("shape", r"must return a float32 tensor")],
+    [
+        ("NaN", "returned NaN or infinity, which cannot be ranked"),
+        ("shape", r"must return a float32 tensor"),
+    ],
 )
 def test_wrong_scores_end_in_one_sentence(
     wrong: str, message: str, random_model: Path, own_module: Path, engines: Any
