@@ -176,8 +176,8 @@ def test_parts_that_override_nothing_do_what_their_base_does(own: str, tmp_path:
 
 
 CLASSES = [
-    ("scorer", "Scoreless", r"the scorer OWN:Scoreless has no method `score\(self, view\)`"),
-    ("scorer", "Blind", r"the scorer OWN:Blind has no method `observe\(self, view\)`"),
+    ("scorer", "Scoreless", r"the scorer OWN:Scoreless has no method `score\(self, inputs\)`"),
+    ("scorer", "Blind", r"the scorer OWN:Blind has no method `observe\(self, inputs\)`"),
     (
         "allocator",
         "Curveless",
