@@ -165,7 +165,7 @@ def of_model(folder: Path, ids: list[int]) -> Iterator[Layer]:
 
 
 def press_arguments(data: Layer, number: int = 0, layers: int = 1) -> tuple[Any, ...]:
-    """What a press's `score` takes, for layer `number` of so many: module, hidden states, ..."""
+    """Return what a press's `score` takes for layer `number`: module, hidden states, ..."""
     (tokens, heads, size), heads_kv = data.plain.shape, len(data.keys)
     module = SimpleNamespace(
         config=SimpleNamespace(

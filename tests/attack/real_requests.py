@@ -92,7 +92,7 @@ class Clients:
         self.has_turns = reasons == (None, None)
 
     def run(self, requests: int, seconds: float) -> None:
-        """Send so many requests, or until the time is over; then wait for the last."""
+        """Send `requests` requests, or fewer where the time is over; then wait for the last."""
         end = time.monotonic() + seconds
         with count_preemptions(self.engine) as preemptions:
             while self.running or (self.sent < requests and time.monotonic() < end):

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.plumbing.hosts import Cable, Host, ServerOnHost, reason_without, two_hosts
+from tests.plumbing.hosts import Cable, Host, ServerOnHost, needs_two_hosts, two_hosts
 from tests.plumbing.one_device import (
     LENGTHS,
     Answers,
@@ -25,11 +25,7 @@ from tests.plumbing.one_device import (
     kept,
 )
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.long,
-    pytest.mark.skipif(reason_without() is not None, reason=str(reason_without())),
-]
+pytestmark = needs_two_hosts()
 
 # A step that a host does not answer is an error after that time.
 STEP_SECONDS = 20

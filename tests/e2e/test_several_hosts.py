@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from tests.plumbing.hosts import Host, ServerOnHost, reason_without, two_hosts
+from tests.plumbing.hosts import Host, ServerOnHost, needs_two_hosts, two_hosts
 from tests.plumbing.one_device import (
     LENGTHS,
     Answers,
@@ -26,11 +26,7 @@ from tests.plumbing.one_device import (
     kept,
 )
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.long,
-    pytest.mark.skipif(reason_without() is not None, reason=str(reason_without())),
-]
+pytestmark = needs_two_hosts()
 
 
 @dataclass(frozen=True)

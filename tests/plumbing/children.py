@@ -64,7 +64,7 @@ class Child:
 
 
 def greedy(max_tokens: int, **extra_args: Any) -> dict[str, Any]:
-    """Sampling parameters of exactly so many greedy tokens, as `child.py` takes them."""
+    """Return parameters of exactly `max_tokens` greedy tokens, as `child.py` takes them."""
     return {
         "temperature": 0,
         "max_tokens": max_tokens,

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import pytest
 
 from tests.plumbing.server import VLLM
 
@@ -195,6 +196,16 @@ def reason_without() -> str | None:
             return None
     except OSError as error:
         return f"needs namespaces of the kernel, as root or a user who may make them: {error}"
+
+
+def needs_two_hosts() -> list[pytest.MarkDecorator]:
+    """Return the marks of a test file with engines on two hosts; skipped where none can be made."""
+    reason = reason_without()
+    return [
+        pytest.mark.engine,
+        pytest.mark.long,
+        pytest.mark.skipif(reason is not None, reason=str(reason)),
+    ]
 
 
 class ServerOnHost:

@@ -76,7 +76,7 @@ class RayHead:
 
 @contextlib.contextmanager
 def ray_head(log: Path, workers: int) -> Iterator[RayHead]:
-    """A head that runs, for so many workers; ended afterwards."""
+    """Start a head that has room for `workers` workers, and end it afterwards."""
     head = RayHead(log, workers)
     try:
         head.wait_until_ready()

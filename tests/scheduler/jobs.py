@@ -23,7 +23,7 @@ def exact_request(
     extra: dict[str, Any] | None = None,
     hash_block_size: int = 0,
 ) -> Request:
-    """A request whose answer has exactly so many tokens, as everybody can know.
+    """A request whose answer has exactly that many tokens, which its parameters say.
 
     Args:
         prompt: its tokens, or how many. hash_block_size: 0 without prefix caching.

@@ -87,8 +87,7 @@ def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -
     request = make_request("wrong", 40, 4)
     request.mm_features = [SimpleNamespace(identifier="an image")]  # type: ignore[list-item]
     model = SimpleNamespace(is_mm_prefix_lm=True)
-    config = SimpleNamespace(**{**vars(engine.scheduler.vllm_config), "model_config": model})
-    monkeypatch.setattr(engine.scheduler, "vllm_config", config)
+    monkeypatch.setattr(engine.scheduler._planner, "_model_config", model)
     engine.check_refused(request)
 
 

@@ -57,7 +57,7 @@ LIMITS = settings(
     suppress_health_check=list(HealthCheck),
 )
 # The first round lives other lives in every run (`seed` of tests/conftest.py). What a variant is
-# for may be rare: rounds of known lives follow until all of it was seen, so many at the most.
+# for may be rare: up to `ROUNDS` rounds follow, of known lives, until it has been seen.
 ROUNDS = 7
 OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     None,

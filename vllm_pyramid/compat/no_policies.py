@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -19,6 +20,17 @@ from vllm_pyramid.compat.versions import WrongVLLMError
 
 _INSTALLED = "_vllm_pyramid"
 _NONE = (None, "none")
+# Where a configuration is made of arguments, else where it is made at all: module, class, method,
+# and how its call shows `additional_config`.
+_PLACES: tuple[tuple[str, str, str, Callable[[Any, Mapping[str, Any]], object]], ...] = (
+    (
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "create_engine_config",
+        lambda self, _: getattr(self, "additional_config", None),
+    ),
+    ("vllm.config", "VllmConfig", "__init__", lambda _, given: given.get("additional_config")),
+)
 
 
 def install(reason: str, keys: Collection[str]) -> bool:
@@ -41,53 +53,31 @@ def install(reason: str, keys: Collection[str]) -> bool:
 
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         _refuse_flags(reason, keys)
-    for place in (_check_engine_args, _check_config):
+    for module, cls, method, asked_of in _PLACES:
         with contextlib.suppress(ImportError, AttributeError, TypeError):
-            place(check)
+            owner = getattr(importlib.import_module(module), cls)
+            _check_before(owner, method, lambda *given, of=asked_of: check(of(*given)))
             return True
     return False
 
 
-def _check_engine_args(check: Callable[[object], None]) -> None:
-    """Check the arguments from which a configuration is made.
+def _check_before(owner: type, name: str, check: Callable[[Any, Mapping[str, Any]], None]) -> None:
+    """Call `check(self, kwargs)` before a method of vLLM's class `owner`.
 
     Raises:
-        ImportError, AttributeError: this vLLM does not have them.
+        AttributeError: this vLLM does not have the method.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    create = EngineArgs.create_engine_config
-    if getattr(create, _INSTALLED, False):
+    stock = getattr(owner, name)
+    if getattr(stock, _INSTALLED, False):
         return
 
-    @functools.wraps(create)
-    def create_without_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check(getattr(self, "additional_config", None))
-        return create(self, *args, **kwargs)
+    @functools.wraps(stock)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, kwargs)
+        return stock(self, *args, **kwargs)
 
-    setattr(create_without_policy, _INSTALLED, True)
-    EngineArgs.create_engine_config = create_without_policy  # type: ignore[method-assign]
-
-
-def _check_config(check: Callable[[object], None]) -> None:
-    """Check the configuration itself.
-
-    Raises:
-        ImportError, AttributeError: this vLLM does not have it.
-    """
-    from vllm.config import VllmConfig
-
-    init = VllmConfig.__init__
-    if getattr(init, _INSTALLED, False):
-        return
-
-    @functools.wraps(init)
-    def init_without_policy(self: Any, *args: Any, **kwargs: Any) -> None:
-        check(kwargs.get("additional_config"))
-        init(self, *args, **kwargs)
-
-    setattr(init_without_policy, _INSTALLED, True)
-    VllmConfig.__init__ = init_without_policy  # type: ignore[method-assign]
+    setattr(checked, _INSTALLED, True)
+    setattr(owner, name, checked)
 
 
 def _refuse_flags(reason: str, keys: Collection[str]) -> None:

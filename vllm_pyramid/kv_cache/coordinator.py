@@ -210,6 +210,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
                 f"request {request_id}: a prefix of {found} tokens was found, and vLLM begins "
                 f"with {num_local_computed_tokens}; report this"
             )
+        if record.num_blocks or record.bundles:
+            raise RuntimeError(
+                f"request {request_id}: it begins with a prefix and holds {record.num_blocks} "
+                "blocks of each layer already; report this"
+            )
         if sources := self.prefixes.enter(request_id, record):
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens

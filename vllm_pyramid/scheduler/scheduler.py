@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,7 +14,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
-from vllm_pyramid.compat.input_processor import check_images, check_whole
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
     attach_copies,
@@ -24,22 +21,14 @@ from vllm_pyramid.compat.side_channel import (
     read_report,
 )
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.request_record import NoBlocks, RequestTerms
-from vllm_pyramid.kv_cache.session_cache import Conversation
+from vllm_pyramid.kv_cache.request_record import NoBlocks
 from vllm_pyramid.plan import Plan
-from vllm_pyramid.policy.fit import Pool, check_fit
-from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
-from vllm_pyramid.policy.request import (
-    ALLOCATOR_KEY,
-    ServedRequest,
-    check_request,
-    hashable,
-    with_allocator,
-)
+from vllm_pyramid.policy.fit import Pool
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.reports import Reports
+from vllm_pyramid.scheduler.request_planner import RequestPlanner
 from vllm_pyramid.step.failures import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
@@ -90,8 +79,7 @@ class PyramidSchedulerMixin(Reports):
             manager.enable_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
         self.kv_policy = settings.policy
-        self._no_turns = settings.why_no_turns
-        self._overrides, self.reports_cached = settings.overrides, settings.reports_cached
+        self.reports_cached = settings.reports_cached
         self._min_last_chunk = settings.min_last_chunk
         self._min_inner_chunk = settings.min_inner_chunk
         inside = self.kv_policy.inner_policy
@@ -107,6 +95,14 @@ class PyramidSchedulerMixin(Reports):
             self.max_model_len,
             int(coordinator.stock_groups.blocks_of(self.max_model_len, in_flight)),
             coordinator.layer_blocks.stages.sizes,
+        )
+        self._planner = RequestPlanner(
+            settings,
+            self.vllm_config.model_config,
+            coordinator.layer_blocks,
+            self._pool,
+            self.hooks,
+            shares_prefixes=manager.enable_caching,
         )
         self._admission = None
         if settings.forecasts:
@@ -132,82 +128,12 @@ class PyramidSchedulerMixin(Reports):
         if request.request_id in self.requests:
             super().add_request(request)  # before that one's plan would be lost
             return
-        served = self._check(request)
-        plan = served.plan(
-            request.num_prompt_tokens,
-            self.coordinator.layer_blocks.num_layers,
-            self.coordinator.layer_blocks.largest,
-        )
-        if served.error is None:
-            for hooks in self.hooks:
-                if fields := hooks.on_request_added(
-                    request.request_id, request.cache_salt or "", served.application, plan
-                ):
-                    plan = self._replan(request, served, plan, fields)
-        shares = self.kv_cache_manager.enable_caching
-        terms = RequestTerms(
-            plan,
-            served.policy.name,
-            served.share_floor,
-            shareable_tokens(served.policy, plan) if shares else 0,
-            reusable_tokens(served.policy, plan) if shares else 0,
-            Conversation.of(served, plan, shares),
-        )
+        terms, error = self._planner.terms(request)
+        if error is not None:
+            logger.error("request %s: %s", request.request_id, error)
+            self.end_with_error(request.request_id, error)
         self.coordinator.plans.add(request.request_id, terms)
         super().add_request(request)
-
-    def _check(self, request: Request) -> ServedRequest:
-        """Return the policy and budget of a request, or the error with which it ends.
-
-        Front ends check requests first (compat/input_processor.py), so a wrong request has come by
-        another way. It ends with an error; raising would end the engine.
-        """
-        params = request.sampling_params
-        try:
-            check_whole(request.resumable)
-            check_images(self.vllm_config.model_config, request)
-            if params is None:
-                return ServedRequest(self.kv_policy)
-            self._overrides.check_keys(params.extra_args)
-            served = check_request(self.kv_policy, params, self._no_turns)
-            served.check_turns(request.num_prompt_tokens)
-            self._overrides.check_kept(
-                served, self.kv_policy, request.num_prompt_tokens, request.max_tokens
-            )
-            if self.kv_policy.inner_policy is not None:
-                limited = copy.copy(params)
-                # The front end was strict; its pool may be the mean of several.
-                check_fit(served, request.num_prompt_tokens, limited, self._pool, strict=False)
-                assert limited.max_tokens is not None, "vLLM sets it when a request arrives"
-                request.max_tokens = limited.max_tokens
-            return served
-        except (ValueError, VLLMValidationError) as reason:
-            if params is not None:
-                request.sampling_params = copy.copy(params)
-                request.sampling_params.extra_args = None  # the worker would follow it
-            request.mm_features = []  # a step may still run before the request ends
-            logger.error("request %s: %s", request.request_id, reason)
-            self.end_with_error(request.request_id, str(reason))
-            return ServedRequest(self.kv_policy, error=str(reason))
-
-    def _replan(
-        self, request: Request, served: ServedRequest, plan: Plan, fields: dict[str, Any]
-    ) -> Plan:
-        """Plan with another allocator for this request, and tell the workers of it."""
-        params = request.sampling_params
-        if params is None:
-            return plan
-        request.sampling_params = copy.copy(params)  # the object may be the client's
-        request.sampling_params.extra_args = {
-            **(params.extra_args or {}),
-            ALLOCATOR_KEY: {
-                key: list(value) if isinstance(value, tuple) else value
-                for key, value in fields.items()
-            },
-        }
-        return with_allocator(served.policy, hashable(fields)).plan(
-            plan.prompt_len, plan.num_layers, plan.block_size, served.budget
-        )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, and tell the workers which blocks to copy before it."""

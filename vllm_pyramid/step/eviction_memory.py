@@ -6,7 +6,7 @@
 
 A single request of the greatest length is the least that fits: its scores, and the copies of two of
 its KV heads. Neither bound changes a result, since requests are evicted one by one, and heads are
-scored one by one. docs/limits.md has the formulas of `EvictionMemory`.
+scored one by one. docs/kv_layout.md has the formulas of `EvictionMemory`.
 
 Shape legend: S requests, G KV heads of this rank, H query heads, T tokens, D head size.
 """

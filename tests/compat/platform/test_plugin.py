@@ -25,7 +25,8 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(
         platform, "entry_points", lambda group: [SimpleNamespace(module=platform.__name__)]
     )
-    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    for name in ("VLLM_TARGET_DEVICE", platform.ACTIVE):
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan what a request keeps when it arrives, or say with which error it ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.request import Request
+
+from vllm_pyramid.compat.input_processor import check_images, check_whole
+from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
+from vllm_pyramid.kv_cache.request_record import RequestTerms
+from vllm_pyramid.kv_cache.session_cache import Conversation
+from vllm_pyramid.plan import Plan
+from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
+from vllm_pyramid.policy.request import (
+    ALLOCATOR_KEY,
+    ServedRequest,
+    check_request,
+    hashable,
+    with_allocator,
+)
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.step.hooks import SchedulerHooks
+
+
+class RequestPlanner:
+    """Checks and plans the requests of one scheduler.
+
+    Args:
+        settings: the served policy's. model_config: vLLM's. pool: that all requests share.
+        layer_blocks: how many blocks the layers need.
+        hooks: of the policy's methods. shares_prefixes: whether prefix caching is on.
+    """
+
+    def __init__(
+        self,
+        settings: ServedSettings,
+        model_config: ModelConfig,
+        layer_blocks: LayerBlocks,
+        pool: Pool,
+        hooks: Sequence[SchedulerHooks],
+        *,
+        shares_prefixes: bool,
+    ) -> None:
+        self._settings, self._policy = settings, settings.policy
+        self._model_config = model_config
+        self._layer_blocks, self._pool = layer_blocks, pool
+        self._hooks = hooks
+        self._shares_prefixes = shares_prefixes
+
+    def terms(self, request: Request) -> tuple[RequestTerms, str | None]:
+        """Return what a request keeps and shares, and the error with which it ends, or None.
+
+        Its parameters are replaced where the workers have to follow others.
+        """
+        served = self._check(request)
+        layer_blocks, shares = self._layer_blocks, self._shares_prefixes
+        plan = served.plan(request.num_prompt_tokens, layer_blocks.num_layers, layer_blocks.largest)
+        if served.error is None:
+            for hooks in self._hooks:
+                if fields := hooks.on_request_added(
+                    request.request_id, request.cache_salt or "", served.application, plan
+                ):
+                    plan = _replan(request, served, plan, fields)
+        terms = RequestTerms(
+            plan,
+            served.policy.name,
+            served.share_floor,
+            shareable_tokens(served.policy, plan) if shares else 0,
+            reusable_tokens(served.policy, plan) if shares else 0,
+            Conversation.of(served, plan, shares),
+        )
+        return terms, served.error
+
+    def _check(self, request: Request) -> ServedRequest:
+        """Return the policy and budget of a request, or the error with which it ends.
+
+        Front ends check requests first (compat/input_processor.py), so a wrong request has come by
+        another way. It ends with an error; raising would end the engine.
+        """
+        params, policy, overrides = request.sampling_params, self._policy, self._settings.overrides
+        try:
+            check_whole(request.resumable)
+            check_images(self._model_config, request)
+            if params is None:
+                return ServedRequest(policy)
+            overrides.check_keys(params.extra_args)
+            served = check_request(policy, params, self._settings.why_no_turns)
+            served.check_turns(request.num_prompt_tokens)
+            overrides.check_kept(served, policy, request.num_prompt_tokens, request.max_tokens)
+            if policy.inner_policy is not None:
+                limited = copy.copy(params)
+                # The front end was strict; its pool may be the mean of several.
+                check_fit(served, request.num_prompt_tokens, limited, self._pool, strict=False)
+                assert limited.max_tokens is not None, "vLLM sets it when a request arrives"
+                request.max_tokens = limited.max_tokens
+            return served
+        except (ValueError, VLLMValidationError) as reason:
+            if params is not None:
+                request.sampling_params = copy.copy(params)
+                request.sampling_params.extra_args = None  # the worker would follow it
+            request.mm_features = []  # a step may still run before the request ends
+            return ServedRequest(policy, error=str(reason))
+
+
+def _replan(request: Request, served: ServedRequest, plan: Plan, fields: dict[str, Any]) -> Plan:
+    """Plan with another allocator for this request, and tell the workers of it."""
+    params = request.sampling_params
+    if params is None:
+        return plan
+    request.sampling_params = copy.copy(params)  # the object may be the client's
+    request.sampling_params.extra_args = {
+        **(params.extra_args or {}),
+        ALLOCATOR_KEY: {
+            key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()
+        },
+    }
+    return with_allocator(served.policy, hashable(fields)).plan(
+        plan.prompt_len, plan.num_layers, plan.block_size, served.budget
+    )
