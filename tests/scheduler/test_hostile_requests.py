@@ -2,13 +2,13 @@
 """No request's own settings cost the front end, the scheduler or a worker more than its tokens do.
 
 Every body is shorter than 64 KB. It is refused with a short reason, or accepted within its limits;
-either way its cost is that of an honest request of as many tokens and at most `MOST_MS` more.
+either way its cost is that of an honest request of as many tokens and at most `MOST_MS` more, as
+the reference machine takes them (`tests/plumbing/reference_time.py`).
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from tests.plumbing.reference_time import ReferenceTime
 from tests.scheduler.harness import Setup, hasher, make_scheduler
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.allocator import point_of_tokens
@@ -31,6 +32,7 @@ MOST_MS = 2.0
 PROMPT = 60_000  # a body of 64 KB has hardly more
 LAYERS = 80
 TIMES = 7
+ROUNDS = 3  # of them, at most: a busy machine may disturb all of one
 Body = Callable[[int], dict[str, Any]]  # of the number of the try, so that no cache helps
 
 
@@ -109,42 +111,49 @@ def _params(extra: dict[str, Any]) -> SamplingParams:
     return params
 
 
-def _ms(step: Callable[..., object], *args: Any) -> float:
+def _ms(time: ReferenceTime, step: Callable[..., object], *args: Any) -> float:
     """Return the process time of a step that finds no plan in the caches."""
     plan_prompt.cached.clear()
     point_of_tokens.cached.clear()
-    start = time.process_time_ns()
-    step(*args)
-    return (time.process_time_ns() - start) / 1e6
+    return time.ms(step, *args)
 
 
 class Costs:
-    """Process time in ms of the front end, the scheduler and a worker.
-
-    It is the least of several: other work on the machine only adds to it.
-    """
+    """What the front end, the scheduler and a worker take of the reference machine, in ms."""
 
     def __init__(self, scheduler: PyramidScheduler, body: Body, name: str) -> None:
         self.refused: str | None = None
         self.turns_evict = 0
         self._engine = scheduler
         self._tracker = EvictionTracker(scheduler.kv_policy, LAYERS, 16, 4)
+        self._time = ReferenceTime()
         costs = [self._costs(f"{name} {index}", body(index)) for index in range(TIMES)]
-        self.front, self.scheduler, self.worker = (min(of) for of in zip(*costs, strict=True))
+        self.front, self.scheduler, self.worker = (
+            self._time.on_reference(min(of)) for of in zip(*costs, strict=True)
+        )
 
     def _costs(self, name: str, extra: dict[str, Any]) -> tuple[float, float, float]:
         params = _params(extra)
         request = Request(name, list(range(PROMPT)), params, None, block_hasher=hasher(16))
-        front = _ms(self._check, params)
-        scheduler = _ms(self._add, request)
+        front = _ms(self._time, self._check, params)
+        scheduler = _ms(self._time, self._add, request)
         assert request.sampling_params is not None
         sent = request.sampling_params.extra_args
         assert (sent is None) == (self.refused is not None), "the worker would follow it"
         # A worker follows what the scheduler sends on, and stands what no scheduler has seen.
-        worker = _ms(self._tracker.add, name, PROMPT, sent)
-        worker = max(worker, _ms(for_request, self._engine.kv_policy, extra))
+        worker = _ms(self._time, self._tracker.add, name, PROMPT, sent)
+        worker = max(worker, _ms(self._time, for_request, self._engine.kv_policy, extra))
         self._engine.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         return front, scheduler, worker
+
+    def more_than(self, honest: Costs) -> list[str]:
+        """Where the request costs more than an honest one and `MOST_MS`, and how much."""
+        more = []
+        for place in ("front", "scheduler", "worker"):
+            cost, usual = getattr(self, place), getattr(honest, place)
+            print(text := f"{place}: {cost:.3f} ms, honest {usual:.3f} ms")
+            more += [text] if cost >= usual + MOST_MS else []
+        return more
 
     def _check(self, params: SamplingParams) -> None:
         try:
@@ -172,11 +181,11 @@ def test_a_hostile_request_costs_what_its_tokens_cost(
     body = {**REFUSED, **ACCEPTED}[name]
     if "huge" not in name and "4,000" not in name:  # numbers that JSON in Python cannot write
         assert len(json.dumps(body(6))) < 65_536
-    costs = Costs(scheduler, body, name)
-    for place in ("front", "scheduler", "worker"):
-        cost, usual = getattr(costs, place), getattr(honest, place)
-        print(f"{name:32s} {place} {cost:.3f} ms, honest {usual:.3f} ms")
-        assert cost < usual + MOST_MS, (place, cost, usual)
+    for _ in range(ROUNDS):
+        costs = Costs(scheduler, body, name)
+        if not (more := costs.more_than(honest)):
+            break
+    assert not more
     assert (costs.refused is not None) == (name in REFUSED)
     assert (costs.turns_evict > 0) == ("turn" in name and name in ACCEPTED), costs.turns_evict
     assert costs.refused is None or len(costs.refused) < 400
@@ -198,6 +207,35 @@ def test_a_new_budget_costs_a_plan_and_no_more(policy: str) -> None:
         return {"kv_budget": 900 + index if policy == "h2o" else f"{30 - index}.123456%"}
 
     plan({}, 0)
-    costs = [_ms(plan, body(index), index) for index in range(1, TIMES)]
-    print(policy, f"{min(costs):.3f} ms")
-    assert min(costs) < MOST_MS
+    least = _least_ms(lambda index: plan(body(index), index))
+    print(policy, f"{least:.3f} ms")
+    assert least < MOST_MS
+
+
+@pytest.mark.parametrize("share", [5, 50, 90])
+@pytest.mark.parametrize("allocator", ["uniform", "exponential", "geometric", "shares"])
+def test_no_allocator_takes_longer_for_many_turns(allocator: str, share: int) -> None:
+    """Those of policies; an application's own is called for one turn after the other."""
+    fields = {"shares": [1 + layer * 7 % 13 for layer in range(LAYERS)]}
+    parts = {"kind": allocator, **(fields if allocator == "shares" else {})}
+    served = load_policy("pyramidkv").model_copy(update={"allocator": parts})
+
+    def plan(index: int) -> None:
+        extra = {"kv_budget": f"{share}.{index}%", "kv_turns": _turns(500 + index, 116)}
+        found = for_request(served, extra)
+        assert found.error is None, found.error
+        assert len(found.plan(PROMPT, LAYERS, 16).points) > 50
+
+    least = _least_ms(plan)
+    print(allocator, share, f"{least:.3f} ms")
+    assert least < MOST_MS
+
+
+def _least_ms(step: Callable[[int], object]) -> float:
+    """What the step of a number takes of the reference machine, at least."""
+    time, costs = ReferenceTime(), []
+    for _ in range(ROUNDS):
+        costs += [_ms(time, step, index) for index in range(1, TIMES)]
+        if (least := time.on_reference(min(costs))) < MOST_MS:
+            break
+    return least

@@ -217,19 +217,22 @@ def _solve_log_ratio(num_terms: int, mean: float) -> float:
 
 
 def _solve_log_ratios(num_terms: int, means: Reals) -> Reals:
-    """Return log r such that the mean of 1, r, ..., r^(num_terms-1) is each of `means`.
+    """Return x = log r such that the mean of 1, r, ..., r^(num_terms-1) is each of `means`.
 
-    By bisection: the mean grows with r from 1 / num_terms (r = 0) over 1 (r = 1) without bound.
+    The mean is expm1(m x) / (m expm1(x)) for m terms. Its logarithm rises with x and is convex, so
+    Newton's steps from above come down to the solution and never pass it.
     """
-    exponents = np.arange(num_terms, dtype=np.float64)
+    wanted, slope_at_0 = np.log(means), (num_terms - 1) / 2
     # Upwards the last term alone is at most the sum, mean * num_terms.
-    rises = means >= 1.0
-    low = np.where(rises, 0.0, -60.0)
-    high = np.where(rises, np.log(np.maximum(means, 1.0) * num_terms) / (num_terms - 1), 0.0)
+    x = np.where(means > 1.0, np.log(np.maximum(means, 1.0) * num_terms) / (num_terms - 1), 0.0)
     for _ in range(100):
-        middle = (low + high) / 2.0
-        if ((middle == low) | (middle == high)).all():
-            break  # as precise as floats are
-        is_low = np.exp(middle[:, None] * exponents).mean(axis=1) < means
-        low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
-    return (low + high) / 2.0
+        x = np.where(x == 0.0, 1e-200, x)
+        sums, terms = np.expm1(num_terms * x), np.expm1(x)
+        # The slope is a difference of two numbers that are large and alike near 0.
+        slope = num_terms * (1.0 + 1.0 / sums) - (1.0 + 1.0 / terms)
+        slope = np.where(np.abs(x) < 1e-6, slope_at_0, slope)
+        step = (np.log(sums / (num_terms * terms)) - wanted) / slope
+        x = np.maximum(x - step, -60.0)
+        if (np.abs(step) <= 1e-15 + 1e-14 * np.abs(x)).all():
+            break
+    return x

@@ -183,34 +183,26 @@ class CurveAllocator(Allocator):
 
 
 def round_to_sum(curve: Reals, total: int) -> Integers:
-    """Round by largest remainder: whole numbers next to `curve` that sum to `total`.
+    """Return `round_all_to_sum` of one curve, `[m]`."""
+    return round_all_to_sum(curve[None], np.array([total]))[0]
+
+
+def round_all_to_sum(curves: Reals, totals: Integers) -> Integers:
+    """Round by largest remainder: whole numbers next to `curves`, `[T, m]`, that sum to `totals`.
 
     Ties go to the lower layer, so a curve that does not rise gives integers that do not rise.
     """
     # Values such as 2.9999999996 are whole numbers that float arithmetic missed.
-    snapped = np.round(curve, 6)
-    whole = np.floor(snapped)
-    result = whole.astype(np.int64)
-    missing = total - int(result.sum())
-    assert 0 <= missing < max(len(curve), 1), (missing, total, curve)
-    largest = np.argsort(-(snapped - whole), kind="stable")[:missing]
-    result[largest] += 1
-    return result
-
-
-def round_all_to_sum(curves: Reals, totals: Integers) -> Integers:
-    """Return `round_to_sum` of each row of `curves`, `[T, m]`, whose totals are `[T]`."""
-    snapped = np.round(curves, 6)
-    whole = np.floor(snapped)
-    result = whole.astype(np.int64)
+    millionths = np.rint(curves * 1e6).astype(np.int64)
+    result = millionths // 1_000_000
     missing = totals - result.sum(axis=1)
     num_layers = curves.shape[1]
-    assert (missing >= 0).all() and (missing < max(num_layers, 1)).all(), (missing, totals, curves)
-    largest = np.argsort(whole - snapped, axis=1, kind="stable")
-    more = np.arange(num_layers) < missing[:, None]
-    rounded = np.empty_like(result)
-    np.put_along_axis(rounded, largest, np.take_along_axis(result, largest, axis=1) + more, axis=1)
-    return rounded
+    if not (missing >= 0).all() or not (missing < max(num_layers, 1)).all():
+        raise RuntimeError(f"curves that sum to {curves.sum(axis=1)} are to sum to {totals}")
+    # A number for each remainder, and no number twice: the lower of two layers has the larger one.
+    ranks = (millionths - result * 1_000_000) * num_layers + np.arange(num_layers - 1, -1, -1)
+    least = np.take_along_axis(np.sort(ranks, axis=1), num_layers - 1 - missing[:, None], axis=1)
+    return result + (ranks > least)
 
 
 @cached_by_bytes(CACHE_BYTES)
