@@ -18,6 +18,7 @@ from vllm_pyramid.tools.budgets.command import add_command as add_budgets
 from vllm_pyramid.tools.doctor import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 from vllm_pyramid.tools.models import MODELS, gguf_folder, model_folder
+from vllm_pyramid.tools.top.command import add_command as add_top
 
 _NEED_VLLM = ("bench", "calibrate", "eval")
 
@@ -34,6 +35,7 @@ def _build_parser() -> argparse.ArgumentParser:
     policies.set_defaults(run=_run_policies)
 
     add_doctor(commands)
+    add_top(commands)
     add_budgets(commands)
     add_eval(commands)
     add_bench(commands)
