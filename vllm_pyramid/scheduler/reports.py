@@ -50,6 +50,16 @@ class Reports(SchedulerPoints):
             return {}
         return {"layers": self.coordinator.layers}
 
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        """Return what the statistics say of the server, which never changes."""
+        stages = self.coordinator.layer_blocks.stages
+        return {
+            **self._layers,
+            "policy": [self.kv_policy.name, str(self.kv_policy.budget)],
+            "pool_blocks": (self.kv_cache_config.num_blocks - 1) * len(stages),
+        }
+
     def log_capacity(self, block_size: int) -> None:
         """Log how many prompts of the model's length the pool holds.
 
@@ -217,7 +227,7 @@ class Reports(SchedulerPoints):
         return {
             **totals,
             **self.failed.totals(),
-            **self._layers,
+            **self._constants,
             "evictions": counters.num_evictions,
             "tokens_evicted": counters.tokens_evicted.tolist(),
             "blocks_freed": counters.blocks_freed.tolist(),
