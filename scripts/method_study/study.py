@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from llama import Llama
+from code_task import load_task
 from methods import Method, Prompt
+from model import Model, way_of
 
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.task import GeneratedTask, Sample
 
 # What a row is about: one with all of these equal is not measured again.
@@ -45,7 +45,7 @@ class Place:
 class Study:
     """A model, and the methods and budgets that are wanted of each prompt."""
 
-    model: Llama
+    model: Model
     tokens: Tokens
     name: str
     known: set[tuple[str, ...]] = field(default_factory=set)
@@ -54,13 +54,16 @@ class Study:
         """Leave out what a file of rows has. A last line that was cut off is removed from it.
 
         Raises:
-            ValueError: it has other columns.
+            ValueError: it has other columns, or rows of another model.
         """
         data = path.read_bytes() if path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1] or f"{','.join((*KEY, *FIGURES))}\n".encode()
-        rows = csv.DictReader(whole.decode().splitlines())
-        if tuple(rows.fieldnames or ()) != (*KEY, *FIGURES):
-            raise ValueError(f"{path} has the columns {rows.fieldnames}, not {[*KEY, *FIGURES]}")
+        reader = csv.DictReader(whole.decode().splitlines())
+        if tuple(reader.fieldnames or ()) != (*KEY, *FIGURES):
+            raise ValueError(f"{path} has the columns {reader.fieldnames}, not {[*KEY, *FIGURES]}")
+        rows = list(reader)
+        if others := {row["model"] for row in rows} - {self.name}:
+            raise ValueError(f"{path} has rows of {sorted(others)}: take a folder for each model")
         if whole != data:
             path.write_bytes(whole)
         self.known |= {tuple(row[key] for key in KEY) for row in rows}
@@ -85,14 +88,14 @@ class Study:
         assert isinstance(task, GeneratedTask)
         sample = task.numbered(self.tokens, place.length, place.index, place.seed)
         ids = self.tokens.encode(sample.prompt)
-        caches, logits = self.model.prefill(ids)
-        prompt = Prompt(self.model, ids, caches)
+        recorded, logits = self.model.prefill(ids)
+        prompt = Prompt(self.model, ids, recorded)
         following, skip = self._continuation(sample, prompt, logits)
-        (full,) = self.model.continued(caches, following)
+        (full,) = self.model.continued(recorded, following)
         left = iter(wanted)
         while some := list(islice(left, max(1, ROWS // len(following)))):
-            kept = [method.kept(prompt, budget) for method, budget in some]
-            got = self.model.continued(caches, following, kept)
+            ways = [way_of(method.kept(prompt, budget)) for method, budget in some]
+            got = self.model.continued(recorded, following, ways)
             for (method, budget), its in zip(some, got, strict=True):
                 key = self._key(place, method, budget)
                 rows.writerow([*key, *measured(full, its, following, skip)])
@@ -104,7 +107,7 @@ class Study:
     ) -> tuple[list[int], int]:
         """Return the tokens that follow the prompt, and how many of the first do not count."""
         if sample.follows_full:
-            return self.model.greedy(prompt.caches, logits, sample.max_tokens), 1
+            return self.model.greedy(prompt.recorded, logits, sample.max_tokens), 1
         before = sample.prompt + sample.lead
         space = "" if sample.forced or before.endswith((" ", "\n")) else " "
         ids = self.tokens.encode(before + space + sample.answers[0])

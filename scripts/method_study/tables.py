@@ -106,7 +106,9 @@ def run(
     out: Out = Path("quality-tables"),
     tables: Tables = HERE / "tables.yaml",
     methods: Methods = HERE / "methods.yaml",
-    model: Annotated[str, typer.Option(help="folder of a Llama, or `smollm2`")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="folder, or a name of `vllm-pyramid model`")
+    ] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
 ) -> None:
     """Measure what is not there yet."""
@@ -125,11 +127,9 @@ def run(
 
 
 def _model_folder(model: str) -> Path:
-    if model != "smollm2":
-        return Path(model)
-    from vllm_pyramid.tools.models import model_folder
+    from vllm_pyramid.tools.models import MODELS, model_folder
 
-    return model_folder(model)
+    return model_folder(model) if model in MODELS else Path(model)
 
 
 def _run_studies(
@@ -137,8 +137,8 @@ def _run_studies(
 ) -> int:
     """Measure the studies' prompts in turns, and return how many the deadline left."""
     import torch
-    from llama import Llama
     from methods import Method, load_methods
+    from model import Model
     from study import Place, Study
 
     from vllm_pyramid.tools.eval.haystack import load_tokens
@@ -156,7 +156,7 @@ def _run_studies(
     if not places:
         return 0
     torch.set_grad_enabled(False)
-    study = Study(Llama(folder), load_tokens(folder), folder.name)
+    study = Study(Model(folder), load_tokens(folder), folder.name)
     try:
         study.read(out / "study.csv")
     except ValueError as error:
