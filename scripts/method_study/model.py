@@ -271,7 +271,7 @@ def _attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as the recording model's present step says; `[M, heads, n, D]` in, Transformers' out."""
+    """Attend as the recording model's present step says: `[M, heads, n, D]` to `[M, n, H, D]`."""
     step = module.recording._step
     out = step(module.layer_idx, query, key, value, scaling, sliding_window)
     return out.transpose(1, 2).contiguous(), None

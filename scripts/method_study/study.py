@@ -18,6 +18,7 @@ from typing import TextIO
 
 import torch
 from code_task import load_task
+from gates import Gates
 from methods import Method, Prompt
 from model import Model, way_of
 
@@ -49,6 +50,7 @@ class Study:
     tokens: Tokens
     name: str
     known: set[tuple[str, ...]] = field(default_factory=set)
+    gates: Gates | None = None
 
     def read(self, path: Path) -> None:
         """Leave out what a file of rows has. A last line that was cut off is removed from it.
@@ -69,8 +71,15 @@ class Study:
         self.known |= {tuple(row[key] for key in KEY) for row in rows}
 
     def _key(self, place: Place, method: Method, budget: str) -> tuple[str, ...]:
-        about = map(str, (self.name, place.seed, place.task, place.length, place.index))
-        return (*about, method.label, method.definition, budget)
+        return (*self._about(place), method.label, method.definition, budget)
+
+    def _about(self, place: Place) -> tuple[str, ...]:
+        about = (self.name, place.seed, place.task, place.length, place.index)
+        return tuple(map(str, about))
+
+    def misses_gates(self, place: Place) -> bool:
+        """Return whether the gates of a prompt are wanted and not known."""
+        return self.gates is not None and self._about(place) not in self.gates.known
 
     def missing(
         self, place: Place, methods: Iterable[Method], budgets: Iterable[str]
@@ -81,8 +90,10 @@ class Study:
                 if self._key(place, method, budget) not in self.known:
                     yield method, budget
 
-    def measure(self, place: Place, wanted: Iterable[tuple[Method, str]], out: TextIO) -> None:
-        """Append a row for each method and budget."""
+    def measure(
+        self, place: Place, wanted: Iterable[tuple[Method, str]], out: TextIO, gates: bool = False
+    ) -> None:
+        """Append a row for each method and budget; and the gates', if they are wanted."""
         rows = csv.writer(out, lineterminator="\n")
         task = load_task(place.task)
         assert isinstance(task, GeneratedTask)
@@ -101,6 +112,8 @@ class Study:
                 rows.writerow([*key, *measured(full, its, following, skip)])
                 out.flush()
                 self.known.add(key)
+        if gates and self.gates is not None:
+            self.gates.measure(self._about(place), prompt, following, skip, full)
 
     def _continuation(
         self, sample: Sample, prompt: Prompt, logits: torch.Tensor

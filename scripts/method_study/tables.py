@@ -39,7 +39,11 @@ class _Strict(BaseModel):
 
 
 class StudyTable(_Strict):
-    """Methods on the same prompts: `samples` of each task and length."""
+    """Methods on the same prompts, `samples` of each task and length.
+
+    Attributes:
+        gates: tasks on whose prompts the gates are measured too.
+    """
 
     methods: list[str] = Field(min_length=2)
     tasks: list[str] = Field(min_length=1)
@@ -47,6 +51,7 @@ class StudyTable(_Strict):
     budgets: list[str] = Field(min_length=1)
     samples: int = Field(gt=0)
     seed: int
+    gates: list[str] = []
 
 
 class Table(_Strict):
@@ -137,6 +142,7 @@ def _run_studies(
 ) -> int:
     """Measure the studies' prompts in turns, and return how many the deadline left."""
     import torch
+    from gates import Gates
     from methods import Method, load_methods
     from model import Model
     from study import Place, Study
@@ -145,6 +151,7 @@ def _run_studies(
 
     known = load_methods(methods)
     places: dict[Place, list[tuple[list[Method], list[str]]]] = {}
+    with_gates: set[Place] = set()
     for name, table in tables.items():
         if (spec := table.study) is None:
             continue
@@ -152,27 +159,34 @@ def _run_studies(
             raise typer.BadParameter(f"table {name!r}: no method {sorted(unknown)} in {methods}")
         wanted = ([known[label] for label in spec.methods], spec.budgets)
         for which in product(range(spec.samples), [spec.seed], spec.lengths, spec.tasks):
-            places.setdefault(Place(*which), []).append(wanted)
+            place = Place(*which)
+            places.setdefault(place, []).append(wanted)
+            if place.task in spec.gates:
+                with_gates.add(place)
     if not places:
         return 0
     torch.set_grad_enabled(False)
     study = Study(Model(folder), load_tokens(folder), folder.name)
     try:
         study.read(out / "study.csv")
+        if with_gates:
+            study.gates = Gates(out, known["streaming-llm"], known["snapkv-expected"])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    with_gates = {place for place in with_gates if study.misses_gates(place)}
     todo = {
         place: missing
         for place in sorted(places)
         # A dictionary: tables share methods.
         if (missing := dict.fromkeys(m for w in places[place] for m in study.missing(place, *w)))
+        or place in with_gates
     }
     with (out / "study.csv").open("a", encoding="utf-8") as file:
         for done, (place, missing) in enumerate(todo.items()):
             if time.monotonic() > deadline:
                 return len(todo) - done
             begun = time.process_time()
-            study.measure(place, missing, file)
+            study.measure(place, missing, file, place in with_gates)
             spent = time.process_time() - begun
             console.print(f"{done + 1} of {len(todo)}: {place}, {spent:.1f} s of processor time")
     return 0
