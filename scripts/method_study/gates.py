@@ -5,6 +5,8 @@
   continuation, is the share of its drafts that the whole cache would accept.
 - pages: what page scores find of the attention, and what attending to their pages costs.
 - meter: does the attention that evicted tokens would have had foretell other tokens?
+- ridge: do changed values of the kept tokens bring the whole cache's outputs back?
+- tiles: which part of a prefill would be left of the whole, if tiles were chosen by worth?
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import csv
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from gates_meter import Metered
 from gates_pages import SCORERS, Pages, Survey
+from gates_ridge import Ridged
+from gates_tiles import density
 from model import Way, Whole, way_of
 
 if TYPE_CHECKING:
@@ -28,10 +33,14 @@ KEY = ("model", "seed", "task", "length", "index")
 FIGURES = ("right", "nats", "agreement", "divergence")
 FILES = {
     "gates": (*KEY, "way", "budget", *FIGURES, "recall"),
+    "tiles": (*KEY, "layer", "top_p", "density"),
     "meter": (*KEY, "budget", "position", "true", "estimated", "differs", "divergence"),
 }
 SHARES = (0.03, 0.06, 0.12)
 METERED = (0.06, 0.12)
+RIDGED = (0.03, 0.06, 0.12, 0.25)
+RIDGES = (0.1, 1.0)
+TOP_P = (0.9, 0.95)
 # Forward passes with pages: all scores in the middle, one and the ceiling around.
 WAYS = [(scorer, 0.06) for scorer in SCORERS] + [
     (scorer, share) for scorer in ("spread", "exact") for share in (0.03, 0.12)
@@ -90,13 +99,17 @@ class Gates:
         following = following[: skip + TOKENS]
         full = full[: len(following)]
         ways: dict[tuple[str, str], Way] = {("whole", "100%"): Whole()}
-        for share in SHARES:
+        for share in RIDGED:
             budget = percent(share)
-            for method in (self.recent, self.auto):
-                kept = method.kept(prompt, budget)
-                assert kept is not None
-                meters = method is self.auto and share in METERED
-                ways[method.label, budget] = Metered(kept) if meters else way_of(kept)
+            kept = self.auto.kept(prompt, budget)
+            assert kept is not None
+            auto = Metered(kept) if share in METERED else way_of(kept)
+            ways[self.auto.label, budget] = auto
+            for ridge in RIDGES if share == 0.12 else RIDGES[-1:]:
+                way = Ridged(kept, self.auto.policy.window, ridge)
+                ways[f"ridge: {ridge}", budget] = way
+            if share in SHARES:
+                ways[self.recent.label, budget] = way_of(self.recent.kept(prompt, budget))
         ways |= {(f"pages: {name}", percent(s)): Pages(name, s) for name, s in WAYS}
         survey = Survey(SHARES, skip)
         ways["survey", "100%"] = survey
@@ -112,7 +125,10 @@ class Gates:
         for (name, share), recalls in survey.recalls.items():
             recall = round(sum(recalls) / len(recalls), 5)
             out["gates"].writerow([*key, f"recall: {name}", percent(share), *[""] * 4, recall])
-        for name in ("meter", "gates"):
+        for top_p, (layer, cache) in product(TOP_P, enumerate(prompt.recorded.layers)):
+            found = round(density(cache, prompt.model.scale, top_p), 5)
+            out["tiles"].writerow([*key, layer, top_p, found])
+        for name in ("meter", "tiles", "gates"):
             with (self.folder / f"{name}.csv").open("a", encoding="utf-8") as file:
                 file.write(tables[name].getvalue())
         self.known.add(key)

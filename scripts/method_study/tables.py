@@ -115,13 +115,14 @@ def run(
         str, typer.Option(help="folder, or a name of `vllm-pyramid model`")
     ] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
+    samples: Annotated[int, typer.Option(help="prompts of a study's tasks at most")] = sys.maxsize,
 ) -> None:
     """Measure what is not there yet."""
     chosen = read_tables(tables, names or [])
     folder = _model_folder(model)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
-    if left := _run_studies(chosen, out, methods, folder, deadline):
+    if left := _run_studies(chosen, out, methods, folder, deadline, samples):
         console.print(f"stopped: {left} prompts are left; the same command goes on")
         raise typer.Exit(1)
     for name, table in chosen.items():
@@ -138,7 +139,12 @@ def _model_folder(model: str) -> Path:
 
 
 def _run_studies(
-    tables: dict[str, Table], out: Path, methods: Path, folder: Path, deadline: float
+    tables: dict[str, Table],
+    out: Path,
+    methods: Path,
+    folder: Path,
+    deadline: float,
+    samples: int,
 ) -> int:
     """Measure the studies' prompts in turns, and return how many the deadline left."""
     import torch
@@ -158,7 +164,9 @@ def _run_studies(
         if unknown := set(spec.methods) - set(known):
             raise typer.BadParameter(f"table {name!r}: no method {sorted(unknown)} in {methods}")
         wanted = ([known[label] for label in spec.methods], spec.budgets)
-        for which in product(range(spec.samples), [spec.seed], spec.lengths, spec.tasks):
+        for which in product(
+            range(min(samples, spec.samples)), [spec.seed], spec.lengths, spec.tasks
+        ):
             place = Place(*which)
             places.setdefault(place, []).append(wanted)
             if place.task in spec.gates:
