@@ -27,6 +27,8 @@ from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import RequestKeys, check_names
 
 FULL_POLICY = "full"
+# Settings of a request that keeps everything, for which no method of the served policy is asked.
+KEEP_EVERYTHING = {"kv_policy": FULL_POLICY}
 # The scheduler adds this key to a request for the workers: an allocator in place of the policy's.
 ALLOCATOR_KEY = "vllm_pyramid_allocator"
 # The front end adds this key to a chat: the spans of its template that the server keeps.

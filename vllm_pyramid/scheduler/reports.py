@@ -226,7 +226,8 @@ class Reports(SchedulerPoints):
         counters, stock_groups = self.coordinator.counters, self.coordinator.stock_groups
         totals: dict[str, Any] = {}
         for hooks in self.hooks:
-            totals |= hooks.totals()
+            with self.failed.dropping(f"the counters of {hooks.name!r}"):
+                totals |= hooks.totals()
         return {
             **totals,
             **self.failed.totals(),

@@ -212,7 +212,8 @@ class EvictionBatch:
                 scores = score(inputs)
                 check_scores(kind, scores, heads, inputs.num_tokens)
             except Exception as error:
-                self._blame(row, f"the scorer {kind!r}", error)
+                asks = self.policy.scorer.asks_ranks
+                self._blame(row, f"the scorer {kind!r}", error, peers_wait=asks)
                 continue
             out[row, :, inputs.start : inputs.start + inputs.num_tokens] = scores
         return out
@@ -251,8 +252,10 @@ class EvictionBatch:
             out[row, :, :keep] = places + start
         return out
 
-    def _blame(self, row: int, what: str, error: Exception) -> None:
-        self.evictions.failures.blame(self.request_ids[row : row + 1], what, error)
+    def _blame(self, row: int, what: str, error: Exception, *, peers_wait: bool = False) -> None:
+        self.evictions.failures.blame(
+            self.request_ids[row : row + 1], what, error, peers_wait=peers_wait
+        )
 
 
 def _widened(scores: torch.Tensor, columns: int) -> torch.Tensor:

@@ -129,6 +129,11 @@ class Step:
             evicting=np.zeros(0, bool),
         )
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The R names."""
+        return [request.request_id for request in self.requests]
+
     def add_needs(self, needs: StepNeeds) -> None:
         """Give the step what a method needs of it."""
         self.wants_log_sum_exp |= needs.wants_log_sum_exp
@@ -171,16 +176,22 @@ class Step:
             prompt_len=int(self.prompt_lens[row]),
         )
 
-    def blame(self, what: str, error: Exception) -> None:
+    def blame(self, what: str, error: Exception, *, peers_wait: bool = False) -> None:
         """Let all requests of the step fail, for which a method's call raised `error`.
 
+        Args:
+            peers_wait: see `Failures.blame`.
+
         Raises:
-            Exception: `error`, in steps without requests, and where layers compute different
-                tokens: the layer above would then not know which.
+            Exception: `error`, in steps without requests; where layers compute different tokens, as
+                the layer above would not know which; where the scheduler would not hear of it; and
+                as of `Failures.blame`.
         """
-        if self.layout is not None:
+        if self.layout is not None or (
+            self.evictions is None and self.failures.is_heard_in_evictions
+        ):
             raise error
-        self.failures.blame([request.request_id for request in self.requests], what, error)
+        self.failures.blame(self.request_ids, what, error, peers_wait=peers_wait)
 
     def report(self) -> dict[str, Eviction]:
         """Return what the scheduler hears of the step's evictions, by request."""
