@@ -69,8 +69,8 @@ class RequestPlanner:
         Its parameters are replaced where the workers have to follow others.
 
         Returns:
-            Beside the terms: the mistake in its settings; the failure of a method that raised, with
-            terms that ask no method; or None.
+            The terms, and one of: the mistake in its settings; the failure of a method that raised,
+            with terms that ask no method; None.
         """
         served = self._check(request)
         try:
