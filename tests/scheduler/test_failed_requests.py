@@ -176,6 +176,7 @@ def test_a_method_that_fails_when_a_request_comes_ends_that_request(setup: Setup
                     reasons[one.request_id] = (one.finish_reason, one.stop_reason)
         if not pair.scheduler.requests and not pair.in_flight:
             break
+    # A step runs with the others before they end, and what it samples is dropped.
     assert reasons["right"][0] == FinishReason.LENGTH and len(tokens) == 3
     for name, text in (("wrong", "LookupError: no curve"), ("refused", "OSError: not this one")):
         assert reasons[name][0] == FinishReason.ERROR
