@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_pyramid.compat.scheduler_points import SchedulerPoints, drop_tokens
+from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
@@ -124,10 +123,9 @@ class Reports(SchedulerPoints):
                 " of a stage" if len(stages) > 1 else "",
             )
 
-    def fail(self, request_id: str, kind: str, reason: str, output: ModelRunnerOutput) -> None:
-        """End a request with an error, and drop what the step has sampled for it."""
+    def fail(self, request_id: str, kind: str, reason: str) -> None:
+        """Count a request that has failed, and end it with an error."""
         self.failed.add(request_id, kind, reason)
-        drop_tokens(output, request_id)
         self.end_with_error(request_id, f"KV policy: {reason}", code="kv_policy")
 
     def report_of(self, request: Request) -> dict[str, Any]:

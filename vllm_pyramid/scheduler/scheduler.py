@@ -130,8 +130,7 @@ class PyramidSchedulerMixin(Reports):
             return
         terms, error = self._planner.terms(request)
         if isinstance(error, Failure):
-            self.failed.add(request.request_id, error.kind, error.reason)
-            self.end_with_error(request.request_id, f"KV policy: {error.reason}", code="kv_policy")
+            self.fail(request.request_id, error.kind, error.reason)
         elif error is not None:
             logger.error("request %s: %s", request.request_id, error)
             self.end_with_error(request.request_id, error)
@@ -243,7 +242,7 @@ class PyramidSchedulerMixin(Reports):
                     hooks.on_step_report(report.methods[hooks.name], self.requests.__contains__)
         for request_id, (kind, reason) in report.failures.items():
             if self._is_current(request_id):
-                self.fail(request_id, kind, reason, model_runner_output)
+                self.fail(request_id, kind, reason)
         for request_id, eviction in report.evictions.items():
             if request_id in report.failures or not self._is_current(request_id):
                 continue
@@ -255,7 +254,7 @@ class PyramidSchedulerMixin(Reports):
                 for hooks in self.hooks:
                     hooks.on_eviction(request_id, self.coordinator.plans.of(request_id), resolved)
             except Exception as error:
-                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}", model_runner_output)
+                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}")
             if self._admission is not None:
                 number = self.coordinator.plans.confirmed_number(request_id)
                 self._admission.evicted(request_id, resolved, number)
