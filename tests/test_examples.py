@@ -129,6 +129,21 @@ def test_offline_and_trace(tmp_path: Path) -> None:
     plot(traces, files=2)
 
 
+def test_notebook(tmp_path: Path) -> None:
+    """The cells of explore.ipynb, one after the other, as a kernel would run them."""
+    notebook = json.loads((EXAMPLES / "explore.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) > 5
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in cells), "kept without what it printed"
+    script = tmp_path / "explore.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells), encoding="utf-8")
+    printed = run(sys.executable, str(script), folder=tmp_path)
+    found = re.search(r"blocks: (\d+) before, (\d+) after", printed)
+    assert found is not None and int(found[2]) < int(found[1]), printed
+    assert re.search(r"kept by none: \d+% of the tokens", printed)
+    assert "kept most: ['" in printed
+
+
 def test_calibrate(random_model: Path, tmp_path: Path) -> None:
     texts = [text[:3000] for text in topics().values() if len(text) > 3000][:4]
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "mine.yaml"
