@@ -22,7 +22,17 @@ from setuptools.errors import CompileError
 
 SOURCE = Path("csrc/cpu")
 BASELINE = [
-    *("runtime", "attention", "key_mass", "recent_mass", "topn", "scores", "select", "pages", "cache_ops"),
+    *(
+        "runtime",
+        "attention",
+        "key_mass",
+        "recent_mass",
+        "topn",
+        "scores",
+        "select",
+        "pages",
+        "cache_ops",
+    ),
     "kernels_portable",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
