@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does not work with a selection of pages, or was not tried with one, each with its reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_pyramid.policy.page_scorer import PageScorer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_pyramid.policy.policy import Policy
+
+# Caches whose pages were summarised in an engine.
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def check_config(policy: Policy, config: VllmConfig) -> None:
+    """Refuse what was not tried together with a selection of pages.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    parallel, speculation = config.parallel_config, config.speculative_config
+    text = config.model_config.hf_text_config
+    untried = {
+        "CUDA devices: its kernels there have not run; serve on a CPU": (
+            current_platform.device_type != "cpu"
+        ),
+        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
+        "--speculative-config with this method: draft by ngram": (
+            speculation is not None and speculation.method != "ngram"
+        ),
+        "--enable-lora: leave it out": config.lora_config is not None,
+        f"--kv-cache-dtype {config.cache_config.cache_dtype}: use bfloat16, float16 or auto": (
+            config.cache_config.cache_dtype not in KV_CACHE_DTYPES
+        ),
+        "layers that read another layer's cache": bool(getattr(text, "num_kv_shared_layers", None)),
+    }
+    for what, asked in untried.items():
+        if asked:
+            raise ValueError(
+                f"policy {policy.name!r} selects pages (attend: pages), which was not tried with "
+                f"{what}, or choose a policy without `attend`"
+            )
+    selection = policy.attend
+    scorer = getattr(selection, "scorer", None)
+    if isinstance(scorer, PageScorer) and ":" in scorer.kind:
+        model = config.model_config
+        try_scorer(
+            scorer,
+            model.get_num_attention_heads(parallel),
+            model.get_num_kv_heads(parallel),
+            model.get_head_size(),
+            config.cache_config.block_size,
+        )
+
+
+def try_scorer(
+    scorer: PageScorer, heads: int, kv_heads: int, head_size: int, page_size: int
+) -> None:
+    """Call a user's page scorer once with made-up keys and queries, in the shape of a model.
+
+    Raises:
+        ValueError: it fails, or returns another shape, another type or NaN.
+    """
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(3, kv_heads, page_size, head_size, generator=generator)
+    query = torch.randn(2, heads, head_size, generator=generator)
+    width = scorer.rows * head_size
+    for name, given, shape in (
+        ("summarise", keys, (3, kv_heads, width)),
+        ("extend", query, (2, heads, width)),
+    ):
+        try:
+            found = getattr(scorer, name)(given)
+        except Exception as error:
+            raise ValueError(
+                f"`{name}` of the page scorer {scorer.kind!r} failed on made-up input: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        check_result(scorer, name, found, shape)
+
+
+def check_result(scorer: PageScorer, name: str, found: object, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a function of a page scorer has returned finite float32 numbers."""
+    good = isinstance(found, torch.Tensor) and found.dtype == torch.float32
+    if not (good and tuple(found.shape) == shape and bool(found.isfinite().all())):
+        what = type(found).__name__
+        if isinstance(found, torch.Tensor):
+            what = f"{list(found.shape)} of {found.dtype}"
+        raise ValueError(
+            f"`{name}` of the page scorer {scorer.kind!r} must return {list(shape)} finite numbers "
+            f"of torch.float32, not {what}"
+        )
