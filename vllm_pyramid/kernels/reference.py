@@ -24,6 +24,7 @@ from vllm_pyramid.kernels.reference_mass import (
     check_some_requests,
     with_sinks,
 )
+from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.reference_topn import topn_attention
 
 __all__ = [
@@ -34,7 +35,10 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

@@ -27,6 +27,7 @@ from vllm_pyramid.kernels.cpu.eviction import (
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
 from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
+from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
 
 __all__ = [
     "add_key_mass",
@@ -38,8 +39,11 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
     "set_isa",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

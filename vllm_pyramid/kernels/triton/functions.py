@@ -13,6 +13,7 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.reference_mass import check_some_requests
+from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -41,8 +42,11 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
     "shift_block_tables_",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",
