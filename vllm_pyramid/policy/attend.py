@@ -41,6 +41,7 @@ class Attend(Component):
         """
         return np.full(num_layers, ALL_PAGES, np.int32)
 
+
 class DenseAttention(Attend):
     """Attend to all that is held."""
 

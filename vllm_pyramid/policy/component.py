@@ -137,7 +137,8 @@ class Component(BaseModel):
 
         Args:
             keys: of the request's own keys those that are for parts (`kv_top_n`,
-                `kv_attend_budget`), types checked; take out (`pop`) what is yours. What is left over is refused.
+                `kv_attend_budget`), types checked; take out (`pop`) what is yours. What is left
+                over is refused.
 
         Raises:
             ValueError: a wrong value.

@@ -89,12 +89,12 @@ def try_scorer(
 
 def check_result(scorer: PageScorer, name: str, found: object, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless a function of a page scorer has returned finite float32 numbers."""
-    good = isinstance(found, torch.Tensor) and found.dtype == torch.float32
-    if not (good and tuple(found.shape) == shape and bool(found.isfinite().all())):
-        what = type(found).__name__
-        if isinstance(found, torch.Tensor):
-            what = f"{list(found.shape)} of {found.dtype}"
-        raise ValueError(
-            f"`{name}` of the page scorer {scorer.kind!r} must return {list(shape)} finite numbers "
-            f"of torch.float32, not {what}"
-        )
+    what = f"a {type(found).__name__}"
+    if isinstance(found, torch.Tensor):
+        if found.dtype == torch.float32 and tuple(found.shape) == shape and found.isfinite().all():
+            return
+        what = f"{list(found.shape)} of {found.dtype}"
+    raise ValueError(
+        f"`{name}` of the page scorer {scorer.kind!r} must return {list(shape)} finite numbers of "
+        f"torch.float32, not {what}"
+    )

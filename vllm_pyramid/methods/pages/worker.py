@@ -219,7 +219,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         """
         chosen, whole = torch.from_numpy(rows.chosen), torch.from_numpy(rows.whole)
         entries = -(-int(rows.seq_lens[rows.whole].max()) // self._bounds.block_size)
-        count, heads, width = selected.shape
+        heads, width = selected.shape[1:]
         table = selected.new_zeros((len(rows.requests), heads, max(width, entries)))
         table[chosen, :, :width] = selected
         requests = torch.from_numpy(rows.requests[rows.whole]).long()
