@@ -69,7 +69,10 @@ UNKNOWN_KEYS = (
     *("kv_7x", "kv_", "kv", "kv_polcy", "KV-POLICY", "kvPolicy", "kv_turn", "kv_" + "x" * 30_000),
     *("kv__budget", "kv_budget ", "kv budget", "kvTurns", "kv_policy\x00", "kv_\u0431udget"),
 )
-OUR_KEYS = ("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns")
+OUR_KEYS = (
+    *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
+    "kv_attend_budget",
+)
 # Fields of both endpoints. A value of `HOSTILE` makes none of them a request for hours of work.
 FIELDS = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
@@ -171,6 +174,7 @@ def _wrong_settings(source: random.Random, kind: str, model: str) -> Attack:
                 ("kv_min_tokens", WRONG_FLOORS),
                 ("kv_application", (1, "a" * 257, ["a"], "a")),
                 ("kv_top_n", (0, -1, 1.5, "1", 2**31, [1], 64)),
+                ("kv_attend_budget", (*WRONG_BUDGETS, 64)),
             ]
         )
         body["vllm_xargs"] = {key: source.choice(values)}

@@ -248,6 +248,8 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
     def check() -> None:
         for blocks, length in lives.values():
             whole = torch.tensor(blocks[: length // N], dtype=torch.long)
+            if not len(whole):
+                continue
             expected = scorer.summarise(cache[whole])
             torch.testing.assert_close(selector.summaries[whole], expected, rtol=1e-5, atol=1e-6)
 

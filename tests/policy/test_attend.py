@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +80,7 @@ def test_pages_of_a_budget() -> None:
 )
 def test_a_pyramid_reads_its_mean(budget: int, prompt: int, layers: int, kind: str) -> None:
     """Layers share the budget as an allocator says; rounding up to pages adds less than one."""
-    part = SelectPages(
-        budget=Budget(tokens=budget), allocator=parse_component(SelectPages, "pages").allocator
-    )
-    part = part.model_copy(
-        update={
-            "allocator": load_policy("select", args={"attend.allocator": kind}).attend.allocator
-        }
-    )  # type: ignore[attr-defined]
+    part = _attend(budget=budget, allocator=kind)
     pages = part.pages(prompt, layers, SIZE)[2:].astype(np.int64)
     least = 1 + 5 + 1
     assert (pages >= least).all() and (np.diff(pages) <= 0).all()
@@ -241,6 +236,20 @@ def test_the_kinds_of_page_scorers() -> None:
         assert part.has_kernels
         if part.rows:
             try_scorer(part, 4, 2, 8, SIZE)
+
+
+def test_the_page_scorer_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class and the arguments of docs/select.md, tried as at an engine's start-up."""
+    page = (Path(__file__).parents[2] / "docs" / "select.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_pages.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    (args,) = re.findall(r"--kv-policy-args '(.*HalvesScorer.*)'", page)
+    policy = load_policy("select", args=json.loads(args))
+    scorer = policy.attend.scorer  # type: ignore[attr-defined]
+    assert scorer.weight == 0.5 and scorer.rows == 2
+    try_scorer(scorer, 4, 2, 8, SIZE)
+    assert Policy.model_validate(policy.as_data()) == policy
 
 
 def test_a_page_scorer_of_the_users_own(own: str) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, SerializeAsAny
 
 from vllm_pyramid.methods.pages.box import BoxScorer
+from vllm_pyramid.methods.pages.exact import ExactScorer
 from vllm_pyramid.methods.pages.mean import MeanScorer
 from vllm_pyramid.methods.pages.spread import SpreadScorer
 from vllm_pyramid.plan import Budget, IntArray
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
-__all__ = ["BoxScorer", "MeanScorer", "SelectPages", "SpreadScorer"]
+__all__ = ["BoxScorer", "ExactScorer", "MeanScorer", "SelectPages", "SpreadScorer"]
 
 _LAST = 2**31
 
@@ -207,8 +208,8 @@ def _pages_of(
         return pages
     mean = budget.tokens
     if mean is None:
-        floor = budget.with_floor(selection.min_tokens)
-        mean = max(floor.tokens_for(prompt_len, selection.min_budget), selection.min_budget)
+        share = budget.tokens_for(prompt_len, 0)
+        mean = max(share, selection.min_tokens, selection.min_budget)
     fixed = selection.sinks + selection.recent
     assert isinstance(selection.allocator, CurveAllocator)
     capacity = max(prompt_len, mean)

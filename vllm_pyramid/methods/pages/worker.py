@@ -139,6 +139,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         Raises:
             ValueError: it returned another shape, another type or NaN.
         """
+        if not len(blocks):
+            return
         found = self.scorer.summarise(inputs.key_cache[blocks].float())
         shape = len(blocks), self._kv_heads, self.scorer.rows * self._head_size
         check_result(self.scorer, "summarise", found, shape)
