@@ -199,11 +199,22 @@ class PagedModel(HuggingFaceModel):
         return visible
 
 
-def _scores(kind: str, query: torch.Tensor, keys: torch.Tensor, combine: str) -> torch.Tensor:
-    """Weights of the full pages before a query's own: `[Q, D]` and `[T, D]`, in float64."""
+def _scores(
+    kind: str, query: torch.Tensor, keys: torch.Tensor, combine: str, asked: torch.Tensor
+) -> torch.Tensor:
+    """Weights of the full pages before a query's own: `[Q, D]` and `[T, D]`, in float64.
+
+    Args:
+        asked: the queries of these pages, `[Q, T, D]`.
+    """
     pages = keys.double().unflatten(0, (-1, N))
     q = query.double()
-    if kind == "box":
+    if kind == "representative":
+        means = asked.double().mean(dim=0).unflatten(0, (-1, N)).mean(dim=1)
+        best = (pages @ means[..., None])[..., 0].topk(4, dim=1).indices
+        chosen = pages[torch.arange(len(pages))[:, None], best]
+        logits = q @ chosen.mean(dim=1).T
+    elif kind == "box":
         logits = torch.maximum(q[:, None] * pages.amax(1), q[:, None] * pages.amin(1)).sum(-1)
     else:
         mean = pages.mean(dim=1)
@@ -213,7 +224,9 @@ def _scores(kind: str, query: torch.Tensor, keys: torch.Tensor, combine: str) ->
     return weights.mean(dim=0) if combine == "mean" else weights.amax(dim=0)
 
 
-@pytest.mark.parametrize(("scorer", "combine"), [("spread", "mean"), ("box", "max")])
+@pytest.mark.parametrize(
+    ("scorer", "combine"), [("spread", "mean"), ("box", "max"), ("representative", "mean")]
+)
 def test_an_independent_implementation_gives_its_tokens(
     engines: EnginePool, model: Path, scorer: str, combine: str
 ) -> None:
@@ -244,7 +257,9 @@ def test_an_independent_implementation_gives_its_tokens(
                 assert always <= set(found) and found == sorted(found)
                 group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
                 query = oracle.queries[layer][group, position]
-                scores = _scores(scorer, query, oracle.keys[layer][head, : own * N], combine)
+                asked = oracle.queries[layer][group, : own * N]
+                keys = oracle.keys[layer][head, : own * N]
+                scores = _scores(scorer, query, keys, combine, asked)
                 best = [float(scores[page]) for page in found if page not in always]
                 rest = [float(scores[page]) for page in range(own) if page not in found]
                 assert not rest or min(best) >= max(rest) - 1e-5
@@ -384,6 +399,7 @@ def test_evicted_and_selected(engines: EnginePool, model: Path, tmp_path: Path) 
     engine.shuffle_blocks()
     with _pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(97, 512, 700)))
+    engine.run(_jobs(lengths=(16,)))
     oracle = PagedModel(str(model))
     oracle.pages = pages
     for outcome in outcomes:
@@ -394,7 +410,7 @@ def test_evicted_and_selected(engines: EnginePool, model: Path, tmp_path: Path) 
         _assert_read([outcome], skips=skips.pop())
         with np.load(tmp_path / f"{outcome.request_id}.npz") as file:
             layers = [torch.from_numpy(file[f"kept_{layer}"]).long() for layer in range(LAYERS)]
-        with np.load(tmp_path / f"{outcome.request_id}~pages.npz") as file:
+        with np.load(tmp_path / f"{outcome.request_id}~pages.npz") as file:  # by the next step
             assert int(file["pages_read"].sum()) == outcome.report["pages_read"]
         # Page j of the cache holds the survivors that moved there.
         oracle.name = outcome.request_id

@@ -25,7 +25,7 @@ from vllm_pyramid.policy.request import check_request, for_request
 
 pytestmark = pytest.mark.cpu
 
-PRESETS = ("quest", "select", "select-evicted")
+PRESETS = ("infllm", "quest", "select", "select-evicted")
 SIZE = 16
 
 
@@ -125,7 +125,7 @@ def test_a_request_has_a_budget_of_its_own() -> None:
 
 def test_answers_are_not_shared() -> None:
     """A prompt's blocks hold the KV of the full cache; those of an answer do not."""
-    for name, tokens in (("full", None), ("select", 1000), ("quest", 1000)):
+    for name, tokens in (("full", None), ("select", 1000), ("infllm", 1000)):
         policy = load_policy(name)
         assert reusable_tokens(policy, policy.plan(1000, 8, SIZE)) == tokens
     evicted = load_policy("select-evicted")
@@ -150,6 +150,12 @@ def test_answers_are_not_shared() -> None:
         ("select", {"attend.budget": 80}, "give at least 81"),
         ("select", {"attend.budget": "0%"}, "must be above 0%"),
         ("select", {"attend.scorer": "boxes"}, r"unknown attend.scorer kind 'boxes' \(did you "),
+        (
+            "snapkv",
+            {"attend": {"kind": "pages", "scorer": "representative"}},
+            "an eviction mixes the tokens of pages",
+        ),
+        ("select", {"attend.scorer": {"kind": "representative", "count": 0}}, "greater than or "),
         ("select", {"attend.combine": "sum"}, "'mean' or 'max'"),
         ("select", {"attend.sinks": -1}, "greater than or equal to 0"),
         ("select", {"attend.page": 1}, "unknown argument 'attend.page'"),
@@ -229,7 +235,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_kinds_of_page_scorers() -> None:
     kinds = built_in_kinds(PageScorer)
-    assert {"box", "exact", "mean", "spread"} <= kinds.keys()
+    assert {"box", "exact", "mean", "representative", "spread"} <= kinds.keys()
     for kind, cls in kinds.items():
         cls.check_class()
         part = parse_component(PageScorer, kind)

@@ -30,12 +30,15 @@ class PageScorer(Component):
         summary_kind: the kernel that makes the summaries (`kernels/page_records.py`), of which
             `summarise` is then the reference; None: `summarise` is called.
         score_kind: the kernel that scores them. `mean` multiplies with what `extend` returns.
+        needs_queries: summaries depend on the queries of the page's own tokens too: `represent` is
+            called in place of `summarise`. Not with evictions, which mix pages, and drafts.
     """
 
     section: ClassVar[str] = "attend.scorer"
     rows: ClassVar[int] = 1
     summary_kind: ClassVar[str | None] = None
     score_kind: ClassVar[str] = "mean"
+    needs_queries: ClassVar[bool] = False
 
     @property
     def has_kernels(self) -> bool:
@@ -65,10 +68,19 @@ class PageScorer(Component):
         """
         raise NotImplementedError
 
+    def represent(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return what `summarise` does, of a scorer that `needs_queries`.
+
+        Args:
+            keys: as of `summarise`. queries: `[B, G, D]` float32, the mean query of each page's
+                tokens, over the query heads of a KV head.
+        """
+        raise NotImplementedError
+
     @classmethod
     def check_class(cls) -> None:
         """Raise ValueError if the class lacks one of the two functions."""
-        for name in ("summarise", "extend"):
+        for name in ("represent" if cls.needs_queries else "summarise", "extend"):
             if getattr(cls, name) is getattr(PageScorer, name):
                 raise ValueError(
                     f"the page scorer {cls.__module__}:{cls.__qualname__} has no method `{name}`"

@@ -23,6 +23,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Se
 from vllm_pyramid.methods.pages.box import BoxScorer
 from vllm_pyramid.methods.pages.exact import ExactScorer
 from vllm_pyramid.methods.pages.mean import MeanScorer
+from vllm_pyramid.methods.pages.representative import RepresentativeScorer
 from vllm_pyramid.methods.pages.spread import SpreadScorer
 from vllm_pyramid.plan import Budget, IntArray
 from vllm_pyramid.plan.cache import cached_by_bytes
@@ -38,7 +39,14 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
-__all__ = ["BoxScorer", "ExactScorer", "MeanScorer", "SelectPages", "SpreadScorer"]
+__all__ = [
+    "BoxScorer",
+    "ExactScorer",
+    "MeanScorer",
+    "RepresentativeScorer",
+    "SelectPages",
+    "SpreadScorer",
+]
 
 _LAST = 2**31
 
@@ -147,6 +155,11 @@ class SelectPages(Attend):
             reason = (
                 "has fill_blocks false, and the first page of a layer would be summarised with "
                 "keys that were evicted: leave it out"
+            )
+        elif policy.evicts and self.scorer.needs_queries:
+            reason = (
+                f"has the page scorer {self.scorer.kind!r}, for which an eviction mixes the tokens "
+                "of pages: choose spread"
             )
         elif not policy.copies_blocks:
             reason = "keeps V in host memory (values: host), which is read by the key, not the page"

@@ -26,6 +26,8 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
         ValueError: naming the flag to change.
     """
     parallel, speculation = config.parallel_config, config.speculative_config
+    scorer = getattr(policy.attend, "scorer", None)
+    assert isinstance(scorer, PageScorer), "the part that calls this has one"
     text = config.model_config.hf_text_config
     untried = {
         "CUDA devices: its kernels there have not run; serve on a CPU": (
@@ -37,6 +39,9 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
             speculation is not None and speculation.method != "ngram"
         ),
         "--enable-lora: leave it out": config.lora_config is not None,
+        "--speculative-config and this page scorer: choose attend.scorer spread": (
+            speculation is not None and scorer.needs_queries
+        ),
         f"--kv-cache-dtype {config.cache_config.cache_dtype}: use bfloat16, float16 or auto": (
             config.cache_config.cache_dtype not in KV_CACHE_DTYPES
         ),
@@ -48,9 +53,7 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
                 f"policy {policy.name!r} selects pages (attend: pages), which was not tried with "
                 f"{what}, or choose a policy without `attend`"
             )
-    selection = policy.attend
-    scorer = getattr(selection, "scorer", None)
-    if isinstance(scorer, PageScorer) and ":" in scorer.kind:
+    if ":" in scorer.kind:
         model = config.model_config
         try_scorer(
             scorer,
@@ -73,12 +76,18 @@ def try_scorer(
     keys = torch.randn(3, kv_heads, page_size, head_size, generator=generator)
     query = torch.randn(2, heads, head_size, generator=generator)
     width = scorer.rows * head_size
-    for name, given, shape in (
-        ("summarise", keys, (3, kv_heads, width)),
-        ("extend", query, (2, heads, width)),
+    makes, given = "summarise", [keys]
+    if scorer.needs_queries:
+        makes = "represent"
+        given.append(torch.randn(3, kv_heads, head_size, generator=generator))
+    for name, args, shape in (
+        (makes, given, (3, kv_heads, width)),
+        ("extend", [query], (2, heads, width)),
     ):
+        if name == "extend" and scorer.has_kernels:
+            continue
         try:
-            found = getattr(scorer, name)(given)
+            found = getattr(scorer, name)(*args)
         except Exception as error:
             raise ValueError(
                 f"`{name}` of the page scorer {scorer.kind!r} failed on made-up input: "

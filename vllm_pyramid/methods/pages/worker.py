@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_pyramid.kernels.page_records import PageBatch
+from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.refusals import check_result
 from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
@@ -63,6 +64,10 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             selection.min_context,
         )
         self.summaries = torch.empty(0)
+        self._queries: PageQueries | None = None
+        if self.scorer.needs_queries:
+            shape = context.num_layers, self._kv_heads, context.block_size, self._head_size
+            self._queries = PageQueries(*shape)
         # Of the current step; None in steps without requests.
         self._step: Step | None = None
         self._plan: StepReadsPlan | None = None
@@ -92,6 +97,12 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self._plan = plan = StepReadsPlan(step, budgets, self._bounds)
         self._rows = RowsOfStep.of(step, plan) if plan.chooses.any() else None
         self._filled = FullPages.of(step, self._bounds.block_size)
+        if self._queries is not None:
+            self._queries.begin_step(step, self._filled)
+
+    def forget(self, request_id: str) -> None:
+        if self._queries is not None:
+            self._queries.forget(request_id)
 
     def _pages_of(self, request: WorkerRequest) -> IntArray:
         """Return the pages that a request's tokens read at most: `[L]`."""
@@ -110,14 +121,19 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         if inputs.layer < self.selection.dense_layers:
             self._plan.note_dense(inputs.layer)
             return inputs
+        queries = None
+        if self._queries is not None:
+            queries = self._queries.take(inputs, fills=self._filled is not None)
         if self._filled is not None and self.scorer.rows:
-            self._summarise(inputs, self._filled)
+            self._summarise(inputs, self._filled, queries)
         if self._rows is None:
             self._plan.note_dense(inputs.layer)
             return inputs
         return self._select(inputs, self._step, self._plan, self._rows)
 
-    def _summarise(self, inputs: AttentionInputs, filled: FullPages) -> None:
+    def _summarise(
+        self, inputs: AttentionInputs, filled: FullPages, queries: torch.Tensor | None
+    ) -> None:
         table, requests = inputs.block_table, len(filled.starts)
         if self.scorer.summary_kind is not None:
             inputs.ops.summarise_pages(
@@ -131,17 +147,26 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             )
             return
         blocks = table[torch.from_numpy(filled.requests), torch.from_numpy(filled.pages)].long()
-        self._summarise_blocks(inputs, blocks)
+        self._summarise_blocks(inputs, blocks, queries)
 
-    def _summarise_blocks(self, inputs: AttentionInputs, blocks: torch.Tensor) -> None:
-        """Call the scorer's own `summarise` for blocks, `[B]`.
+    def _summarise_blocks(
+        self, inputs: AttentionInputs, blocks: torch.Tensor, queries: torch.Tensor | None = None
+    ) -> None:
+        """Call the scorer's own `summarise`, or `represent`, for blocks, `[B]`.
+
+        Args:
+            queries: `[B, G, D]`, for `represent`.
 
         Raises:
             ValueError: it returned another shape, another type or NaN.
         """
         if not len(blocks):
             return
-        found = self.scorer.summarise(inputs.key_cache[blocks].float())
+        keys = inputs.key_cache[blocks].float()
+        if queries is None:
+            found = self.scorer.summarise(keys)
+        else:
+            found = self.scorer.represent(keys, queries)
         shape = len(blocks), self._kv_heads, self.scorer.rows * self._head_size
         check_result(self.scorer, "summarise", found, shape)
         self.summaries[blocks] = found.to(self._dtype)
@@ -173,7 +198,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         scores = inputs.ops.score_pages(
             pages,
             inputs.softmax,
-            self.summaries if self.scorer.rows else inputs.key_cache,
+            self._pool(inputs),
             kind=self.scorer.score_kind,
             combine=self.selection.combine,
         )
@@ -204,6 +229,14 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 max_seq_len=None,
             ),
         )
+
+    def _pool(self, inputs: AttentionInputs) -> torch.Tensor:
+        """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
+        if not self.scorer.rows:
+            return inputs.key_cache
+        if self.scorer.score_kind == "rows":
+            return self.summaries.unflatten(2, (self.scorer.rows, self._head_size))
+        return self.summaries
 
     def _with_whole_rows(
         self,
