@@ -42,6 +42,10 @@ class PageQueries:
         # Tokens of the pages that stay open: in the batch, and where they are kept.
         self._open = torch.zeros(3, 0, dtype=torch.int64)
 
+    def bytes_of(self, requests: int) -> int:
+        """Return the bytes that so many running requests take."""
+        return 4 * requests * int(np.prod(self._shape))
+
     def begin_step(self, step: Step, filled: FullPages | None) -> None:
         """Find which queries of the step belong to which page."""
         size = self._shape[1]

@@ -79,6 +79,12 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def bytes_per_block(self) -> int:
         return self._kv_heads * self.scorer.rows * self._head_size * self._dtype.itemsize
 
+    def bytes_of_buffers(self) -> int:
+        if self._queries is None:
+            return 0
+        scheduler = self.context.config.scheduler_config
+        return self._queries.bytes_of(scheduler.max_num_seqs)
+
     def allocate(self, num_blocks: int) -> None:
         self.summaries = torch.empty(0)  # two generations never exist together
         shape = num_blocks, self._kv_heads, self.scorer.rows * self._head_size
