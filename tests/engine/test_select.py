@@ -8,8 +8,7 @@ That these are the best pages is checked with scores from the oracle's own queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from tests.engine.drafts import count_drafts
 from tests.engine.hybrids import make_hybrid
-from tests.engine.paper import HuggingFaceModel
+from tests.engine.paged_paper import PagedModel, pages_read, selecting_layers
 from tests.engine.support import (
     Engine,
     EnginePool,
@@ -136,68 +135,6 @@ def test_with_a_budget_larger_than_the_context_it_is_full(
 
 # The oracle ---------------------------------------------------------------------------------------
 
-Pages = dict[tuple[str, int, int], list[list[int]]]  # request, layer, position: a KV head each
-
-
-@contextmanager
-def _pages_read(engine: Engine) -> Iterator[Pages]:
-    """Notes which pages each choosing token reads, from what attention is given."""
-    ops = next(iter(_contexts(engine))).impl.ops
-    found: Pages = {}
-    before, select = PageSelector.before_attention, ops.select_pages
-    current: list[Any] = []
-
-    def note_layer(self: Any, inputs: Any) -> Any:
-        current[:] = [self._step, inputs.layer]
-        return before(self, inputs)
-
-    def note(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = select(batch, *args, **kwargs)
-        step, layer = current
-        for row, (request, position) in enumerate(
-            zip(batch.requests.tolist(), batch.positions.tolist(), strict=True)
-        ):
-            count = int(chosen.counts[row])
-            name = step.requests[request].request_id
-            found[name, layer, position] = chosen.pages[row, :, :count].tolist()
-        return chosen
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PageSelector, "before_attention", note_layer)
-        patch.setattr(ops, "select_pages", note)
-        yield found
-
-
-def _contexts(engine: Engine) -> list[Any]:
-    layers = engine.core.vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if getattr(layer.impl, "context", None) is not None]
-
-
-class PagedModel(HuggingFaceModel):
-    """Transformers' model, whose rows behind the prompt see the tokens of given pages."""
-
-    pages: Pages
-    name: str
-    # A layer's survivors, `[G, held]` positions of the prompt; None: nothing was evicted.
-    survivors: list[torch.Tensor] | None = None
-
-    def visible(self, layer: int, kv_heads: int, total: int) -> torch.Tensor:
-        visible, prompt = super().visible(layer, kv_heads, total), self._prompt_len
-        for head in range(kv_heads):
-            # Where the cache has each token: survivors lie at the end of the prompt's places.
-            place = torch.arange(total)
-            if self.survivors is not None:
-                kept = self.survivors[layer][head]
-                place[:prompt] = -1
-                place[kept] = torch.arange(prompt - len(kept), prompt)
-                visible[head, prompt:, :prompt] &= place[:prompt] >= 0
-            for position in range(prompt, total):
-                chosen = self.pages.get((self.name, layer, position))
-                if chosen is not None:
-                    own = torch.tensor(chosen[head])
-                    visible[head, position] &= torch.isin(place // N, own) & (place >= 0)
-        return visible
-
 
 def _scores(
     kind: str, query: torch.Tensor, keys: torch.Tensor, combine: str, asked: torch.Tensor
@@ -233,7 +170,7 @@ def test_an_independent_implementation_gives_its_tokens(
     attend = {**ATTEND, "scorer": scorer, "combine": combine}
     engine = engines.get(model, **{**SELECT, "kv_policy_args": {"attend": attend}})
     _fresh(engine).shuffle_blocks()
-    with _pages_read(engine) as pages:
+    with pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(17, 97, 257, 512)))
     _assert_read(outcomes)
     oracle = PagedModel(str(model))
@@ -271,14 +208,14 @@ def test_what_is_not_read_may_hold_anything(engines: EnginePool, model: Path) ->
     """NaN in the pages that no KV head of a layer reads changes no bit."""
     engine = _fresh(engines.get(model, **SELECT))
     jobs = _jobs(lengths=(512,))
-    with _pages_read(engine) as pages:
+    with pages_read(engine) as pages:
         expected = engine.run(jobs)
     read = {
         layer: {page for key, heads in pages.items() if key[1] == layer for own in heads
                 for page in own}
         for layer in range(DENSE, LAYERS)
     }  # fmt: skip
-    caches = {layer.impl.context.layer: layer for layer in _contexts(engine)}
+    caches = {layer.impl.context.layer: layer for layer in selecting_layers(engine)}
     poisoned = []
 
     def poison(engine: Engine) -> None:
@@ -397,7 +334,7 @@ def test_evicted_and_selected(engines: EnginePool, model: Path, tmp_path: Path) 
         **SETTINGS,
     )
     engine.shuffle_blocks()
-    with _pages_read(engine) as pages:
+    with pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(97, 512, 700)))
     engine.run(_jobs(lengths=(16,)))
     oracle = PagedModel(str(model))
@@ -422,11 +359,11 @@ def test_evicted_and_selected(engines: EnginePool, model: Path, tmp_path: Path) 
     engine.check_whole()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "lfm2"])
 def test_layers_of_other_kinds_attend_as_ever(
     engines: EnginePool, tmp_path: Path, family: str
 ) -> None:
-    """Windows, and learned sinks: only layers with full attention select."""
+    """Windows, learned sinks, states: only layers with full attention select."""
     folder = make_hybrid(family, tmp_path)
     jobs = {"lengths": (33, 257, 512)}
     common = {**SETTINGS, "max_num_batched_tokens": 512}
@@ -461,8 +398,6 @@ def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: P
     ("settings", "message"),
     [
         ({"pipeline_parallel_size": 2}, "not tried with --pipeline-parallel-size"),
-        ({"enable_lora": True}, "not tried with --enable-lora"),
-        ({"kv_cache_dtype": "fp8"}, "not tried with --kv-cache-dtype fp8"),
         ({"kv_policy_args": {"attend.dense_layers": 4}}, "nothing would be selected"),
     ],
 )

@@ -132,7 +132,7 @@ def test_answers_are_not_shared() -> None:
     snapkv = load_policy("snapkv-expected", "50%")
     plans = [policy.plan(1000, 8, SIZE) for policy in (evicted, snapkv)]
     assert reusable_tokens(evicted, plans[0]) == reusable_tokens(snapkv, plans[1])
-    assert "not tried with conversations" in str(evicted.why_not_resumable)
+    assert "a resumed answer" in str(evicted.why_not_resumable)
 
 
 @pytest.mark.parametrize(

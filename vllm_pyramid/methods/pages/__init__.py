@@ -126,8 +126,8 @@ class SelectPages(Attend):
 
     def why_not_resumable(self, policy: Policy) -> str | None:
         return (
-            "its answers attend to selected pages (attend: pages), which was not tried with "
-            "conversations that resume an evicted cache"
+            "its answers attend to selected pages (attend: pages), so a resumed answer would not "
+            "be the one that is computed again"
         )
 
     def check(self, policy: Policy) -> None:

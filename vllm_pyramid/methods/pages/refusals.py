@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from vllm_pyramid.policy.policy import Policy
 
-# Caches whose pages were summarised in an engine.
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
-
 
 def check_config(policy: Policy, config: VllmConfig) -> None:
     """Refuse what was not tried together with a selection of pages.
@@ -38,12 +35,8 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
         "--speculative-config with this method: draft by ngram": (
             speculation is not None and speculation.method != "ngram"
         ),
-        "--enable-lora: leave it out": config.lora_config is not None,
         "--speculative-config and this page scorer: choose attend.scorer spread": (
             speculation is not None and scorer.needs_queries
-        ),
-        f"--kv-cache-dtype {config.cache_config.cache_dtype}: use bfloat16, float16 or auto": (
-            config.cache_config.cache_dtype not in KV_CACHE_DTYPES
         ),
         "layers that read another layer's cache": bool(getattr(text, "num_kv_shared_layers", None)),
     }

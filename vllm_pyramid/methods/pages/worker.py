@@ -57,6 +57,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 "layers of this model have different KV heads: choose a policy without `attend`"
             )
         self._kv_heads, self._head_size, self._dtype = shapes.pop()
+        if self._dtype.itemsize == 1:  # whose numbers bfloat16 holds exactly
+            self._dtype = torch.bfloat16
         self._bounds = Bounds(
             context.block_size,
             selection.sink_pages(context.block_size),
