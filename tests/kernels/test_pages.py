@@ -280,12 +280,12 @@ def test_reference_attends_to_the_chosen_pages() -> None:
 
 def test_other_kernels_refuse_tables_of_heads(make_batch) -> None:
     batch = make_batch([100], [1])
-    attention = replace(batch.attention(), block_table=batch.block_table[:, None].expand(-1, 2, -1))
+    attention = replace(batch.attention(), block_table=torch.stack([batch.block_table] * 2, 1))
     out = torch.empty_like(batch.query)
     for module in (reference, cpu):
         with pytest.raises(ValueError, match=r"block.table"):
             module.topn_attention(out, attention, Softmax(0.1), int32(3))
         with pytest.raises(ValueError, match=r"block.table"):
             module.add_key_mass(torch.zeros(batch.key_cache.shape[:3]), attention, Softmax(0.1))
-        with pytest.raises(ValueError, match=r"sliding_window 8|block_table"):
+        with pytest.raises(ValueError, match="sliding_window 8"):
             module.paged_attention(out, attention, Softmax(0.1, sliding_window=8))

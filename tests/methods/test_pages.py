@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.kernels import reference
@@ -418,7 +418,7 @@ def test_the_ceiling_reads_keys() -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
 def test_representatives_do_not_depend_on_steps(data: st.DataObject) -> None:
     """Keys are chosen by the queries of their page, in however many steps it was filled."""
     reduce = data.draw(st.sampled_from(["sum", "max"]))

@@ -26,8 +26,8 @@ from vllm_pyramid.kernels.cpu.eviction import (
     window_scores_and_statistics,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
+from vllm_pyramid.kernels.cpu.pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
-from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
 
 __all__ = [
     "add_key_mass",

@@ -43,7 +43,7 @@ class PageQueries:
         self._open = torch.zeros(3, 0, dtype=torch.int64)
 
     def bytes_of(self, requests: int) -> int:
-        """Return the bytes that so many running requests take."""
+        """Return the bytes that a number of running requests take."""
         return 4 * requests * int(np.prod(self._shape))
 
     def begin_step(self, step: Step, filled: FullPages | None) -> None:
