@@ -124,14 +124,22 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
             f"kv_application has no effect on policy {chosen.name!r}, which averages no lengths "
             "over requests (sample_first, sample_share): leave it out"
         )
-    if keys.top_n is not None:
-        chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
+    own = {"kv_top_n": keys.top_n, "kv_attend_budget": keys.attend_budget}
+    if given := tuple((key, value) for key, value in own.items() if value is not None):
+        chosen = _with_keys(chosen, given)
     if keys.turns is not None and (reason := chosen.why_not_resumable) is not None:
         raise ValueError(
             f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out"
         )
     check_spans(chosen, keys.keep, keys.turns)
     return ServedRequest(chosen, budget, keys.application, keys.turns, keys.keep)
+
+
+# Of a key that no part of a policy takes: what the policy does.
+_WHY_NO_EFFECT = {
+    "kv_top_n": "keeps V on the device or reads all of it",
+    "kv_attend_budget": "attends to everything that it keeps",
+}
 
 
 @cached_by_bytes(CACHE_BYTES)
@@ -141,8 +149,8 @@ def _with_keys(policy: Policy, given: tuple[tuple[str, Any], ...]) -> Policy:
     parts = {part.section: part.for_request(keys) for part in policy.parts}
     if keys:
         raise ValueError(
-            f"{', '.join(keys)} has no effect on policy {policy.name!r}, which keeps V on the "
-            "device or reads all of it: leave it out"
+            f"{', '.join(keys)} has no effect on policy {policy.name!r}, which "
+            f"{' and '.join(_WHY_NO_EFFECT[key] for key in keys)}: leave it out"
         )
     return policy.model_copy(update={name: part.model_dump() for name, part in parts.items()})
 

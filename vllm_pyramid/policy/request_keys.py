@@ -18,6 +18,7 @@ from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
     "kv_keep",
+    "kv_attend_budget",
 )
 
 
@@ -35,6 +36,7 @@ class RequestKeys:
         turns: tokens at which the prompts of the conversation's earlier turns ended; empty for the
             first turn, None for a request that no later one resumes.
         keep: spans of the prompt that every layer and head keeps (`kept_spans`).
+        attend_budget: what a generated token reads in a layer; None for the policy's.
     """
 
     policy: str | None = None
@@ -44,6 +46,7 @@ class RequestKeys:
     top_n: int | None = None
     turns: tuple[int, ...] | None = None
     keep: Spans = ()
+    attend_budget: Budget | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
@@ -77,15 +80,20 @@ class RequestKeys:
                 f"kv_top_n of a request must be a number of keys from 1 to {MAX_TOP_N}, not "
                 f"{quoted(top_n)}"
             )
-        value = extra_args.get("kv_budget")
-        try:
-            budget = None if value is None else Budget.parse(value)
-        except ValueError as error:
-            raise ValueError(f"kv_budget of the request: {error}") from None
+        budget = _parse_budget(extra_args, "kv_budget")
+        attend_budget = _parse_budget(extra_args, "kv_attend_budget")
         floor = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
         turns = _parse_turns(extra_args.get("kv_turns"))
         keep = merged(parse_spans(extra_args.get("kv_keep"), "kv_keep of a request"))
-        return cls(policy, budget, floor, application, top_n, turns, keep)
+        return cls(policy, budget, floor, application, top_n, turns, keep, attend_budget)
+
+
+def _parse_budget(extra_args: Mapping[str, Any], key: str) -> Budget | None:
+    value = extra_args.get(key)
+    try:
+        return None if value is None else Budget.parse(value)
+    except ValueError as error:
+        raise ValueError(f"{key} of the request: {error}") from None
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:
