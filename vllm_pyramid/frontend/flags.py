@@ -59,6 +59,18 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "prompt keep: a number of tokens, or a percentage of the prompt. What the server keeps of "
         "it by itself is always allowed. Default: no limit.",
     },
+    "kv_host_cache": {
+        "metavar": "GiB",
+        "help": "Host memory of the engine, all tensor-parallel ranks together, for prefixes and "
+        "sessions that leave the device's cache: they are copied back in place of being computed "
+        "again. Default: none.",
+    },
+    "kv_turn_mode": {
+        "metavar": "resume|exact",
+        "help": "How a request with kv_turns continues that does not say it (kv_turn_mode): "
+        "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
+        "evicted as if it had no earlier turns. Default: resume.",
+    },
 }
 
 

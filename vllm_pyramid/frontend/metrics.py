@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
+from vllm_pyramid.frontend.host_metrics import HostCacheMetrics
 from vllm_pyramid.step.failures import KINDS
 
 logger = init_logger(f"vllm.{__name__}")
@@ -45,6 +46,8 @@ class PolicyMetrics:
 
     With V in host memory (labels: engine, direction):
         vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
+
+    With a host cache (labels: engine): those of `HostCacheMetrics`.
     """
 
     def __init__(self) -> None:
@@ -99,6 +102,7 @@ class PolicyMetrics:
                 ("dropped_reports", "Reports of what requests kept that could not be sent."),
             )
         }
+        self.host_cache = HostCacheMetrics()
         self._logged: dict[int, dict[str, Any]] = {}
         self._started = time.monotonic()
         self._next_log: dict[int, float] = {}  # by engine, so that each logs its own lines
@@ -137,6 +141,8 @@ class PolicyMetrics:
                 gauge.labels(label, str(layer)).set(value)
         if "companion_blocks_held" in now:
             self.companion_blocks.labels(label).set(now["companion_blocks_held"])
+        if "host_cache" in now:
+            self.host_cache.observe(now["host_cache"], before.get("host_cache", {}), label)
         self._log(now, engine)
 
     def _log(self, stats: dict[str, Any], engine: int) -> None:

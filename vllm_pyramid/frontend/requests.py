@@ -65,7 +65,8 @@ class PolicyRequestChecks:
             return None
         try:
             settings.overrides.check_keys(params.extra_args)
-            return check_request(settings.policy, params, settings.why_no_turns)
+            reason, mode = settings.why_no_turns, settings.turn_mode
+            return check_request(settings.policy, params, reason, mode)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 

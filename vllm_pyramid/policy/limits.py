@@ -52,4 +52,5 @@ TABLE: tuple[tuple[str, str], ...] = (
         f"at most {MAX_TURNS} turns, each ending inside the prompt; {FREE_EVICTIONS} of them may "
         f"evict, and one more for each {TOKENS_PER_EVICTION} tokens",
     ),
+    ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns`"),
 )

@@ -16,7 +16,7 @@ from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 from vllm_pyramid.policy.limits import CACHE_BYTES
-from vllm_pyramid.policy.request_keys import RequestKeys, check_names
+from vllm_pyramid.policy.request_keys import EXACT, RESUME, RequestKeys, check_names
 
 FULL_POLICY = "full"
 # The scheduler adds this key to a request for the workers: an allocator in place of the policy's.
@@ -30,6 +30,8 @@ class ServedRequest(NamedTuple):
         policy: the served policy, perhaps with parts changed by the request, or `full`.
         budget: the request's own, perhaps with its own floor; None: the policy's.
         application, turns: see `RequestKeys`.
+        exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
+            had no turns (`EXACT`).
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
             served policy then holds until the scheduler has ended the request.
     """
@@ -38,7 +40,13 @@ class ServedRequest(NamedTuple):
     budget: Budget | None = None
     application: str = ""
     turns: tuple[int, ...] | None = None
+    exact: bool = False
     error: str | None = None
+
+    @property
+    def resumed_turns(self) -> tuple[int, ...] | None:
+        """The turns at whose ends the prompt is evicted; None if no later one resumes it."""
+        return None if self.exact else self.turns
 
     def check_turns(self, prompt_len: int) -> None:
         """Raise ValueError if an earlier turn ends behind the request's prompt."""
@@ -51,7 +59,8 @@ class ServedRequest(NamedTuple):
 
     def plan(self, prompt_len: int, num_layers: int, block_size: int) -> Plan:
         """Return `Policy.plan` of the request, whose turns have been checked."""
-        return self.policy.plan(prompt_len, num_layers, block_size, self.budget, self.turns or ())
+        turns = self.resumed_turns or ()
+        return self.policy.plan(prompt_len, num_layers, block_size, self.budget, turns)
 
     @property
     def share_floor(self) -> int | None:
@@ -70,11 +79,12 @@ def _full_policy() -> Policy:
     return load_policy(FULL_POLICY)
 
 
-def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
+def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> ServedRequest:
     """Return the policy and the budget of a request.
 
     Args:
         policy: the served policy. keys: the request's settings.
+        turn_mode: of a request with turns that does not say one.
 
     Raises:
         ValueError: a policy that is not served, or a value that it cannot work with.
@@ -111,11 +121,13 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
         )
     if keys.top_n is not None:
         chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
-    if keys.turns is not None and (reason := chosen.why_not_resumable) is not None:
+    exact = keys.turns is not None and (keys.turn_mode or turn_mode) == EXACT
+    if keys.turns is not None and not exact and (reason := chosen.why_not_resumable) is not None:
         raise ValueError(
-            f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out"
+            f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out, or "
+            f"send kv_turn_mode {EXACT!r}"
         )
-    return ServedRequest(chosen, budget, keys.application, keys.turns)
+    return ServedRequest(chosen, budget, keys.application, keys.turns, exact)
 
 
 @cached_by_bytes(CACHE_BYTES)
@@ -144,11 +156,13 @@ def hashable(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) -> ServedRequest:
+def check_request(
+    policy: Policy, params: Any, why_no_turns: str | None = None, turn_mode: str = RESUME
+) -> ServedRequest:
     """Check the settings of a client's request, in the front end.
 
     Args:
-        params: vLLM's `SamplingParams`. why_no_turns: see `ServedSettings`.
+        params: vLLM's `SamplingParams`. why_no_turns, turn_mode: see `ServedSettings`.
 
     Raises:
         ValueError: a wrong key or value, or parameters that a part of the policy cannot serve.
@@ -156,10 +170,13 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
     check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} cannot be set by requests: leave it out")
-    served = resolve(policy, RequestKeys.parse(params.extra_args))
-    if served.turns is not None and why_no_turns is not None:
-        raise ValueError(f"kv_turns does not work on this server: {why_no_turns}; leave it out")
-    if served.turns and params.prompt_logprobs is not None:
+    served = resolve(policy, RequestKeys.parse(params.extra_args), turn_mode)
+    if served.resumed_turns is not None and why_no_turns is not None:
+        raise ValueError(
+            f"kv_turns does not work on this server: {why_no_turns}; leave it out, or send "
+            f"kv_turn_mode {EXACT!r}"
+        )
+    if served.resumed_turns and params.prompt_logprobs is not None:
         raise ValueError(
             "prompt_logprobs would be those of an evicted cache: the prompt is evicted from where "
             "its earlier turns ended (kv_turns); leave one of them out"
@@ -169,14 +186,16 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
     return served
 
 
-def for_request(policy: Policy, extra_args: Mapping[str, Any] | None) -> ServedRequest:
+def for_request(
+    policy: Policy, extra_args: Mapping[str, Any] | None, turn_mode: str = RESUME
+) -> ServedRequest:
     """Resolve a request's settings in a worker, which reports mistakes as `ServedRequest.error`.
 
     The scheduler has checked the names of its keys. An allocator that the scheduler sends with the
     request replaces the policy's.
     """
     try:
-        served = resolve(policy, RequestKeys.parse(extra_args))
+        served = resolve(policy, RequestKeys.parse(extra_args), turn_mode)
         if extra_args and ALLOCATOR_KEY in extra_args:
             fields = hashable(extra_args[ALLOCATOR_KEY])
             served = served._replace(policy=with_allocator(served.policy, fields))

@@ -16,7 +16,12 @@ from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
 
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
+    "kv_turn_mode",
 )
+# How a later turn of a conversation continues: with the evicted state of the turn before, or with
+# the KV of the whole prompt, evicted again as if it had never been.
+RESUME, EXACT = "resume", "exact"
+TURN_MODES = (RESUME, EXACT)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class RequestKeys:
         top_n: keys whose V is read from host memory; None for the policy's.
         turns: tokens at which the prompts of the conversation's earlier turns ended; empty for the
             first turn, None for a request that no later one resumes.
+        turn_mode: one of `TURN_MODES`; None for the server's.
     """
 
     policy: str | None = None
@@ -40,6 +46,7 @@ class RequestKeys:
     application: str = ""
     top_n: int | None = None
     turns: tuple[int, ...] | None = None
+    turn_mode: str | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
@@ -80,7 +87,13 @@ class RequestKeys:
             raise ValueError(f"kv_budget of the request: {error}") from None
         floor = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
         turns = _parse_turns(extra_args.get("kv_turns"))
-        return cls(policy, budget, floor, application, top_n, turns)
+        mode = parse_turn_mode(extra_args.get("kv_turn_mode"), "kv_turn_mode of a request")
+        if mode is not None and turns is None:
+            raise ValueError(
+                "kv_turn_mode of a request says how kv_turns are continued, and there are none: "
+                "leave it out, or send kv_turns"
+            )
+        return cls(policy, budget, floor, application, top_n, turns, mode)
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:
@@ -97,6 +110,20 @@ def check_names(extra_args: Mapping[str, Any] | None) -> None:
             f"takes at most {MAX_KEYS}: send fewer"
         )
     refuse_unknown(extra_args, REQUEST_KEYS, "the request's vllm_xargs")
+
+
+def parse_turn_mode(value: object, name: str) -> str | None:
+    """Parse a mode of later turns, or None.
+
+    Raises:
+        ValueError: neither, with `name` in the message.
+    """
+    if value is None:
+        return None
+    if value not in TURN_MODES:
+        raise ValueError(f"{name} must be {' or '.join(TURN_MODES)}, not {quoted(value)}")
+    assert isinstance(value, str)
+    return value
 
 
 def _parse_turns(value: object) -> tuple[int, ...] | None:

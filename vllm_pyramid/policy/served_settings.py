@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.policy.request_keys import RESUME
 
 NO_POLICY = "none"
 SERVED_KEY = "vllm_pyramid"
@@ -45,6 +46,8 @@ class ServedSettings:
         overrides: what requests may change.
         reports_cached: whether each response says what the cache held for its request; if not, only
             those of requests with a `cache_salt` do.
+        host_cache_bytes: host memory of each rank for the host cache; None without one.
+        turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
     """
 
     policy: Policy
@@ -57,6 +60,8 @@ class ServedSettings:
     why_no_turns: str | None = None
     overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
+    host_cache_bytes: int | None = None
+    turn_mode: str = RESUME
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

@@ -63,7 +63,7 @@ class RunnerAdapter:
         """Allocate the cache as vLLM does, and bind the layers, which exist from then on."""
         self.pyramid.prepare_cache(kv_cache_config.num_blocks)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        self.pyramid.bind(self.attn_groups)
+        self.pyramid.bind(self.attn_groups, self.kv_caches, kv_cache_config.num_blocks)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as vLLM does; the step's evictions are attached to the output."""

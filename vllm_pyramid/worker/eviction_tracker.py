@@ -25,6 +25,7 @@ import numpy.typing as npt
 from vllm_pyramid.plan import Eviction, Plan, PlanMismatchError
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import for_request
+from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.step import Step, WorkerRequest
@@ -38,7 +39,7 @@ class EvictionTracker:
 
     Args:
         policy: the engine's policy. num_layers: L. block_size: tokens of the largest cache block.
-        max_num_reqs: rows of the runner's batch.
+        max_num_reqs: rows of the runner's batch. turn_mode: see `ServedSettings`.
 
     Attributes:
         hooks: the hooks of the policy's methods; set by the runtime, which makes them.
@@ -47,8 +48,16 @@ class EvictionTracker:
             request id; set from the scheduler's output.
     """
 
-    def __init__(self, policy: Policy, num_layers: int, block_size: int, max_num_reqs: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        num_layers: int,
+        block_size: int,
+        max_num_reqs: int,
+        turn_mode: str = RESUME,
+    ) -> None:
         self.policy = policy
+        self._turn_mode = turn_mode
         self.num_layers = num_layers
         self.block_size = block_size
         self.step = Step.nothing(num_layers, 0)
@@ -71,7 +80,7 @@ class EvictionTracker:
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
         """Make the plan of a request that has arrived, or that was preempted and comes again."""
-        served = for_request(self.policy, extra_args)
+        served = for_request(self.policy, extra_args, self._turn_mode)
         plan = served.plan(prompt_len, self.num_layers, self.block_size)
         self.remove(request_id)
         self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan)
