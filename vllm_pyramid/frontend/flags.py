@@ -65,6 +65,18 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "every layer and KV head, with the first N tokens of each message, within the budget. "
         "Default: what the policy keeps.",
     },
+    "kv_host_cache": {
+        "metavar": "GiB",
+        "help": "Host memory of the engine, all tensor-parallel ranks together, for prefixes and "
+        "sessions that leave the device's cache: they are copied back in place of being computed "
+        "again. Default: none.",
+    },
+    "kv_turn_mode": {
+        "metavar": "resume|exact",
+        "help": "How a request with kv_turns continues that does not say it (kv_turn_mode): "
+        "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
+        "evicted as if it had no earlier turns. Default: resume.",
+    },
 }
 
 

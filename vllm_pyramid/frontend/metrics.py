@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
+from vllm_pyramid.frontend.host_metrics import HostCacheMetrics
 from vllm_pyramid.step.failures import KINDS
 
 logger = init_logger(f"vllm.{__name__}")
@@ -53,6 +54,8 @@ class PolicyMetrics:
     With a selection of pages (labels: engine):
         vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
         vllm_pyramid:pages_visible_total     pages that attention to everything would have read
+
+    With a host cache (labels: engine): those of `HostCacheMetrics`.
     """
 
     def __init__(self) -> None:
@@ -126,6 +129,7 @@ class PolicyMetrics:
                 ("dropped_reports", "Reports of what requests kept that could not be sent."),
             )
         }
+        self.host_cache = HostCacheMetrics()
         self._logged: dict[int, dict[str, Any]] = {}
         self._started = time.monotonic()
         self._next_log: dict[int, float] = {}  # by engine, so that each logs its own lines
@@ -171,6 +175,8 @@ class PolicyMetrics:
             self.policy.labels(label, *now["policy"]).set(1)
         if "companion_blocks_held" in now:
             self.companion_blocks.labels(label).set(now["companion_blocks_held"])
+        if "host_cache" in now:
+            self.host_cache.observe(now["host_cache"], before.get("host_cache", {}), label)
         self._log(now, engine)
 
     def _log(self, stats: dict[str, Any], engine: int) -> None:

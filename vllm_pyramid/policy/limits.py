@@ -63,4 +63,5 @@ TABLE: tuple[tuple[str, str], ...] = (
         f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; all of them within the "
         "budget of the smallest layer, next to window and sinks",
     ),
+    ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns`"),
 )

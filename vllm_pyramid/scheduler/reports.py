@@ -21,13 +21,17 @@ from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
+from vllm_pyramid.policy.request_keys import EXACT, RESUME
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
 
 # Counters that send the statistics; tokens move with every step, which would be too often.
-_CHANGES = ("evictions", "blocks_held", "failed_requests", "dropped_traces", "dropped_reports")
+_CHANGES = (
+    *("evictions", "blocks_held", "failed_requests", "dropped_traces", "dropped_reports"),
+    "host_cache",
+)
 # Of one request's report: 1 KiB for each of a model's layers, and as many again.
 MAX_REPORT_BYTES = 1 << 18
 
@@ -40,6 +44,7 @@ class Reports(SchedulerPoints):
     failed: FailedRequests
     hooks: list[SchedulerHooks]
     reports_cached: bool
+    host_block_bytes: int = 0  # of all ranks together
     _sent_stats: dict[str, Any] | None = None
 
     @cached_property
@@ -164,11 +169,12 @@ class Reports(SchedulerPoints):
             "blocks_before": layer_blocks.full(plan.prompt_len),
             "blocks_after": int(whole.sum()),
         }
-        turns = sessions.turns(request.request_id)
-        if self.kv_policy.inner_policy is not None or turns is not None:
+        conversation = sessions.conversation(request.request_id)
+        if self.kv_policy.inner_policy is not None or conversation is not None:
             report["inner_evictions"] = len(plan.inner)
-        if turns is not None:
-            report["kv_turns"] = [*turns, plan.prompt_len]
+        if conversation is not None:
+            report["kv_turns"] = [*conversation.turns, plan.prompt_len]
+            report["kv_turn_mode"] = EXACT if conversation.exact else RESUME
             if shows_cached:
                 report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
         resolved = plans.confirmed(request.request_id)
@@ -236,4 +242,24 @@ class Reports(SchedulerPoints):
             "blocks_held": counters.held_blocks.tolist(),
             "tokens_held": (computed - counters.skipped_tokens).tolist(),
             **({"companion_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
+            **self._host_stats(),
+        }
+
+    def _host_stats(self) -> dict[str, Any]:
+        """Return the counters of the host cache, in tokens and bytes of all ranks; none without."""
+        host = self.coordinator.host_cache
+        if host is None:
+            return {}
+        counters, slot_bytes = host.counters, host.slot_blocks * self.host_block_bytes
+        return {
+            "host_cache": {
+                "queries": counters.queries,
+                "hits": counters.hits,
+                "evictions": counters.evictions,
+                "dropped": counters.dropped,
+                "bytes_stored": counters.stored * self.host_block_bytes,
+                "bytes_loaded": counters.loaded * self.host_block_bytes,
+                "bytes_used": host.used_slots * slot_bytes,
+                "bytes": host.num_slots * slot_bytes,
+            }
         }

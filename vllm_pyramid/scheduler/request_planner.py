@@ -114,7 +114,8 @@ class RequestPlanner:
             if params is None:
                 return ServedRequest(policy)
             overrides.check_keys(params.extra_args)
-            served = check_request(policy, params, self._settings.why_no_turns)
+            settings = self._settings
+            served = check_request(policy, params, settings.why_no_turns, settings.turn_mode)
             served.check_turns(request.num_prompt_tokens)
             overrides.check_kept(served, policy, request.num_prompt_tokens, request.max_tokens)
             layers = self._layer_blocks
