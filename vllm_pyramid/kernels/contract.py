@@ -27,10 +27,11 @@ from vllm_pyramid.kernels.records import (
     Softmax,
     WindowBatch,
 )
+from vllm_pyramid.kernels.shared_contract import SharedOps
 
 
-class Ops(Protocol):
-    """The kernels of one device type; a module implements it.
+class Ops(SharedOps, Protocol):
+    """The kernels of one device type; a module implements it. `SharedOps` adds shared prefixes.
 
     Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists what
     it checks in addition. The reference trusts its callers and checks less. No function keeps a

@@ -24,6 +24,7 @@ from vllm_pyramid.kernels.reference_mass import (
     check_some_requests,
     with_sinks,
 )
+from vllm_pyramid.kernels.reference_shared import shared_attention
 from vllm_pyramid.kernels.reference_topn import topn_attention
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "recent_mass",
     "reshape_and_cache",
     "select",
+    "shared_attention",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

@@ -210,7 +210,7 @@ def test_recent_mass_by_the_log_sum_exp_is_one_launch(launches):
         assert launches == [*expected, "recent_mass_kernel"]
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])
+@pytest.mark.parametrize("name", [name for name in dir(Ops) if not name.startswith("_")])
 def test_every_call_of_the_contract_is_accepted(name):
     """Compare parameters: the engine calls every back end with the same arguments."""
     ours = inspect.signature(getattr(triton_ops, name)).parameters

@@ -22,18 +22,21 @@ from vllm_pyramid.kernels.cpu.structs import (
     PyrAttention,
     PyrCacheWrite,
     PyrKeyMass,
+    PyrShared,
     PyrTopn,
     packer,
 )
 from vllm_pyramid.kernels.records import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
 from vllm_pyramid.kernels.reference_mass import check_mass
 from vllm_pyramid.kernels.reference_topn import check_value_rows
+from vllm_pyramid.kernels.shared_contract import FEWEST_SAVED
 
 INT32_MAX = 2**31 - 1
 
 _pack_attention = packer(PyrAttention)
 _pack_key_mass = packer(PyrKeyMass)
 _pack_topn = packer(PyrTopn)
+_pack_shared = packer(PyrShared)
 _pack_cache_write = packer(PyrCacheWrite)
 
 
@@ -106,6 +109,23 @@ def paged_attention(
     that sees no key gets zeros.
     """
     run("paged_attention", _attention(out, batch, batch.value_cache, softmax, log_sum_exp))
+
+
+def shared_attention(
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+    fewest_saved: int = FEWEST_SAVED,
+) -> None:
+    """Attend in C++, which compares the tables of each layer and groups the requests.
+
+    Requests in no group get the bits of `paged_attention`. `cpu.library.shared_rows` counts the
+    rows of the others.
+    """
+    attention = _attention(out, batch, batch.value_cache, softmax, log_sum_exp)
+    run("shared_attention", _pack_shared(attention, fewest_saved))
 
 
 def add_key_mass(

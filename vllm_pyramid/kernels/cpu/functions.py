@@ -16,6 +16,7 @@ from vllm_pyramid.kernels.cpu.attention import (
     add_key_mass,
     paged_attention,
     reshape_and_cache,
+    shared_attention,
     topn_attention,
 )
 from vllm_pyramid.kernels.cpu.eviction import (
@@ -40,6 +41,7 @@ __all__ = [
     "reshape_and_cache",
     "select",
     "set_isa",
+    "shared_attention",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

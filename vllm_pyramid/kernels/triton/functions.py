@@ -13,6 +13,7 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.reference_mass import check_some_requests
+from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -42,6 +43,7 @@ __all__ = [
     "recent_mass",
     "reshape_and_cache",
     "select",
+    "shared_attention",
     "shift_block_tables_",
     "topn_attention",
     "window_scores",
