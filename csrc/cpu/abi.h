@@ -14,7 +14,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 12
+#define PYR_ABI_VERSION 13
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 // Defines a struct, and the text of its definition (without comments) as <name>_fields.
 #define PYR_RECORD(name, ...)  \
@@ -64,6 +64,14 @@ PYR_RECORD(PyrTopn,
   const int32_t* top_n;  // [R]; 0, or at least the number of visible keys: use all of them
   int64_t* value_rows;   // [R], increased by the rows of V that were needed; or null
   int64_t renormalize;
+);
+
+// A batch as for pyr_paged_attention, in which requests whose tables begin with the same blocks read
+// these together. A group of n requests that share k keys saves (n - 1) * k reads of a key, and is
+// formed where that is at least `fewest_saved`, which is at least 1.
+PYR_RECORD(PyrShared,
+  PyrAttention attention;
+  int64_t fewest_saved;
 );
 
 enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };
@@ -208,6 +216,10 @@ PYR_EXPORT int64_t pyr_scratch_bytes(int64_t most);
 
 // Also writes `log_sum_exp` unless it is null: over each query's visible logits, without the sink.
 PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
+PYR_EXPORT int pyr_shared_attention(const PyrShared* p);
+// Returns the rows (query tokens x query heads) that read shared pages together with others, summed
+// over all calls since the library was loaded.
+PYR_EXPORT int64_t pyr_shared_rows();
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);
 PYR_EXPORT int pyr_window_scores(const PyrScores* p);

@@ -138,7 +138,7 @@ const Record* find_record(const char* name) {
                                    PYR_DESCRIBE(PyrRecentMass), PYR_DESCRIBE(PyrSelect),
                                    PYR_DESCRIBE(PyrCompact),    PYR_DESCRIBE(PyrCacheWrite),
                                    PYR_DESCRIBE(PyrSummaries),  PYR_DESCRIBE(PyrPageScores),
-                                   PYR_DESCRIBE(PyrPageSelect)};
+                                   PYR_DESCRIBE(PyrPageSelect), PYR_DESCRIBE(PyrShared)};
 #undef PYR_DESCRIBE
   for (const Record& record : records)
     if (!strcmp(name, record.name)) return &record;

@@ -28,10 +28,12 @@ from vllm_pyramid.kernels.records import (
     Softmax,
     WindowBatch,
 )
+from vllm_pyramid.kernels.shared_contract import SharedOps
 
 
-class Ops(PageOps, Protocol):
-    """The kernels of one device type; a module implements it. `PageOps` adds page selection.
+class Ops(PageOps, SharedOps, Protocol):
+    """The kernels of one device type; a module implements it. `PageOps` adds page selection,
+    `SharedOps` shared prefixes.
 
     Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists what
     it checks in addition. The reference trusts its callers and checks less. No function keeps a

@@ -25,6 +25,7 @@ from vllm_pyramid.kernels.reference_mass import (
     with_sinks,
 )
 from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
+from vllm_pyramid.kernels.reference_shared import shared_attention
 from vllm_pyramid.kernels.reference_topn import topn_attention
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "score_pages",
     "select",
     "select_pages",
+    "shared_attention",
     "summarise_pages",
     "topn_attention",
     "window_scores",

@@ -23,6 +23,7 @@ from vllm_pyramid.kernels.cpu.structs import (
     PyrAttention,
     PyrCacheWrite,
     PyrKeyMass,
+    PyrShared,
     PyrTopn,
     packer,
 )
@@ -30,12 +31,14 @@ from vllm_pyramid.kernels.gather_tokens import check_head_tables
 from vllm_pyramid.kernels.records import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
 from vllm_pyramid.kernels.reference_mass import check_mass
 from vllm_pyramid.kernels.reference_topn import check_value_rows
+from vllm_pyramid.kernels.shared_contract import FEWEST_SAVED
 
 INT32_MAX = 2**31 - 1
 
 _pack_attention = packer(PyrAttention)
 _pack_key_mass = packer(PyrKeyMass)
 _pack_topn = packer(PyrTopn)
+_pack_shared = packer(PyrShared)
 _pack_cache_write = packer(PyrCacheWrite)
 
 
@@ -114,6 +117,23 @@ def paged_attention(
         strides = head_table_strides(batch.block_table, batch.seq_lens.shape[0])
     record = _attention(out, batch, batch.value_cache, softmax, log_sum_exp, strides)
     run("paged_attention", record)
+
+
+def shared_attention(
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+    fewest_saved: int = FEWEST_SAVED,
+) -> None:
+    """Attend in C++, which compares the tables of each layer and groups the requests.
+
+    Requests in no group get the bits of `paged_attention`. `cpu.library.shared_rows` counts the
+    rows of the others.
+    """
+    attention = _attention(out, batch, batch.value_cache, softmax, log_sum_exp)
+    run("shared_attention", _pack_shared(attention, fewest_saved))
 
 
 def add_key_mass(

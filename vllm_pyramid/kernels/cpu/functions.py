@@ -16,6 +16,7 @@ from vllm_pyramid.kernels.cpu.attention import (
     add_key_mass,
     paged_attention,
     reshape_and_cache,
+    shared_attention,
     topn_attention,
 )
 from vllm_pyramid.kernels.cpu.eviction import (
@@ -43,6 +44,7 @@ __all__ = [
     "select",
     "select_pages",
     "set_isa",
+    "shared_attention",
     "summarise_pages",
     "topn_attention",
     "window_scores",

@@ -62,6 +62,10 @@ class PyrTopn(ctypes.Structure):
     ]
 
 
+class PyrShared(ctypes.Structure):
+    _fields_ = [("attention", PyrAttention), *_integers("fewest_saved")]
+
+
 class PyrScores(ctypes.Structure):
     _fields_ = [
         *_pointers("out statistics log_sum_exp query key table query_ends prompt_lens sinks"),
@@ -150,6 +154,7 @@ RECORDS: tuple[type[ctypes.Structure], ...] = (
     PyrSummaries,
     PyrPageScores,
     PyrPageSelect,
+    PyrShared,
 )
 
 

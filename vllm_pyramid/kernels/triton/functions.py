@@ -14,6 +14,7 @@ import triton
 
 from vllm_pyramid.kernels.reference_mass import check_some_requests
 from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
+from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -45,6 +46,7 @@ __all__ = [
     "score_pages",
     "select",
     "select_pages",
+    "shared_attention",
     "shift_block_tables_",
     "summarise_pages",
     "topn_attention",

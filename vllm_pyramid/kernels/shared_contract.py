@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the kernels' contract that reads shared prefixes once: a part of `contract.py`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+
+# Reads of keys, as counted by `shared_attention`, from which a group is formed.
+FEWEST_SAVED = 512
+# Shared keys come in whole tiles of so many (kTileKeys of csrc/cpu/kernels.h).
+TILE_KEYS = 64
+# Rows (query tokens times query heads of a KV head) up to which a request can be in a group
+# (kSplitRows of csrc/cpu/kernels.h).
+MOST_ROWS = 32
+
+
+class SharedOps(Protocol):
+    """The kernels that let requests read pages together; each back end has them."""
+
+    def shared_attention(
+        self,
+        out: torch.Tensor,
+        batch: AttentionBatch,
+        softmax: Softmax,
+        *,
+        log_sum_exp: torch.Tensor | None = None,
+        fewest_saved: int = FEWEST_SAVED,
+    ) -> None:
+        """Attend as `paged_attention`, and read pages that requests share once for all of them.
+
+        Requests form a group if the entries of their tables are equal from their skips on, which
+        must be equal too; a group of n requests that share k keys saves (n - 1) * k reads of a key.
+        Shared are only whole pages before all queries of each request, in whole tiles of
+        `TILE_KEYS` keys from the skip on, by requests of at most `MOST_ROWS` rows, in layers
+        without a sliding window. Where prefixes lie within prefixes, the disjoint groups that save
+        the most are formed. The groups follow from the tables alone, not from the order of
+        requests.
+
+        The partial softmax of a group and that of each request's other keys are joined by their
+        maxima and sums (Hydragen, arXiv:2402.05099, section 3.1; ChunkAttention,
+        arXiv:2402.15220, section 3.2). A request in a group gets the result of `paged_attention`
+        but for rounding; the others get its bits.
+
+        The CPU back end calls this in every layer.
+
+        Args:
+            out: as in `paged_attention`.
+            log_sum_exp: as in `paged_attention`.
+            fewest_saved: form only groups that save so many reads of a key, at least 1.
+
+        Raises:
+            ValueError: `fewest_saved` is below 1.
+        """
