@@ -50,6 +50,11 @@ class Host:
         return function
 
 
+def vllms_attention(*args: Any) -> None:
+    """Attend as vLLM's kernel does, which vLLM launches and warms up."""
+    reference.paged_attention(*args)
+
+
 def kernels(device: Any) -> Ops:
     """Return the reference, which requires the arguments that spare CUDA's kernels a read-back."""
     launched = {
@@ -134,6 +139,7 @@ class Worker:
     ) -> None:
         self.device, self.prompts = device, prompts
         self.ops = kernels(device) if copies else reference
+        self.attention = device.launch(vllms_attention) if copies else vllms_attention
         self.layers = 4 if policy.attends or policy.allocator.thins_prompts else LAYERS
         sizes = [
             BLOCK if policy.values.on_device(layer) else 2 * BLOCK for layer in range(self.layers)
@@ -305,7 +311,7 @@ class Worker:
             else:
                 assert not elsewhere
                 if step.evictions is not None:  # which look at it
-                    self.ops.paged_attention(put(out), attended.batch, attended.softmax)
+                    self.attention(put(out), attended.batch, attended.softmax)
             context.after_attention(own_inputs(call, attended), put(out))
             if layout is not None and layout.survivors is not None:
                 entered, layout.survivors = entered.index_select(0, layout.survivors), None

@@ -19,6 +19,7 @@ from vllm_pyramid.kv_cache.session_cache import Conversation
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.kept_spans import check_spans_fit
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 from vllm_pyramid.policy.request import (
     ALLOCATOR_KEY,
@@ -68,8 +69,8 @@ class RequestPlanner:
         Its parameters are replaced where the workers have to follow others.
 
         Returns:
-            Beside the terms: the mistake in its settings; the failure of a method that raised, with
-            terms that ask no method; or None.
+            The terms, and one of: the mistake in its settings; the failure of a method that raised,
+            with terms that ask no method; None.
         """
         served = self._check(request)
         try:
@@ -97,6 +98,7 @@ class RequestPlanner:
             shareable_tokens(served.policy, plan) if shares else 0,
             reusable_tokens(served.policy, plan) if shares else 0,
             Conversation.of(served, plan, shares),
+            served.keep,
         )
 
     def _check(self, request: Request) -> ServedRequest:
@@ -115,6 +117,8 @@ class RequestPlanner:
             served = check_request(policy, params, self._settings.why_no_turns)
             served.check_turns(request.num_prompt_tokens)
             overrides.check_kept(served, policy, request.num_prompt_tokens, request.max_tokens)
+            layers = self._layer_blocks
+            check_spans_fit(served, request.num_prompt_tokens, layers.num_layers, layers.largest)
             if policy.inner_policy is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.

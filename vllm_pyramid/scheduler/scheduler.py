@@ -187,6 +187,8 @@ class PyramidSchedulerMixin(Reports):
         if not tokens:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
+        if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
+            return self.stock_chunk(request, computed, tokens)  # nearly every request, every step
         plan = self.coordinator.plans.of(request.request_id)
         if (
             not waits
@@ -209,7 +211,7 @@ class PyramidSchedulerMixin(Reports):
         """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""
         tokens = self.stock_chunk(request, computed, tokens)
         if computed >= plan.prompt_len and not plan.every:
-            return tokens  # all has been evicted: nearly every request, every step
+            return tokens  # all has been evicted
         if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:
             return tokens  # its last token, to which vLLM has added places for drafts
         stop = plan.next_eviction(computed) if plan.evicts else None

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.plan import Eviction, EvictionPoint, Plan
+from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -37,6 +38,7 @@ class WorkerRequest:
         policy: the policy that the request is served with.
         plan: its plan now; a solved plan replaces an open one.
         initial: the plan that it arrived with, which holds again after a preemption.
+        keep: spans of the prompt that stay in every layer and head.
         state: what methods keep of it, by the name of their hooks.
     """
 
@@ -44,6 +46,7 @@ class WorkerRequest:
     policy: Policy
     plan: Plan
     initial: Plan
+    keep: Spans = ()
     state: dict[str, Any] = field(default_factory=dict)
 
 

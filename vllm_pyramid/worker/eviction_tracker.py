@@ -90,7 +90,9 @@ class EvictionTracker:
             self.failures.blame([request_id], what, error, peers_wait=True)
             served = for_request(self.policy, KEEP_EVERYTHING)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
-        self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan)
+        self._requests[request_id] = WorkerRequest(
+            request_id, served.policy, plan, plan, served.keep
+        )
         self._num_open += plan.is_deferred
 
     def remove(self, request_id: str) -> None:
@@ -239,6 +241,7 @@ class EvictionTracker:
             previous_skips=skips[:, ending],
             block_size=self.block_size,
             copies=[self.copies.get(record.request_id) for record in records],
+            keep=[record.keep for record in records],
             failures=self.failures,
         )
         self._check_queries(evictions, evicting)
