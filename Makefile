@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz lint docs format \
+.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz attack-cost lint docs format \
   build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
@@ -74,6 +74,10 @@ FUZZ_SECONDS ?= 3600
 fuzz: $(STAMP)  ## Hostile requests to a server, among honest ones (FUZZ_REQUESTS, FUZZ_SEED, _SECONDS).
 	$(TEST_ENV) $(PY) -m tests.attack.fuzz --requests $(FUZZ_REQUESTS) --seconds $(FUZZ_SECONDS) \
 	  $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(if $(FUZZ_NUMBER),--number $(FUZZ_NUMBER))
+
+ATTACK_ROUNDS ?= 20
+attack-cost: $(STAMP)  ## How much hostile requests slow an honest answer: on an idle machine (ATTACK_ROUNDS).
+	$(TEST_ENV) $(PY) -m tests.attack.slowdown --rounds $(ATTACK_ROUNDS)
 
 lint: $(STAMP)  ## ruff (rules and format) and mypy.
 	$(PY) -m ruff check .
