@@ -98,6 +98,10 @@ class SelectPages(Attend):
         """The smallest budget in tokens: sinks, recent tokens and one to choose."""
         return self.sinks + self.recent + 1
 
+    @property
+    def summary_rows(self) -> int:
+        return self.scorer.rows
+
     def sink_pages(self, block_size: int) -> int:
         """Return how many first pages are always read."""
         return -(-self.sinks // block_size)
