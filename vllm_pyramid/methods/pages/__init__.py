@@ -153,8 +153,6 @@ class SelectPages(Attend):
                 f"has the allocator {policy.allocator.kind!r}, with which selecting was not tried: "
                 "choose uniform or arithmetic"
             )
-        elif policy.chunk.works_during_prompt:
-            reason = "evicts inside prompts (chunk.tokens), with which selecting was not tried"
         elif policy.evicts and not policy.fill_blocks:
             reason = (
                 "has fill_blocks false, and the first page of a layer would be summarised with "
