@@ -269,7 +269,7 @@ def test_batches_chunks_and_prefixes_change_nothing(
     assert_same_tokens(together, alone)
     _assert_read(together)
     again = engine.run(_jobs(lengths=FEW), check)
-    assert check.pages > 10_000
+    assert check.pages > 5000
     assert_same_tokens(again, alone)
     _assert_read(again)
     # A prompt is found whole, but for its last token; an answer is not found at all.
@@ -293,7 +293,7 @@ def test_preempted_requests_choose_again(
     check = SummaryCheck()
     with count_preemptions(engine) as count:
         outcomes = engine.run(again, check)
-    assert check.pages > 10_000
+    assert check.pages > 5000
     assert count["all"] >= 1
     assert_same_tokens(outcomes, roomy)
     tokens = [one.report["attended_tokens"] for one in outcomes]
