@@ -12,10 +12,12 @@ from vllm_pyramid.plan import Budget
 from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.kept_spans import Spans, merged, parse_spans
 from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
 
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
+    "kv_keep",
     "kv_attend_budget",
 )
 
@@ -33,6 +35,7 @@ class RequestKeys:
         top_n: keys whose V is read from host memory; None for the policy's.
         turns: tokens at which the prompts of the conversation's earlier turns ended; empty for the
             first turn, None for a request that no later one resumes.
+        keep: spans of the prompt that every layer and head keeps (`kept_spans`).
         attend_budget: what a generated token reads in a layer; None for the policy's.
     """
 
@@ -42,6 +45,7 @@ class RequestKeys:
     application: str = ""
     top_n: int | None = None
     turns: tuple[int, ...] | None = None
+    keep: Spans = ()
     attend_budget: Budget | None = None
 
     @classmethod
@@ -80,7 +84,8 @@ class RequestKeys:
         attend_budget = _parse_budget(extra_args, "kv_attend_budget")
         floor = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
         turns = _parse_turns(extra_args.get("kv_turns"))
-        return cls(policy, budget, floor, application, top_n, turns, attend_budget)
+        keep = merged(parse_spans(extra_args.get("kv_keep"), "kv_keep of a request"))
+        return cls(policy, budget, floor, application, top_n, turns, keep, attend_budget)
 
 
 def _parse_budget(extra_args: Mapping[str, Any], key: str) -> Budget | None:
