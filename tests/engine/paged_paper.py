@@ -78,3 +78,33 @@ class PagedModel(HuggingFaceModel):
                         place >= 0
                     )
         return visible
+
+
+class SummaryCheck:
+    """Called after every step of an engine: each summary is that of the keys in its block.
+
+    Attributes:
+        pages: how many were compared.
+    """
+
+    def __init__(self) -> None:
+        self.pages = 0
+
+    def __call__(self, engine: Engine) -> None:
+        layers = {layer.impl.context.layer: layer for layer in selecting_layers(engine)}
+        (selector,) = next(iter(layers.values())).impl.context.hooks.before_attention
+        size, dense = engine.block_size, selector.selection.dense_layers
+        for number, manager in enumerate(engine.coordinator.single_type_managers):
+            if number < dense or number not in layers:
+                continue
+            layer = layers[number]
+            keys, _ = layer.impl._split(layer.kv_cache)
+            for request in engine.scheduler.running:
+                blocks = manager.req_to_blocks[request.request_id]
+                full = [block.block_id for block in blocks[: request.num_computed_tokens // size]]
+                held = torch.tensor([block for block in full if block])  # 0: freed
+                if held.numel():
+                    expected = selector.scorer.summarise(keys[held].float())
+                    found = selector.summaries[held]
+                    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
+                    self.pages += held.numel()

@@ -126,14 +126,9 @@ def test_adapters_read_what_their_own_queries_ask_for(
     """Selected pages, with adapters and the base model in one batch."""
     loras, merged = adapters
     attend = {"budget": 6 * BLOCK, "dense_layers": 1, "sinks": BLOCK, "recent": BLOCK}
-    engine = engines.get(
-        merged[0],
-        **{**SETTINGS, "kv_policy": "select", "kv_policy_args": {"attend": attend}},
-        kv_budget=None,
-        enable_lora=True,
-        max_loras=3,
-        max_lora_rank=RANK,
-    )
+    settings = {**SETTINGS, "kv_policy": "select", "kv_policy_args": {"attend": attend}}
+    settings |= {"kv_budget": None, "enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
+    engine = engines.get(merged[0], **settings)
     cases = [(number, prompt) for prompt in random_prompts([230, 350]) for number in merged]
     with pages_read(engine) as pages:
         outcomes = engine.run(

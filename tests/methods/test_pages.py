@@ -373,6 +373,24 @@ def test_a_layer_that_ran_dense_stops_the_engine(tmp_path: Path) -> None:
         assert file["pages_visible"].tolist() == [20] * 3 and file["layers"].tolist() == [0, 1, 2]
 
 
+def test_a_request_without_numbers_fails_alone() -> None:
+    policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
+    selector = _selector(policy.attend, 64)  # type: ignore[arg-type]
+    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=torch.Generator().manual_seed(2))
+    table = torch.arange(1, 33, dtype=torch.int32).view(2, 16)
+    cache[3] = torch.nan
+    query = torch.ones(76, HEADS, SIZE)
+    for requests in ([(38, 0, 38), (38, 0, 38)], [(38, 38, 1), (38, 38, 1)]):
+        step = _step(requests, policy=policy)
+        selector.begin_step(step)
+        for layer in range(LAYERS):
+            part = query[: sum(request[2] for request in requests)]
+            chosen = selector.before_attention(_inputs(cache, table, step, layer, part))
+        assert list(step.failures.of) == (["r0"] if requests[0][1] else [])
+        assert selector.end_step(step) is None or chosen.block_table.shape == (2, KV_HEADS, 5)
+    assert step.failures.of["r0"].kind == "scores" and "NaN" in step.failures.of["r0"].reason
+
+
 def test_steps_without_requests_do_nothing() -> None:
     selector = _selector(_part(_scorer("spread")), 8)
     step = Step.nothing(LAYERS, 2)

@@ -143,7 +143,6 @@ def test_answers_are_not_shared() -> None:
         ("streaming-llm", {"schedule": "interval"}, "a key that is not read gets no score"),
         ("pyramidinfer", {}, "selecting was not tried"),
         ("zigzagkv", {}, "selecting was not tried: choose uniform"),
-        ("snapkv-chunked", {}, r"evicts inside prompts \(chunk.tokens\)"),
         ("snapkv", {"fill_blocks": False}, "has fill_blocks false"),
         ("kcache", {}, "keeps V in host memory"),
         ("select", {"attend.allocator": "entropy"}, "does not divide a number of tokens"),

@@ -98,6 +98,10 @@ class SelectPages(Attend):
         """The smallest budget in tokens: sinks, recent tokens and one to choose."""
         return self.sinks + self.recent + 1
 
+    @property
+    def summary_rows(self) -> int:
+        return self.scorer.rows
+
     def sink_pages(self, block_size: int) -> int:
         """Return how many first pages are always read."""
         return -(-self.sinks // block_size)
@@ -149,8 +153,6 @@ class SelectPages(Attend):
                 f"has the allocator {policy.allocator.kind!r}, with which selecting was not tried: "
                 "choose uniform or arithmetic"
             )
-        elif policy.chunk.works_during_prompt:
-            reason = "evicts inside prompts (chunk.tokens), with which selecting was not tried"
         elif policy.evicts and not policy.fill_blocks:
             reason = (
                 "has fill_blocks false, and the first page of a layer would be summarised with "

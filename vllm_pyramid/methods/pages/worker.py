@@ -20,6 +20,7 @@ from vllm_pyramid.methods.pages.refusals import check_result
 from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.failures import SCORES, Failure
 from vllm_pyramid.step.hooks import (
     CacheHooks,
     EvictionHooks,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from vllm_pyramid.methods.pages import SelectPages
     from vllm_pyramid.plan import IntArray
     from vllm_pyramid.policy.policy import Policy
+
+_NO_NUMBERS = "its keys or queries have NaN or infinity, so its pages cannot be ranked"
 
 
 class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
@@ -210,6 +213,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             kind=self.scorer.score_kind,
             combine=self.selection.combine,
         )
+        self._fail_unless_ranked(step, rows, scores)
         planned = plan.planned[layer, plan.chooses].astype(np.int32)
         selected = inputs.ops.select_pages(
             pages,
@@ -237,6 +241,20 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 max_seq_len=None,
             ),
         )
+
+    def _fail_unless_ranked(self, step: Step, rows: RowsOfStep, scores: torch.Tensor) -> None:
+        """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
+
+        Args:
+            scores: `[S, G, pages]` of the rows that choose.
+        """
+        wrong = scores.isnan().flatten(1).any(dim=1)
+        if not wrong.any():
+            return
+        requests = {int(request) for request in rows.requests[rows.chosen][wrong.numpy()]}
+        names = [step.requests[request].request_id for request in sorted(requests)]
+        step.failures.add(names, Failure(SCORES, _NO_NUMBERS))
+        scores[wrong] = 0.0
 
     def _pool(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
