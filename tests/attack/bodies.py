@@ -69,7 +69,10 @@ UNKNOWN_KEYS = (
     *("kv_7x", "kv_", "kv", "kv_polcy", "KV-POLICY", "kvPolicy", "kv_turn", "kv_" + "x" * 30_000),
     *("kv__budget", "kv_budget ", "kv budget", "kvTurns", "kv_policy\x00", "kv_\u0431udget"),
 )
-OUR_KEYS = ("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns")
+OUR_KEYS = (
+    *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
+    "kv_turn_mode",
+)
 # Fields of both endpoints. A value of `HOSTILE` makes none of them a request for hours of work.
 FIELDS = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
@@ -139,6 +142,7 @@ def _served(source: random.Random, kind: str, model: str) -> Attack:
         {"kv_policy": "full"},
         {"kv_policy": "pyramidkv"},
         {"kv_turns": []},
+        {"kv_turns": [], "kv_turn_mode": "exact"},
     ]
     if path == COMPLETIONS:
         ends = range(1, len(body["prompt"]))
@@ -168,6 +172,7 @@ def _wrong_settings(source: random.Random, kind: str, model: str) -> Attack:
                 ("kv_budget", WRONG_BUDGETS),
                 ("kv_policy", WRONG_POLICIES),
                 ("kv_turns", WRONG_TURNS),
+                ("kv_turn_mode", ("", "Exact", "exact ", 1, ["exact"], "exact")),
                 ("kv_min_tokens", WRONG_FLOORS),
                 ("kv_application", (1, "a" * 257, ["a"], "a")),
                 ("kv_top_n", (0, -1, 1.5, "1", 2**31, [1], 64)),
