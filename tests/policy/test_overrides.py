@@ -23,6 +23,7 @@ GIVEN: dict[str, Any] = {
     "kv_turns": [],
     "kv_keep": [0, 4],
     "kv_attend_budget": "6%",
+    "kv_turn_mode": "exact",
 }
 
 
