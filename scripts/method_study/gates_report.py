@@ -23,11 +23,13 @@ Floats = npt.NDArray[np.float64]
 
 
 class GateRows:
-    """The files of a folder, at one length and seed."""
+    """The files of a folder, at one length and seed, of some tasks."""
 
-    def __init__(self, folder: Path, length: int, seed: int) -> None:
+    def __init__(self, folder: Path, length: int, seed: int, tasks: list[str]) -> None:
         frames = [pd.read_csv(folder / f"{name}.csv") for name in ("gates", "meter", "tiles")]
-        some = [f[(f["length"] == length) & (f["seed"] == seed)] for f in frames]
+        some = [
+            f[(f["length"] == length) & (f["seed"] == seed) & f["task"].isin(tasks)] for f in frames
+        ]
         self.ways, self.meter, self.tiles = some
 
     def prompts(self) -> str:
@@ -155,13 +157,13 @@ def _drawn(prompts: list[pd.DataFrame], figure: Callable[[pd.DataFrame], float])
     return cell((figure(pd.concat(prompts)), float(low), float(high)))
 
 
-def gate_parts(folder: Path, lengths: list[int], seed: int) -> list[str]:
+def gate_parts(folder: Path, lengths: list[int], seed: int, tasks: list[str]) -> list[str]:
     """Return the text of a folder's gates."""
     if not (folder / "gates.csv").exists():
         return ["Not there yet.\n"]
     parts = []
     for length in lengths:
-        rows = GateRows(folder, length, seed)
+        rows = GateRows(folder, length, seed, tasks)
         if rows.ways.empty:
             continue
         parts.append(f"Prompts of {length:,} tokens: {rows.prompts()}.\n")

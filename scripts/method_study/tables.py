@@ -231,7 +231,8 @@ def show(
         if table.study is not None and table.study.gates:
             from gates_report import gate_parts
 
-            parts += gate_parts(out, table.study.lengths, table.study.seed)
+            spec = table.study
+            parts += gate_parts(out, spec.lengths, spec.seed, spec.gates)
         elif table.study is not None and rows is not None:
             parts += _study_parts(table, table.study, rows)
         elif table.study is None and file.exists():
