@@ -46,6 +46,8 @@ CONFIG_KEYS = (
 )
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
+# The flag `--kv-page` of a server: the live page. An engine without a server has none.
+PAGE_KEY = "kv_page"
 _FOR_SERVERS = {"kv_admission", "kv_request_overrides", "kv_max_request_budget"}
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
@@ -144,6 +146,7 @@ class KVSettings:
         kv_request_overrides: settings that requests may give (`parse_overrides`); None: all.
         kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
         kv_report_cached: whether each response says what the cache held for its request.
+        kv_page: whether the API server shows the live page.
     """
 
     kv_policy: str = NO_POLICY
@@ -156,6 +159,7 @@ class KVSettings:
     kv_request_overrides: Sequence[str] | str | None = None
     kv_max_request_budget: int | str | None = None
     kv_report_cached: bool = True
+    kv_page: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -170,6 +174,12 @@ class KVSettings:
             )
         if not isinstance(self.kv_report_cached, bool):
             raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
+        if not isinstance(self.kv_page, bool):
+            raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
+        if self.kv_page and self.kv_policy == NO_POLICY:
+            raise ValueError(
+                "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
+            )
         if self.kv_request_overrides is not None:
             overrides = parse_overrides(self.kv_request_overrides)
             object.__setattr__(self, "kv_request_overrides", overrides)
@@ -215,7 +225,7 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY)
+        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY)
         refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
@@ -233,6 +243,8 @@ class KVSettings:
         """Return our keys for `additional_config`, without those that are not set."""
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         given = {key: value for key, value in values.items() if value not in (None, {})}
+        if self.kv_page:
+            given[PAGE_KEY] = True
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
@@ -280,4 +292,5 @@ class KVSettings:
             forecasts,
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
+            page=self.kv_page,
         )

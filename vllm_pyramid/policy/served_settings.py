@@ -45,6 +45,7 @@ class ServedSettings:
         overrides: what requests may change.
         reports_cached: whether each response says what the cache held for its request; if not, only
             those of requests with a `cache_salt` do.
+        page: whether the API server shows the live page.
     """
 
     policy: Policy
@@ -57,6 +58,7 @@ class ServedSettings:
     why_no_turns: str | None = None
     overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
+    page: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
