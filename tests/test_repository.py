@@ -45,6 +45,12 @@ def test_one_version() -> None:
     assert f"## [{vllm_pyramid.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_every_extra_is_documented() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    for extra in PROJECT["project"]["optional-dependencies"]:
+        assert f"`{extra}`" in page or f"[{extra}]" in page, extra
+
+
 def test_every_source_file_names_the_licence() -> None:
     bare = []
     for path in sources():
