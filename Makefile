@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz attack-cost lint docs format \
+.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz attack-cost lint docs format wheel \
   build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
@@ -86,6 +86,9 @@ lint: $(STAMP)  ## ruff (rules and format) and mypy.
 
 docs: $(STAMP)  ## Build the site of docs/ into build/site, offline; a broken link fails.
 	$(PY) -m mkdocs build --strict --quiet
+
+wheel: $(STAMP)  ## Build a source distribution and a manylinux wheel with the kernels into dist/.
+	$(PY) scripts/build_wheel.py
 
 format: $(STAMP)  ## Rewrite the sources as `make lint` wants them, where ruff can.
 	$(PY) -m ruff check --fix .

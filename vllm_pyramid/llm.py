@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm
 
-from vllm_pyramid.frontend.settings import CONFIG_KEYS, KVSettings
+from vllm_pyramid.frontend.settings import CONFIG_KEYS, PAGE_KEY, KVSettings
 from vllm_pyramid.plugin import register
 
 
@@ -76,5 +76,7 @@ class LLM(vllm.LLM):
                 f"dictionary, not a {type(base).__name__}"
             )
         merged = {**base, **given}
+        if merged.get(PAGE_KEY):
+            raise ValueError(f"{PAGE_KEY} is a page of the API server, which LLM has not")
         KVSettings.from_additional_config(merged)  # refuse wrong values before anything is loaded
         super().__init__(model, *args, additional_config=merged, **kwargs)

@@ -162,6 +162,11 @@ def finish_config(
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
+    if served.page:
+        from vllm_pyramid.compat import page_server
+        from vllm_pyramid.frontend.page import attach
+
+        page_server.install(attach)
 
 
 def why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:

@@ -53,6 +53,8 @@ CONFIG_KEYS = (
 )
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
+# The flag `--kv-page` of a server: the live page. An engine without a server has none.
+PAGE_KEY = "kv_page"
 _FOR_SERVERS = {
     *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
     "kv_turn_mode",
@@ -179,6 +181,7 @@ class KVSettings:
         kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
             None for `resume`.
         kv_report_cached: whether each response says what the cache held for its request.
+        kv_page: whether the API server shows the live page.
     """
 
     kv_policy: str = NO_POLICY
@@ -194,6 +197,7 @@ class KVSettings:
     kv_host_cache: float | str | None = None
     kv_turn_mode: str | None = None
     kv_report_cached: bool = True
+    kv_page: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -208,6 +212,12 @@ class KVSettings:
             )
         if not isinstance(self.kv_report_cached, bool):
             raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
+        if not isinstance(self.kv_page, bool):
+            raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
+        if self.kv_page and self.kv_policy == NO_POLICY:
+            raise ValueError(
+                "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
+            )
         if self.kv_request_overrides is not None:
             overrides = parse_overrides(self.kv_request_overrides)
             object.__setattr__(self, "kv_request_overrides", overrides)
@@ -269,7 +279,7 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY)
+        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY)
         refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
@@ -287,6 +297,8 @@ class KVSettings:
         """Return our keys for `additional_config`, without those that are not set."""
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         given = {key: value for key, value in values.items() if value not in (None, {})}
+        if self.kv_page:
+            given[PAGE_KEY] = True
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
@@ -336,4 +348,5 @@ class KVSettings:
             keep_template=parse_keep(self.kv_keep),
             host_cache_bytes=_bytes_of(self.kv_host_cache),
             turn_mode=self.kv_turn_mode or RESUME,
+            page=self.kv_page,
         )

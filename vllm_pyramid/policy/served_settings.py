@@ -50,6 +50,7 @@ class ServedSettings:
             many first tokens of each message with them; None if not.
         host_cache_bytes: host memory of each rank for the host cache; None without one.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
+        page: whether the API server shows the live page.
     """
 
     policy: Policy
@@ -65,6 +66,7 @@ class ServedSettings:
     keep_template: int | None = None
     host_cache_bytes: int | None = None
     turn_mode: str = RESUME
+    page: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

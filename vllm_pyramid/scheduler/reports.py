@@ -23,6 +23,7 @@ from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request_keys import EXACT, RESUME
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
+from vllm_pyramid.scheduler.page_data import page_data
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -220,6 +221,10 @@ class Reports(SchedulerPoints):
             attach_policy_stats(stats, {"now": now, "before": before})
             self._sent_stats = now
         return stats
+
+    def page_data(self) -> dict[str, Any]:
+        """Return what the live page shows; asked for by a front end, never sent by itself."""
+        return page_data(self.coordinator, self.running, len(self.waiting), self.policy_stats())
 
     def policy_stats(self) -> dict[str, Any]:
         """Return counters since the start and what is held now, per layer.

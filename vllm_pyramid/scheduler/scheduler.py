@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pyramid.compat import page_server
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
@@ -122,6 +123,8 @@ class PyramidSchedulerMixin(Reports):
             )
         # Requests that may come to their first eviction in the step being scheduled.
         self._evicting: list[Request] = []
+        if settings.page:
+            page_server.install_engine()
         self.log_capacity(self._pool.block_size)
 
     def _add_host_cache(self, num_bytes: int) -> None:
