@@ -34,7 +34,7 @@ def test_attacks_are_refused_or_accepted_as_they_say(kind: str) -> None:
         params = SamplingParams(max_tokens=1)
         params.extra_args = extra
         if kind == "refused":
-            with pytest.raises(ValueError, match="kv|vllm_xargs"):
+            with pytest.raises(ValueError, match=r"kv|vllm_xargs"):
                 check_request(policy, params)
         else:
             check_request(policy, params).check_turns(ATTACK_PROMPT)
