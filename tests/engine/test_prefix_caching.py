@@ -55,7 +55,7 @@ def _settings(policy: str, **changes: Any) -> dict[str, Any]:
 
 KEEP_ALL = ("full", "kcache", "select")
 # torch.compile takes long, so there are fewer of these.
-COMPILED = ("pyramidkv", "xkv", "kcache")
+COMPILED = ("pyramidkv", "xkv", "kcache", "select")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_two_ranks(
         for report in reports:
             report.pop("v_bytes_read", None)
         assert reports[0] == reports[1]
-        if policy == "select":
+        if policy == "select" and len(outcome.job.prompt) > 100:
             assert reports[0]["pages_read"] < 0.8 * reports[0]["pages_visible"]
 
     one, two = _traces(folder / "one" / policy), _traces(folder / "two" / policy)
