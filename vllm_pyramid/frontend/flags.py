@@ -65,6 +65,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "layer by layer. Its data need the API key, if the server has one. It costs nothing while "
         "it is closed.",
     },
+    "kv_keep": {
+        "metavar": "template[+N]",
+        "help": "Keep the system prompt, the tools and the template's own tokens of every chat in "
+        "every layer and KV head, with the first N tokens of each message, within the budget. "
+        "Default: what the policy keeps.",
+    },
 }
 
 

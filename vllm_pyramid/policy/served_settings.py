@@ -46,6 +46,8 @@ class ServedSettings:
         reports_cached: whether each response says what the cache held for its request; if not, only
             those of requests with a `cache_salt` do.
         page: whether the API server shows the live page.
+        keep_template: whether the tokens of a chat's template stay in every layer and head, and how
+            many first tokens of each message with them; None if not.
     """
 
     policy: Policy
@@ -59,6 +61,7 @@ class ServedSettings:
     overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
     page: bool = False
+    keep_template: int | None = None
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

@@ -20,6 +20,7 @@ from vllm_pyramid.compat.scheduler_points import SchedulerPoints, drop_tokens
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.page_data import page_data
@@ -193,6 +194,8 @@ class Reports(SchedulerPoints):
                 report["solved_tokens"] = point.keep.tolist()
         if terms.min_tokens is not None:
             report["kv_min_tokens"] = terms.min_tokens
+        if terms.keep:
+            report["kv_keep"] = flat(terms.keep)
         for hooks in self.hooks:
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:
@@ -228,7 +231,8 @@ class Reports(SchedulerPoints):
         counters, stock_groups = self.coordinator.counters, self.coordinator.stock_groups
         totals: dict[str, Any] = {}
         for hooks in self.hooks:
-            totals |= hooks.totals()
+            with self.failed.dropping(f"the counters of {hooks.name!r}"):
+                totals |= hooks.totals()
         return {
             **totals,
             **self.failed.totals(),
