@@ -129,7 +129,9 @@ def check_other_clients(url: str, model: Path, folder: Path) -> None:
     printed = run(sys.executable, str(EXAMPLES / "conversation.py"), *place, folder=folder)
     turns = re.findall(r"turn (\d): (\d+) tokens in the prompt, (\d+) resumed", printed)
     assert [int(turn) for turn, _, _ in turns] == [1, 2, 3]
-    assert turns[0][2] == "0" and any(int(resumed) for _, _, resumed in turns), printed
+    # A random model's answers are other tokens when they come back: tests/e2e/test_page.py has a
+    # conversation that resumes.
+    assert turns[0][2] == "0", printed
     if importlib.util.find_spec("langchain_openai") is not None:
         printed = run(sys.executable, str(EXAMPLES / "langchain_chat.py"), *place, folder=folder)
         assert re.findall(r"budget (\S+): [1-9]\d+ tokens", printed) == ["12%", "50%"]

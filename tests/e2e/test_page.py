@@ -28,6 +28,7 @@ from vllm_pyramid.tools.demo.run import build_prompt
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS, KEY = 8, "the-key-of-this-test"
 FLAGS = (
     *("--kv-policy", "pyramidkv", "--kv-budget", "15%", "--kv-min-tokens", "0", "--kv-page"),
@@ -239,6 +240,19 @@ def test_every_query_of_grafana_finds_its_metrics(server: Server) -> None:
     }
     wanted = {name for query in queries().values() for name in METRIC.findall(query)}
     assert wanted <= exported
+
+
+def test_the_conversation_of_the_examples_resumes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    example = ROOT / "examples" / "conversation.py"
+    command = [sys.executable, str(example), "--base-url", f"{server.url}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    turns = re.findall(r"turn (\d): (\d+) tokens in the prompt, (\d+) resumed", done.stdout)
+    assert [int(turn) for turn, _, _ in turns] == [1, 2, 3], done.stdout
+    assert turns[0][2] == "0" and any(int(resumed) for _, _, resumed in turns), done.stdout
 
 
 def test_wrong_use_of_the_flag_ends_with_one_line() -> None:
