@@ -14,6 +14,8 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -21,8 +23,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 SOURCE = Path("csrc/cpu")
+DISPATCH = "runtime"  # chooses an instruction set among those that were compiled
 BASELINE = [
-    *("runtime", "attention", "key_mass", "recent_mass", "topn", "scores", "select", "cache_ops"),
+    *(DISPATCH, "attention", "key_mass", "recent_mass", "topn", "scores", "select", "cache_ops"),
     "kernels_portable",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -53,6 +56,13 @@ def is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
 
 
+def build_jobs() -> int:
+    """Return how many compilers run at once: `MAX_JOBS`, else one for each core there is."""
+    if jobs := os.environ.get("MAX_JOBS"):
+        return max(int(jobs), 1)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class BuildKernels(build_ext):
     """Compiles each unit with its own flags; a failure is a warning, never a failed install.
 
@@ -76,28 +86,32 @@ class BuildKernels(build_ext):
             flags |= X86_FLAGS
             macros.append(("PYR_X86", "1"))
         extra = os.environ.get("VLLM_PYRAMID_CXXFLAGS", "").split()
-        objects: list[str] = []
 
-        def compile_unit(name: str, unit_flags: list[str]) -> None:
-            objects.extend(
-                self.compiler.compile(
-                    [str(SOURCE / f"{name}.cpp")],
-                    output_dir=self.build_temp,
-                    macros=macros,
-                    depends=ext.depends,
-                    extra_postargs=[*COMMON_FLAGS, *unit_flags, *extra],
-                )
+        def compile_unit(name: str, unit_flags: Sequence[str]) -> list[str]:
+            objects: list[str] = self.compiler.compile(
+                [str(SOURCE / f"{name}.cpp")],
+                output_dir=self.build_temp,
+                macros=list(macros),
+                depends=ext.depends,
+                extra_postargs=[*COMMON_FLAGS, *unit_flags, *extra],
             )
+            return objects
 
-        if is_x86():
-            macros.append(("PYR_AMX", "1"))
-            try:
-                compile_unit(*AMX)
-            except CompileError:  # before GCC 11 and Clang 12
-                macros.pop()
-                self.warn("this compiler knows no AMX: attention will run without it")
-        for name, unit_flags in flags.items():
-            compile_unit(name, unit_flags)
+        with ThreadPoolExecutor(build_jobs()) as pool:
+            # Those with the most instruction sets take the longest and start first.
+            amx = pool.submit(compile_unit, *AMX) if is_x86() else None
+            names = [name for name in reversed(flags) if name != DISPATCH]
+            units = [pool.submit(compile_unit, name, flags[name]) for name in names]
+            objects: list[str] = []
+            if amx is not None:
+                try:
+                    objects += amx.result()
+                    macros.append(("PYR_AMX", "1"))
+                except CompileError:  # before GCC 11 and Clang 12
+                    self.warn("this compiler knows no AMX: attention will run without it")
+            objects += compile_unit(DISPATCH, flags[DISPATCH])
+            for unit in units:
+                objects += unit.result()
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")

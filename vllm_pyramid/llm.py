@@ -36,6 +36,7 @@ class LLM(vllm.LLM):
         kv_host_cache: GiB of host memory for prefixes and sessions that leave the device's cache.
         kv_turn_mode: how later turns of conversations continue: `"resume"` (the default) or
             `"exact"`.
+        kv_keep: what of every chat stays in every layer and head: `"template"` or `"template+16"`.
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -57,6 +58,7 @@ class LLM(vllm.LLM):
         kv_max_request_budget: int | str | None = None,
         kv_host_cache: float | None = None,
         kv_turn_mode: str | None = None,
+        kv_keep: str | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:

@@ -22,6 +22,7 @@ GIVEN: dict[str, Any] = {
     "kv_top_n": 8,
     "kv_turns": [],
     "kv_turn_mode": "exact",
+    "kv_keep": [0, 4],
 }
 
 

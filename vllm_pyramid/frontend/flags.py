@@ -71,6 +71,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
         "evicted as if it had no earlier turns. Default: resume.",
     },
+    "kv_keep": {
+        "metavar": "template[+N]",
+        "help": "Keep the system prompt, the tools and the template's own tokens of every chat in "
+        "every layer and KV head, with the first N tokens of each message, within the budget. "
+        "Default: what the policy keeps.",
+    },
 }
 
 

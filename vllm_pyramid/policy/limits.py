@@ -21,6 +21,8 @@ MAX_APPLICATIONS = 1024
 MAX_TOP_N = MAX_TOKENS
 # Turns in `kv_turns`.
 MAX_TURNS = 512
+# Spans in `kv_keep`, and spans of a chat's template that a server keeps (`--kv-keep`).
+MAX_SPANS = 1024
 # Turn ends of a prompt that may evict, whatever its length, and the tokens that buy one more.
 FREE_EVICTIONS = 64
 TOKENS_PER_EVICTION = 1024
@@ -53,4 +55,9 @@ TABLE: tuple[tuple[str, str], ...] = (
         f"evict, and one more for each {TOKENS_PER_EVICTION} tokens",
     ),
     ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns`"),
+    (
+        "`kv_keep`",
+        f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; all of them within the "
+        "budget of the smallest layer, next to window and sinks",
+    ),
 )

@@ -12,11 +12,13 @@ from vllm_pyramid.plan import Budget
 from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.kept_spans import Spans, merged, parse_spans
 from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
 
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
     "kv_turn_mode",
+    "kv_keep",
 )
 # How a later turn of a conversation continues: with the evicted state of the turn before, or with
 # the KV of the whole prompt, evicted again as if it had never been.
@@ -37,6 +39,7 @@ class RequestKeys:
         top_n: keys whose V is read from host memory; None for the policy's.
         turns: tokens at which the prompts of the conversation's earlier turns ended; empty for the
             first turn, None for a request that no later one resumes.
+        keep: spans of the prompt that every layer and head keeps (`kept_spans`).
         turn_mode: one of `TURN_MODES`; None for the server's.
     """
 
@@ -46,6 +49,7 @@ class RequestKeys:
     application: str = ""
     top_n: int | None = None
     turns: tuple[int, ...] | None = None
+    keep: Spans = ()
     turn_mode: str | None = None
 
     @classmethod
@@ -93,7 +97,8 @@ class RequestKeys:
                 "kv_turn_mode of a request says how kv_turns are continued, and there are none: "
                 "leave it out, or send kv_turns"
             )
-        return cls(policy, budget, floor, application, top_n, turns, mode)
+        keep = merged(parse_spans(extra_args.get("kv_keep"), "kv_keep of a request"))
+        return cls(policy, budget, floor, application, top_n, turns, keep, mode)
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:

@@ -48,6 +48,8 @@ class ServedSettings:
             those of requests with a `cache_salt` do.
         host_cache_bytes: host memory of each rank for the host cache; None without one.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
+        keep_template: whether the tokens of a chat's template stay in every layer and head, and how
+            many first tokens of each message with them; None if not.
     """
 
     policy: Policy
@@ -62,6 +64,7 @@ class ServedSettings:
     reports_cached: bool = True
     host_cache_bytes: int | None = None
     turn_mode: str = RESUME
+    keep_template: int | None = None
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

@@ -32,7 +32,7 @@ from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
-from vllm_pyramid.step.failures import METHOD
+from vllm_pyramid.step.failures import METHOD, Failure
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -163,7 +163,10 @@ class PyramidSchedulerMixin(Reports):
             super().add_request(request)  # before that one's plan would be lost
             return
         terms, error = self._planner.terms(request)
-        if error is not None:
+        if isinstance(error, Failure):
+            self.failed.add(request.request_id, error.kind, error.reason)
+            self.end_with_error(request.request_id, f"KV policy: {error.reason}", code="kv_policy")
+        elif error is not None:
             logger.error("request %s: %s", request.request_id, error)
             self.end_with_error(request.request_id, error)
         self.coordinator.plans.add(request.request_id, terms)
@@ -221,6 +224,8 @@ class PyramidSchedulerMixin(Reports):
         if not tokens:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
+        if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
+            return self.stock_chunk(request, computed, tokens)  # nearly every request, every step
         plan = self.coordinator.plans.of(request.request_id)
         if (
             not waits
@@ -243,7 +248,7 @@ class PyramidSchedulerMixin(Reports):
         """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""
         tokens = self.stock_chunk(request, computed, tokens)
         if computed >= plan.prompt_len and not plan.every:
-            return tokens  # all has been evicted: nearly every request, every step
+            return tokens  # all has been evicted
         if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:
             return tokens  # its last token, to which vLLM has added places for drafts
         stop = plan.next_eviction(computed) if plan.evicts else None

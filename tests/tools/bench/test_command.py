@@ -367,6 +367,35 @@ def test_pools_are_of_equal_bytes() -> None:
     assert job.engine_arguments(Variant("full", None))["max_num_batched_tokens"] == 2048 + 32
 
 
+@pytest.mark.parametrize(
+    ("engine_args", "token_bytes"),
+    [
+        ({}, 2 * 4 * 64 * 2),
+        ({"dtype": "float32"}, 2 * 4 * 64 * 4),
+        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, 2 * 4 * 64 * 2),
+        ({"kv_cache_dtype": "fp8"}, 2 * 4 * 64),
+    ],
+)
+def test_a_pool_is_sized_by_the_type_that_is_served(
+    engine_args: dict[str, Any], token_bytes: int
+) -> None:
+    shape = SHAPES["small"].served_as(engine_args)
+    job = Job(shape, 2048, 64, 32, 4.0, engine_args)
+    assert job.pool_bytes == (4 * 132 + 1) * 8 * 16 * token_bytes
+    made = job.engine_arguments(Variant("full", None))
+    assert made["kv_cache_memory_bytes"] == job.pool_bytes
+    # A variant with a type of its own has as many bytes, and as many blocks as go into them.
+    small = Variant("full", None, "fp8")
+    assert job.block_bytes(small) == 16 * 2 * 4 * 64
+    assert job.pool_blocks(small, 4.0) == 4 * 132 * 8 * token_bytes // (2 * 4 * 64)
+
+
+@pytest.mark.parametrize("engine_args", [{"dtype": "bf16"}, {"kv_cache_dtype": "int3"}])
+def test_an_unknown_type_is_refused(engine_args: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not one of"):
+        SHAPES["small"].served_as(engine_args)
+
+
 def test_flags_of_a_server() -> None:
     arguments = {"enforce_eager": True, "enable_prefix_caching": False, "seed": 0, "a_b": {"c": 1}}
     assert flags_of(arguments) == [

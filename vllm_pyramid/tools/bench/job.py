@@ -57,6 +57,10 @@ class Variant:
         """Whether it is vLLM without this plugin."""
         return self.policy in (STOCK, STOCK_CACHING)
 
+    def in_cache(self, shape: Shape) -> Shape:
+        """Return the shape with the variant's type of KV cache, if it names one."""
+        return shape if self.cache_dtype is None else replace(shape, cache_dtype=self.cache_dtype)
+
     @property
     def environment(self) -> dict[str, str]:
         """Variables of its process; stock vLLM loads no plugins."""
@@ -66,7 +70,7 @@ class Variant:
 def _memory(shape: Shape, variant: Variant) -> PolicyMemory | None:
     if variant.is_stock:
         return None
-    shape = replace(shape, cache_dtype=variant.cache_dtype)
+    shape = variant.in_cache(shape)
     return PolicyMemory(shape, load_policy(variant.policy, variant.budget))
 
 
@@ -188,7 +192,7 @@ class Job:
 
     def block_bytes(self, variant: Variant) -> int:
         """Return the bytes of a variant's block of one layer."""
-        return replace(self.shape, cache_dtype=variant.cache_dtype).block_bytes
+        return variant.in_cache(self.shape).block_bytes
 
     def pool_blocks(self, variant: Variant, pool_prompts: float) -> int:
         """Return the blocks that a variant's requests can have, in memory for `pool_prompts`.

@@ -58,6 +58,7 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
 
         model = str(model_path()) if options.model == BUILT_IN else options.model
         shape = shape_of_config(model)
+    shape = shape.served_as(options.engine_args)
     talks: dict[str, Any] = {}
     if isinstance(options, Prefix):
         names = ("turns", "shared_len", "concurrency", "resume")

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from vllm_pyramid.frontend.cache_shape import DTYPE_BYTES, row_bytes
+from vllm_pyramid.frontend.cache_shape import CACHE_BYTES, DTYPE_BYTES, row_bytes
 
 BLOCK_SIZE = 16  # tokens of a KV cache block in every engine of the bench
 
@@ -32,6 +34,28 @@ class Shape:
     positions: int = 32768
     dtype: str = "bfloat16"
     cache_dtype: str | None = None
+
+    def served_as(self, engine_args: Mapping[str, Any]) -> Shape:
+        """Return the shape with the types that an engine's arguments ask for.
+
+        Args:
+            engine_args: of vLLM, of which `dtype` and `kv_cache_dtype` count here.
+
+        Raises:
+            ValueError: a type that vLLM does not know by this name.
+        """
+        dtype = str(engine_args.get("dtype", "auto")).removeprefix("torch.")
+        dtype = {"auto": self.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
+        cache = str(engine_args.get("kv_cache_dtype", "auto"))
+        for name, given, known in (
+            ("dtype", dtype, DTYPE_BYTES),
+            ("kv_cache_dtype", cache, ("auto", *CACHE_BYTES)),
+        ):
+            if given not in known:
+                raise ValueError(
+                    f"--engine-args: {name} is {given!r}, not one of {', '.join(known)}"
+                )
+        return replace(self, dtype=dtype, cache_dtype=None if cache == "auto" else cache)
 
     @property
     def layer_parameters(self) -> int:
