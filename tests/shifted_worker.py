@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a worker whose attention reads shifted tables, as on CUDA, without vLLM.
 
-The kernels are the reference, and vLLM's attention is left out.
+The kernels are the reference, and vLLM's attention is left out where nobody looks at it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Host:
 
     def launch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
+
+
+def vllms_attention(*args: Any) -> None:
+    """Attend as vLLM's kernel does, which vLLM launches and warms up."""
+    reference.paged_attention(*args)
 
 
 def kernels(device: Any) -> Ops:
@@ -134,6 +139,7 @@ class Worker:
     ) -> None:
         self.device, self.prompts = device, prompts
         self.ops = kernels(device) if copies else reference
+        self.attention = device.launch(vllms_attention) if copies else vllms_attention
         self.layers = 4 if policy.attends or policy.allocator.thins_prompts else LAYERS
         sizes = [
             BLOCK if policy.values.on_device(layer) else 2 * BLOCK for layer in range(self.layers)
@@ -298,14 +304,15 @@ class Worker:
             batch = replace(call.batch, max_query_len=maxima[0], max_seq_len=maxima[1])
             call = replace(call, batch=batch)
             attended = context.before_attention(call)
-            if self.hooks.attend:
-                out = torch.full_like(query, torch.nan)
-                if context.attend(attended, put(out)):
-                    self.calls.append(attended)
-                    self.outs.append(out)
-                else:
-                    assert not elsewhere
-            context.after_attention(own_inputs(call, attended))
+            out = torch.full_like(query, torch.nan)
+            if self.hooks.attend and context.attend(attended, put(out)):
+                self.calls.append(attended)
+                self.outs.append(out)
+            else:
+                assert not elsewhere
+                if step.evictions is not None:  # which look at it
+                    self.attention(put(out), attended.batch, attended.softmax)
+            context.after_attention(own_inputs(call, attended), put(out))
             if layout is not None and layout.survivors is not None:
                 entered, layout.survivors = entered.index_select(0, layout.survivors), None
         if layout is not None:

@@ -16,6 +16,7 @@ from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
 from vllm_pyramid.step.ranks import OneRank, Ranks
@@ -108,6 +109,7 @@ def make_evictions(
     block_size: int = 16,
     request_ids: list[str] | None = None,
     rows: Sequence[int] | None = None,
+    spans: Sequence[Spans] | None = None,
 ) -> StepEvictions:
     """Return the evictions of whole prompts that end in one step, one behind the other.
 
@@ -115,6 +117,7 @@ def make_evictions(
         lens: tokens of each. kept_lens: for each layer what it keeps of each; by default one layer
             keeps everything. plans: instead of `kept_lens`.
         rows: rows of the batch, by default the first ones.
+        spans: that stay of each.
     """
     prompt_lens = np.array(lens, np.int32)
     if plans is None:
@@ -133,4 +136,5 @@ def make_evictions(
         previous_skips=np.zeros((plans[0].num_layers, len(lens)), np.int32),
         block_size=block_size,
         copies=[None] * len(lens),
+        keep=spans,
     )

@@ -33,6 +33,7 @@ class LLM(vllm.LLM):
         kv_request_overrides: settings that requests may give, such as `["budget", "turns"]`, or
             `"none"`; by default all.
         kv_max_request_budget: the most that a request may have its prompt keep: `2048` or `"25%"`.
+        kv_keep: what of every chat stays in every layer and head: `"template"` or `"template+16"`.
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -52,6 +53,7 @@ class LLM(vllm.LLM):
         kv_admission: str | None = None,
         kv_request_overrides: Sequence[str] | str | None = None,
         kv_max_request_budget: int | str | None = None,
+        kv_keep: str | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:

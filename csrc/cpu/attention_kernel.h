@@ -88,14 +88,15 @@ PYR_INLINE bool attention_of_few(const PyrAttention& p, const AttentionItem& ite
   return try_direct<Mode>(p, item, next, sight, s);
 }
 
-// Normalises a row and writes it out; `max` and `weight` describe its softmax so far.
+// Normalises a row and writes it out; `max` and `weight` describe its softmax so far. The weight is 0
+// where the row has seen no key, and NaN where a score is.
 PYR_INLINE void finish_row(const PyrAttention& p, const Sight& sight, int kv_head, int row,
                            const float* sum, float max, float weight) {
   const int64_t head = int64_t(kv_head) * sight.heads + row % sight.heads;
   const float scale = p.soft_cap > 0 ? 1.0f : float(p.scale);
   if (p.log_sum_exp)
     p.log_sum_exp[(sight.query0 + row / sight.heads) * p.H + head] =
-        weight > 0 ? max * scale + __builtin_logf(weight) : -INFINITY;
+        weight == 0 ? -INFINITY : max * scale + __builtin_logf(weight);
   float factor = 1.0f;
   if (p.sinks) {
     const float top = max == -INFINITY ? -INFINITY : max * (scale * kLog2e);
@@ -107,7 +108,7 @@ PYR_INLINE void finish_row(const PyrAttention& p, const Sight& sight, int kv_hea
     }
   }
   store_row(p.out, (sight.query0 + row / sight.heads) * p.out_t + head * p.out_h, p.out_dtype, sum,
-            weight > 0 ? factor / weight * float(p.value_scale) : 0.0f, int(p.D));
+            weight == 0 ? 0.0f : factor / weight * float(p.value_scale), int(p.D));
 }
 
 template <class Mode>
@@ -154,7 +155,7 @@ void merge(const PyrAttention& p, const AttentionItem& first, int64_t parts, con
     for (int64_t k = 0; k < parts; ++k) max = part[k * size] > max ? part[k * size] : max;
     memset(sum, 0, size_t(p.D) * 4);
     for (int64_t k = 0; k < parts; ++k) {
-      if (part[k * size] == -INFINITY) continue;
+      if (part[k * size] == -INFINITY && part[k * size + 1] == 0) continue;  // it has seen no key
       const float factor = v_first(v_exp2(v_set((part[k * size] - max) * scale)));
       weight += part[k * size + 1] * factor;
       for (int d = 0; d < p.D; ++d) sum[d] += part[k * size + 2 + d] * factor;

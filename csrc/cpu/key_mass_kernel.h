@@ -155,13 +155,11 @@ PYR_INLINE void mass_statistics(const PyrAttention& p, const AttentionItem& item
       V top = v_load(row);
       for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(row + i * W));
       const float before = s.max[r], tile_max = v_hmax(top);
-      if (tile_max == -INFINITY) continue;
-      // NaN is kept, so that what is added to a sum tells of it.
-      const bool higher = tile_max > before || tile_max != tile_max;
-      const float after = higher ? tile_max : before;
+      const float after = tile_max > before ? tile_max : before;
+      const V shift = v_set(reference_of(after));
       V total = v_zero();
       for (int i = 0; i < vectors; ++i)
-        total = v_add(total, v_exp2(v_sub(v_load(row + i * W), v_set(after))));
+        total = v_add(total, v_exp2(v_sub(v_load(row + i * W), shift)));
       const float kept = after == before ? 1.0f : v_first(v_exp2(v_set(before - after)));
       s.sum[r] = s.sum[r] * kept + v_hsum(total);
       s.max[r] = after;
@@ -232,7 +230,8 @@ void key_mass(const PyrKeyMass& m, int32_t request, int32_t kv_head, void* memor
       for (int i = 0; i < vectors * W; i += W) {
         V total = v_load(held + i);
         for (int r = 0; r < count; ++r) {
-          if (s.max[r] == -INFINITY) continue;
+          // It sees no key. (A row all of whose scores are NaN has a sum that is NaN.)
+          if (s.max[r] == -INFINITY && s.sum[r] == s.sum[r]) continue;
           const V score = v_load(s.scores + r * kMassKeys + i);
           const V weight = v_exp2(v_sub(score, v_set(s.max[r])));
           if (m.kind == PYR_MASS_SUM) {

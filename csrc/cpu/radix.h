@@ -7,8 +7,10 @@
 
 namespace pyr {
 
-// Keys whose order as unsigned integers is the order of the floats; both zeros are one key.
+// Keys whose order as unsigned integers is the order of the floats; both zeros are one key, and so is
+// every NaN, which comes before all numbers as in PyTorch.
 inline uint32_t ordered(float score) {
+  if (score != score) return 0xffffffffu;
   const float plain = score + 0.0f;  // -0 becomes +0
   uint32_t bits;
   memcpy(&bits, &plain, 4);

@@ -135,11 +135,11 @@ void recent_rows(const PyrRecentMass& p, const RecentItem& item, float* stats, v
       V top = v_load(row);
       for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(row + i * W));
       const float before = max[r], tile_max = v_hmax(top);
-      if (tile_max == -INFINITY) continue;
       const float after = tile_max > before ? tile_max : before;
+      const V shift = v_set(reference_of(after));
       V total = v_zero();
       for (int i = 0; i < vectors; ++i)
-        total = v_add(total, v_exp2(v_sub(v_load(row + i * W), v_set(after))));
+        total = v_add(total, v_exp2(v_sub(v_load(row + i * W), shift)));
       const float kept = after == before ? 1.0f : v_first(v_exp2(v_set(before - after)));
       factor[r] = factor[r] * kept + v_hsum(total);
       max[r] = after;

@@ -104,11 +104,11 @@ void score_logits(const PyrScores& p, const ScoreItem& item, const ScoreBuffers&
       V top = v_load(row);
       for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(row + i * W));
       const float before = b.row_max[r], tile_max = v_hmax(top);
-      if (tile_max == -INFINITY) continue;
       const float after = tile_max > before ? tile_max : before;
+      const V shift = v_set(reference_of(after));
       V total = v_zero();
       for (int i = 0; i < vectors; ++i)
-        total = v_add(total, v_exp2(v_sub(v_load(row + i * W), v_set(after))));
+        total = v_add(total, v_exp2(v_sub(v_load(row + i * W), shift)));
       const float kept = after == before ? 1.0f : v_first(v_exp2(v_set(before - after)));
       b.row_sum[r] = b.row_sum[r] * kept + v_hsum(total);
       b.row_max[r] = after;
@@ -146,7 +146,10 @@ void score_mass(const PyrScores& p, const ScoreItem& item, const ScoreBuffers& b
           const V x = v_sub(v_load(scores + r * stride + i * W), v_set(s.row_max[r]));
           mass = v_fma(v_exp2(x), v_set(s.row_scale[r]), mass);
         }
-        result = p.reduce == PYR_MAX ? (h ? v_max(result, mass) : mass) : v_add(result, mass);
+        if (p.reduce == PYR_MAX)
+          result = h ? v_max_or_nan(result, mass) : mass;
+        else
+          result = v_add(result, mass);
       }
       if (p.reduce == PYR_MEAN) result = v_mul(result, v_set(1.0f / float(heads)));
       float lanes[W];

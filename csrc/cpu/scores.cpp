@@ -40,7 +40,8 @@ void pool(const PyrScores& p, const float* mass, int64_t n, float* out) {
         for (int64_t j = first + 1; j <= last; ++j) value += mass[j];
         value /= float(p.kernel_size);
       } else {
-        for (int64_t j = first + 1; j <= last; ++j) value = std::max(value, mass[j]);
+        for (int64_t j = first + 1; j <= last; ++j)
+          if (mass[j] > value || mass[j] != mass[j]) value = mass[j];  // NaN stays
       }
       out[i] = value;
     }
@@ -48,10 +49,15 @@ void pool(const PyrScores& p, const float* mass, int64_t n, float* out) {
   std::fill(out + n, out + p.out_len, -INFINITY);
 }
 
-// Mass, entropy and Gini coefficient of a mass over n tokens (kernels/recall.py defines them); sorts it.
+// Mass, entropy and Gini coefficient of a mass over n tokens (kernels/recall.py defines them), NaN if
+// the mass is; sorts it.
 void statistics(const PyrScores& p, int64_t pair, float* mass, int64_t n) {
   double total = 0, entropy = 0, ranked = 0;
   for (int64_t i = 0; i < n; ++i) total += mass[i];
+  if (!(total < INFINITY)) {  // NaN has no place in an order: sorting it is undefined
+    for (int64_t i = 0; i < 3; ++i) p.statistics[i * p.R * p.G + pair] = NAN;
+    return;
+  }
   std::sort(mass, mass + n);
   for (int64_t i = 0; i < n && total > 0; ++i) {
     const double share = mass[i] / total;

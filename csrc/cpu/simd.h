@@ -358,9 +358,9 @@ PYR_INLINE void v_transpose(V (&x)[4]) {
 #endif
 
 #if !defined(__AVX512F__)
-// 2^x for x <= 126, relative error below 1.5e-7; exactly 1 at 0 and 0 below kMinExponent.
+// 2^x for x <= 126, relative error below 1.5e-7; exactly 1 at 0, 0 below kMinExponent, NaN for NaN.
 PYR_INLINE V v_exp2(V x) {
-  x = v_max(x, v_set(kMinExponent));
+  x = v_max(v_set(kMinExponent), x);  // in this order: the second one where either is NaN
   const V n = v_round(x), f = v_sub(x, n);
   V p = v_set(0.0013264727f);
   p = v_fma(p, f, v_set(0.009671513f));
@@ -372,12 +372,18 @@ PYR_INLINE V v_exp2(V x) {
 #endif
 
 constexpr float kLog2e = 1.44269504f;
-constexpr float kLowest = -3.0e38f;
+// What stands for the maximum of scores none of which is visible: times a scale it is still finite.
+constexpr float kLowest = -1.0e30f;
+
+// The greater of two numbers, NaN where either is NaN. (v_max and v_min return the second one there.)
+PYR_INLINE V v_max_or_nan(V a, V b) {
+  return v_mul(v_add(v_max(a, b), v_max(b, a)), v_set(0.5f));
+}
 
 // cap * tanh(x / cap)
 PYR_INLINE V v_soft_cap(V x, float cap) {
   V y = v_mul(x, v_set(2 * kLog2e / cap));
-  y = v_min(y, v_set(60.0f));
+  y = v_min(v_set(60.0f), y);  // in this order, which keeps NaN
   const V one = v_set(1.0f);
   return v_mul(v_set(cap), v_sub(one, v_div(v_set(2.0f), v_add(v_exp2(y), one))));
 }

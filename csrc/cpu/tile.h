@@ -286,6 +286,10 @@ PYR_INLINE float load_scalar(const void* base, int64_t index, int64_t dtype) {
   return to_float(((const f16_t*)base)[index]);
 }
 
+// What is subtracted from the scores of a row whose greatest one so far is `max`. Where the row has
+// seen no number, any finite reference gives weights of zero, and keeps NaN.
+PYR_INLINE float reference_of(float max) { return max == -INFINITY ? 0.0f : max; }
+
 // Adds the head's sink to a row's softmax so far (sum * 2^max). A row that has seen no key stays
 // unchanged.
 PYR_INLINE void add_sink(float sink, float* max, float* sum) {

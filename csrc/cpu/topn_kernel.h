@@ -75,7 +75,7 @@ void topn_values(const PyrAttention& p, const AttentionItem& item, const float* 
     }
   }
   store_row(p.out, (sight.query0 + row / sight.heads) * p.out_t + head * p.out_h, p.out_dtype, sum,
-            weight > 0 ? float(p.value_scale) / weight : 0.0f, D);
+            weight == 0 ? 0.0f : float(p.value_scale) / weight, D);
 }
 
 }  // namespace

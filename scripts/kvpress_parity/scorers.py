@@ -7,7 +7,7 @@
 FOLDER holds the unpacked wheel of kvpress 0.5.5 (`pip download kvpress==0.5.5 --no-deps`). Its
 press modules are imported as they are, past the package's `__init__`, which asks for another
 transformers and replaces attention functions. Keys, values and queries are made up, or those of a
-Llama on a text, float32; a press gets the queries as hidden states of a layer whose projection is
+model on a text, float32; a press gets the queries as hidden states of a layer whose projection is
 the identity.
 
 Compared are the scores, and index by index the tokens that each head keeps at three shares. Tokens
@@ -152,14 +152,14 @@ def made_up(shape: tuple[int, int, int, int], seed: int) -> Layer:
 
 
 def of_model(folder: Path, ids: list[int]) -> Iterator[Layer]:
-    """Every layer of a Llama, on a prompt."""
+    """Yield every full-attention layer of a model, on a prompt."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "method_study"))
-    from llama import Llama
+    from model import Model
 
-    model = Llama(folder)
+    model = Model(folder)
     with torch.no_grad():
-        caches, _ = model.prefill(ids)
-    for cache in caches:
+        recorded, _ = model.prefill(ids)
+    for cache in recorded.layers:
         plain = model.rotary.turn_back(cache.queries, torch.arange(len(ids)))
         yield Layer(plain, cache.keys, cache.values, model.rotary)
 
@@ -240,7 +240,7 @@ def main() -> int:
     """Compare all; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="with the unpacked wheel of kvpress 0.5.5")
-    parser.add_argument("--model", type=Path, help="folder of a Llama, for keys that are not noise")
+    parser.add_argument("--model", type=Path, help="folder of a model, for keys that are not noise")
     args = parser.parse_args()
     import_presses(args.folder)
     layers = {f"shape {shape}": made_up(shape, seed) for seed, shape in enumerate(SHAPES)}

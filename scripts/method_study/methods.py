@@ -19,23 +19,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import yaml
-from llama import LayerCache, Llama
+from model import Kept, Model, Recorded
 
 from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 BLOCK = 16
-Kept = list[list[torch.Tensor]]  # [layer][KV head] ascending places
 
 
 @dataclass
 class Prompt:
     """A prompt and what was recorded of it; scores are computed once."""
 
-    model: Llama
+    model: Model
     ids: list[int]
-    caches: list[LayerCache]
+    recorded: Recorded
     _memory: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -45,7 +44,7 @@ class Prompt:
 
     def view(self, layer: int, policy: Policy) -> ScorerInputs:
         """Return what a scorer of the project gets."""
-        cache, blocks = self.caches[layer], -(-self.tokens // BLOCK)
+        cache, blocks = self.recorded.layers[layer], -(-self.tokens // BLOCK)
         padded = F.pad(
             torch.stack([cache.keys, cache.values]), (0, 0, 0, blocks * BLOCK - self.tokens)
         )
@@ -60,7 +59,7 @@ class Prompt:
             first_kv_head=0,
             layer=layer,
             num_layers=self.model.layers,
-            scale=self.model.size**-0.5,
+            scale=self.model.scale,
             soft_cap=0.0,
             queries=cache.queries[-max(policy.window, 1) :],
             key_cache=pages[0],
@@ -84,9 +83,9 @@ class Prompt:
         """Return those of the window's attention, for allocators that need them."""
         if not policy.allocator.needs_statistics:
             return None
-        cache, window = self.caches[layer], policy.window
+        cache, window = self.recorded.layers[layer], policy.window
         queries = cache.queries[-window:].unflatten(1, (self.model.kv_heads, -1))
-        logits = torch.einsum("wgqd,gtd->gqwt", queries, cache.keys) * self.model.size**-0.5
+        logits = torch.einsum("wgqd,gtd->gqwt", queries, cache.keys) * self.model.scale
         own = torch.arange(self.tokens - window, self.tokens)[:, None]
         logits.masked_fill_(torch.arange(self.tokens) > own, -torch.inf)
         mass = logits.softmax(dim=-1).mean(dim=1).sum(dim=1)[None, :, : self.tokens - window]
@@ -138,7 +137,7 @@ class Method:
             # As many tokens as a policy with equal layers holds, its last block filled.
             plan = load_policy("snapkv", budget).plan(prompt.tokens, prompt.model.layers, BLOCK)
             keep = prompt.tokens - int(plan.end.skip[0])
-            return kept_by(self.press, self.args, self.heads, prompt.model, prompt.caches, keep)
+            return kept_by(self.press, self.args, self.heads, prompt.model, prompt.recorded, keep)
         policy = load_policy(self.preset, budget, self.args)
         window, sinks, tokens = policy.window, policy.sinks, prompt.tokens
         scores = [layer.clone() for layer in prompt.scores(policy)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llama import LayerCache, Llama
+from model import Kept, Model, Recorded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvpress_parity"))
 import scorers
@@ -45,27 +45,27 @@ def kept_by(
     name: str,
     settings: dict[str, Any],
     heads: float | None,
-    model: Llama,
-    caches: list[LayerCache],
+    model: Model,
+    recorded: Recorded,
     keep: int,
-) -> list[list[torch.Tensor]]:
-    """Ascending places `[layer][KV head]` that a press keeps of a prompt.
+) -> Kept:
+    """Return the ascending places that a press keeps of a prompt.
 
     Args:
         name: `module.Class` of `kvpress.presses`. settings: its arguments, the ratio left out.
         heads: AdaKVPress around it, with this safeguard; None for the press alone.
         keep: tokens to keep per KV head, the mean over the layers.
     """
-    tokens = caches[0].keys.shape[1]
+    tokens = recorded.tokens
     press = _press_class(name)(**settings)
     # compress() truncates `tokens * (1 - ratio)`; PyramidKVPress rounds it.
     half = 0.0 if hasattr(press, "get_layer_budget") else 0.5
     press.compression_ratio = 1 - (keep + half) / tokens
     kept = []
-    for number, cache in enumerate(caches):
+    for number, cache in enumerate(recorded.layers):
         plain = model.rotary.turn_back(cache.queries, torch.arange(tokens))
         data = scorers.Layer(plain, cache.keys, cache.values, model.rotary)
-        module, hidden, keys, values, _, extra = scorers.press_arguments(data, number, len(caches))
+        module, hidden, keys, values, _, extra = scorers.press_arguments(data, number, model.layers)
         scores = press.score(module, hidden, keys, values, None, extra)
         press.score = lambda *_, scores=scores: scores
         try:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from llama import Llama
+from code_task import load_task
+from gates import Gates
 from methods import Method, Prompt
+from model import Model, way_of
 
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.task import GeneratedTask, Sample
 
 # What a row is about: one with all of these equal is not measured again.
@@ -45,29 +46,40 @@ class Place:
 class Study:
     """A model, and the methods and budgets that are wanted of each prompt."""
 
-    model: Llama
+    model: Model
     tokens: Tokens
     name: str
     known: set[tuple[str, ...]] = field(default_factory=set)
+    gates: Gates | None = None
 
     def read(self, path: Path) -> None:
         """Leave out what a file of rows has. A last line that was cut off is removed from it.
 
         Raises:
-            ValueError: it has other columns.
+            ValueError: it has other columns, or rows of another model.
         """
         data = path.read_bytes() if path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1] or f"{','.join((*KEY, *FIGURES))}\n".encode()
-        rows = csv.DictReader(whole.decode().splitlines())
-        if tuple(rows.fieldnames or ()) != (*KEY, *FIGURES):
-            raise ValueError(f"{path} has the columns {rows.fieldnames}, not {[*KEY, *FIGURES]}")
+        reader = csv.DictReader(whole.decode().splitlines())
+        if tuple(reader.fieldnames or ()) != (*KEY, *FIGURES):
+            raise ValueError(f"{path} has the columns {reader.fieldnames}, not {[*KEY, *FIGURES]}")
+        rows = list(reader)
+        if others := {row["model"] for row in rows} - {self.name}:
+            raise ValueError(f"{path} has rows of {sorted(others)}: take a folder for each model")
         if whole != data:
             path.write_bytes(whole)
         self.known |= {tuple(row[key] for key in KEY) for row in rows}
 
     def _key(self, place: Place, method: Method, budget: str) -> tuple[str, ...]:
-        about = map(str, (self.name, place.seed, place.task, place.length, place.index))
-        return (*about, method.label, method.definition, budget)
+        return (*self._about(place), method.label, method.definition, budget)
+
+    def _about(self, place: Place) -> tuple[str, ...]:
+        about = (self.name, place.seed, place.task, place.length, place.index)
+        return tuple(map(str, about))
+
+    def misses_gates(self, place: Place) -> bool:
+        """Return whether the gates of a prompt are wanted and not known."""
+        return self.gates is not None and self._about(place) not in self.gates.known
 
     def missing(
         self, place: Place, methods: Iterable[Method], budgets: Iterable[str]
@@ -78,33 +90,37 @@ class Study:
                 if self._key(place, method, budget) not in self.known:
                     yield method, budget
 
-    def measure(self, place: Place, wanted: Iterable[tuple[Method, str]], out: TextIO) -> None:
-        """Append a row for each method and budget."""
+    def measure(
+        self, place: Place, wanted: Iterable[tuple[Method, str]], out: TextIO, gates: bool = False
+    ) -> None:
+        """Append a row for each method and budget; and the gates', if they are wanted."""
         rows = csv.writer(out, lineterminator="\n")
         task = load_task(place.task)
         assert isinstance(task, GeneratedTask)
         sample = task.numbered(self.tokens, place.length, place.index, place.seed)
         ids = self.tokens.encode(sample.prompt)
-        caches, logits = self.model.prefill(ids)
-        prompt = Prompt(self.model, ids, caches)
+        recorded, logits = self.model.prefill(ids)
+        prompt = Prompt(self.model, ids, recorded)
         following, skip = self._continuation(sample, prompt, logits)
-        (full,) = self.model.continued(caches, following)
+        (full,) = self.model.continued(recorded, following)
         left = iter(wanted)
         while some := list(islice(left, max(1, ROWS // len(following)))):
-            kept = [method.kept(prompt, budget) for method, budget in some]
-            got = self.model.continued(caches, following, kept)
+            ways = [way_of(method.kept(prompt, budget)) for method, budget in some]
+            got = self.model.continued(recorded, following, ways)
             for (method, budget), its in zip(some, got, strict=True):
                 key = self._key(place, method, budget)
                 rows.writerow([*key, *measured(full, its, following, skip)])
                 out.flush()
                 self.known.add(key)
+        if gates and self.gates is not None:
+            self.gates.measure(self._about(place), prompt, following, skip, full)
 
     def _continuation(
         self, sample: Sample, prompt: Prompt, logits: torch.Tensor
     ) -> tuple[list[int], int]:
         """Return the tokens that follow the prompt, and how many of the first do not count."""
         if sample.follows_full:
-            return self.model.greedy(prompt.caches, logits, sample.max_tokens), 1
+            return self.model.greedy(prompt.recorded, logits, sample.max_tokens), 1
         before = sample.prompt + sample.lead
         space = "" if sample.forced or before.endswith((" ", "\n")) else " "
         ids = self.tokens.encode(before + space + sample.answers[0])

@@ -39,7 +39,11 @@ class _Strict(BaseModel):
 
 
 class StudyTable(_Strict):
-    """Methods on the same prompts: `samples` of each task and length."""
+    """Methods on the same prompts, `samples` of each task and length.
+
+    Attributes:
+        gates: tasks on whose prompts the gates are measured too.
+    """
 
     methods: list[str] = Field(min_length=2)
     tasks: list[str] = Field(min_length=1)
@@ -47,6 +51,7 @@ class StudyTable(_Strict):
     budgets: list[str] = Field(min_length=1)
     samples: int = Field(gt=0)
     seed: int
+    gates: list[str] = []
 
 
 class Table(_Strict):
@@ -106,15 +111,18 @@ def run(
     out: Out = Path("quality-tables"),
     tables: Tables = HERE / "tables.yaml",
     methods: Methods = HERE / "methods.yaml",
-    model: Annotated[str, typer.Option(help="folder of a Llama, or `smollm2`")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="folder, or a name of `vllm-pyramid model`")
+    ] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
+    samples: Annotated[int, typer.Option(help="prompts of a study's tasks at most")] = sys.maxsize,
 ) -> None:
     """Measure what is not there yet."""
     chosen = read_tables(tables, names or [])
     folder = _model_folder(model)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
-    if left := _run_studies(chosen, out, methods, folder, deadline):
+    if left := _run_studies(chosen, out, methods, folder, deadline, samples):
         console.print(f"stopped: {left} prompts are left; the same command goes on")
         raise typer.Exit(1)
     for name, table in chosen.items():
@@ -125,54 +133,68 @@ def run(
 
 
 def _model_folder(model: str) -> Path:
-    if model != "smollm2":
-        return Path(model)
-    from vllm_pyramid.tools.models import model_folder
+    from vllm_pyramid.tools.models import MODELS, model_folder
 
-    return model_folder(model)
+    return model_folder(model) if model in MODELS else Path(model)
 
 
 def _run_studies(
-    tables: dict[str, Table], out: Path, methods: Path, folder: Path, deadline: float
+    tables: dict[str, Table],
+    out: Path,
+    methods: Path,
+    folder: Path,
+    deadline: float,
+    samples: int,
 ) -> int:
     """Measure the studies' prompts in turns, and return how many the deadline left."""
     import torch
-    from llama import Llama
+    from gates import Gates
     from methods import Method, load_methods
+    from model import Model
     from study import Place, Study
 
     from vllm_pyramid.tools.eval.haystack import load_tokens
 
     known = load_methods(methods)
     places: dict[Place, list[tuple[list[Method], list[str]]]] = {}
+    with_gates: set[Place] = set()
     for name, table in tables.items():
         if (spec := table.study) is None:
             continue
         if unknown := set(spec.methods) - set(known):
             raise typer.BadParameter(f"table {name!r}: no method {sorted(unknown)} in {methods}")
         wanted = ([known[label] for label in spec.methods], spec.budgets)
-        for which in product(range(spec.samples), [spec.seed], spec.lengths, spec.tasks):
-            places.setdefault(Place(*which), []).append(wanted)
+        for which in product(
+            range(min(samples, spec.samples)), [spec.seed], spec.lengths, spec.tasks
+        ):
+            place = Place(*which)
+            places.setdefault(place, []).append(wanted)
+            if place.task in spec.gates:
+                with_gates.add(place)
     if not places:
         return 0
     torch.set_grad_enabled(False)
-    study = Study(Llama(folder), load_tokens(folder), folder.name)
+    study = Study(Model(folder), load_tokens(folder), folder.name)
     try:
         study.read(out / "study.csv")
+        if with_gates:
+            study.gates = Gates(out, known["streaming-llm"], known["snapkv-expected"])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    with_gates = {place for place in with_gates if study.misses_gates(place)}
     todo = {
         place: missing
         for place in sorted(places)
         # A dictionary: tables share methods.
         if (missing := dict.fromkeys(m for w in places[place] for m in study.missing(place, *w)))
+        or place in with_gates
     }
     with (out / "study.csv").open("a", encoding="utf-8") as file:
         for done, (place, missing) in enumerate(todo.items()):
             if time.monotonic() > deadline:
                 return len(todo) - done
             begun = time.process_time()
-            study.measure(place, missing, file)
+            study.measure(place, missing, file, place in with_gates)
             spent = time.process_time() - begun
             console.print(f"{done + 1} of {len(todo)}: {place}, {spent:.1f} s of processor time")
     return 0

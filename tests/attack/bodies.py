@@ -64,12 +64,19 @@ WRONG_TURNS: tuple[Any, ...] = (
     *(list(range(1, 600)), list(range(1, 9000)), [10**9]),
 )
 WRONG_FLOORS: tuple[Any, ...] = (-1, -(2**63), 1.5, "x", [64], float("nan"), 2**64, 10**400)
+WRONG_SPANS: tuple[Any, ...] = (
+    *([0], [3, 3], [4, 2], [0, 4, 3, 6], [-1, 4], [0, 2**31], [0, 1.5], ["0", "4"], 8, "0-4"),
+    *(list(range(9000)), [10**8, 10**8 + 1], [0, 10**400]),
+)
 UNKNOWN_KEYS = (
     *("kv-budget", "kvBudget", "KV_BUDGET", "Kv_Budget", "kv_budgt", "kvbudget", "kv.budget"),
     *("kv_7x", "kv_", "kv", "kv_polcy", "KV-POLICY", "kvPolicy", "kv_turn", "kv_" + "x" * 30_000),
     *("kv__budget", "kv_budget ", "kv budget", "kvTurns", "kv_policy\x00", "kv_\u0431udget"),
 )
-OUR_KEYS = ("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns")
+OUR_KEYS = (
+    *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
+    "kv_keep",
+)
 # Fields of both endpoints. A value of `HOSTILE` makes none of them a request for hours of work.
 FIELDS = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
@@ -169,6 +176,7 @@ def _wrong_settings(source: random.Random, kind: str, model: str) -> Attack:
                 ("kv_policy", WRONG_POLICIES),
                 ("kv_turns", WRONG_TURNS),
                 ("kv_min_tokens", WRONG_FLOORS),
+                ("kv_keep", WRONG_SPANS),
                 ("kv_application", (1, "a" * 257, ["a"], "a")),
                 ("kv_top_n", (0, -1, 1.5, "1", 2**31, [1], 64)),
             ]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -315,6 +316,56 @@ def test_two_front_ends(random_model: Path, tmp_path: Path) -> None:
         assert _totals(metrics) == expected
         assert set(metrics["vllm_pyramid:blocks_held"].values()) == {0}
         _check_end(server, signal.SIGINT)
+
+
+def test_what_stays_of_every_chat(random_model: Path, tmp_path: Path) -> None:
+    """`--kv-keep`: system prompt, template and the first tokens of messages, in every head."""
+    traces = tmp_path / "traces"
+    keep = ("--kv-keep", "template+3", "--kv-trace", str(traces), "--kv-budget", "25%")
+    keep += ("--kv-policy-args", '{"beta": 2}')  # so that the smallest layer has room
+    system = "Answer in capital letters, and name the animal that jumps."
+    chat: list[dict[str, str]] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": "The fox."},
+        {"role": "user", "content": f"Again: {TEXT}"},
+    ]
+    with (
+        serving(random_model, *FLAGS, *keep, log=tmp_path / "server.log") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        arguments: dict[str, Any] = {"model": str(random_model), "max_tokens": 4}
+
+        def ask(messages: Any, **xargs: Any) -> Any:
+            answer = client.chat.completions.create(
+                messages=messages, **arguments, **_xargs(**xargs)
+            )
+            return answer.kv_transfer_params
+
+        report = ask(chat)
+        bounds = report["kv_keep"]
+        spans = list(zip(bounds[::2], bounds[1::2], strict=True))
+        tokens = {token for span in spans for token in range(*span)}
+        assert spans[0][0] == 0 and len(spans) >= 3 and report["evicted_tokens"] > 0
+        (path,) = traces.glob("*.npz")
+        with np.load(path) as trace:
+            assert int(trace["prompt_len"]) == report["prompt_tokens"]
+            for layer in range(LAYERS):
+                for head in trace[f"kept_{layer}"]:
+                    assert tokens <= {*head.tolist()} and len(head) == report["kept_tokens"][layer]
+        # A conversation that is evicted again keeps what stands before the first message.
+        assert ask(chat[:2], kv_turns=[])["kv_keep"] == bounds[:2]
+        more = ask(chat, kv_keep=[bounds[1] + 40, bounds[1] + 44])["kv_keep"]
+        assert more == [*bounds[:2], bounds[1] + 40, bounds[1] + 44, *bounds[2:]]
+        assert ask(chat, kv_policy="full")["evicted_tokens"] == 0
+        with pytest.raises(openai.BadRequestError, match=r"smallest layer keeps \d+: ask for a"):
+            ask([{"role": "system", "content": TEXT}, chat[1]])
+        with pytest.raises(openai.BadRequestError, match="ends at token 5000, and the prompt has"):
+            ask(chat, kv_keep=[4990, 5000])
+        with pytest.raises(openai.BadRequestError, match="vllm_pyramid_keep cannot be set"):
+            ask(chat, vllm_pyramid_keep=[0, 4])
+        complete = client.completions.create(prompt=TEXT, **arguments)
+        assert "kv_keep" not in complete.kv_transfer_params
 
 
 def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def test_replicas_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
 
     handler = Lines(logging.INFO)
     one, two = 100, 101  # no engine of another test
+    served = {"pool_blocks": 99, "policy": ["snapkv", "12%"]}
     steps = [
-        (one, None, _totals(1, [2, 3], [4, 4])),
+        (one, None, {**_totals(1, [2, 3], [4, 4]), **served}),
         (two, None, _totals(5, [6, 7], [1, 0])),
         (one, _totals(1, [2, 3], [4, 4]), _totals(2, [4, 6], [0, 0])),
         (two, _totals(5, [6, 7], [1, 0]), _totals(6, [7, 9], [2, 1])),
@@ -62,6 +63,8 @@ def test_replicas_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
         for engine, blocks in zip((one, two), freed, strict=True):
             assert value("blocks_freed_total", engine, layer=str(layer)) == blocks
             assert value("tokens_evicted_total", engine, layer=str(layer)) == 16 * blocks
+    assert value("pool_blocks", one) == 99 and value("pool_blocks", two) is None
+    assert value("policy_info", one, policy="snapkv", budget="12%") == 1
     assert [value("blocks_held", two, layer=layer) for layer in "01"] == [2, 1]
     assert [value("tokens_held", one, layer=layer) for layer in "01"] == [0, 0]
     # The first engine's line does not keep the second one's away.

@@ -118,7 +118,7 @@ def _check(settings: ServedSettings, prompt_len: int, extra: dict[str, Any] | No
         prompt_embeds=None,
         sampling_params=params,
     )
-    found = checks.before(processor, params, resumable=False)  # type: ignore[arg-type]
+    found, _ = checks.before(processor, params, None, resumable=False)  # type: ignore[arg-type]
     checks.after(processor, request, found)  # type: ignore[arg-type]
 
 

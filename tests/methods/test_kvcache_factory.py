@@ -111,10 +111,10 @@ def caches() -> Iterator[list[Any]]:
     assert len(ids) == TOKENS
     sys.path.insert(0, str(STUDY))
     with torch.no_grad():
-        model = importlib.import_module("llama").Llama(folder)
-        yield model.prefill(ids)[0]
+        model = importlib.import_module("model").Model(folder)
+        yield model.prefill(ids)[0].layers
     sys.path.remove(str(STUDY))
-    sys.modules.pop("llama")
+    sys.modules.pop("model")
 
 
 def arrays(cache: Any) -> tuple[Floats, Floats]:

@@ -117,5 +117,6 @@ def view_of(
         prompt_len=tokens,
         rotary=rotary,
         knows_rotary=True,
+        asks_ranks=True,
         logit_sinks=logit_sinks,
     )

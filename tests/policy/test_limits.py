@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.plan.quoted import MAX_QUOTED, quoted
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.limits import MAX_KEYS, MAX_TURNS, TABLE
+from vllm_pyramid.policy.limits import MAX_KEYS, MAX_SPANS, MAX_TURNS, TABLE
 from vllm_pyramid.policy.request import ServedRequest, check_request, for_request
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS
 
@@ -113,6 +113,7 @@ def test_no_hostile_value_is_accepted_or_repeated(key: str) -> None:
         "kv_application": ["", None],
         "kv_top_n": [None],
         "kv_turns": [[], None],
+        "kv_keep": [[], None],
     }.get(key)
 
 
@@ -130,6 +131,13 @@ def test_turns_at_the_limit() -> None:
     assert _check({"kv_turns": turns}).turns == tuple(turns)
     with pytest.raises(ValueError, match=f"has {MAX_TURNS + 1} turns, and at most {MAX_TURNS}"):
         _check({"kv_turns": [*turns, MAX_TURNS + 1]})
+
+
+def test_spans_at_the_limit() -> None:
+    spans = list(range(2 * MAX_SPANS))
+    assert len(_check({"kv_keep": spans}).keep) == MAX_SPANS
+    with pytest.raises(ValueError, match=f"at most {MAX_SPANS} spans are kept"):
+        _check({"kv_keep": [*spans, 5000, 5001]})
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ GIVEN: dict[str, Any] = {
     "kv_application": "mail",
     "kv_top_n": 8,
     "kv_turns": [],
+    "kv_keep": [0, 4],
 }
 
 

@@ -198,6 +198,8 @@ def test_the_statistics_count_layers_when_they_change() -> None:
         "blocks_freed": (plan.end.skip // 4).tolist(),
         "blocks_held": (plan.end.blocks + 1).tolist(),
         "tokens_held": (plan.end.held + 1).tolist(),
+        "policy": [pair.scheduler.kv_policy.name, str(pair.scheduler.kv_policy.budget)],
+        "pool_blocks": pair.worker.num_blocks,
     }
     assert decode == [None, None]
 

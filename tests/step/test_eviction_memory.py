@@ -117,6 +117,7 @@ def long_request(policy: Policy, tokens: int, heads: int, group: int, size: int)
         prompt_len=tokens,
         rotary=Rotary(cos_sin(size, tokens + 1)),
         knows_rotary=True,
+        asks_ranks=True,
         heads_at_once=heads_at_once(policy, tokens, size, group),
     )
 

@@ -13,15 +13,14 @@ from tests.pretended_device import PretendedDevice
 from tests.shifted_worker import Host, Worker, launch_tables, policies
 from tests.worker.test_pretended_device import PIECES, PROMPTS, SOLVED, STEPS
 from vllm_pyramid.plan import PlanMismatchError
-from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.failures import KINDS, METHOD, SCORES, Failure, Failures
 
 pytestmark = pytest.mark.cpu
 
-# The first look at no key, so a key that is NaN is nothing to them; the others compare and count,
-# so their scores are numbers whatever the keys are.
-BLIND = {"random", "recency", "keep_all", "noise", "lagkv", "persistence"}
-SCORING = [p for p in policies() if p.evicts and p.scorer.kind not in BLIND]
+# Some look at no key, so a key that is NaN is nothing to their scores; others compare and count, so
+# their scores are numbers whatever the keys are.
+EVICTING = [p for p in policies() if p.evicts]
 CPU = torch.device("cpu")
 
 
@@ -40,7 +39,7 @@ def _blocks(worker: Worker, name: str) -> torch.Tensor:
     return torch.stack([cache[table.long()] for cache, table in pairs])
 
 
-@pytest.mark.parametrize("policy", SCORING, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", EVICTING, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 def test_a_request_with_nan_fails_alone(
     policy: Policy, on_device: bool, monkeypatch: pytest.MonkeyPatch
@@ -61,6 +60,25 @@ def test_a_request_with_nan_fails_alone(
     for name in ("a", "b"):
         assert torch.equal(_blocks(worker, name), _blocks(right, name))
     assert worker.evictions > 0
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+def test_keys_that_are_chosen_in_every_step_are_looked_at_in_every_step(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is evicted; a key of a generated token is NaN, and then no key can be chosen."""
+    policy = load_policy("kcache", None, {"top_n": 16})
+    with PretendedDevice() as device:
+        used = device if on_device else Host()
+        launch_tables(monkeypatch, used)
+        worker = Worker(policy, used, PROMPTS, copies=on_device)
+        for scheduled in STEPS[:6]:
+            worker.step(scheduled)
+        assert worker.failed == {}
+        worker.spoiled = "c"
+        worker.step(STEPS[6])
+    assert device.waits == []
+    assert {name: failure.kind for name, failure in worker.failed.items()} == {"c": SCORES}
 
 
 class TwoRanks:

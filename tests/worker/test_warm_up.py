@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 from triton.runtime import jit
 
-from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies
+from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies, vllms_attention
 from vllm_pyramid.attention import backend_cuda
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.kernels.triton import functions as triton_ops
@@ -61,6 +61,8 @@ class Launched(Host):
     """Launches Triton's kernel, which does nothing, and runs the reference."""
 
     def launch(self, function: Any) -> Any:
+        if function is vllms_attention:
+            return function
         name = function.__name__.replace("_reference", "")
         kernel = getattr(triton_ops, name)
 

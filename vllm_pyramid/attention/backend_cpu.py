@@ -322,7 +322,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         attended = context.before_attention(inputs)
         if not context.attend(attended, out):
             self._attend(attended, out)
-        context.after_attention(own_inputs(inputs, attended))
+        context.after_attention(own_inputs(inputs, attended), out)
         return output
 
     def _attend(self, inputs: AttentionInputs, out: torch.Tensor) -> None:

@@ -251,7 +251,7 @@ class PyramidImplMixin:
                 result = attend(query, attn_metadata)
             else:
                 result = attend(query, metadata_of(attended, attn_metadata))
-        context.after_attention(own_inputs(inputs, attended))
+        context.after_attention(own_inputs(inputs, attended), output)
         return result
 
     def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:

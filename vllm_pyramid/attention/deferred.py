@@ -10,7 +10,8 @@ end: 32 bytes a prompt token and layer for 8 KV heads.
 
 A request whose scores or evidence have NaN has failed, and its scores are replaced: the lengths of
 the others do not depend on it, and its own are valid. Where a method raises, the requests of that
-call get the same length in all layers. So all ranks go on with equal lengths.
+call get the same length in all layers. All ranks solve, or none: they agree before, since they wait
+for one another there. So all go on with equal lengths.
 
 Shape legend: L layers, S prompts that are solved, G KV heads of this rank.
 """
@@ -30,6 +31,7 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.hooks import EvictionHooks, MethodHooks
+from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.score_check import mark_wrong_scores, replaced
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
@@ -99,7 +101,7 @@ class DeferredEviction:
         layers, self._layers, self._evictions = self._layers, [], None
         for index, group in enumerate(groups):
             of_group = [waiting[index] for waiting in layers]
-            self._solve(evictions, group, [scored.evidence for scored in of_group])
+            self._solve(evictions, group, [scored.evidence for scored in of_group], inputs.ranks)
             self._evict(evictions, group, of_group, trace)
 
     def _score(
@@ -115,8 +117,11 @@ class DeferredEviction:
             scores, evidence = self._scores(batch)
             mass = window_mass(batch) if trace is not None else None
         except Exception as error:
-            what = f"the scores of the policy {self.policy.name!r}"
-            evictions.failures.blame(batch.request_ids, what, error)
+            what, asks = (
+                f"the scores of the policy {self.policy.name!r}",
+                self.policy.scorer.asks_ranks,
+            )
+            evictions.failures.blame(batch.request_ids, what, error, peers_wait=asks)
         if scores is None:
             columns = max(batch.longest - self.policy.window, 0)
             scores = torch.zeros(
@@ -150,19 +155,28 @@ class DeferredEviction:
         evictions: StepEvictions,
         group: npt.NDArray[np.int64],
         evidence: Sequence[torch.Tensor | None],
+        ranks: Ranks | None,
     ) -> None:
         """Solve the open plans of a group of prompts. `evidence` is `[S, ...]`, of L layers."""
         plans = [evictions.open_plan(request) for request in group.tolist()]
+        names = [evictions.request_ids[request] for request in group.tolist()]
         known = [layer for layer in evidence if layer is not None]
-        try:
-            if len(known) == len(evidence):
+        failed = len(known) < len(evidence)
+        what = f"the lengths of the policy {self.policy.name!r}"
+        lengths: Sequence[npt.NDArray[np.int64] | Exception] = ()
+        if not (failed if ranks is None else ranks.any(failed)):
+            try:
                 lengths = self.method.solve(plans, torch.stack(known))
-                for request, keep in zip(group.tolist(), lengths, strict=True):
-                    evictions.resolve(request, keep)
-        except Exception as error:
-            names = [evictions.request_ids[request] for request in group.tolist()]
-            what = f"the lengths of the policy {self.policy.name!r}"
-            evictions.failures.blame(names, what, error)
+            except Exception as error:
+                asks = self.method.asks_ranks
+                evictions.failures.blame(names, what, error, peers_wait=asks)
+        for name, request, keep in zip(names, group.tolist(), lengths, strict=bool(lengths)):
+            try:
+                if isinstance(keep, Exception):
+                    raise keep
+                evictions.resolve(request, keep)
+            except Exception as error:
+                evictions.failures.blame([name], what, error)
         for request, plan in zip(group.tolist(), plans, strict=True):
             if request not in evictions.resolved:
                 evictions.resolve(request, np.full(self.num_layers, plan.mean))

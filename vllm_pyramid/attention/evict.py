@@ -42,6 +42,7 @@ def evict_layer(
         (policy, hooks.scorer, shortened[~inside]),
         (policy.inner_policy or policy, hooks.scorer_inside, shortened[inside]),
     ):
+        asks = chooses.scorer.asks_ranks or (scorer is not None and scorer.asks_ranks)
         for piece in evictions.pieces(inputs, chosen):
             batch = evictions.batch(inputs, chooses, piece)
             try:
@@ -52,9 +53,8 @@ def evict_layer(
                     mass = window_mass(found[0]) if trace is not None else None
                     shorten(*found, hooks, trace, mass)
             except Exception as error:
-                evictions.failures.blame(
-                    batch.request_ids, f"an eviction of the policy {chooses.name!r}", error
-                )
+                what = f"an eviction of the policy {chooses.name!r}"
+                evictions.failures.blame(batch.request_ids, what, error, peers_wait=asks)
 
 
 def shorten(

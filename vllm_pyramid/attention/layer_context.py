@@ -13,9 +13,10 @@ from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
-from vllm_pyramid.step.hooks import MethodHooks
+from vllm_pyramid.step.hooks import MethodHooks, WorkerHooks
 from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.rotary import Rotary
+from vllm_pyramid.step.score_check import check_attention
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
@@ -78,7 +79,7 @@ class LayerContext:
             try:
                 hooks.after_write(write)
             except Exception as error:
-                self.step.blame(f"`after_write` of {hooks.label}", error)
+                self._blame("after_write", hooks, error)
 
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return what the layer attends to, which methods may have chosen."""
@@ -86,7 +87,7 @@ class LayerContext:
             try:
                 inputs = hooks.before_attention(inputs)
             except Exception as error:
-                self.step.blame(f"`before_attention` of {hooks.label}", error)
+                self._blame("before_attention", hooks, error)
         return inputs
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
@@ -96,24 +97,26 @@ class LayerContext:
                 if hooks.attend(inputs, out):
                     return True
             except Exception as error:
-                self.step.blame(f"`attend` of {hooks.label}", error)
+                self._blame("attend", hooks, error)
                 out.zero_()
                 return True
         return False
 
-    def after_attention(self, inputs: AttentionInputs) -> None:
+    def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
         """Let methods look at the layer, which has attended; then evict where the step asks for it.
 
         Args:
-            inputs: as they were before `before_attention`.
+            inputs: as they were before `before_attention`. out: the attention, `[>= T, H, D]`.
         """
         for hooks in self.hooks.after_attention:
             try:
                 hooks.after_attention(inputs)
             except Exception as error:
-                self.step.blame(f"`after_attention` of {hooks.label}", error)
+                self._blame("after_attention", hooks, error)
         if self.step.evictions is None:
             return
+        if self.layer == self.tracker.num_layers - 1:
+            check_attention(self.step, self.layer, out)
         if self.has_readers:
             # The layers in between may use the memory of these queries again.
             batch = replace(inputs.batch, query=inputs.query.clone())
@@ -139,7 +142,12 @@ class LayerContext:
                 hooks.after_eviction(inputs, evictions)
             except Exception as error:
                 what = f"`after_eviction` of {hooks.label}"
-                evictions.failures.blame(evictions.request_ids, what, error)
+                evictions.failures.blame(
+                    evictions.request_ids, what, error, peers_wait=hooks.asks_ranks
+                )
+
+    def _blame(self, function: str, hooks: WorkerHooks, error: Exception) -> None:
+        self.step.blame(f"`{function}` of {hooks.label}", error, peers_wait=hooks.asks_ranks)
 
 
 def own_inputs(inputs: AttentionInputs, attended: AttentionInputs) -> AttentionInputs:
@@ -172,7 +180,7 @@ class ReaderContext:
         """Let a method attend as in the layer that this one reads."""
         return self.of.attend(inputs, out)
 
-    def after_attention(self, inputs: AttentionInputs) -> None:
+    def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
         """Let the layer that this one reads evict, if no other reads it after this one."""
         if self.is_last:
             self.of.after_last_reader()

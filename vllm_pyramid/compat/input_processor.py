@@ -17,12 +17,22 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_pyramid.compat.chat_renderer import spans_of
+
 
 class RequestChecks(Protocol):
     """Checks of requests: `process_inputs` calls both functions in turn."""
 
-    def before(self, processor: InputProcessor, params: Any, *, resumable: bool) -> Any:
-        """Check the parameters before the prompt is tokenised; the result goes to `after`.
+    def before(
+        self, processor: InputProcessor, params: Any, template: list[int] | None, *, resumable: bool
+    ) -> tuple[Any, Any]:
+        """Check the parameters before the prompt is tokenised.
+
+        Args:
+            template: the spans of a chat's template that the server keeps; None for other prompts.
+
+        Returns:
+            What goes to `after`, and the parameters with which the request goes on.
 
         Raises:
             VLLMValidationError: the client is answered with status 400.
@@ -84,7 +94,7 @@ def install(checks: RequestChecks) -> None:
         resumable: bool = False,
         **kwargs: Any,
     ) -> EngineCoreRequest:
-        found = checks.before(self, params, resumable=resumable)
+        found, params = checks.before(self, params, spans_of(prompt), resumable=resumable)
         request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs
         )

@@ -53,7 +53,7 @@ def check_vllm() -> None:
             f"vllm-pyramid {__version__} works with {_either('vLLM')}, but vLLM "
             f"{installed} is installed: install a matching pair, or leave the KV policy out"
         )
-    found = {name: there for name in _DISTRIBUTIONS if (there := _distribution(name))}
+    found = vllm_distributions()
     if len(found) > 1:
         names = " and ".join(f"{name} {there}" for name, there in found.items())
         raise WrongVLLMError(
@@ -73,9 +73,19 @@ def why_no_hooks(error: Exception) -> str:
 
 def runs_without_plugins() -> bool:
     """Return whether vLLM finds a device, or has kernels for the CPU, by itself."""
+    return bool(found_platforms())
+
+
+def found_platforms() -> list[str]:
+    """Return the platforms that vLLM finds by itself: names such as `cuda` and `cpu`."""
     from vllm.platforms import builtin_platform_plugins
 
-    return any(detect() is not None for detect in builtin_platform_plugins.values())
+    return [name for name, detect in builtin_platform_plugins.items() if detect() is not None]
+
+
+def vllm_distributions() -> dict[str, str]:
+    """Return the installed distributions that hold the module, with their versions."""
+    return {name: there for name in _DISTRIBUTIONS if (there := _distribution(name))}
 
 
 def _distribution(name: str) -> str | None:

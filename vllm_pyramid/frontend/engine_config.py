@@ -134,6 +134,13 @@ def finish_config(
     policy = served.policy
     refuse(OF_CONFIGURATION, config, policy)
     served = replace(served, why_no_turns=why_no_turns(config, served))
+    if served.keep_template is not None:
+        from vllm_pyramid.compat import chat_renderer
+        from vllm_pyramid.frontend.chat_template import TemplateSpans
+
+        if (reason := chat_renderer.why_no_renderer(config.model_config)) is not None:
+            raise ValueError(f"--kv-keep does not work here: {reason}; leave the flag out")
+        chat_renderer.install(TemplateSpans())
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)

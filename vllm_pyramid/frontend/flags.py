@@ -59,6 +59,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "prompt keep: a number of tokens, or a percentage of the prompt. What the server keeps of "
         "it by itself is always allowed. Default: no limit.",
     },
+    "kv_keep": {
+        "metavar": "template[+N]",
+        "help": "Keep the system prompt, the tools and the template's own tokens of every chat in "
+        "every layer and KV head, with the first N tokens of each message, within the budget. "
+        "Default: what the policy keeps.",
+    },
 }
 
 

@@ -31,6 +31,10 @@ class PolicyMetrics:
         vllm_pyramid:tokens_held             tokens in the cache now
         vllm_pyramid:blocks_held             blocks of the pool in use now
 
+    What is served (labels: engine):
+        vllm_pyramid:pool_blocks             blocks of the pool, of all pipeline stages
+        vllm_pyramid:policy_info             1, with the labels policy and budget
+
     With layers that do not evict (labels: engine):
         vllm_pyramid:companion_blocks_held   blocks of the pool in use by them now
 
@@ -80,6 +84,18 @@ class PolicyMetrics:
             "vllm_pyramid:companion_blocks_held",
             "Blocks of the pool in use by layers that do not evict.",
             ["engine"],
+            multiprocess_mode="mostrecent",
+        )
+        self.pool_blocks = Gauge(
+            "vllm_pyramid:pool_blocks",
+            "Blocks of the pool, of all pipeline stages.",
+            ["engine"],
+            multiprocess_mode="mostrecent",
+        )
+        self.policy = Gauge(
+            "vllm_pyramid:policy_info",
+            "The policy and the budget that the server was started with.",
+            ["engine", "policy", "budget"],
             multiprocess_mode="mostrecent",
         )
         self.v_bytes = Counter(
@@ -135,6 +151,10 @@ class PolicyMetrics:
         for name, gauge in self.gauges.items():
             for layer, value in zip(layers, now[name], strict=True):
                 gauge.labels(label, str(layer)).set(value)
+        if "pool_blocks" in now:
+            self.pool_blocks.labels(label).set(now["pool_blocks"])
+        if "policy" in now:
+            self.policy.labels(label, *now["policy"]).set(1)
         if "companion_blocks_held" in now:
             self.companion_blocks.labels(label).set(now["companion_blocks_held"])
         self._log(now, engine)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -13,9 +14,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_pyramid.compat.input_processor import check_images, check_whole
-from vllm_pyramid.frontend.layer_kinds import has_other_layers
+from vllm_pyramid.frontend.layer_kinds import BOTH, FULL, has_other_layers, layer_kinds
 from vllm_pyramid.policy.fit import Pool, check_fit
-from vllm_pyramid.policy.request import ServedRequest, check_request
+from vllm_pyramid.policy.kept_spans import check_spans_fit
+from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 if TYPE_CHECKING:
@@ -50,22 +52,30 @@ class PolicyRequestChecks:
         return engine
 
     def before(
-        self, processor: InputProcessor, params: Any, *, resumable: bool
-    ) -> ServedRequest | None:
-        """Check the request's own settings; return None if it has no policy.
+        self, processor: InputProcessor, params: Any, template: list[int] | None, *, resumable: bool
+    ) -> tuple[ServedRequest | None, Any]:
+        """Check the request's own settings, and add the spans of its template.
+
+        Returns:
+            The policy and budget of the request, or None if it has no policy; and its parameters.
 
         Raises:
             VLLMValidationError: a wrong setting, or streaming input.
         """
         settings = self._engine(processor).settings
         if settings is None:
-            return None
+            return None, params
         check_whole(resumable)
         if not isinstance(params, SamplingParams):
-            return None
+            return None, params
         try:
+            if params.extra_args and TEMPLATE_KEY in params.extra_args:
+                raise ValueError(f"{TEMPLATE_KEY} cannot be set by requests: leave it out")
             settings.overrides.check_keys(params.extra_args)
-            return check_request(settings.policy, params, settings.why_no_turns)
+            if template is not None and settings.keep_template is not None:
+                params = copy.copy(params)  # the object may be the client's
+                params.extra_args = {**(params.extra_args or {}), TEMPLATE_KEY: template}
+            return check_request(settings.policy, params, settings.why_no_turns), params
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
@@ -88,6 +98,9 @@ class PolicyRequestChecks:
         try:
             found.check_turns(length)
             settings.overrides.check_kept(found, settings.policy, length, params.max_tokens)
+            config = processor.vllm_config
+            if found.keep and (layers := evicting_layers(config)) is not None:
+                check_spans_fit(found, length, layers, config.cache_config.block_size)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
         if settings.policy.inner_policy is None:
@@ -100,6 +113,17 @@ class PolicyRequestChecks:
             check_fit(found, length, params, engine.pool)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="prompt") from None
+
+
+def evicting_layers(config: Any) -> int | None:
+    """Return how many layers of a model evict; None where only the scheduler knows it."""
+    model = config.model_config
+    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+        return None
+    if not has_other_layers(model.hf_text_config, model.max_model_len):
+        return int(model.get_total_num_hidden_layers())
+    kinds = layer_kinds(model.hf_text_config, model.max_model_len)
+    return sum(kind in (FULL, BOTH) for kind in kinds)
 
 
 def pool_of(config: Any) -> Pool | None:

@@ -6,7 +6,7 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
     {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
      "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
-     "kv_max_request_budget": "25%"}
+     "kv_max_request_budget": "25%", "kv_keep": "template+16"}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from typing import Any
 
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.kept_spans import why_no_spans, why_only_leading
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.served_settings import (
     NO_POLICY,
@@ -43,10 +45,11 @@ CONFIG_KEYS = (
     "kv_admission",
     "kv_request_overrides",
     "kv_max_request_budget",
+    "kv_keep",
 )
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
-_FOR_SERVERS = {"kv_admission", "kv_request_overrides", "kv_max_request_budget"}
+_FOR_SERVERS = {"kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep"}
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
@@ -126,6 +129,23 @@ def _parse_gib(value: object) -> float | None:
     return number
 
 
+def parse_keep(value: object) -> int | None:
+    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: neither.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value is None:
+        return None
+    match = re.fullmatch(r"template(?:\+([0-9]{1,6}))?", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(
+            "kv_keep must be template, or template+N for the first N tokens of each message too, "
+            f"such as template+16, not {value!r}"
+        )
+    return int(match[1] or 0)
+
+
 @dataclass(frozen=True)
 class KVSettings:
     """The checked settings of an engine.
@@ -143,6 +163,8 @@ class KVSettings:
             the policy evicts, and for vLLM's own rule, `prompt`, if it does not.
         kv_request_overrides: settings that requests may give (`parse_overrides`); None: all.
         kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
+        kv_keep: what of every chat stays in every layer and head, `template` or `template+N`; None:
+            what the policy keeps.
         kv_report_cached: whether each response says what the cache held for its request.
     """
 
@@ -155,6 +177,7 @@ class KVSettings:
     kv_admission: str | None = None
     kv_request_overrides: Sequence[str] | str | None = None
     kv_max_request_budget: int | str | None = None
+    kv_keep: str | None = None
     kv_report_cached: bool = True
 
     def __post_init__(self) -> None:
@@ -179,6 +202,7 @@ class KVSettings:
             except ValueError as error:
                 raise ValueError(f"kv_max_request_budget: {error}") from None
             object.__setattr__(self, "kv_max_request_budget", limit)
+        parse_keep(self.kv_keep)
         min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
         object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
@@ -198,10 +222,22 @@ class KVSettings:
             )
         else:
             self._overrides.check_policy(self._loaded_policy)
+        if self.kv_keep is not None:
+            self._check_keep(self._loaded_policy)
         if self.kv_min_tokens and not self._loaded_policy.evicts:
             raise ValueError(
                 f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
                 "token: leave it out"
+            )
+
+    def _check_keep(self, policy: Policy) -> None:
+        """Raise ValueError unless chats' templates can be kept with the policy."""
+        reason = why_no_spans(policy) or why_only_leading(policy, None)
+        if not policy.evicts:
+            reason = "it keeps every token, so the flag would have no effect"
+        if reason is not None:
+            raise ValueError(
+                f"kv_keep does not go with policy {self.kv_policy!r}: {reason}; leave it out"
             )
 
     @classmethod
@@ -280,4 +316,5 @@ class KVSettings:
             forecasts,
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
+            keep_template=parse_keep(self.kv_keep),
         )

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.session_cache import Conversation, SessionSnapshot
 from vllm_pyramid.plan import Plan, RetentionPlan
+from vllm_pyramid.policy.kept_spans import Spans
 
 
 class NoBlocks(KVCacheBlocks):
@@ -69,6 +70,7 @@ class RequestTerms:
         shareable: leading tokens whose blocks the request may share; None: all.
         reusable: leading tokens that other requests may have computed; None: all.
         conversation: the conversation that the request belongs to; None without one.
+        keep: spans of the prompt that stay in every layer.
     """
 
     plan: Plan | None = None
@@ -77,6 +79,7 @@ class RequestTerms:
     shareable: int | None = 0
     reusable: int | None = 0
     conversation: Conversation | None = None
+    keep: Spans = ()
 
     def suffix(self, end: int) -> bytes | None:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.

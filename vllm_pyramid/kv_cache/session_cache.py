@@ -79,7 +79,7 @@ class Conversation:
         points: list[tuple[int, bytes]] = []
         policy = served.policy
         budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
-        text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens}"
+        text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens} {served.keep}"
         key = sha256(text.encode())
         for number in plan.giving:
             point = plan.computed_at(number)

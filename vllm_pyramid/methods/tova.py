@@ -24,6 +24,7 @@ class TovaScorer(Scorer):
     """
 
     needs_queries: ClassVar[bool] = True
+    asks_ranks: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True
     kind: Literal["tova"] = "tova"
 

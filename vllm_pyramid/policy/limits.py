@@ -21,6 +21,8 @@ MAX_APPLICATIONS = 1024
 MAX_TOP_N = MAX_TOKENS
 # Turns in `kv_turns`.
 MAX_TURNS = 512
+# Spans in `kv_keep`, and spans of a chat's template that a server keeps (`--kv-keep`).
+MAX_SPANS = 1024
 # Turn ends of a prompt that may evict, whatever its length, and the tokens that buy one more.
 FREE_EVICTIONS = 64
 TOKENS_PER_EVICTION = 1024
@@ -51,5 +53,10 @@ TABLE: tuple[tuple[str, str], ...] = (
         "`kv_turns`",
         f"at most {MAX_TURNS} turns, each ending inside the prompt; {FREE_EVICTIONS} of them may "
         f"evict, and one more for each {TOKENS_PER_EVICTION} tokens",
+    ),
+    (
+        "`kv_keep`",
+        f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; all of them within the "
+        "budget of the smallest layer, next to window and sinks",
     ),
 )

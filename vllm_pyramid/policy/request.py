@@ -15,12 +15,24 @@ from vllm_pyramid.plan import Plan
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
+from vllm_pyramid.policy.kept_spans import (
+    Spans,
+    check_spans,
+    merged,
+    only_leading,
+    parse_spans,
+    why_only_leading,
+)
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import RequestKeys, check_names
 
 FULL_POLICY = "full"
+# Settings of a request that keeps everything, for which no method of the served policy is asked.
+KEEP_EVERYTHING = {"kv_policy": FULL_POLICY}
 # The scheduler adds this key to a request for the workers: an allocator in place of the policy's.
 ALLOCATOR_KEY = "vllm_pyramid_allocator"
+# The front end adds this key to a chat: the spans of its template that the server keeps.
+TEMPLATE_KEY = "vllm_pyramid_keep"
 
 
 class ServedRequest(NamedTuple):
@@ -30,6 +42,8 @@ class ServedRequest(NamedTuple):
         policy: the served policy, perhaps with parts changed by the request, or `full`.
         budget: the request's own, perhaps with its own floor; None: the policy's.
         application, turns: see `RequestKeys`.
+        keep: spans that stay in every layer and head, in order and apart: the request's own, and
+            those of a chat's template (`--kv-keep`).
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
             served policy then holds until the scheduler has ended the request.
     """
@@ -38,6 +52,7 @@ class ServedRequest(NamedTuple):
     budget: Budget | None = None
     application: str = ""
     turns: tuple[int, ...] | None = None
+    keep: Spans = ()
     error: str | None = None
 
     def check_turns(self, prompt_len: int) -> None:
@@ -115,7 +130,8 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
         raise ValueError(
             f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out"
         )
-    return ServedRequest(chosen, budget, keys.application, keys.turns)
+    check_spans(chosen, keys.keep, keys.turns)
+    return ServedRequest(chosen, budget, keys.application, keys.turns, keys.keep)
 
 
 @cached_by_bytes(CACHE_BYTES)
@@ -144,6 +160,21 @@ def hashable(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
+def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -> ServedRequest:
+    """Return the request with the spans of its chat's template, which the front end has found.
+
+    Where a request evicts more than once, only the part up to the first message is kept.
+    """
+    if not extra_args or TEMPLATE_KEY not in extra_args:
+        return served
+    spans = parse_spans(extra_args[TEMPLATE_KEY], "the chat's template")
+    if why_only_leading(served.policy, served.turns) is not None:
+        spans = only_leading(spans)
+    keep = merged((*served.keep, *spans))
+    check_spans(served.policy, keep, served.turns)
+    return served._replace(keep=keep)
+
+
 def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) -> ServedRequest:
     """Check the settings of a client's request, in the front end.
 
@@ -156,7 +187,7 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
     check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} cannot be set by requests: leave it out")
-    served = resolve(policy, RequestKeys.parse(params.extra_args))
+    served = with_template(resolve(policy, RequestKeys.parse(params.extra_args)), params.extra_args)
     if served.turns is not None and why_no_turns is not None:
         raise ValueError(f"kv_turns does not work on this server: {why_no_turns}; leave it out")
     if served.turns and params.prompt_logprobs is not None:
@@ -176,7 +207,7 @@ def for_request(policy: Policy, extra_args: Mapping[str, Any] | None) -> ServedR
     request replaces the policy's.
     """
     try:
-        served = resolve(policy, RequestKeys.parse(extra_args))
+        served = with_template(resolve(policy, RequestKeys.parse(extra_args)), extra_args)
         if extra_args and ALLOCATOR_KEY in extra_args:
             fields = hashable(extra_args[ALLOCATOR_KEY])
             served = served._replace(policy=with_allocator(served.policy, fields))

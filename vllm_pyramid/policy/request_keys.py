@@ -12,10 +12,12 @@ from vllm_pyramid.plan import Budget
 from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.kept_spans import Spans, merged, parse_spans
 from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
 
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
+    "kv_keep",
 )
 
 
@@ -32,6 +34,7 @@ class RequestKeys:
         top_n: keys whose V is read from host memory; None for the policy's.
         turns: tokens at which the prompts of the conversation's earlier turns ended; empty for the
             first turn, None for a request that no later one resumes.
+        keep: spans of the prompt that every layer and head keeps (`kept_spans`).
     """
 
     policy: str | None = None
@@ -40,6 +43,7 @@ class RequestKeys:
     application: str = ""
     top_n: int | None = None
     turns: tuple[int, ...] | None = None
+    keep: Spans = ()
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
@@ -80,7 +84,8 @@ class RequestKeys:
             raise ValueError(f"kv_budget of the request: {error}") from None
         floor = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
         turns = _parse_turns(extra_args.get("kv_turns"))
-        return cls(policy, budget, floor, application, top_n, turns)
+        keep = merged(parse_spans(extra_args.get("kv_keep"), "kv_keep of a request"))
+        return cls(policy, budget, floor, application, top_n, turns, keep)
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:

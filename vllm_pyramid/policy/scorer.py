@@ -30,6 +30,8 @@ class Scorer(Component):
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
         asked: the function that a user's class defines.
         gives_statistics: `scores` can return the window's statistics with the scores.
+        asks_ranks: `score` calls `ScorerInputs.mean_of_heads`, for which tensor-parallel ranks wait
+            for one another.
         in_parts: a long request may be scored some KV heads at a time, so that the copies of its
             keys stay small. Only for a `score` that looks at each KV head by itself.
         workspace_bytes: bytes that `score` takes in addition to `floats_per_key`.
@@ -42,6 +44,7 @@ class Scorer(Component):
     needs_rotary: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     gives_statistics: ClassVar[bool] = False
+    asks_ranks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     workspace_bytes: ClassVar[int] = 0
     asked: ClassVar[str] = "score"

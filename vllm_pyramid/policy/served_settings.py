@@ -45,6 +45,8 @@ class ServedSettings:
         overrides: what requests may change.
         reports_cached: whether each response says what the cache held for its request; if not, only
             those of requests with a `cache_salt` do.
+        keep_template: whether the tokens of a chat's template stay in every layer and head, and how
+            many first tokens of each message with them; None if not.
     """
 
     policy: Policy
@@ -57,6 +59,7 @@ class ServedSettings:
     why_no_turns: str | None = None
     overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
+    keep_template: int | None = None
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

@@ -20,6 +20,7 @@ from vllm_pyramid.compat.scheduler_points import SchedulerPoints, drop_tokens
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.step.hooks import SchedulerHooks
@@ -49,6 +50,16 @@ class Reports(SchedulerPoints):
         if self.coordinator.layers == of_model and self.coordinator.stock_groups.are_drafts:
             return {}
         return {"layers": self.coordinator.layers}
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        """Return what the statistics say of the server, which never changes."""
+        stages = self.coordinator.layer_blocks.stages
+        return {
+            **self._layers,
+            "policy": [self.kv_policy.name, str(self.kv_policy.budget)],
+            "pool_blocks": (self.kv_cache_config.num_blocks - 1) * len(stages),
+        }
 
     def log_capacity(self, block_size: int) -> None:
         """Log how many prompts of the model's length the pool holds.
@@ -182,6 +193,8 @@ class Reports(SchedulerPoints):
                 report["solved_tokens"] = point.keep.tolist()
         if terms.min_tokens is not None:
             report["kv_min_tokens"] = terms.min_tokens
+        if terms.keep:
+            report["kv_keep"] = flat(terms.keep)
         for hooks in self.hooks:
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:
@@ -213,11 +226,12 @@ class Reports(SchedulerPoints):
         counters, stock_groups = self.coordinator.counters, self.coordinator.stock_groups
         totals: dict[str, Any] = {}
         for hooks in self.hooks:
-            totals |= hooks.totals()
+            with self.failed.dropping(f"the counters of {hooks.name!r}"):
+                totals |= hooks.totals()
         return {
             **totals,
             **self.failed.totals(),
-            **self._layers,
+            **self._constants,
             "evictions": counters.num_evictions,
             "tokens_evicted": counters.tokens_evicted.tolist(),
             "blocks_freed": counters.blocks_freed.tolist(),

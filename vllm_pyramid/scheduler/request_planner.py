@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.input_processor import check_images, check_whole
@@ -16,17 +17,24 @@ from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.kv_cache.session_cache import Conversation
 from vllm_pyramid.plan import Plan
+from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.kept_spans import check_spans_fit
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 from vllm_pyramid.policy.request import (
     ALLOCATOR_KEY,
+    KEEP_EVERYTHING,
     ServedRequest,
     check_request,
+    for_request,
     hashable,
     with_allocator,
 )
 from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.hooks import SchedulerHooks
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class RequestPlanner:
@@ -53,30 +61,45 @@ class RequestPlanner:
         self._layer_blocks, self._pool = layer_blocks, pool
         self._hooks = hooks
         self._shares_prefixes = shares_prefixes
+        self._traced: set[type[Exception]] = set()
 
-    def terms(self, request: Request) -> tuple[RequestTerms, str | None]:
-        """Return what a request keeps and shares, and the error with which it ends, or None.
+    def terms(self, request: Request) -> tuple[RequestTerms, str | Failure | None]:
+        """Return what a request keeps and shares, and what is wrong with it.
 
         Its parameters are replaced where the workers have to follow others.
+
+        Returns:
+            The terms, and one of: the mistake in its settings; the failure of a method that raised,
+            with terms that ask no method; None.
         """
         served = self._check(request)
+        try:
+            return self._terms(request, served, asks_hooks=served.error is None), served.error
+        except Exception as error:
+            text = f"the plan of the policy {served.policy.name!r}: {type(error).__name__}: {error}"
+            if type(error) not in self._traced:
+                self._traced.add(type(error))
+                logger.exception("request %s: %s", request.request_id, text)
+            whole = _keeping_everything(request, self._policy)
+            return self._terms(request, whole, asks_hooks=False), Failure(METHOD, text)
+
+    def _terms(self, request: Request, served: ServedRequest, *, asks_hooks: bool) -> RequestTerms:
         layer_blocks, shares = self._layer_blocks, self._shares_prefixes
         plan = served.plan(request.num_prompt_tokens, layer_blocks.num_layers, layer_blocks.largest)
-        if served.error is None:
-            for hooks in self._hooks:
-                if fields := hooks.on_request_added(
-                    request.request_id, request.cache_salt or "", served.application, plan
-                ):
-                    plan = _replan(request, served, plan, fields)
-        terms = RequestTerms(
+        for hooks in self._hooks if asks_hooks else ():
+            if fields := hooks.on_request_added(
+                request.request_id, request.cache_salt or "", served.application, plan
+            ):
+                plan = _replan(request, served, plan, fields)
+        return RequestTerms(
             plan,
             served.policy.name,
             served.share_floor,
             shareable_tokens(served.policy, plan) if shares else 0,
             reusable_tokens(served.policy, plan) if shares else 0,
             Conversation.of(served, plan, shares),
+            served.keep,
         )
-        return terms, served.error
 
     def _check(self, request: Request) -> ServedRequest:
         """Return the policy and budget of a request, or the error with which it ends.
@@ -94,6 +117,8 @@ class RequestPlanner:
             served = check_request(policy, params, self._settings.why_no_turns)
             served.check_turns(request.num_prompt_tokens)
             overrides.check_kept(served, policy, request.num_prompt_tokens, request.max_tokens)
+            layers = self._layer_blocks
+            check_spans_fit(served, request.num_prompt_tokens, layers.num_layers, layers.largest)
             if policy.inner_policy is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.
@@ -107,6 +132,15 @@ class RequestPlanner:
                 request.sampling_params.extra_args = None  # the worker would follow it
             request.mm_features = []  # a step may still run before the request ends
             return ServedRequest(policy, error=str(reason))
+
+
+def _keeping_everything(request: Request, policy: Policy) -> ServedRequest:
+    """Let the workers keep all of a request that is about to end, and return how it is served."""
+    params = copy.copy(request.sampling_params)
+    if params is not None:
+        params.extra_args = dict(KEEP_EVERYTHING)
+    request.sampling_params = params
+    return for_request(policy, KEEP_EVERYTHING)
 
 
 def _replan(request: Request, served: ServedRequest, plan: Plan, fields: dict[str, Any]) -> Plan:

@@ -29,7 +29,7 @@ from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
-from vllm_pyramid.step.failures import METHOD
+from vllm_pyramid.step.failures import METHOD, Failure
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -129,7 +129,10 @@ class PyramidSchedulerMixin(Reports):
             super().add_request(request)  # before that one's plan would be lost
             return
         terms, error = self._planner.terms(request)
-        if error is not None:
+        if isinstance(error, Failure):
+            self.failed.add(request.request_id, error.kind, error.reason)
+            self.end_with_error(request.request_id, f"KV policy: {error.reason}", code="kv_policy")
+        elif error is not None:
             logger.error("request %s: %s", request.request_id, error)
             self.end_with_error(request.request_id, error)
         self.coordinator.plans.add(request.request_id, terms)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
+from vllm_pyramid.policy.kept_spans import leading
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -84,17 +85,21 @@ class EvictionBatch:
         sinks, window = self.policy.sinks, self.policy.window
         result = np.empty((2, len(self.shortened)), np.int32)
         for index, plan in enumerate(self.plans):
-            result[:, index] = sinks, window
+            front = max(sinks, leading(self.evictions.keep[self.shortened[index]]))
+            result[:, index] = front, window
             if isinstance(plan, EvictionPoint):
                 layer = self.call.layer
-                result[:, index] = max(sinks, plan.front[layer]), max(window, plan.recent[layer])
+                result[:, index] = max(front, plan.front[layer]), max(window, plan.recent[layer])
         return result
+
+    def _kept_spans(self) -> torch.Tensor | None:
+        return self.evictions.kept_spans(self.shortened, self.call.query.device)
 
     def protects_more_than(self, window: int, sinks: int) -> bool:
         """Return whether kernels must be told more than `sinks` first and `window` last tokens.
 
-        That is so where a plan protects more tokens, where tokens were evicted before, and where a
-        request keeps fewer tokens than `sinks + window`.
+        That is so where a plan or spans protect more tokens, where tokens were evicted before, and
+        where a request keeps fewer tokens than `sinks + window`.
         """
         fronts, recents = self._protected()
         return bool(
@@ -102,14 +107,19 @@ class EvictionBatch:
             or (recents > window).any()
             or self.host_dead_prefixes.any()
             or (self.host_keeps < sinks + window).any()
+            or self._kept_spans() is not None
         )
 
     def protect(self, scores: torch.Tensor) -> torch.Tensor:
         """Return a copy with +inf for tokens that stay in any case and -inf for dead tokens.
 
         Args:
-            scores: `[S, G, >= longest]`.
+            scores: `[S, G, columns]`; columns of the window may be missing.
+
+        Returns:
+            `[S, G, >= longest]`.
         """
+        scores = _widened(scores, self.longest)
         # A token whose score is -inf must still be preferred to a dead one.
         scores = scores.clamp(min=torch.finfo(torch.float32).min)
         device, columns = scores.device, torch.arange(scores.shape[2], device=scores.device)
@@ -121,6 +131,8 @@ class EvictionBatch:
         protected = (columns < (self.dead_prefixes + fronts)[:, None]) | (
             columns >= (self.lens - recents)[:, None]
         )
+        if (spans := self._kept_spans()) is not None:
+            protected[:, : spans.shape[1]] |= spans
         scores.masked_fill_((alive & protected)[:, None], torch.inf)
         return scores.masked_fill_(~alive[:, None], -torch.inf)
 
@@ -200,7 +212,8 @@ class EvictionBatch:
                 scores = score(inputs)
                 check_scores(kind, scores, heads, inputs.num_tokens)
             except Exception as error:
-                self._blame(row, f"the scorer {kind!r}", error)
+                asks = self.policy.scorer.asks_ranks
+                self._blame(row, f"the scorer {kind!r}", error, peers_wait=asks)
                 continue
             out[row, :, inputs.start : inputs.start + inputs.num_tokens] = scores
         return out
@@ -216,7 +229,7 @@ class EvictionBatch:
         A request whose call raises, or returns something else than `[G, keep]` different places,
         has failed; its first tokens are selected.
         """
-        marked = self.protect(_widened(scores, self.longest))
+        marked = self.protect(scores)
         heads = scores.shape[1]
         out = torch.full(
             (len(self.shortened), heads, self.max_keep), -1, dtype=torch.int32, device=scores.device
@@ -239,8 +252,10 @@ class EvictionBatch:
             out[row, :, :keep] = places + start
         return out
 
-    def _blame(self, row: int, what: str, error: Exception) -> None:
-        self.evictions.failures.blame(self.request_ids[row : row + 1], what, error)
+    def _blame(self, row: int, what: str, error: Exception, *, peers_wait: bool = False) -> None:
+        self.evictions.failures.blame(
+            self.request_ids[row : row + 1], what, error, peers_wait=peers_wait
+        )
 
 
 def _widened(scores: torch.Tensor, columns: int) -> torch.Tensor:

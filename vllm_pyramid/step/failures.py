@@ -10,6 +10,13 @@ been evicted as planned: its skips follow the plan, and nothing but its own toke
 On the CPU a wrong score is found before anything moves, so the request keeps its cache. On other
 devices the host does not wait for the answer: a flag for each request stays on the device, wrong
 scores are replaced, and the flags travel to the host with the step's tokens.
+
+Some scorers see nothing of a NaN in the cache: they look at no key, compare, or count. Attention
+sees it. So the last layer's attention of each request that is evicted from is looked at, too.
+
+Where several workers compute a step together, a call may raise in one of them while the others wait
+inside it, or while they take another way for good. Such an error is not a request's: the worker
+ends (`worker/adapter.py`), and the executor then ends all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +52,9 @@ class Failure(NamedTuple):
 
 # What a worker says of a flag, which has no text.
 _FLAGGED = {
-    SCORES: Failure(SCORES, "its scores have NaN or infinity, so its tokens cannot be ranked"),
+    SCORES: Failure(
+        SCORES, "its scores or its attention have NaN or infinity: its tokens cannot be ranked"
+    ),
     METHOD: Failure(
         METHOD, "a method failed or returned wrong places; a worker's log says which, and why"
     ),
@@ -85,10 +94,14 @@ class Failures:
 
     Attributes:
         of: the failures that the host knows, by request id, until the request is forgotten.
+        has_peers: whether other workers compute each step together with this one.
+        is_heard_in_evictions: whether the scheduler hears of this worker's failures in steps with
+            evictions alone: a pipeline stage that is not the last one.
     """
 
     def __init__(self) -> None:
         self.of: dict[str, Failure] = {}
+        self.has_peers = self.is_heard_in_evictions = False
         self._unreported: dict[str, Failure] = {}
         self._flags: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
         self._traced: set[tuple[str, str]] = set()
@@ -112,16 +125,22 @@ class Failures:
         known = self._flags.get(key)
         self._flags[key] = wrong if known is None else known | wrong
 
-    def blame(self, request_ids: Sequence[str], what: str, error: Exception) -> None:
+    def blame(
+        self, request_ids: Sequence[str], what: str, error: Exception, *, peers_wait: bool = False
+    ) -> None:
         """Let the requests fail for which a method's call raised `error`.
 
         Call it in the `except` clause. The log has each kind of traceback once.
 
+        Args:
+            peers_wait: whether another worker, where there is one, may wait inside the call.
+
         Raises:
             Exception: `error`, where no request is concerned (warm-up, graph capture), the device
-                itself has failed, or scheduler and worker disagree.
+                itself has failed, scheduler and worker disagree, or another worker may wait.
         """
-        if not request_ids or isinstance(error, (torch.AcceleratorError, PlanMismatchError)):
+        is_of_all = isinstance(error, (torch.AcceleratorError, PlanMismatchError))
+        if not request_ids or is_of_all or (peers_wait and self.has_peers):
             raise error
         text = f"{what}: {type(error).__name__}: {error}"
         if (key := (what, type(error).__name__)) not in self._traced:

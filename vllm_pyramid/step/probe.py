@@ -116,4 +116,5 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
         prompt_len=tokens,
         rotary=Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1)),
         knows_rotary=scorer.needs_rotary,
+        asks_ranks=scorer.asks_ranks,
     )

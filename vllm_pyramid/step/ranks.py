@@ -24,6 +24,9 @@ class Ranks(Protocol):
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Return the first rank's values, bit for bit."""
 
+    def any(self, is_true: bool) -> bool:
+        """Return whether `is_true` on some rank. The hosts wait for one another, no device does."""
+
 
 class OneRank:
     """A worker without tensor parallelism."""
@@ -36,3 +39,6 @@ class OneRank:
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         return values
+
+    def any(self, is_true: bool) -> bool:
+        return is_true

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that cannot be ranked: found before a layer selects by them."""
+"""Scores that cannot be ranked: found before a layer selects by them. Attention, behind it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.failures import SCORES, Failure
+from vllm_pyramid.step.failures import SCORES, Failure, Failures
+from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.upload import upload
 
 
 def mark_wrong_scores(batch: EvictionBatch, scores: torch.Tensor) -> torch.Tensor:
@@ -30,6 +35,41 @@ def mark_wrong_scores(batch: EvictionBatch, scores: torch.Tensor) -> torch.Tenso
     )
     batch.evictions.failures.flag(Failure(SCORES, reason), batch.request_ids, wrong)
     return wrong
+
+
+def mark_wrong_attention(
+    failures: Failures, request_ids: Sequence[str], layer: int, rows: torch.Tensor
+) -> None:
+    """Let requests fail whose last query's attention is NaN or infinite, or its sum is.
+
+    Every key that the query sees has a part in it, so it tells of a NaN anywhere in the cache of
+    the layer, and of those below.
+
+    Args:
+        rows: `[S, H, D]`, the attention of each request's last query.
+    """
+    wrong = ~rows.float().flatten(1).sum(dim=1).isfinite()
+    reason = f"layer {layer}: attention is NaN or infinite, so no scores follow from the cache"
+    failures.flag(Failure(SCORES, reason), request_ids, wrong)
+
+
+def check_attention(step: Step, layer: int, out: torch.Tensor) -> None:
+    """Let requests of the step fail that are evicted from and whose attention is wrong.
+
+    A request from which no layer evicts goes on as without a policy.
+
+    Args:
+        layer: the last one. out: its attention, `[>= T, H, D]`.
+    """
+    evictions = step.evictions
+    if evictions is None or not (evicted := np.flatnonzero(evictions.is_reported)).size:
+        return
+    ends = evictions.query_ends[evicted]
+    if step.layout is not None:
+        ends = step.layout.query_starts[layer, evictions.rows[evicted] + 1]
+    rows = out.index_select(0, upload(ends.astype(np.int64) - 1, out.device))
+    names = [evictions.request_ids[index] for index in evicted.tolist()]
+    mark_wrong_attention(step.failures, names, layer, rows)
 
 
 def replaced(values: torch.Tensor, wrong: torch.Tensor, value: float) -> torch.Tensor:

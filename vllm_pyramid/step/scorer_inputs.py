@@ -80,6 +80,7 @@ class ScorerInputs:
     rotary: Rotary | None = None
     knows_rotary: bool = False
     ranks: Ranks | None = None
+    asks_ranks: bool = False
     heads_at_once: int | None = None
 
     @classmethod
@@ -127,6 +128,7 @@ class ScorerInputs:
             rotary=call.rotary,
             knows_rotary=policy.scorer.needs_rotary,
             ranks=call.ranks,
+            asks_ranks=policy.scorer.asks_ranks,
             heads_at_once=heads_at_once(
                 policy, num_tokens, call.query.shape[2], call.query.shape[1] // heads
             ),
@@ -271,7 +273,16 @@ class ScorerInputs:
         return self.rotary.mean_turn(x, torch.arange(first, first + count, device=x.device))
 
     def mean_of_heads(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all query heads of all ranks: `[H, T]` to `[T]`."""
+        """Return the mean over all query heads of all ranks: `[H, T]` to `[T]`.
+
+        Raises:
+            ValueError: the scorer does not say that it asks the ranks.
+        """
+        if not self.asks_ranks:
+            raise ValueError(
+                "a scorer takes the mean of all ranks' heads: declare `asks_ranks = True` in its "
+                "class"
+            )
         if self.ranks is None or self.ranks.size == 1:
             return values.mean(dim=0)
         total = self.ranks.broadcast(self.ranks.all_reduce(values.sum(dim=0)))

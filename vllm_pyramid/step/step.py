@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.plan import Eviction, EvictionPoint, Plan
+from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -37,6 +38,7 @@ class WorkerRequest:
         policy: the policy that the request is served with.
         plan: its plan now; a solved plan replaces an open one.
         initial: the plan that it arrived with, which holds again after a preemption.
+        keep: spans of the prompt that stay in every layer and head.
         state: what methods keep of it, by the name of their hooks.
     """
 
@@ -44,6 +46,7 @@ class WorkerRequest:
     policy: Policy
     plan: Plan
     initial: Plan
+    keep: Spans = ()
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -126,6 +129,11 @@ class Step:
             evicting=np.zeros(0, bool),
         )
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The R names."""
+        return [request.request_id for request in self.requests]
+
     def add_needs(self, needs: StepNeeds) -> None:
         """Give the step what a method needs of it."""
         self.wants_log_sum_exp |= needs.wants_log_sum_exp
@@ -168,16 +176,22 @@ class Step:
             prompt_len=int(self.prompt_lens[row]),
         )
 
-    def blame(self, what: str, error: Exception) -> None:
+    def blame(self, what: str, error: Exception, *, peers_wait: bool = False) -> None:
         """Let all requests of the step fail, for which a method's call raised `error`.
 
+        Args:
+            peers_wait: see `Failures.blame`.
+
         Raises:
-            Exception: `error`, in steps without requests, and where layers compute different
-                tokens: the layer above would then not know which.
+            Exception: `error`, in steps without requests; where layers compute different tokens, as
+                the layer above would not know which; where the scheduler would not hear of it; and
+                as of `Failures.blame`.
         """
-        if self.layout is not None:
+        if self.layout is not None or (
+            self.evictions is None and self.failures.is_heard_in_evictions
+        ):
             raise error
-        self.failures.blame([request.request_id for request in self.requests], what, error)
+        self.failures.blame(self.request_ids, what, error, peers_wait=peers_wait)
 
     def report(self) -> dict[str, Eviction]:
         """Return what the scheduler hears of the step's evictions, by request."""

@@ -16,6 +16,7 @@ import torch
 
 from vllm_pyramid.kernels.records import FP8_DTYPES
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan
+from vllm_pyramid.policy.kept_spans import Spans, leading
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.eviction_memory import pieces
@@ -60,6 +61,7 @@ class StepEvictions:
         block_size: tokens of the largest cache block.
         copies: E lists of blocks that receive copies of what a request's first eviction overwrites,
             layer by layer (`RetentionPlan.blocks_behind`); None where nothing is to be copied.
+        keep: E tuples of the spans that stay in every layer and head, merged; None: no spans.
         failures: the worker's; by default none are known.
     """
 
@@ -79,6 +81,7 @@ class StepEvictions:
         previous_skips: IntArray,
         block_size: int,
         copies: Sequence[list[int] | None],
+        keep: Sequence[Spans] | None = None,
         failures: Failures | None = None,
     ) -> None:
         self.request_ids = request_ids
@@ -93,6 +96,7 @@ class StepEvictions:
         self.previous_skips = previous_skips
         self.block_size = block_size
         self.copies = copies
+        self.keep: Sequence[Spans] = [()] * len(request_ids) if keep is None else keep
         self.failures = Failures() if failures is None else failures
         # All ranks know these; what a rank finds in this step the others learn at its end.
         self._has_failed = np.array([name in self.failures.of for name in request_ids], bool)
@@ -119,6 +123,7 @@ class StepEvictions:
         self._is_done = np.array([plan.thinned for plan in plans], bool)
         self._on_device: dict[bytes, _DeviceEvictions] = {}
         self._copies_on_device: dict[int, torch.Tensor] = {}
+        self._masks: dict[bytes, torch.Tensor | None] = {}
 
     def shortened(self, layer: int) -> Indices:
         """Return the indices of the requests that this layer shortens now.
@@ -183,6 +188,35 @@ class StepEvictions:
             host_dead_prefixes=dead_prefixes[layer],
             host_keeps=self.kept_lens[layer, shortened],
         )
+
+    def kept_spans(self, shortened: Indices, device: torch.device) -> torch.Tensor | None:
+        """Return which tokens stay because of spans that do not begin at the prompt's first token.
+
+        Such spans are found at a request's first eviction, so that layers have the same places.
+
+        Args:
+            shortened: `[S]` indices.
+
+        Returns:
+            `[S, tokens of the longest]` bool; None if there are no such spans.
+        """
+        key = shortened.tobytes()
+        if key not in self._masks:
+            spans = [self.keep[index][bool(leading(self.keep[index])) :] for index in shortened]
+            mask = None
+            if any(spans):
+                host = np.zeros((len(shortened), int(self.points[shortened].max())), bool)
+                for row, of_request in enumerate(spans):
+                    for start, end in of_request:
+                        host[row, start : min(end, int(self.points[shortened[row]]))] = True
+                    if of_request and self.previous_skips[:, shortened[row]].any():
+                        raise RuntimeError(
+                            f"request {self.request_ids[shortened[row]]}: spans are to be kept at "
+                            "an eviction that is not its first; report this"
+                        )
+                mask = upload(host, device)
+            self._masks[key] = mask
+        return self._masks[key]
 
     def copy_blocks(
         self, call: AttentionInputs, indices: Iterable[int], pools: Sequence[CacheHooks] = ()

@@ -15,8 +15,10 @@ from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.tools import calibrate
 from vllm_pyramid.tools.bench.command import add_command as add_bench
 from vllm_pyramid.tools.budgets.command import add_command as add_budgets
+from vllm_pyramid.tools.doctor import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 from vllm_pyramid.tools.models import MODELS, gguf_folder, model_folder
+from vllm_pyramid.tools.top.command import add_command as add_top
 
 _NEED_VLLM = ("bench", "calibrate", "eval")
 
@@ -32,6 +34,8 @@ def _build_parser() -> argparse.ArgumentParser:
     policies.add_argument("--json", action="store_true", help="print JSON instead of a table")
     policies.set_defaults(run=_run_policies)
 
+    add_doctor(commands)
+    add_top(commands)
     add_budgets(commands)
     add_eval(commands)
     add_bench(commands)

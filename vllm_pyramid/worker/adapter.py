@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -16,6 +18,8 @@ from vllm_pyramid.worker.pipeline_sync import PipelineSync
 from vllm_pyramid.worker.ranks import TensorParallelRanks
 from vllm_pyramid.worker.runtime import WorkerRuntime
 from vllm_pyramid.worker.step_tables import RunnerTables
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class RunnerAdapter:
@@ -65,6 +69,31 @@ class RunnerAdapter:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         self.pyramid.bind(self.attn_groups)
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step as vLLM does; a worker that fails unheard ends."""
+        with self._ending_unheard():
+            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as vLLM does; the step's evictions are attached to the output."""
-        return self.pyramid.end_step(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
+        with self._ending_unheard():
+            return self.pyramid.end_step(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
+
+    @contextmanager
+    def _ending_unheard(self) -> Iterator[None]:
+        """End this worker where it fails and only others answer the engine.
+
+        vLLM's executor hears one worker's exception. Where another one fails, it logs that and goes
+        on, while the worker that answers waits for it in a collective: for 300 seconds, by default.
+        The executor notices at once that a worker has ended, and ends the others.
+        """
+        try:
+            yield
+        except Exception:
+            if self.pyramid.is_heard:
+                raise
+            logger.exception(
+                "this worker failed in a step that it computes with others, which wait for it: it "
+                "ends, and the engine with it"
+            )
+            raise SystemExit(1) from None

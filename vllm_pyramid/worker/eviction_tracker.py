@@ -21,16 +21,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.logger import init_logger
 
 from vllm_pyramid.plan import Eviction, Plan, PlanMismatchError
 from vllm_pyramid.policy.policy import Policy
-from vllm_pyramid.policy.request import for_request
+from vllm_pyramid.policy.request import KEEP_EVERYTHING, for_request
 from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.hooks import MethodHooks
+from vllm_pyramid.step.limited_log import LimitedLog
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.step_evictions import StepEvictions
 
 IntArray = npt.NDArray[np.int32]
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class EvictionTracker:
@@ -54,6 +58,7 @@ class EvictionTracker:
         self.step = Step.nothing(num_layers, 0)
         self.hooks = MethodHooks()
         self.failures = Failures()
+        self._log = LimitedLog(logger.error)
         self.copies: dict[str, list[int]] = {}
         self._requests: dict[str, WorkerRequest] = {}
         self._num_open = 0  # requests whose initial plan is open
@@ -70,11 +75,24 @@ class EvictionTracker:
         self._row_evicting = np.zeros(max_num_reqs, bool)
 
     def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
-        """Make the plan of a request that has arrived, or that was preempted and comes again."""
+        """Make the plan of a request that has arrived, or that was preempted and comes again.
+
+        The scheduler has made the same plan. If a method of the policy raises here all the same,
+        the request keeps everything until the scheduler ends it.
+        """
         served = for_request(self.policy, extra_args)
-        plan = served.plan(prompt_len, self.num_layers, self.block_size)
         self.remove(request_id)
-        self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan)
+        try:
+            plan = served.plan(prompt_len, self.num_layers, self.block_size)
+        except Exception as error:
+            # Other workers may have made the plan, and will evict.
+            what = f"the plan of the policy {served.policy.name!r}"
+            self.failures.blame([request_id], what, error, peers_wait=True)
+            served = for_request(self.policy, KEEP_EVERYTHING)
+            plan = served.plan(prompt_len, self.num_layers, self.block_size)
+        self._requests[request_id] = WorkerRequest(
+            request_id, served.policy, plan, plan, served.keep
+        )
         self._num_open += plan.is_deferred
 
     def remove(self, request_id: str) -> None:
@@ -83,17 +101,28 @@ class EvictionTracker:
             self._num_open -= request.initial.is_deferred
             self.failures.forget(request_id)
             for hooks in self.hooks.forget:
-                hooks.forget(request_id)
+                try:
+                    hooks.forget(request_id)
+                except Exception as error:  # the request has ended, and others know nothing of it
+                    self._log(
+                        hooks.label,
+                        "`forget` of %s failed for request %s, which has ended: %s: %s",
+                        *(hooks.label, request_id, type(error).__name__, error),
+                    )
 
     def needs_eager_step(self, request_ids: Sequence[str], computed: IntArray) -> bool:
         """Return whether the step that is about to begin must run without CUDA graphs.
 
         Args: as of `begin_step`, in any order; behind a prompt `computed` may be any number.
         """
-        return any(
-            hooks.without_graphs((self._requests[name] for name in request_ids), computed)
-            for hooks in self.hooks.without_graphs
-        )
+        for hooks in self.hooks.without_graphs:
+            try:
+                if hooks.without_graphs((self._requests[name] for name in request_ids), computed):
+                    return True
+            except Exception as error:
+                self.failures.blame(request_ids, f"`without_graphs` of {hooks.label}", error)
+                return True
+        return False
 
     def begin_step(
         self,
@@ -149,7 +178,10 @@ class EvictionTracker:
             try:
                 needs = hooks.begin_step(self.step)
             except Exception as error:
-                self.step.blame(f"`begin_step` of {hooks.label}", error)
+                # Ranks that know less of the step than others might wait for one another.
+                self.step.blame(
+                    f"`begin_step` of {hooks.label}", error, peers_wait=hooks.asks_ranks
+                )
                 continue
             if needs is not None:
                 self.step.add_needs(needs)
@@ -209,6 +241,7 @@ class EvictionTracker:
             previous_skips=skips[:, ending],
             block_size=self.block_size,
             copies=[self.copies.get(record.request_id) for record in records],
+            keep=[record.keep for record in records],
             failures=self.failures,
         )
         self._check_queries(evictions, evicting)
@@ -253,11 +286,8 @@ class EvictionTracker:
             try:
                 report = hooks.end_step(step)
             except Exception as error:
-                step.failures.blame(
-                    [request.request_id for request in step.requests],
-                    f"`end_step` of {hooks.label}",
-                    error,
-                )
+                what = f"`end_step` of {hooks.label}"
+                step.failures.blame(step.request_ids, what, error, peers_wait=hooks.asks_ranks)
                 continue
             if report is not None:
                 if not hooks.name or hooks.name in reports:

@@ -24,3 +24,11 @@ class TensorParallelRanks:
         """Return the first rank's values, bit for bit."""
         first: torch.Tensor = self._group.broadcast(values, src=0)
         return first
+
+    def any(self, is_true: bool) -> bool:
+        """Return whether `is_true` on some rank."""
+        if self.size == 1:
+            return is_true
+        count = torch.tensor([int(is_true)])
+        torch.distributed.all_reduce(count, group=self._group.cpu_group)
+        return bool(count)

@@ -93,6 +93,8 @@ class WorkerRuntime:
             table=self.tables.of_layer,
         )
         tracker.hooks = MethodHooks(policy.worker_hooks(context))
+        tracker.failures.has_peers = ranks.size > 1 or pipeline.count > 1
+        tracker.failures.is_heard_in_evictions = not pipeline.is_last
         self.binding = LayerBinding(config, get_model, self.layers, tracker, self.tables, ranks)
         self.memory = WorkerMemory(
             config, settings, device, self.layers, tracker.hooks, runner_tables.tensors_per_group
@@ -189,6 +191,11 @@ class WorkerRuntime:
         step = self.tracker.begin_step(request_ids, prompt_lens, computed, scheduled)
         self.tables.shift(seq_lens, step, computed + scheduled)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the engine hears of an exception of this worker: it alone answers it."""
+        return self.pipeline.is_last and self._ranks.rank == 0
+
     def idle_step(self, num_reqs: int, seq_lens: torch.Tensor) -> None:
         """Begin a step without real requests: profiling, warm-up or graph capture."""
         self.tables.shift(seq_lens, self.tracker.idle_step(num_reqs))
@@ -204,9 +211,14 @@ class WorkerRuntime:
         Args:
             output: of vLLM's `sample_tokens`.
         """
-        evictions, failures = self.tracker.step.evictions, self.tracker.failures
-        if evictions is not None:
+        step, failures = self.tracker.step, self.tracker.failures
+        evictions = step.evictions
+        # All ranks have the same requests and evictions, so all of them call it, or none.
+        if self.tracker.hooks.in_steps and step.requests:
+            failures.sum_over_ranks(step.request_ids, self._ranks, self._device)
+        elif evictions is not None:
             failures.sum_over_ranks(evictions.request_ids, self._ranks, self._device)
+        if evictions is not None:
             self.pipeline.sum_over_stages(evictions)
         evicted, reports = self.tracker.end_step()
         dropped = 0

@@ -66,7 +66,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     names = ("methods", "report", "tables")
     yield {name: importlib.import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
-    for name in (*names, "llama", "study"):
+    for name in (*names, "model", "study"):
         sys.modules.pop(name, None)
 
 

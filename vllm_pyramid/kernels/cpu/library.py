@@ -217,6 +217,16 @@ def isas() -> list[str]:
     return found
 
 
+def library_path() -> Path:
+    """Return the file of the library.
+
+    Raises:
+        LibraryError: it was not built.
+        ValueError: `VLLM_PYRAMID_CPU_LIBRARY` names a file that is not there.
+    """
+    return _find()
+
+
 def current_isa() -> str:
     """Return the name of the instruction set in use."""
     return load().pyr_isa().decode()

@@ -17,7 +17,9 @@ from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
 from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, StepHooks, WorkerContext
+from vllm_pyramid.step.score_check import mark_wrong_attention
 from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.host_values import HostValues
@@ -43,6 +45,7 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         self._top_ns = torch.zeros(0, dtype=torch.int32)
         self._value_rows = torch.zeros(0, dtype=torch.int64)
         self._past_prompt = np.zeros(0, bool)
+        self._last_queries = torch.zeros(0, dtype=torch.int64)
 
     # Memory ---------------------------------------------------------------------------------------
 
@@ -133,6 +136,8 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         self._step, self._past_prompt = step, past_prompt
         self._top_ns = torch.from_numpy(top_ns * past_prompt)
         self._value_rows = torch.zeros(len(top_ns), dtype=torch.int64)
+        last = np.cumsum(step.scheduled, dtype=np.int64) - 1
+        self._last_queries = upload(last, self.context.device)
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
         """Attend to the best keys, in layers whose V is on the host."""
@@ -146,7 +151,19 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
             value_rows=self._value_rows,
             renormalize=self.values.renormalize,
         )
+        self._check(inputs, out)
         return True
+
+    def _check(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
+        """Let requests fail whose attention is NaN: keys cannot be chosen by it, in any step.
+
+        It is looked at in the last layer: those below pass NaN on.
+        """
+        step = self._step
+        if step is None or inputs.layer != self._swapped[-1].layer_idx:
+            return
+        rows = out.index_select(0, self._last_queries)
+        mark_wrong_attention(step.failures, step.request_ids, inputs.layer, rows)
 
     def end_step(self, step: Step) -> Any | None:
         """Return what the step moved between device and host memory, over all ranks."""
@@ -159,7 +176,7 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         rows_of_token = sum(spec.num_kv_heads for spec in self._swapped)
         scheduled = begun.scheduled.astype(np.int64)
         return StepTraffic(
-            [request.request_id for request in begun.requests],
+            begun.request_ids,
             (scheduled * (rows_of_token * row_bytes)).tolist(),
             (self._value_rows.numpy() * row_bytes).tolist(),
             (scheduled * self._past_prompt).tolist(),
@@ -206,6 +223,7 @@ class FetchedValueCache(HostValueCache):
         if (rows := self._fetched.attend(inputs, out)) is not None:
             kv_heads, heads = inputs.key_cache.shape[1], inputs.query.shape[1]
             self._value_rows += torch.from_numpy(rows[0] * kv_heads + rows[1] * heads)
+            self._check(inputs, out)
         return True
 
     def after_attention(self, inputs: AttentionInputs) -> None:

@@ -10,7 +10,7 @@ Shape legend: L layers, S prompts that are solved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ class LayerSolver(CacheHooks, EvictionHooks):
     """Solves the open plans of a worker's prompts by the policy's allocator."""
 
     name = "solved"
+    asks_ranks: ClassVar[bool] = True
 
     def __init__(self, policy: Policy, solver: SolvingAllocator, context: WorkerContext) -> None:
         self.policy, self.solver = policy, solver
@@ -64,22 +65,40 @@ class LayerSolver(CacheHooks, EvictionHooks):
 
     def solve(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
-    ) -> list[npt.NDArray[np.int64]]:
+    ) -> list[npt.NDArray[np.int64] | Exception]:
         evidence = self.ranks.all_reduce(evidence)
+        errors: dict[int, Exception] = {}
         measures = []
         for index, plan in enumerate(plans):
             own = evidence[:, index]
             if own.dim() > 1:
                 own = own[:, : plan.prompt_len - self.policy.window]
-            measured = self.solver.measures(
-                own.contiguous(), plan.mean, plan.capacity, self.policy.sinks, plan.min_mean
-            )
-            measures.append(measured.double())
+            try:
+                measured = self.solver.measures(
+                    own.contiguous(), plan.mean, plan.capacity, self.policy.sinks, plan.min_mean
+                )
+                measures.append(measured.to(evidence.device, torch.double).reshape(len(evidence)))
+            except Exception as error:
+                errors[index] = error
+                # Whatever a rank has found, it takes the first one's numbers, which say so.
+                nothing = torch.full_like(evidence[:, index], torch.nan, dtype=torch.double)
+                measures.append(nothing.reshape(len(evidence), -1)[:, 0])
         # The one copy to the host: a number a layer and prompt. It waits for the device.
         measured = self.ranks.broadcast(torch.stack(measures))
         with self.allow_device_sync():
             numbers = measured.cpu().numpy()
         return [
-            plan.floor + self.solver.allocate(row, plan.mean, plan.capacity)
-            for plan, row in zip(plans, numbers, strict=True)
+            self._lengths(plan, row, errors.get(index))
+            for index, (plan, row) in enumerate(zip(plans, numbers, strict=True))
         ]
+
+    def _lengths(
+        self, plan: DeferredPlan, measured: npt.NDArray[np.float64], error: Exception | None
+    ) -> npt.NDArray[np.int64] | Exception:
+        """Return what each layer keeps of a prompt, or why that could not be solved."""
+        if np.isnan(measured).any():
+            return error or ValueError("what was measured of its scores is NaN")
+        try:
+            return plan.floor + self.solver.allocate(measured, plan.mean, plan.capacity)
+        except Exception as failed:
+            return failed

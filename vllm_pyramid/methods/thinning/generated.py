@@ -12,7 +12,7 @@ when it leaves it will have been given something by the queries of the window be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ MARK = 2.0**100
 
 class GeneratedMass(KeyMass):
     """Gathers for generated tokens, of which one set stays for all heads of all ranks."""
+
+    asks_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

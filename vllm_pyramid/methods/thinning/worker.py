@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
     """Chooses and moves survivors, layer by layer; one object for all layers of a worker."""
 
     name = "thinning"
+    asks_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -75,10 +75,11 @@ class EvictionHooks(WorkerHooks):
 
     def solve(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
-    ) -> list[npt.NDArray[np.int64]]:
+    ) -> Sequence[npt.NDArray[np.int64] | Exception]:
         """Return the tokens that each layer keeps of each request: S arrays `[L]`.
 
-        One method at most may override it.
+        An exception in the place of an array ends that request with an error; one that is raised
+        ends all S. One method at most may override it.
 
         Args:
             plans: of S requests. evidence: `[L, S, ...]`.

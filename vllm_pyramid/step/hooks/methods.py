@@ -28,6 +28,7 @@ class MethodHooks:
         scorer, scorer_inside: score evictions at a prompt's end and later, and inside it; or None.
         solves: the hooks that solve deferred evictions, or None.
         in_layers: whether a step without evictions calls any hook around a layer's attention.
+        in_steps: whether it calls any hook at all, so that requests can fail in it.
 
     Raises:
         ValueError: two methods want to score, or to solve, the same evictions.
@@ -52,6 +53,7 @@ class MethodHooks:
         self.attend = self._overriding(LayerHooks, "attend")
         self.after_attention = self._overriding(LayerHooks, "after_attention")
         self.in_layers = bool(self.before_attention or self.attend or self.after_attention)
+        self.in_steps = bool(self.in_layers or self.after_write or self.begin_step or self.end_step)
         self.before_compact = self._overriding(EvictionHooks, "before_compact")
         self.after_compact = self._overriding(EvictionHooks, "after_compact")
         self.after_eviction = self._overriding(EvictionHooks, "after_eviction")

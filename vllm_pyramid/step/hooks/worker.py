@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from vllm_pyramid.step.trace import TraceWriter
@@ -15,10 +15,14 @@ class WorkerHooks:
     Attributes:
         name: of the method; `SchedulerHooks` of the same name receive its reports.
         trace: writes kept positions; None without a trace.
+        asks_ranks: whether a call of these hooks asks the other tensor-parallel ranks
+            (`WorkerContext.ranks`). They may wait inside it where it raises in one: the worker then
+            ends.
     """
 
     name: str = ""
     trace: TraceWriter | None = None
+    asks_ranks: ClassVar[bool] = False
 
     @property
     def label(self) -> str:

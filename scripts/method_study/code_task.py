@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A task of the study alone: go on with a module of Python's own library, given its beginning."""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+from vllm_pyramid.tools.eval.haystack import Tokens
+from vllm_pyramid.tools.eval.registry import load_task as load_packaged
+from vllm_pyramid.tools.eval.task import GeneratedTask, Sample, Task, seed_of
+
+_CONTINUATION = 48  # tokens
+_SPACE = re.compile(r"(?<=\S) (?=\S)")  # between words of a line: where a prompt may end
+
+
+@cache
+def _modules() -> list[str]:
+    """Return the sources of the standard library's modules, by their names."""
+    found = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [path.read_text(encoding="utf-8") for path in found]
+
+
+class Code(GeneratedTask):
+    """A module's source up to a place in the middle of a line; what follows is given."""
+
+    name = "code"
+    summary = "source code of Python's library, continued"
+    metric = "perplexity"
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        """Return the beginning of a module; consecutive numbers have different modules."""
+        # Four characters a token and more in code: what is too short is seen without a tokenizer.
+        long = [text for text in _modules() if len(text) > 5 * length]
+        random.Random(seed_of(self.name, length)).shuffle(long)
+        for turn in range(len(long)):
+            text = long[(index + turn) % len(long)]
+            found = self._cut(tokens, text, round(length * rng.uniform(0.95, 1.0)))
+            if found is not None:
+                return found
+        raise ValueError(f"no module of Python's library has {length} tokens and more")
+
+    def _cut(self, tokens: Tokens, text: str, length: int) -> Sample | None:
+        """Return a module's first `length` tokens, or a little less; None if it is too short."""
+        text = text[: 8 * length]
+        if tokens.count(text) < length + 2 * _CONTINUATION:
+            return None
+        end = len(tokens.first(text, length))
+        for place in reversed([match.start() for match in _SPACE.finditer(text, 0, end)][-40:]):
+            prompt, behind = text[:place], text[place : place + 8 * _CONTINUATION]
+            ids = tokens.encode(prompt)
+            both = tokens.encode(prompt + behind)
+            if both[: len(ids)] != ids:
+                continue
+            if len(both) < len(ids) + _CONTINUATION:
+                return None
+            answer = tokens.first(prompt + behind, len(ids) + _CONTINUATION)[place:]
+            return Sample(prompt, (answer,), 0)
+        return None
+
+
+def load_task(name: str) -> Task:
+    """Return the task of that name: of this file, or of `vllm-pyramid eval`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return Code() if name == Code.name else load_packaged(name)

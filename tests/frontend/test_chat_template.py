@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a chat are its template's, by templates of several kinds and a real tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from transformers import AutoTokenizer
+from vllm.exceptions import VLLMValidationError
+
+from vllm_pyramid.frontend.chat_template import Content, MarkedChat, template_spans
+from vllm_pyramid.policy.limits import MAX_SPANS
+
+pytestmark = pytest.mark.cpu
+
+CHATML = (
+    "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}[CALL {{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}]{% endfor %}\n{% endfor %}<|assistant|>"
+)
+# As Qwen 3's: what a message thought is cut off before its text.
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% set text = m.content.split('</think>')[-1].lstrip('\\n') %}{{ text }}\n{% endfor %}"
+)
+PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}\n{% endfor %}"
+)
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  How long is\na river?  "},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "c1", "function": {"name": "look_up", "arguments": {"of": 'the "Elbe"', "n": 1}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "name": "look_up", "content": "1,094 km"},
+    {"role": "user", "content": "And in miles? " * 3},
+]
+
+
+def render(template: str, messages: list[Any], **values: Any) -> str:
+    environment = jinja2.Environment()
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=True)
+    return environment.from_string(template).render(messages=messages, **values)
+
+
+def contents(template: str, messages: list[Any], **values: Any) -> tuple[str, list[Content]]:
+    text, marked = render(template, messages, **values), MarkedChat(messages)
+    return text, marked.contents(render(template, marked.conversation, **values), text)
+
+
+def test_everything_but_what_messages_say_is_the_templates() -> None:
+    before = json.dumps(CHAT)
+    text, found = contents(CHATML, CHAT, tools=[{"name": "look_up"}])
+    assert json.dumps(CHAT) == before
+    assert [(part.message, text[part.start : part.end]) for part in found] == [
+        (1, "How long is\na river?"),
+        (2, 'the \\"Elbe\\"'),
+        (3, "1,094 km"),
+        (4, ("And in miles? " * 3).strip()),
+    ]
+    assert "Be brief." in text[: found[0].start] and 'TOOLS [{"name"' in text[: found[0].start]
+
+
+def test_contents_in_parts() -> None:
+    parts = [{"type": "text", "text": "One. "}, {"type": "text", "text": "Two."}]
+    text, found = contents(PARTS, [{"role": "user", "content": parts}])
+    assert [text[part.start : part.end] for part in found] == ["One.", "Two."]
+    assert {part.message for part in found} == {0}
+
+
+def test_what_a_template_cuts_off() -> None:
+    """The first marker goes with it: the content then begins where the message before ended."""
+    chat = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "<think>Hm.</think>\nSo."},
+        {"role": "user", "content": "Ah."},
+    ]
+    text, found = contents(THINKING, chat)
+    assert [text[part.start : part.end] for part in found] == ["Why?", "\n<|assistant|>So.", "Ah."]
+
+
+@pytest.mark.parametrize("filter", ["upper", "reverse", "length", "truncate(5)"])
+def test_templates_that_change_what_is_marked(filter: str) -> None:
+    template = "{% for m in messages %}{{ m.content | FILTER }}{% endfor %}".replace(
+        "FILTER", filter
+    )
+    with pytest.raises(VLLMValidationError, match="cannot tell this chat's messages"):
+        contents(template, [{"role": "user", "content": "A longer text."}])
+
+
+def test_a_message_cannot_name_a_marker() -> None:
+    """Not even one that has seen those of another chat."""
+    seen = MarkedChat([{"role": "user", "content": "x"}]).conversation[0]["content"]
+    text, found = contents(CHATML, [{"role": "user", "content": f"{seen} and {seen}"}])
+    assert [text[part.start : part.end] for part in found] == [f"{seen} and {seen}"]
+
+
+def test_tokens_of_the_template() -> None:
+    contents = [Content(0, 10, 20), Content(1, 25, 28), Content(1, 28, 33)]
+    # The first is the tokenizer's own; one overlaps both sides of 10, another lies inside 20.
+    offsets = [(0, 0), (0, 4), (4, 11), (11, 15), (15, 20), (20, 25), (25, 28), (28, 30), (30, 33)]
+    assert template_spans(contents, offsets, 0) == [0, 3, 5, 6]
+    assert template_spans(contents, offsets, 1) == [0, 4, 5, 7]
+    assert template_spans(contents, offsets, 2) == [0, 8]
+    assert template_spans(contents, offsets, 9) == [0, 9]
+    assert template_spans([], offsets, 0) == [0, 9]
+    many = [Content(i, 2 * i + 1, 2 * i + 2) for i in range(MAX_SPANS)]
+    single = [(i, i + 1) for i in range(2 * MAX_SPANS + 1)]
+    with pytest.raises(VLLMValidationError, match=f"has {MAX_SPANS + 1} spans"):
+        template_spans(many, single, 0)
+    assert len(template_spans(many, single[:-1], 0)) == 2 * MAX_SPANS
+
+
+def test_with_a_real_tokenizer(random_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    chat = [message for message in CHAT if "tool_calls" not in message]
+    apply: Callable[..., Any] = tokenizer.apply_chat_template
+    arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    text, marked = apply(chat, **arguments), MarkedChat(chat)
+    found = marked.contents(apply(marked.conversation, **arguments), text)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans = template_spans(found, encoded["offset_mapping"], 0)
+    kept = {
+        token for bounds in zip(spans[::2], spans[1::2], strict=True) for token in range(*bounds)
+    }
+    others = [token for token in range(len(encoded["input_ids"])) if token not in kept]
+    words = tokenizer.decode([encoded["input_ids"][token] for token in others])
+    assert "Be brief" not in words and "|user|" not in words and "|assistant|" not in words
+    for said in ("river", "1,094 km", "miles"):
+        assert said in words
+    template = tokenizer.decode([encoded["input_ids"][token] for token in sorted(kept)])
+    assert "Be brief." in template and template.count("<|user|>") == 2 and "river" not in template

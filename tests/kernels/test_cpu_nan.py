@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A key that is NaN: what follows from it is NaN on every instruction set, and nothing else is.
+
+What is finite by mistake would be ranked, and a request that has failed would go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax
+
+pytestmark = pytest.mark.cpu
+
+NAN, NEGATIVE_NAN = 0x7FC00000, -0x400000  # the processor's own is negative
+LENS = [300, 1300, 700, 95, 60]
+QUERY_LENS = [90, 1, 1, 4, 60]
+SCALE = 0.125
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "soft cap": {"soft_cap": 3.0},
+    "sinks": {"sinks": torch.linspace(0.5, 2.0, 8)},
+    "sliding window": {"sliding_window": 70},
+}
+
+
+def _nan(bits: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32).to(dtype)
+
+
+def spoil(batch: Any, request: int, positions: range, bits: int = NAN) -> None:
+    """Make keys of one request NaN, in its first KV head alone."""
+    size = batch.key_cache.shape[2]
+    for position in positions:
+        block = int(batch.block_table[request, position // size])
+        batch.key_cache[block, 0, position % size] = _nan(bits, batch.key_cache.dtype)
+
+
+def attend(module: Any, batch: Any, softmax: Softmax) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty(batch.query.shape)
+    log_sum_exp = torch.empty(batch.query.shape[:2])
+    module.paged_attention(out, batch.attention(), softmax, log_sum_exp=log_sum_exp)
+    return out, log_sum_exp
+
+
+def check(found: torch.Tensor, right: torch.Tensor, whole: torch.Tensor, isa: str) -> None:
+    """Check that `found` is NaN where the reference is, and elsewhere what it is without NaN."""
+    wrong = right.isnan()
+    assert wrong.any(), "the test spoils nothing"
+    assert torch.equal(found.isnan(), wrong), isa
+    assert torch.equal(found[~wrong], whole[~wrong]), isa
+
+
+@pytest.mark.parametrize("bits", [NAN, NEGATIVE_NAN])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("dtype", "head_size"),
+    [(torch.float32, 64), (torch.float32, 40), (torch.bfloat16, 128), (torch.float16, 64)],
+)
+def test_attention(
+    make_batch: Callable[..., Any],
+    each_isa: Callable[[], Iterator[str]],
+    dtype: torch.dtype,
+    head_size: int,
+    option: str,
+    bits: int,
+) -> None:
+    softmax = Softmax(SCALE, **OPTIONS[option])
+    batch = make_batch(LENS, QUERY_LENS, group=4, dtype=dtype, head_size=head_size)
+    whole = {isa: attend(cpu, batch, softmax) for isa in each_isa()}
+    spoil(batch, 0, range(250, 251), bits)  # some queries of a chunk do not see it
+    spoil(batch, 1, range(1290, 1291), bits)  # one part of a request that is split
+    spoil(batch, 3, range(95), bits)  # all that a request sees
+    right = attend(reference, batch, softmax)
+    for isa in each_isa():
+        found = attend(cpu, batch, softmax)
+        for one, expected, without in zip(found, right, whole[isa], strict=True):
+            check(one, expected, without, isa)
+
+
+def test_a_part_in_which_every_key_is_nan(
+    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]
+) -> None:
+    """Split a request's keys among threads: a part without any number has no maximum."""
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = make_batch([1300, 1300], [1, 1], group=8, dtype=dtype, head_size=64)
+        spoil(batch, 0, range(600))
+        right, _ = attend(reference, batch, Softmax(SCALE))
+        for isa in each_isa():
+            found, _ = attend(cpu, batch, Softmax(SCALE))
+            assert torch.equal(found.isnan(), right.isnan()), isa
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+def test_a_part_that_a_row_does_not_see(
+    make_batch: Callable[..., Any],
+    each_isa: Callable[[], Iterator[str]],
+    soft_cap: float,
+    scale: float,
+) -> None:
+    """Split 513 keys into parts of 512 and 1, which the first query does not see: no NaN."""
+    softmax = Softmax(scale, soft_cap=soft_cap)
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = make_batch([513], [2], group=4, dtype=dtype, head_size=96)
+        right, _ = attend(reference, batch, softmax)
+        for isa in each_isa():
+            found, _ = attend(cpu, batch, softmax)
+            assert (found - right).abs().max() < 0.03, isa
+
+
+def test_infinity(make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]) -> None:
+    batch = make_batch(LENS, QUERY_LENS, group=4)
+    blocks = batch.block_table[:, 1].long()
+    batch.key_cache[blocks, 0, 3, 5] = torch.inf
+    right, _ = attend(reference, batch, Softmax(SCALE))
+    assert right.isnan().any()
+    for isa in each_isa():
+        found, _ = attend(cpu, batch, Softmax(SCALE))
+        assert torch.equal(found.isnan(), right.isnan()), isa
+
+
+def choose(module: Any, batch: Any, softmax: Softmax, renormalize: bool) -> torch.Tensor:
+    out = torch.empty(batch.query.shape)
+    top_ns = torch.tensor([0, 16, 5, 9, 0], dtype=torch.int32)
+    module.topn_attention(out, batch.attention(), softmax, top_ns, renormalize=renormalize)
+    return out
+
+
+@pytest.mark.parametrize("bits", [NAN, NEGATIVE_NAN])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_best_keys(
+    make_batch: Callable[..., Any],
+    each_isa: Callable[[], Iterator[str]],
+    option: str,
+    renormalize: bool,
+    bits: int,
+) -> None:
+    """NaN is among the best keys, wherever it is, as in the reference."""
+    softmax = Softmax(SCALE, **OPTIONS[option])
+    batch = make_batch(LENS, QUERY_LENS, group=4)
+    whole = {isa: choose(cpu, batch, softmax, renormalize) for isa in each_isa()}
+    spoil(batch, 1, range(1250, 1251), bits)
+    spoil(batch, 3, range(60, 94), bits)
+    right = choose(reference, batch, softmax, renormalize)
+    for isa in each_isa():
+        check(choose(cpu, batch, softmax, renormalize), right, whole[isa], isa)
+
+
+@pytest.mark.parametrize("pooling", ["none", "avg", "max"])
+@pytest.mark.parametrize("gqa_reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize("option", ["plain", "soft cap", "sinks"])
+@pytest.mark.parametrize("knows_lse", [False, True])
+def test_window_scores(
+    make_batch: Callable[..., Any],
+    each_isa: Callable[[], Iterator[str]],
+    option: str,
+    gqa_reduce: str,
+    pooling: str,
+    knows_lse: bool,
+) -> None:
+    softmax = Softmax(SCALE, **OPTIONS[option])
+    reduction = Reduction(gqa_reduce, pooling=pooling, kernel_size=5)  # type: ignore[arg-type]
+    # Keys that all queries of the window see; and only the last one, among many.
+    places = {0: range(250, 251), 2: range(1299, 1300), 3: range(95)}
+    lens, queries = [300, 700, 1300, 95], [90, 40, 40, 40]
+
+    def score(module: Any, batch: Any) -> tuple[torch.Tensor, ...]:
+        log_sum_exp = attend(module, batch, softmax)[1] if knows_lse else None
+        scores, statistics = module.window_scores_and_statistics(
+            batch.windows(8), Softmax(SCALE, **OPTIONS[option]), reduction, log_sum_exp=log_sum_exp
+        )
+        return scores, *statistics
+
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = make_batch(lens, queries, group=4, dtype=dtype)
+        whole = {isa: score(cpu, batch) for isa in each_isa()}
+        for request, positions in places.items():
+            spoil(batch, request, positions)
+        right = score(reference, batch)
+        for isa in each_isa():
+            for found, expected, without in zip(score(cpu, batch), right, whole[isa], strict=True):
+                check(found, expected, without, isa)
+
+
+def test_a_query_head_with_nan_is_not_lost_in_the_maximum(
+    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]
+) -> None:
+    """Spoil one query head of a KV head, each in turn: the largest of all heads is NaN."""
+    for head in range(4):
+        batch = make_batch([100], [20], group=4)
+        batch.query[-1, head] = torch.nan
+        for isa in each_isa():
+            scores = cpu.window_scores(batch.windows(4), Softmax(SCALE), Reduction("max"))
+            assert scores[0, 0].isnan().all(), (isa, head)
+            assert not scores[0, 1].isnan().any(), (isa, head)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("knows_lse", [False, True])
+def test_key_mass(
+    make_batch: Callable[..., Any],
+    each_isa: Callable[[], Iterator[str]],
+    option: str,
+    knows_lse: bool,
+) -> None:
+    softmax = Softmax(SCALE, **OPTIONS[option])
+
+    def add(module: Any, batch: Any) -> torch.Tensor:
+        log_sum_exp = attend(module, batch, softmax)[1] if knows_lse else None
+        mass = torch.zeros(batch.key_cache.shape[:3])
+        module.add_key_mass(mass, batch.attention(), softmax, log_sum_exp=log_sum_exp)
+        return mass
+
+    batch = make_batch(LENS, QUERY_LENS, group=4)
+    whole = {isa: add(cpu, batch) for isa in each_isa()}
+    for request, positions in {1: range(1290, 1291), 3: range(95), 4: range(55, 56)}.items():
+        spoil(batch, request, positions)
+    for isa in each_isa():
+        mass = add(cpu, batch)
+        last = [int(batch.block_table[r, (n - 1) // 16]) for r, n in enumerate(LENS)]
+        for request, (n, block) in enumerate(zip(LENS, last, strict=True)):
+            rows, spoiled = mass[block][:, : (n - 1) % 16 + 1], request in (1, 3, 4)
+            assert rows[0].isnan().all() == spoiled and rows[0].isnan().any() == spoiled, isa
+            assert torch.equal(rows[1], whole[isa][block][1, : (n - 1) % 16 + 1]), isa
+
+
+@pytest.mark.parametrize("option", ["plain", "soft cap", "sinks"])
+def test_recent_mass(
+    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]], option: str
+) -> None:
+    softmax = Softmax(SCALE, **OPTIONS[option])
+
+    def mass_of(module: Any, batch: Any) -> torch.Tensor:
+        recents = torch.tensor([8, 8, 8], dtype=torch.int32)
+        contexts = torch.tensor([200, 600, 80], dtype=torch.int32)
+        ends, lens, skips = batch.query_start_loc[1:], batch.seq_lens, batch.skips
+        records = RecentBatch(
+            *(batch.query, batch.key_cache, batch.block_table, ends, lens, skips),
+            recents,
+            contexts,
+        )
+        found: torch.Tensor = module.recent_mass(records, softmax, distance_weight=2.0)
+        return found
+
+    batch = make_batch([300, 700, 95], [90, 20, 20], group=4)
+    whole = {isa: mass_of(cpu, batch) for isa in each_isa()}
+    spoil(batch, 0, range(250, 251))
+    spoil(batch, 2, range(95))
+    right = mass_of(reference, batch)
+    for isa in each_isa():
+        check(mass_of(cpu, batch), right, whole[isa], isa)
+
+
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_selection_takes_nan_first(module: Any) -> None:
+    """Rank NaN of both signs before infinity, ties to the lower place; scores should have none."""
+    scores = torch.arange(20.0).repeat(1, 1, 1)
+    scores[0, 0, 3], scores[0, 0, 11], scores[0, 0, 7] = (
+        _nan(NEGATIVE_NAN, torch.float32),
+        _nan(NAN, torch.float32),
+        torch.inf,
+    )
+    lens, keeps = (torch.tensor([n], dtype=torch.int32) for n in (20, 4))
+    assert module.select(scores, lens, keeps, window=1).tolist() == [[[3, 7, 11, 19]]]
+    keeps = torch.tensor([3], dtype=torch.int32)
+    assert module.select(scores, lens, keeps, window=1).tolist() == [[[3, 11, 19]]]

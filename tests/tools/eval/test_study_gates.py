@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gates of `scripts/method_study`: their ways of attending against attention written out."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.cpu
+
+FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
+NAMES = ("model", "gates_pages", "gates_meter")
+HEADS, KV_HEADS, TOKENS, BEHIND, SIZE = 4, 2, 16 * 20 + 5, 6, 8
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The scripts, as they see each other."""
+    sys.path.insert(0, str(FOLDER))
+    yield {name: importlib.import_module(name) for name in NAMES}
+    sys.path.remove(str(FOLDER))
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def made(modules: dict[str, ModuleType]) -> tuple[Any, Any]:
+    """A step and a cache of noise."""
+    torch.manual_seed(3)
+    cache = modules["model"].LayerCache(
+        torch.randn(TOKENS, HEADS, SIZE),
+        torch.randn(KV_HEADS, TOKENS, SIZE),
+        torch.randn(KV_HEADS, TOKENS, SIZE),
+    )
+    own = (torch.randn(heads, BEHIND, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return modules["model"].Step(0, *own, SIZE**-0.5), cache
+
+
+def weights(step: Any, cache: Any) -> torch.Tensor:
+    """Attention to the prompt and the tokens behind it, `[H, n, T + n]`."""
+    keys = torch.cat([cache.keys, step.k], dim=1).repeat_interleave(HEADS // KV_HEADS, dim=0)
+    logits = step.q @ keys.mT * step.scale
+    later = torch.ones(BEHIND, BEHIND, dtype=torch.bool).triu(1)
+    logits[..., TOKENS:].masked_fill_(later, -torch.inf)
+    return logits.softmax(dim=-1)
+
+
+def test_all_pages_are_the_whole_cache(modules: dict[str, ModuleType], made: Any) -> None:
+    step, cache = made
+    whole = modules["model"].Whole().attend(step, cache)
+    values = torch.cat([cache.values, step.v], dim=1).repeat_interleave(HEADS // KV_HEADS, dim=0)
+    torch.testing.assert_close(whole, weights(step, cache) @ values)
+    for scorer in modules["gates_pages"].SCORERS:
+        same = modules["gates_pages"].Pages(scorer, 1.0).attend(step, cache)
+        torch.testing.assert_close(same, whole)
+        few = modules["gates_pages"].Pages(scorer, 0.3).attend(step, cache)
+        assert float((few - whole).abs().max()) > 0.01
+
+
+def test_scores_of_pages(modules: dict[str, ModuleType], made: Any) -> None:
+    """Quest's is a bound of the greatest product; a page of equal keys has its key's product."""
+    step, cache = made
+    pages_of = modules["gates_pages"]
+    pages, queries = pages_of._paged(step, cache)
+    products = torch.einsum("ghnd,gpsd->ghnps", queries, pages)
+    assert bool((pages_of.box(pages, queries, cache) >= products.amax(dim=-1) - 1e-5).all())
+    equal = pages[:, :, :1].expand_as(pages)
+    flat = equal.flatten(1, 2)
+    same = modules["model"].LayerCache(cache.queries[: flat.shape[1]], flat, flat)
+    expected = torch.einsum("ghnd,gpd->ghnp", queries, pages[:, :, 0])
+    for name, scorer in pages_of.SCORERS.items():
+        more = torch.tensor(16.0).log() if name == "exact" else 0.0
+        got = scorer(equal, queries, same)
+        torch.testing.assert_close(got, expected + more, rtol=1e-4, atol=1e-4)
+
+
+def test_recall_of_pages(modules: dict[str, ModuleType], made: Any) -> None:
+    """All pages have all of the attention; of some, the exact score's have the most."""
+    step, cache = made
+    survey = modules["gates_pages"].Survey((0.5, 1.0), 1)
+    torch.testing.assert_close(
+        survey.attend(step, cache), modules["model"].Whole().attend(step, cache)
+    )
+    of = {key: layers[0] for key, layers in survey.recalls.items()}
+    assert all(of[name, 1.0] == pytest.approx(1.0) for name in modules["gates_pages"].SCORERS)
+    assert all(0.0 < of[name, 0.5] < of["exact", 0.5] < 1.0 for name in ("box", "spread", "mean"))
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 61)])
+def test_the_meter(modules: dict[str, ModuleType], made: Any, lengths: tuple[int, int]) -> None:
+    step, cache = made
+    kept = [[torch.randperm(TOKENS)[:length].sort().values for length in lengths]]
+    metered = modules["gates_meter"].Metered(kept)
+    got = metered.attend(step, cache)
+    torch.testing.assert_close(got, modules["model"].Evicted(kept).attend(step, cache))
+    all_weights = weights(step, cache)
+    lost = all_weights[..., :TOKENS].sum(dim=-1)
+    for head in range(HEADS):
+        places = kept[0][head * KV_HEADS // HEADS]
+        lost[head] -= all_weights[head][:, places].sum(dim=-1)
+    torch.testing.assert_close(metered.true[0], lost.mean(dim=0), rtol=1e-4, atol=1e-5)
+    assert float((metered.estimated[0] - metered.true[0]).abs().max()) < 0.05
+
+
+def test_the_estimate(modules: dict[str, ModuleType]) -> None:
+    """Exact for equal keys, a part of 64 and the rest; close for normal ones."""
+    estimate = modules["gates_meter"].estimate
+    torch.manual_seed(0)
+    queries = torch.randn(3, SIZE)
+    one = torch.randn(1, SIZE)
+    torch.testing.assert_close(
+        estimate(queries, one.expand(70, -1)),
+        (queries @ one.T)[:, 0] + torch.tensor(70.0).log(),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    keys = 0.3 * torch.randn(6400, SIZE)
+    true = (queries @ keys.T).logsumexp(dim=-1)
+    torch.testing.assert_close(estimate(queries, keys), true, rtol=0.0, atol=0.1)

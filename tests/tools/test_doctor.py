@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid doctor`: what it finds is what is there, and what is broken becomes a line."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_pyramid.compat.versions import vllm_version
+from vllm_pyramid.kernels.cpu import library
+from vllm_pyramid.tools import doctor
+from vllm_pyramid.tools.cli import main
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def of_section(findings: list[doctor.Finding], section: str) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in findings if finding.section == section}
+
+
+def test_what_it_finds_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json"])
+    findings = [doctor.Finding(**row) for row in json.loads(capsys.readouterr().out)]
+    assert status == int(any(finding.status == doctor.MISSING for finding in findings))
+    assert list(dict.fromkeys(finding.section for finding in findings)) == list(doctor.CHECKS)
+    of_vllm = of_section(findings, "vLLM")
+    assert of_vllm["version"].value == vllm_version()
+    assert of_vllm["torch"].value == metadata.version("torch")
+    kernels = of_section(findings, "kernels")
+    if kernels["C++ library"].status == doctor.OK:
+        assert kernels["instruction set"].value.startswith(f"{library.current_isa()} of ")
+        assert str(library.ABI_VERSION) in kernels["C++ library"].value
+    extras = of_section(findings, "extras")
+    assert "eval" in extras and "dev" not in extras
+    assert extras["docs"].value == "installed" or "mkdocs" in extras["docs"].value
+
+
+def test_lines_for_people(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [
+        doctor.Finding("vLLM", "version", "0.1 [old]", doctor.MISSING, "install another"),
+        doctor.Finding("GPU", "devices", "none"),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "✗ version: 0.1 [old]" in out and "install another" in out
+    assert "will not start here: vLLM (version)" in out
+    found.pop(0)
+    assert main(["doctor"]) == 0
+    assert "can start here" in capsys.readouterr().out
+
+
+def test_a_missing_library_counts_where_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.LIBRARY_VARIABLE, str(tmp_path / "nothing.so"))
+    library.load.cache_clear()
+    try:
+        for platform, status in (("cpu", doctor.MISSING), ("cuda", doctor.NOTE)):
+            monkeypatch.setattr(doctor, "_platform", lambda platform=platform: platform)
+            (finding,) = doctor.of_kernels()
+            assert finding.status == status and "nothing.so" in finding.advice
+        monkeypatch.setattr(doctor, "_platform", lambda: "cpu")
+        monkeypatch.setenv("VLLM_PYRAMID_ALLOW_REFERENCE", "1")
+        (finding,) = doctor.of_kernels()
+        assert finding.status == doctor.NOTE
+    finally:
+        library.load.cache_clear()
+
+
+def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    plugin = of_section(list(doctor.of_package()), "package")["plugin"]
+    assert plugin.status == doctor.MISSING and "VLLM_PLUGINS" in plugin.value
+    monkeypatch.setenv("VLLM_PLUGINS", "other,vllm_pyramid")
+    assert of_section(list(doctor.of_package()), "package")["plugin"].status == doctor.OK
+
+
+def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise doctor.WrongVLLMError("vLLM is not installed: install one")
+
+    monkeypatch.setattr(doctor, "vllm_version", none)
+    (finding,) = doctor.of_vllm()
+    assert finding.status == doctor.MISSING and "install one" in finding.advice
+
+
+def test_a_check_that_breaks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"GPU": broken})
+    (finding,) = doctor.examine()
+    assert finding == doctor.Finding(
+        "GPU", "check", "failed", doctor.MISSING, "RuntimeError: no driver"
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "device"), [("xpu", "which no policy supports"), (None, "none")]
+)
+def test_devices_without_policies(
+    platform: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_platform", lambda: platform)
+    (finding,) = doctor.of_use()
+    assert finding.status == doctor.MISSING and device in finding.value
+
+
+def test_instruction_sets_are_read_from_the_kernel(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: A B 7\nflags\t\t: fpu avx2 fma\n")
+    assert doctor._cpuinfo(path) == ("A B 7", {"fpu", "avx2", "fma"})
+    assert doctor._cpuinfo(tmp_path / "none") == ("", set())
+
+
+def test_the_issue_template_asks_for_it() -> None:
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    form = yaml.safe_load((folder / "bug_report.yml").read_text(encoding="utf-8"))
+    (field,) = [part for part in form["body"] if part["id"] == "doctor"]
+    assert "vllm-pyramid doctor" in field["attributes"]["label"]
+    assert field["validations"]["required"] is True

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learn which tokens of a chat its template has written, where vLLM renders it.
+
+Target: HfRenderer.__init__, .render_messages, .render_messages_async, ._wants_offsets,
+._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout;
+renderers.hf.safe_apply_chat_template; tokenizer_args_from_config. Why: a rendered prompt does not
+say where its messages are. Remove when renderers return the spans of messages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers import hf
+from vllm.renderers.hf import HfRenderer
+from vllm.tokenizers.registry import tokenizer_args_from_config
+
+# Keys of vLLM's prompts: where messages are in the text, and the spans of tokens to keep.
+_CONTENTS, _SPANS = "vllm_pyramid_contents", "vllm_pyramid_spans"
+
+
+class MarkedChat(Protocol):
+    """A chat whose texts are marked."""
+
+    @property
+    def conversation(self) -> list[Any]: ...
+
+    def contents(self, marked: str, text: str) -> list[Any]:
+        """Return where messages are in `text`, from the rendering of `conversation`."""
+
+
+class ChatSpans(Protocol):
+    """What the front end does with a chat."""
+
+    def wanted(self, config: Any) -> bool:
+        """Return whether the engine with this configuration keeps chats' templates."""
+
+    def mark(self, conversation: Sequence[Any]) -> MarkedChat:
+        """Return the chat with its texts marked."""
+
+    def spans(
+        self, config: Any, contents: Sequence[Any], offsets: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Return the spans to keep, from the characters of each token."""
+
+
+def spans_of(prompt: Any) -> list[int] | None:
+    """Return the spans of a prompt that vLLM has rendered; None if it is no such chat."""
+    return prompt.get(_SPANS) if isinstance(prompt, Mapping) else None
+
+
+def why_no_renderer(model_config: Any) -> str | None:
+    """Return why the chats of a model are not rendered by a template that can be asked twice."""
+    if model_config.skip_tokenizer_init:
+        return "the server has no tokenizer (--skip-tokenizer-init)"
+    if model_config.hf_config.model_type == "gpt_oss":
+        return "chats of this model are rendered without a template (Harmony)"
+    mode, *_ = tokenizer_args_from_config(model_config)
+    if mode != "hf":
+        return f"chats of this model are rendered without a template of Transformers ({mode!r})"
+    if model_config.enable_prompt_embeds:
+        return "prompts may hold embeddings (--enable-prompt-embeds), which are no text"
+    return None
+
+
+def install(spans: ChatSpans) -> None:
+    """Wrap the renderer of templates so that its prompts have spans. Idempotent."""
+    if getattr(HfRenderer, "_vllm_pyramid", False):
+        return
+    init, wants_offsets = HfRenderer.__init__, HfRenderer._wants_offsets
+    render, render_async = HfRenderer.render_messages, HfRenderer.render_messages_async
+    process, process_async = HfRenderer._process_tokens, HfRenderer._process_tokens_async
+
+    def new_init(self: Any, config: Any, tokenizer: Any) -> None:
+        init(self, config, tokenizer)
+        if spans.wanted(config) and not self._can_produce_offsets():
+            raise ValueError(
+                "--kv-keep needs a fast tokenizer, which says where its tokens are in the text, "
+                "and this model's is none: leave the flag out"
+            )
+
+    def text_of(prompt: Any) -> str:
+        """Return the text of a prompt."""
+        if prompt.get("multi_modal_data") or not isinstance(prompt.get("prompt"), str):
+            raise VLLMValidationError(
+                "--kv-keep does not go with images or other inputs that are no text yet: send "
+                "text, or start the server without --kv-keep",
+                parameter="messages",
+            )
+        text: str = prompt["prompt"]
+        return text
+
+    @functools.wraps(render)
+    def render_messages(self: Any, messages: Any, params: Any) -> Any:
+        rendered: Any = render(self, messages, params)
+        conversation, prompt = rendered
+        if spans.wanted(self.config):
+            text, marked = text_of(prompt), spans.mark(conversation)
+            again = hf.safe_apply_chat_template(
+                self.model_config,
+                self.get_tokenizer(),
+                marked.conversation,
+                **params.get_apply_chat_template_kwargs(),
+            )
+            prompt[_CONTENTS] = marked.contents(str(again), text)
+        return conversation, prompt
+
+    @functools.wraps(render_async)
+    async def render_messages_async(self: Any, messages: Any, params: Any) -> Any:
+        rendered: Any = await render_async(self, messages, params)
+        conversation, prompt = rendered
+        if spans.wanted(self.config):
+            text, marked = text_of(prompt), spans.mark(conversation)
+            again = await self._render_with_timeout(
+                self._apply_chat_template_async(
+                    self.model_config,
+                    self.get_tokenizer(),
+                    marked.conversation,
+                    **params.get_apply_chat_template_kwargs(),
+                )
+            )
+            prompt[_CONTENTS] = marked.contents(str(again), text)
+        return conversation, prompt
+
+    def new_wants_offsets(self: Any, prompt: Any, params: Any) -> bool:
+        return _CONTENTS in prompt or wants_offsets(self, prompt, params)
+
+    def add_spans(self: Any, prompt: Any, engine_input: Any) -> Any:
+        if (contents := prompt.get(_CONTENTS)) is not None:
+            offsets, tokens = prompt["prompt_token_offsets"], prompt["prompt_token_ids"]
+            if len(offsets) != len(tokens):
+                raise VLLMValidationError(
+                    f"--kv-keep: the prompt was changed to {len(tokens)} tokens behind its "
+                    f"tokenizer, which made {len(offsets)}: do not pad prompts",
+                    parameter="messages",
+                )
+            engine_input[_SPANS] = spans.spans(self.config, contents, offsets)
+        return engine_input
+
+    @functools.wraps(process)
+    def process_tokens(self: Any, prompt: Any, **kwargs: Any) -> Any:
+        return add_spans(self, prompt, process(self, prompt, **kwargs))
+
+    @functools.wraps(process_async)
+    async def process_tokens_async(self: Any, prompt: Any, **kwargs: Any) -> Any:
+        return add_spans(self, prompt, await process_async(self, prompt, **kwargs))
+
+    new: dict[str, Any] = {
+        "__init__": new_init,
+        "render_messages": render_messages,
+        "render_messages_async": render_messages_async,
+        "_wants_offsets": new_wants_offsets,
+        "_process_tokens": process_tokens,
+        "_process_tokens_async": process_tokens_async,
+        "_vllm_pyramid": True,
+    }
+    for name, function in new.items():
+        setattr(HfRenderer, name, function)

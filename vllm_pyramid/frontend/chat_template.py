@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find which tokens of a chat are its template's, its tools' and its system prompt's (`--kv-keep`).
+
+The template renders the chat a second time, with a marker on both sides of every text of a message.
+Without the markers the second rendering must be the first one: then the markers stand where the
+contents of messages are in the prompt, and everything else is the template's. Texts of the system
+prompt (roles `system` and `developer`) get no markers, and tools are no message: they count as the
+template's.
+
+    first    <|im_start|>system Be brief.<|im_end|><|im_start|>user  How long ...?  <|im_end|>
+    second   <|im_start|>system Be brief.<|im_end|><|im_start|>user [How long ...?] <|im_end|>
+    kept     ------------------------------------------------------                 ----------
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm.exceptions import VLLMValidationError
+
+from vllm_pyramid.policy.kept_spans import flat, merged
+from vllm_pyramid.policy.limits import MAX_SPANS
+from vllm_pyramid.policy.served_settings import ServedSettings
+
+_SYSTEM = ("system", "developer")
+# What templates compare or print as it is; not what a message says.
+_NOT_CONTENT = ("role", "type", "id", "tool_call_id", "name")
+
+
+class Content(NamedTuple):
+    """A part of a prompt's text that a message says.
+
+    Attributes:
+        message: the message's index. start, end: characters of the prompt.
+    """
+
+    message: int
+    start: int
+    end: int
+
+
+class MarkedChat:
+    """A chat whose texts are marked.
+
+    Args:
+        conversation: the messages as the template gets them; they are not changed.
+
+    Attributes:
+        conversation: the marked messages.
+    """
+
+    def __init__(self, conversation: Sequence[Any]) -> None:
+        # Letters and digits pass through JSON; no message can contain a number drawn later.
+        self._name = f"kvx{secrets.token_hex(8)}"
+        self.conversation = [
+            message if message.get("role") in _SYSTEM else self._marked(message, index)
+            for index, message in enumerate(conversation)
+        ]
+
+    def _marked(self, value: Any, index: int) -> Any:
+        if isinstance(value, str):
+            text = value.strip()  # templates strip contents: the spaces stay outside
+            if not text:
+                return value
+            start = value.index(text)
+            marks = (f"{self._name}{kind}{index}z" for kind in "be")
+            return value[:start] + next(marks) + text + next(marks) + value[start + len(text) :]
+        if isinstance(value, Mapping):
+            return {
+                key: part if key in _NOT_CONTENT else self._marked(part, index)
+                for key, part in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._marked(part, index) for part in value]
+        return value
+
+    def contents(self, marked: str, text: str) -> list[Content]:
+        """Return where the contents of messages are in the prompt.
+
+        If a template has cut one of a content's two markers away, the content is taken to begin at
+        the marker before, or to end at the one behind.
+
+        Args:
+            marked: what the template makes of `conversation`. text: the prompt.
+
+        Raises:
+            VLLMValidationError: the prompt is another one than the marked text without markers.
+        """
+        found: list[Content] = []
+        pieces: list[str] = []
+        at = end_of_mark = last = 0
+        opened: tuple[int, int] | None = None
+        for match in re.finditer(rf"{self._name}([be])(\d+)z", marked):
+            pieces.append(marked[end_of_mark : match.start()])
+            at, end_of_mark = at + len(pieces[-1]), match.end()
+            index = int(match[2])
+            if opened is not None:
+                found.append(Content(opened[0], opened[1], at))
+            elif match[1] == "e":
+                found.append(Content(index, last, at))
+            opened = (index, at) if match[1] == "b" else None
+            last = at
+        pieces.append(marked[end_of_mark:])
+        if "".join(pieces) != text:
+            raise VLLMValidationError(
+                "--kv-keep cannot tell this chat's messages from its template, which renders "
+                "another text when messages are marked: send the prompt without the chat template "
+                "and name spans with kv_keep, or start the server without --kv-keep",
+                parameter="messages",
+            )
+        if opened is not None:
+            found.append(Content(opened[0], opened[1], len(text)))
+        return found
+
+
+def template_spans(
+    contents: Sequence[Content], offsets: Sequence[tuple[int, int]], first: int
+) -> list[int]:
+    """Return the spans of tokens that are not messages' alone, as `kv_keep` has them.
+
+    Args:
+        contents: in order. offsets: the characters of each token of the prompt; an empty range for
+            a token that the tokenizer adds.
+        first: tokens at the beginning of each message that are kept too.
+
+    Raises:
+        VLLMValidationError: there are more than `MAX_SPANS` spans.
+    """
+    spans: list[tuple[int, int]] = []
+    content, left = 0, dict.fromkeys((part.message for part in contents), first)
+    for token, (start, end) in enumerate(offsets):
+        while content < len(contents) and contents[content].end <= start:
+            content += 1
+        here = contents[content] if content < len(contents) else None
+        if here is not None and here.start <= start < end <= here.end:
+            if not left[here.message]:
+                continue
+            left[here.message] -= 1
+        spans.append((token, token + 1))
+    found = merged(spans)
+    if len(found) > MAX_SPANS:
+        raise VLLMValidationError(
+            f"--kv-keep: the template of this chat has {len(found)} spans between its messages, "
+            f"and at most {MAX_SPANS} are kept: send fewer messages, or join some",
+            parameter="messages",
+        )
+    return flat(found)
+
+
+class TemplateSpans:
+    """The spans of chats' templates (`compat.chat_renderer.ChatSpans`)."""
+
+    def wanted(self, config: Any) -> bool:
+        """Return whether the engine with this configuration keeps chats' templates."""
+        settings = ServedSettings.of(config)
+        return settings is not None and settings.keep_template is not None
+
+    def mark(self, conversation: Sequence[Any]) -> MarkedChat:
+        """Return the chat with its texts marked."""
+        return MarkedChat(conversation)
+
+    def spans(
+        self, config: Any, contents: Sequence[Content], offsets: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Return the spans to keep; see `template_spans`."""
+        settings = ServedSettings.of(config)
+        assert settings is not None and settings.keep_template is not None
+        return template_spans(contents, offsets, settings.keep_template)
