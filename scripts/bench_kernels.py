@@ -8,6 +8,8 @@
 - mass: what gathering each key's probability behind that costs, by its log-sum-exp;
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
 - evict: score + select + compact as a share of that prefill;
+- select, with `--select`: scoring, choosing and attending to a share of the pages against attending
+  to all of them;
 - with `--fp8`: the same attention over caches of 8-bit floats, in percent of its time over the
   others, and writing a token, in percent of the time of a copy.
 
@@ -37,6 +39,7 @@ from rich.progress import track
 
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
+from vllm_pyramid.kernels.page_records import SUMMARY_KINDS, SUMMARY_ROWS, PageBatch, PageSelection
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE = 16
@@ -154,6 +157,57 @@ def bench_decode(
     gathering = statistics.median(masses)
     share = (gathering * 1e3, mine * 1e3, 100 * gathering / mine)
     return [*rows, Row("mass / decode", *common, "ms", *share)]
+
+
+def bench_select(
+    args: argparse.Namespace, head_size: int, group: int, requests: int, context: int
+) -> list[Row]:
+    """Measure `--select` of the pages, with summaries of the cache's dtype, over random keys."""
+    dtype, kind = DTYPES[args.dtype], args.summary
+    pages = context // BLOCK_SIZE
+    used = requests * context * args.kv_heads * head_size * 2 * dtype.itemsize
+    copies = max(2, -(-args.cold_mib * 2**20 // used))
+    shape = (requests * pages, args.kv_heads, 2 * BLOCK_SIZE, head_size)
+    first = torch.randn(shape, dtype=dtype)
+    table = torch.randperm(requests * pages).int().view(requests, pages)
+    skips, lens = torch.zeros(requests, dtype=torch.int32), integers(*[context] * requests)
+    pool = torch.empty(*shape[:2], SUMMARY_ROWS[kind] * head_size, dtype=dtype)
+    cpu.summarise_pages(pool, split(first)[0], table, skips, lens, skips, kind=kind)
+    caches = [(first.clone(), pool.clone()) for _ in range(copies)]
+    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
+    out, starts = torch.empty_like(query), torch.arange(requests + 1).int()
+    numbers = (torch.arange(requests).int(), lens - 1, skips)
+    rows = PageBatch(query, table, *numbers, BLOCK_SIZE, max_pages=pages)
+    count = max(1, round(pages * args.select / 100))
+    budgets, softmax = torch.full_like(lens, count), Softmax(head_size**-0.5)
+    chosen = PageSelection.empty(requests, args.kv_heads, count, query.device)
+    scores = torch.empty(requests, args.kv_heads, pages)
+
+    def choose(pool: torch.Tensor) -> None:
+        cpu.score_pages(rows, softmax, pool, kind=kind, out=scores)
+        cpu.select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
+
+    dense, choosing, reading = [], [], []
+    deadline = time.perf_counter() + args.case_seconds
+    for turn in range(max(args.rounds * copies, 8)):
+        if turn >= 5 and time.perf_counter() > deadline:
+            break
+        batch = AttentionBatch(query, *split(caches[turn % copies][0]), table, starts, lens, skips)
+        dense.append(timed(cpu.paged_attention, out, batch, softmax))
+        cache, pool = caches[(turn + copies // 2) % copies]
+        choosing.append(timed(choose, pool))
+        lists = (chosen.block_table, starts, chosen.seq_lens, chosen.skips)
+        reading.append(
+            timed(cpu.paged_attention, out, AttentionBatch(query, *split(cache), *lists), softmax)
+        )
+    mine = statistics.median(a + b for a, b in zip(choosing, reading, strict=True)) * 1e3
+    theirs, part = statistics.median(dense) * 1e3, statistics.median(choosing) * 1e3
+    shape_of = (torch.get_num_threads(), args.dtype, head_size, group, requests, context)
+    common = (*shape_of, used / 1e6, "ms")
+    return [
+        Row(f"select {args.select:g} % / dense", *common, mine, theirs, 100 * theirs / mine),
+        Row("choosing / select", *common, part, mine, 100 * part / mine),
+    ]
 
 
 def eight_bits(args: argparse.Namespace) -> tuple[torch.dtype, ...]:
@@ -282,6 +336,8 @@ def parse() -> argparse.Namespace:
         "--case-seconds", type=float, default=1.0, help="at most, for a decode case"
     )
     parser.add_argument("--fp8", action="store_true", help="also caches of 8-bit floats")
+    parser.add_argument("--select", type=float, help="also attend to this share of pages, in %%")
+    parser.add_argument("--summary", choices=SUMMARY_KINDS, default="spread")
     parser.add_argument("--roofline", type=Path, help="write a picture there (PNG)")
     parser.add_argument("--cold-mib", type=int, default=128, help="more than the last-level cache")
     parser.add_argument("--isa", choices=cpu_library.ISAS, help="default: the best of this CPU")
@@ -301,6 +357,9 @@ def main() -> None:
                 for uneven in (False, True) if requests > 1 else (False,):
                     case = (head_size, group, requests, context, uneven)
                     jobs.append(partial(bench_decode, args, *case))
+            if args.select:
+                shapes = [(head_size, group, *batch) for batch in batches]
+                jobs += [partial(bench_select, args, *shape) for shape in shapes]
         jobs += [partial(bench_prompt, args, head_size, 2, context) for context in args.prompts]
     rows: list[Row] = []
     peaks: dict[int, float] = {}

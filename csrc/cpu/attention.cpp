@@ -64,7 +64,10 @@ int check(const PyrAttention& p, int64_t r) {
                 length);
   int64_t first = skip;
   if (p.sliding_window) first = std::max<int64_t>(skip, length - (end - begin) - p.sliding_window + 1);
-  return check_table(p.table, p.table_r, r, first, length, p.N, p.M, p.P);
+  for (int64_t g = 0; g < (p.table_g ? p.G : 1); ++g)
+    if (int error = check_table(p.table + g * p.table_g, p.table_r, r, first, length, p.N, p.M, p.P))
+      return error;
+  return 0;
 }
 
 // Plans what a request attends to by itself. `member` describes its group; null: it is in none.

@@ -48,7 +48,7 @@ class PrefixFinder {
     fewest_keys_ = fewest_keys;
     order.clear();
     found.clear();
-    if (p.R < 2 || p.sliding_window) return;
+    if (p.R < 2 || p.sliding_window || p.table_g) return;
     for (int64_t r = 0; r < p.R; ++r) {
       const int64_t rows = rows_of(r), skip = p.skips[r], pages = pages_before(r);
       if (!rows || rows > kSplitRows || pages * p.N - skip < kTileKeys) continue;

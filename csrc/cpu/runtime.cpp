@@ -137,7 +137,8 @@ const Record* find_record(const char* name) {
                                    PYR_DESCRIBE(PyrTopn),       PYR_DESCRIBE(PyrScores),
                                    PYR_DESCRIBE(PyrRecentMass), PYR_DESCRIBE(PyrSelect),
                                    PYR_DESCRIBE(PyrCompact),    PYR_DESCRIBE(PyrCacheWrite),
-                                   PYR_DESCRIBE(PyrShared)};
+                                   PYR_DESCRIBE(PyrSummaries),  PYR_DESCRIBE(PyrPageScores),
+                                   PYR_DESCRIBE(PyrPageSelect), PYR_DESCRIBE(PyrShared)};
 #undef PYR_DESCRIBE
   for (const Record& record : records)
     if (!strcmp(name, record.name)) return &record;

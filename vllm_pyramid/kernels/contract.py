@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from vllm_pyramid.kernels.page_contract import PageOps
 from vllm_pyramid.kernels.recall import WindowStatistics
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
@@ -30,8 +31,10 @@ from vllm_pyramid.kernels.records import (
 from vllm_pyramid.kernels.shared_contract import SharedOps
 
 
-class Ops(SharedOps, Protocol):
-    """The kernels of one device type; a module implements it. `SharedOps` adds shared prefixes.
+class Ops(PageOps, SharedOps, Protocol):
+    """The kernels of one device type; a module implements it. `PageOps` adds page selection.
+
+    `SharedOps` adds shared prefixes.
 
     Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists what
     it checks in addition. The reference trusts its callers and checks less. No function keeps a

@@ -40,7 +40,7 @@ def shared_prefixes(
     """Find the groups that `shared_attention` forms, in no particular order."""
     if fewest_keys < 1:
         raise ValueError(f"fewest_keys is {fewest_keys}, below 1")
-    if softmax.sliding_window:
+    if softmax.sliding_window or batch.block_table.dim() == 3:  # or a list of each KV head
         return []
     block_size = batch.key_cache.shape[2]
     heads = batch.query.shape[1] // batch.key_cache.shape[1]

@@ -38,10 +38,11 @@ class SharedOps(Protocol):
         Requests form a group if the entries of their tables are equal from their skips on, which
         must be equal too; a group of n requests that share k keys saves (n - 1) * k reads of a key.
         Shared are only whole pages before all queries of each request, in whole tiles of
-        `TILE_KEYS` keys from the skip on, by requests of at most `MOST_ROWS` rows, in layers
-        without a sliding window, and by groups of `FEWEST_ROWS` rows at least or of requests of at
-        most `THIN_ROWS` each. Where prefixes lie within prefixes, the disjoint groups that save the
-        most are formed. The groups follow from the tables alone, not from the order of requests.
+        `TILE_KEYS` keys from the skip on, by requests of at most `MOST_ROWS` rows, in layers with
+        one table for all KV heads and no sliding window, and by groups of `FEWEST_ROWS` rows at
+        least or of requests of at most `THIN_ROWS` each. Where prefixes lie within prefixes, the
+        disjoint groups that save the most are formed. The groups follow from the tables alone, not
+        from the order of requests.
 
         The partial softmax of a group and that of each request's other keys are joined by their
         maxima and sums (Hydragen, arXiv:2402.05099, section 3.1; ChunkAttention,

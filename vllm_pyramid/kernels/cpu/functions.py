@@ -27,6 +27,7 @@ from vllm_pyramid.kernels.cpu.eviction import (
     window_scores_and_statistics,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
+from vllm_pyramid.kernels.cpu.pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
 
 __all__ = [
@@ -39,9 +40,12 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
     "set_isa",
     "shared_attention",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

@@ -40,6 +40,9 @@ KERNELS = (
     "select",
     "compact",
     "reshape_and_cache",
+    "summarise_pages",
+    "score_pages",
+    "select_pages",
 )
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.reference_mass import check_some_requests
+from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
@@ -42,9 +43,12 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
     "shared_attention",
     "shift_block_tables_",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",
