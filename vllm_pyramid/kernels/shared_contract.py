@@ -15,7 +15,7 @@ FEWEST_KEYS = 256
 # Rows (query tokens times query heads of a KV head) of a group from which sharing pays, unless each
 # of its requests has at most `THIN_ROWS` (kFewestRows, kThinRows of csrc/cpu/attention_shared.h).
 FEWEST_ROWS, THIN_ROWS = 32, 2
-# Shared keys come in whole tiles of so many (kTileKeys of csrc/cpu/kernels.h).
+# A prefix is shared in whole tiles of this many keys (kTileKeys of csrc/cpu/kernels.h).
 TILE_KEYS = 64
 # Rows up to which a request can be in a group (kSplitRows of csrc/cpu/kernels.h).
 MOST_ROWS = 32
@@ -54,7 +54,7 @@ class SharedOps(Protocol):
         Args:
             out: as in `paged_attention`.
             log_sum_exp: as in `paged_attention`.
-            fewest_keys: form only groups that share so many keys, at least 1.
+            fewest_keys: the fewest keys that a group shares, at least 1.
 
         Raises:
             ValueError: `fewest_keys` is below 1.
