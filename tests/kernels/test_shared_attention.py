@@ -274,6 +274,23 @@ def test_order_and_threads_do_not_matter(each_isa, two_threads) -> None:
         torch.testing.assert_close(moved_lse, lse[rows], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("part", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_reaches_those_who_see_it(each_isa, part, dtype) -> None:
+    """Put NaN into a shared page, then into a page of one request alone."""
+    whole = share(build_batch([700] * 9, [1] * 9, group=4, dtype=dtype), [(range(8), 656)])
+    softmax = softmax_of(whole.attention())
+    for request, entry, hurt in ((0, 3, range(8)), (5, 42, [5])):
+        batch = replace(whole, **{part: getattr(whole, part).clone()})
+        getattr(batch, part)[int(batch.block_table[request, entry]), :, 7] = float("nan")
+        for isa in each_isa():
+            before = shared_rows()
+            out, _ = attend(batch.attention(), softmax)
+            assert shared_rows() - before == 8 * 8
+            found = out.isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
+            assert found == list(hurt), isa
+
+
 def test_few_keys_are_not_worth_a_group(each_isa) -> None:
     """Form a group from exactly `fewest_keys` on; with one more, all bits are those of today."""
     batch = share(build_batch([700, 690, 1300], [1] * 3), [((0, 1, 2), 656)]).attention()
