@@ -5,6 +5,7 @@
   against a read of the very same pages in the order of decoding, fetched ahead (a core reads
   scattered pages more slowly), and its time against scaled_dot_product_attention on the same tokens
   gathered beforehand (the gathering is not timed);
+- shared, with `--shared`: requests that read a common prefix together against each by itself;
 - mass: what gathering each key's probability behind that costs, by its log-sum-exp;
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
 - evict: score + select + compact as a share of that prefill;
@@ -70,6 +71,11 @@ class Row:
 
 def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def integers_of(shape: str) -> tuple[int, ...]:
+    """ "32x6144" -> (32, 6144)."""
+    return tuple(map(int, shape.split("x")))
 
 
 def timed(function: Callable[..., object], *inputs: Any, **options: Any) -> float:
@@ -210,6 +216,43 @@ def bench_select(
     ]
 
 
+def bench_shared(
+    args: argparse.Namespace, head_size: int, group: int, requests: int, prefix: int
+) -> list[Row]:
+    """Measure requests behind a prefix that they share, each with 128 keys of its own."""
+    dtype = DTYPES[args.dtype]
+    shared, own = prefix // BLOCK_SIZE, 128 // BLOCK_SIZE
+    blocks = shared + requests * own
+    first = torch.randn(blocks, args.kv_heads, 2 * BLOCK_SIZE, head_size).to(dtype)
+    used = first.numel() * dtype.itemsize
+    copies = max(2, -(-args.cold_mib * 2**20 // used))
+    caches = [first] + [first.clone() for _ in range(copies - 1)]
+    order = torch.randperm(blocks).int()
+    rests = order[shared:].view(requests, own)
+    table = torch.cat([order[:shared].expand(requests, -1), rests], 1).contiguous()
+    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
+    out, softmax = torch.empty_like(query), Softmax(head_size**-0.5)
+    starts = torch.arange(requests + 1).int()
+    lens = torch.full((requests,), prefix + 128, dtype=torch.int32)
+    skips = torch.zeros(requests, dtype=torch.int32)
+    batches = [AttentionBatch(query, *split(cache), table, starts, lens, skips) for cache in caches]
+    before = cpu_library.shared_rows()
+    cpu.shared_attention(out, batches[0], softmax)
+    if cpu_library.shared_rows() - before != requests * args.kv_heads * group:
+        raise ValueError(f"{requests} requests behind {prefix} keys do not form a group")
+    ours, alone = [], []
+    deadline = time.perf_counter() + args.case_seconds
+    for turn in range(max(args.rounds * copies, 8)):
+        if turn >= 5 and time.perf_counter() > deadline:
+            break
+        other = batches[(turn + copies // 2) % copies]
+        ours.append(timed(cpu.shared_attention, out, batches[turn % copies], softmax))
+        alone.append(timed(cpu.paged_attention, out, other, softmax))
+    mine, theirs = statistics.median(ours) * 1e3, statistics.median(alone) * 1e3
+    common = (torch.get_num_threads(), args.dtype, head_size, group, requests, prefix, used / 1e6)
+    return [Row("shared / each by itself", *common, "ms", mine, theirs, 100 * mine / theirs)]
+
+
 def eight_bits(args: argparse.Namespace) -> tuple[torch.dtype, ...]:
     return FP8_DTYPES if args.fp8 else ()
 
@@ -326,7 +369,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-sizes", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument(
-        "--batches", nargs="+", default=["1x2048", "1x32768", "8x1024", "64x256"],
+        "--batches", nargs="*", default=["1x2048", "1x32768", "8x1024", "64x256"],
         help="decode batches as REQUESTSxCONTEXT",
     )  # fmt: skip
     parser.add_argument("--prompts", type=int, nargs="*", default=[8192])
@@ -334,6 +377,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--case-seconds", type=float, default=1.0, help="at most, for a decode case"
+    )
+    parser.add_argument(
+        "--shared", nargs="*", default=[], help="shared prefixes as REQUESTSxTOKENS"
     )
     parser.add_argument("--fp8", action="store_true", help="also caches of 8-bit floats")
     parser.add_argument("--select", type=float, help="also attend to this share of pages, in %%")
@@ -349,7 +395,7 @@ def main() -> None:
     args = parse()
     cpu.set_isa(args.isa)
     torch.manual_seed(0)
-    batches = [tuple(map(int, batch.split("x"))) for batch in args.batches]
+    batches = [integers_of(batch) for batch in args.batches]
     jobs: list[Callable[[], list[Row]]] = []
     for head_size in args.head_sizes:
         for group in args.groups:
@@ -357,6 +403,10 @@ def main() -> None:
                 for uneven in (False, True) if requests > 1 else (False,):
                     case = (head_size, group, requests, context, uneven)
                     jobs.append(partial(bench_decode, args, *case))
+            jobs += [
+                partial(bench_shared, args, head_size, group, *integers_of(shape))
+                for shape in args.shared
+            ]
             if args.select:
                 shapes = [(head_size, group, *batch) for batch in batches]
                 jobs += [partial(bench_select, args, *shape) for shape in shapes]

@@ -67,11 +67,10 @@ PYR_RECORD(PyrTopn,
 );
 
 // A batch as for pyr_paged_attention, in which requests whose tables begin with the same blocks read
-// these together. A group of n requests that share k keys saves (n - 1) * k reads of a key, and is
-// formed where that is at least `fewest_saved`, which is at least 1.
+// these together, from `fewest_keys` keys on (at least 1) and where they have rows enough.
 PYR_RECORD(PyrShared,
   PyrAttention attention;
-  int64_t fewest_saved;
+  int64_t fewest_keys;
 );
 
 enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };

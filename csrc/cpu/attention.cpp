@@ -143,7 +143,7 @@ struct Context {
 
 }  // namespace
 
-int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_saved) {
+int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys) {
   if (int error = check_attention(p)) return error;
   thread_local Plan plan;
   SharedPlan& shared = plan.shared;
@@ -152,7 +152,7 @@ int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_saved) 
   shared.clear();
   plan.slots = plan.work = 0;
   plan.max_rows = 1;
-  if (fewest_saved) shared.find(p, fewest_saved, part_of);
+  if (fewest_keys) shared.find(p, fewest_keys, part_of);
   // Prompts first and their last (longest) tiles first, so that no thread is left with a long one.
   bool prompts = false;
   for (int64_t r = 0; r < p.R; ++r)
@@ -235,10 +235,10 @@ int pyr_paged_attention(const PyrAttention* p) {
 }
 
 int pyr_shared_attention(const PyrShared* p) {
-  if (p->fewest_saved < 1)
-    return pyr::fail("fewest_saved is %lld, below 1", (long long)p->fewest_saved);
+  if (p->fewest_keys < 1)
+    return pyr::fail("fewest_keys is %lld, below 1", (long long)p->fewest_keys);
   try {
-    return pyr::attend(p->attention, nullptr, p->fewest_saved);
+    return pyr::attend(p->attention, nullptr, p->fewest_keys);
   } catch (const std::bad_alloc&) {
     return pyr::fail("no memory to plan the attention of %lld requests", (long long)p->attention.R);
   }

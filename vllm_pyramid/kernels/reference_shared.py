@@ -12,7 +12,13 @@ from vllm_pyramid.kernels.gather_tokens import check_one_scale, gather_tokens
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.reference_attention import paged_attention
 from vllm_pyramid.kernels.reference_mass import check_lse
-from vllm_pyramid.kernels.shared_contract import FEWEST_SAVED, MOST_ROWS, TILE_KEYS
+from vllm_pyramid.kernels.shared_contract import (
+    FEWEST_KEYS,
+    FEWEST_ROWS,
+    MOST_ROWS,
+    THIN_ROWS,
+    TILE_KEYS,
+)
 
 
 class SharedPrefix(NamedTuple):
@@ -29,12 +35,12 @@ class SharedPrefix(NamedTuple):
 
 
 def shared_prefixes(
-    batch: AttentionBatch, softmax: Softmax, fewest_saved: int = FEWEST_SAVED
+    batch: AttentionBatch, softmax: Softmax, fewest_keys: int = FEWEST_KEYS
 ) -> list[SharedPrefix]:
     """Find the groups that `shared_attention` forms, in no particular order."""
-    if fewest_saved < 1:
-        raise ValueError(f"fewest_saved is {fewest_saved}, below 1")
-    if softmax.sliding_window:
+    if fewest_keys < 1:
+        raise ValueError(f"fewest_keys is {fewest_keys}, below 1")
+    if softmax.sliding_window or batch.block_table.dim() == 3:  # or a list of each KV head
         return []
     block_size = batch.key_cache.shape[2]
     heads = batch.query.shape[1] // batch.key_cache.shape[1]
@@ -54,7 +60,9 @@ def shared_prefixes(
         skip = skips[requests[0]]
         keys = (skip // block_size + equal) * block_size - skip
         as_one = SharedPrefix(tuple(requests), skip, skip + keys // TILE_KEYS * TILE_KEYS)
-        own = [as_one] if as_one.saved >= fewest_saved else []
+        counts = [(starts[r + 1] - starts[r]) * heads for r in requests]
+        enough_rows = sum(counts) >= FEWEST_ROWS or max(counts) <= THIN_ROWS
+        own = [as_one] if enough_rows and as_one.end - skip >= fewest_keys else []
         longer = [r for r in requests if len(tables[r]) > equal]
         within = [
             group
@@ -79,7 +87,7 @@ def shared_attention(
     softmax: Softmax,
     *,
     log_sum_exp: torch.Tensor | None = None,
-    fewest_saved: int = FEWEST_SAVED,
+    fewest_keys: int = FEWEST_KEYS,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Attend to each group's keys with all its queries, then join them with each request's own."""
@@ -88,7 +96,7 @@ def shared_attention(
     if log_sum_exp is not None:
         check_lse(log_sum_exp, batch.query)
     starts, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-    for group in shared_prefixes(batch, softmax, fewest_saved):
+    for group in shared_prefixes(batch, softmax, fewest_keys):
         rows = {r: slice(starts[r], starts[r + 1]) for r in group.requests}
         queries = {r: batch.query[where].to(compute_dtype) for r, where in rows.items()}
         lengths = [len(query) for query in queries.values()]

@@ -9,12 +9,15 @@ import torch
 
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 
-# Reads of keys, as counted by `shared_attention`, from which a group is formed.
-FEWEST_SAVED = 512
-# Shared keys come in whole tiles of so many (kTileKeys of csrc/cpu/kernels.h).
+# Keys from which sharing pays. A request in a group has one more partial result to join, whatever
+# their number; measured with bfloat16 on AVX-512-BF16 and float32 on AVX2, 128 keys gain less.
+FEWEST_KEYS = 256
+# Rows (query tokens times query heads of a KV head) of a group from which sharing pays, unless each
+# of its requests has at most `THIN_ROWS` (kFewestRows, kThinRows of csrc/cpu/attention_shared.h).
+FEWEST_ROWS, THIN_ROWS = 32, 2
+# A prefix is shared in whole tiles of this many keys (kTileKeys of csrc/cpu/kernels.h).
 TILE_KEYS = 64
-# Rows (query tokens times query heads of a KV head) up to which a request can be in a group
-# (kSplitRows of csrc/cpu/kernels.h).
+# Rows up to which a request can be in a group (kSplitRows of csrc/cpu/kernels.h).
 MOST_ROWS = 32
 
 
@@ -28,17 +31,18 @@ class SharedOps(Protocol):
         softmax: Softmax,
         *,
         log_sum_exp: torch.Tensor | None = None,
-        fewest_saved: int = FEWEST_SAVED,
+        fewest_keys: int = FEWEST_KEYS,
     ) -> None:
         """Attend as `paged_attention`, and read pages that requests share once for all of them.
 
         Requests form a group if the entries of their tables are equal from their skips on, which
         must be equal too; a group of n requests that share k keys saves (n - 1) * k reads of a key.
         Shared are only whole pages before all queries of each request, in whole tiles of
-        `TILE_KEYS` keys from the skip on, by requests of at most `MOST_ROWS` rows, in layers
-        without a sliding window. Where prefixes lie within prefixes, the disjoint groups that save
-        the most are formed. The groups follow from the tables alone, not from the order of
-        requests.
+        `TILE_KEYS` keys from the skip on, by requests of at most `MOST_ROWS` rows, in layers with
+        one table for all KV heads and no sliding window, and by groups of `FEWEST_ROWS` rows at
+        least or of requests of at most `THIN_ROWS` each. Where prefixes lie within prefixes, the
+        disjoint groups that save the most are formed. The groups follow from the tables alone, not
+        from the order of requests.
 
         The partial softmax of a group and that of each request's other keys are joined by their
         maxima and sums (Hydragen, arXiv:2402.05099, section 3.1; ChunkAttention,
@@ -50,8 +54,8 @@ class SharedOps(Protocol):
         Args:
             out: as in `paged_attention`.
             log_sum_exp: as in `paged_attention`.
-            fewest_saved: form only groups that save so many reads of a key, at least 1.
+            fewest_keys: the fewest keys that a group shares, at least 1.
 
         Raises:
-            ValueError: `fewest_saved` is below 1.
+            ValueError: `fewest_keys` is below 1.
         """

@@ -31,7 +31,7 @@ from vllm_pyramid.kernels.gather_tokens import check_head_tables
 from vllm_pyramid.kernels.records import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
 from vllm_pyramid.kernels.reference_mass import check_mass
 from vllm_pyramid.kernels.reference_topn import check_value_rows
-from vllm_pyramid.kernels.shared_contract import FEWEST_SAVED
+from vllm_pyramid.kernels.shared_contract import FEWEST_KEYS
 
 INT32_MAX = 2**31 - 1
 
@@ -125,7 +125,7 @@ def shared_attention(
     softmax: Softmax,
     *,
     log_sum_exp: torch.Tensor | None = None,
-    fewest_saved: int = FEWEST_SAVED,
+    fewest_keys: int = FEWEST_KEYS,
 ) -> None:
     """Attend in C++, which compares the tables of each layer and groups the requests.
 
@@ -133,7 +133,7 @@ def shared_attention(
     rows of the others.
     """
     attention = _attention(out, batch, batch.value_cache, softmax, log_sum_exp)
-    run("shared_attention", _pack_shared(attention, fewest_saved))
+    run("shared_attention", _pack_shared(attention, fewest_keys))
 
 
 def add_key_mass(

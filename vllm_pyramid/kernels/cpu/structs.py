@@ -63,7 +63,7 @@ class PyrTopn(ctypes.Structure):
 
 
 class PyrShared(ctypes.Structure):
-    _fields_ = [("attention", PyrAttention), *_integers("fewest_saved")]
+    _fields_ = [("attention", PyrAttention), *_integers("fewest_keys")]
 
 
 class PyrScores(ctypes.Structure):
