@@ -42,6 +42,6 @@ def test_presses_answer_as_our_scorers(
         engine = engines.get(model, kv_policy_args=args, **ENGINE)
         runs = engine.generate(prompts, greedy(12))
         assert all(run.report["evicted_tokens"] > 0 for run in runs)
-        answers.append([(run.tokens, run.report["kept_tokens"]) for run in runs])
+        answers.append([(run.token_ids, run.report["kept_tokens"]) for run in runs])
         engine.check_whole()
     assert answers[0] == answers[1]
