@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presses of kvpress in the engine keep what the same scorers of ours keep."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.support import EnginePool, greedy, random_prompts
+
+pytestmark = pytest.mark.engine
+
+ENGINE: dict[str, Any] = {
+    "kv_policy": "snapkv",
+    "kv_budget": 48,
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
+def test_presses_answer_as_our_scorers(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    try:
+        importlib.metadata.distribution("kvpress")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("`make smollm2` installs kvpress")
+    model = tiny_model("llama-mha")
+    prompts = random_prompts([300, 200, 333], seed=5)
+    scorers: list[dict[str, Any]] = [
+        {"kind": "observation_window", "kernel_size": 5},
+        {"kind": "kvpress", "press": "SnapKVPress", "settings": {"window_size": 16}},
+    ]
+    answers = []
+    for scorer in scorers:
+        args = {"scorer": scorer, "window": 16, "sinks": 4, "min_tokens": 0}
+        engine = engines.get(model, kv_policy_args=args, **ENGINE)
+        runs = engine.generate(prompts, greedy(12))
+        assert all(run.report["evicted_tokens"] > 0 for run in runs)
+        answers.append([(run.token_ids, run.report["kept_tokens"]) for run in runs])
+        engine.check_whole()
+    assert answers[0] == answers[1]
