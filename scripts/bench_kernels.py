@@ -5,9 +5,12 @@
   against a read of the very same pages in the order of decoding, fetched ahead (a core reads
   scattered pages more slowly), and its time against scaled_dot_product_attention on the same tokens
   gathered beforehand (the gathering is not timed);
+- shared, with `--shared`: requests that read a common prefix together against each by itself;
 - mass: what gathering each key's probability behind that costs, by its log-sum-exp;
 - prefill: causal attention of a whole prompt against PyTorch's scaled_dot_product_attention;
 - evict: score + select + compact as a share of that prefill;
+- select, with `--select`: scoring, choosing and attending to a share of the pages against attending
+  to all of them;
 - with `--fp8`: the same attention over caches of 8-bit floats, in percent of its time over the
   others, and writing a token, in percent of the time of a copy.
 
@@ -37,6 +40,7 @@ from rich.progress import track
 
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
+from vllm_pyramid.kernels.page_records import SUMMARY_KINDS, SUMMARY_ROWS, PageBatch, PageSelection
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE = 16
@@ -67,6 +71,11 @@ class Row:
 
 def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def integers_of(shape: str) -> tuple[int, ...]:
+    """ "32x6144" -> (32, 6144)."""
+    return tuple(map(int, shape.split("x")))
 
 
 def timed(function: Callable[..., object], *inputs: Any, **options: Any) -> float:
@@ -154,6 +163,94 @@ def bench_decode(
     gathering = statistics.median(masses)
     share = (gathering * 1e3, mine * 1e3, 100 * gathering / mine)
     return [*rows, Row("mass / decode", *common, "ms", *share)]
+
+
+def bench_select(
+    args: argparse.Namespace, head_size: int, group: int, requests: int, context: int
+) -> list[Row]:
+    """Measure `--select` of the pages, with summaries of the cache's dtype, over random keys."""
+    dtype, kind = DTYPES[args.dtype], args.summary
+    pages = context // BLOCK_SIZE
+    used = requests * context * args.kv_heads * head_size * 2 * dtype.itemsize
+    copies = max(2, -(-args.cold_mib * 2**20 // used))
+    shape = (requests * pages, args.kv_heads, 2 * BLOCK_SIZE, head_size)
+    first = torch.randn(shape, dtype=dtype)
+    table = torch.randperm(requests * pages).int().view(requests, pages)
+    skips, lens = torch.zeros(requests, dtype=torch.int32), integers(*[context] * requests)
+    pool = torch.empty(*shape[:2], SUMMARY_ROWS[kind] * head_size, dtype=dtype)
+    cpu.summarise_pages(pool, split(first)[0], table, skips, lens, skips, kind=kind)
+    caches = [(first.clone(), pool.clone()) for _ in range(copies)]
+    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
+    out, starts = torch.empty_like(query), torch.arange(requests + 1).int()
+    numbers = (torch.arange(requests).int(), lens - 1, skips)
+    rows = PageBatch(query, table, *numbers, BLOCK_SIZE, max_pages=pages)
+    count = max(1, round(pages * args.select / 100))
+    budgets, softmax = torch.full_like(lens, count), Softmax(head_size**-0.5)
+    chosen = PageSelection.empty(requests, args.kv_heads, count, query.device)
+    scores = torch.empty(requests, args.kv_heads, pages)
+
+    def choose(pool: torch.Tensor) -> None:
+        cpu.score_pages(rows, softmax, pool, kind=kind, out=scores)
+        cpu.select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
+
+    dense, choosing, reading = [], [], []
+    deadline = time.perf_counter() + args.case_seconds
+    for turn in range(max(args.rounds * copies, 8)):
+        if turn >= 5 and time.perf_counter() > deadline:
+            break
+        batch = AttentionBatch(query, *split(caches[turn % copies][0]), table, starts, lens, skips)
+        dense.append(timed(cpu.paged_attention, out, batch, softmax))
+        cache, pool = caches[(turn + copies // 2) % copies]
+        choosing.append(timed(choose, pool))
+        lists = (chosen.block_table, starts, chosen.seq_lens, chosen.skips)
+        reading.append(
+            timed(cpu.paged_attention, out, AttentionBatch(query, *split(cache), *lists), softmax)
+        )
+    mine = statistics.median(a + b for a, b in zip(choosing, reading, strict=True)) * 1e3
+    theirs, part = statistics.median(dense) * 1e3, statistics.median(choosing) * 1e3
+    shape_of = (torch.get_num_threads(), args.dtype, head_size, group, requests, context)
+    common = (*shape_of, used / 1e6, "ms")
+    return [
+        Row(f"select {args.select:g} % / dense", *common, mine, theirs, 100 * theirs / mine),
+        Row("choosing / select", *common, part, mine, 100 * part / mine),
+    ]
+
+
+def bench_shared(
+    args: argparse.Namespace, head_size: int, group: int, requests: int, prefix: int
+) -> list[Row]:
+    """Measure requests behind a prefix that they share, each with 128 keys of its own."""
+    dtype = DTYPES[args.dtype]
+    shared, own = prefix // BLOCK_SIZE, 128 // BLOCK_SIZE
+    blocks = shared + requests * own
+    first = torch.randn(blocks, args.kv_heads, 2 * BLOCK_SIZE, head_size).to(dtype)
+    used = first.numel() * dtype.itemsize
+    copies = max(2, -(-args.cold_mib * 2**20 // used))
+    caches = [first] + [first.clone() for _ in range(copies - 1)]
+    order = torch.randperm(blocks).int()
+    rests = order[shared:].view(requests, own)
+    table = torch.cat([order[:shared].expand(requests, -1), rests], 1).contiguous()
+    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
+    out, softmax = torch.empty_like(query), Softmax(head_size**-0.5)
+    starts = torch.arange(requests + 1).int()
+    lens = torch.full((requests,), prefix + 128, dtype=torch.int32)
+    skips = torch.zeros(requests, dtype=torch.int32)
+    batches = [AttentionBatch(query, *split(cache), table, starts, lens, skips) for cache in caches]
+    before = cpu_library.shared_rows()
+    cpu.shared_attention(out, batches[0], softmax)
+    if cpu_library.shared_rows() - before != requests * args.kv_heads * group:
+        raise ValueError(f"{requests} requests behind {prefix} keys do not form a group")
+    ours, alone = [], []
+    deadline = time.perf_counter() + args.case_seconds
+    for turn in range(max(args.rounds * copies, 8)):
+        if turn >= 5 and time.perf_counter() > deadline:
+            break
+        other = batches[(turn + copies // 2) % copies]
+        ours.append(timed(cpu.shared_attention, out, batches[turn % copies], softmax))
+        alone.append(timed(cpu.paged_attention, out, other, softmax))
+    mine, theirs = statistics.median(ours) * 1e3, statistics.median(alone) * 1e3
+    common = (torch.get_num_threads(), args.dtype, head_size, group, requests, prefix, used / 1e6)
+    return [Row("shared / each by itself", *common, "ms", mine, theirs, 100 * mine / theirs)]
 
 
 def eight_bits(args: argparse.Namespace) -> tuple[torch.dtype, ...]:
@@ -272,7 +369,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-sizes", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument(
-        "--batches", nargs="+", default=["1x2048", "1x32768", "8x1024", "64x256"],
+        "--batches", nargs="*", default=["1x2048", "1x32768", "8x1024", "64x256"],
         help="decode batches as REQUESTSxCONTEXT",
     )  # fmt: skip
     parser.add_argument("--prompts", type=int, nargs="*", default=[8192])
@@ -281,7 +378,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--case-seconds", type=float, default=1.0, help="at most, for a decode case"
     )
+    parser.add_argument(
+        "--shared", nargs="*", default=[], help="shared prefixes as REQUESTSxTOKENS"
+    )
     parser.add_argument("--fp8", action="store_true", help="also caches of 8-bit floats")
+    parser.add_argument("--select", type=float, help="also attend to this share of pages, in %%")
+    parser.add_argument("--summary", choices=SUMMARY_KINDS, default="spread")
     parser.add_argument("--roofline", type=Path, help="write a picture there (PNG)")
     parser.add_argument("--cold-mib", type=int, default=128, help="more than the last-level cache")
     parser.add_argument("--isa", choices=cpu_library.ISAS, help="default: the best of this CPU")
@@ -293,7 +395,7 @@ def main() -> None:
     args = parse()
     cpu.set_isa(args.isa)
     torch.manual_seed(0)
-    batches = [tuple(map(int, batch.split("x"))) for batch in args.batches]
+    batches = [integers_of(batch) for batch in args.batches]
     jobs: list[Callable[[], list[Row]]] = []
     for head_size in args.head_sizes:
         for group in args.groups:
@@ -301,6 +403,13 @@ def main() -> None:
                 for uneven in (False, True) if requests > 1 else (False,):
                     case = (head_size, group, requests, context, uneven)
                     jobs.append(partial(bench_decode, args, *case))
+            jobs += [
+                partial(bench_shared, args, head_size, group, *integers_of(shape))
+                for shape in args.shared
+            ]
+            if args.select:
+                shapes = [(head_size, group, *batch) for batch in batches]
+                jobs += [partial(bench_select, args, *shape) for shape in shapes]
         jobs += [partial(bench_prompt, args, head_size, 2, context) for context in args.prompts]
     rows: list[Row] = []
     peaks: dict[int, float] = {}

@@ -8,13 +8,13 @@
 // vllm_pyramid/kernels/contract.py documents what each function computes.
 //
 // Letters: R requests, T query tokens, H query heads, G KV heads, D head size, N tokens of a block,
-// P physical blocks, M table entries of a request.
+// P physical blocks, M table entries of a request, S query tokens that choose pages (rows).
 //
 // `log_sum_exp` never includes the sinks; they are added where weights are computed.
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 11
+#define PYR_ABI_VERSION 13
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 // Defines a struct, and the text of its definition (without comments) as <name>_fields.
 #define PYR_RECORD(name, ...)  \
@@ -42,6 +42,7 @@ PYR_RECORD(PyrAttention,
   int64_t T, H, G, D, N, P, R, M;
   int64_t out_t, out_h, query_t, query_h;
   int64_t key_p, key_g, key_n, value_p, value_g, value_n, table_r;
+  int64_t table_g;  // 0: one table for all KV heads; otherwise pyr_paged_attention alone takes it
   int64_t sliding_window, threads;
   double scale, soft_cap, value_scale;
 );
@@ -63,6 +64,13 @@ PYR_RECORD(PyrTopn,
   const int32_t* top_n;  // [R]; 0, or at least the number of visible keys: use all of them
   int64_t* value_rows;   // [R], increased by the rows of V that were needed; or null
   int64_t renormalize;
+);
+
+// A batch as for pyr_paged_attention, in which requests whose tables begin with the same blocks read
+// these together, from `fewest_keys` keys on (at least 1) and where they have rows enough.
+PYR_RECORD(PyrShared,
+  PyrAttention attention;
+  int64_t fewest_keys;
 );
 
 enum PyrReduce : int64_t { PYR_MEAN = 0, PYR_MAX = 1, PYR_SUM = 2 };
@@ -138,6 +146,57 @@ PYR_RECORD(PyrCacheWrite,
   double key_scale, value_scale;
 );
 
+enum PyrSummaryKind : int64_t { PYR_MEAN_KEY = 0, PYR_BOX = 1, PYR_SPREAD = 2 };
+
+// Summaries of the pages that hold the positions starts[r] .. seq_lens[r] - 1.
+PYR_RECORD(PyrSummaries,
+  void* summaries;  // [P, G, rows * D], unit stride in the last; rows: 1 of a mean, otherwise 2
+  const void* key;
+  const int32_t* table;
+  const int32_t* starts;
+  const int32_t* seq_lens;
+  const int32_t* skips;
+  int64_t kind, cache_dtype, summary_dtype;
+  int64_t G, D, N, P, R, M;
+  int64_t key_p, key_g, key_n, summary_p, summary_g, table_r, threads;
+);
+
+// The first three are PyrSummaryKind. The others take the largest product with the n rows of a page:
+// the keys, of which those below the skip do not count, or whatever the pool holds.
+enum PyrScoreKind : int64_t { PYR_SCORE_EXACT = 3, PYR_SCORE_ROWS = 4 };
+enum PyrCombine : int64_t { PYR_COMBINE_MEAN = 0, PYR_COMBINE_MAX = 1 };
+
+PYR_RECORD(PyrPageScores,
+  float* out;  // [S, G, out_len], contiguous
+  const void* query;
+  const void* pool;  // [P, G, n, width]
+  const int32_t* table;
+  const int32_t* requests;
+  const int32_t* positions;
+  const int32_t* skips;
+  const void* sinks;  // [H] or null
+  int64_t kind, combine, query_dtype, pool_dtype, sinks_dtype;
+  int64_t S, H, G, D, N, P, R, M, n, out_len;
+  int64_t query_t, query_h, pool_p, pool_g, pool_n, table_r, threads;
+  double scale, soft_cap;
+);
+
+PYR_RECORD(PyrPageSelect,
+  int32_t* blocks;  // [S, G, out_len], contiguous, as `pages`
+  int32_t* pages;
+  int32_t* counts;    // [S], as the next two
+  int32_t* seq_lens;
+  int32_t* hidden;
+  const float* scores;
+  const int32_t* table;
+  const int32_t* requests;
+  const int32_t* positions;
+  const int32_t* skips;
+  const int32_t* budgets;
+  int64_t S, G, N, P, R, M, out_len, scores_len, scores_s, scores_g, table_r;
+  int64_t sinks, recent, threads;
+);
+
 PYR_EXPORT int64_t pyr_abi_version();
 // The size in bytes of a record such as "PyrAttention", and the text of its fields as the compiler
 // saw them ("void* out; const void* query; ..."); -1 and null if no record has that name.
@@ -156,6 +215,10 @@ PYR_EXPORT int64_t pyr_scratch_bytes(int64_t most);
 
 // Also writes `log_sum_exp` unless it is null: over each query's visible logits, without the sink.
 PYR_EXPORT int pyr_paged_attention(const PyrAttention* p);
+PYR_EXPORT int pyr_shared_attention(const PyrShared* p);
+// Returns the rows (query tokens x query heads) that read shared pages together with others, summed
+// over all calls since the library was loaded.
+PYR_EXPORT int64_t pyr_shared_rows();
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);
 PYR_EXPORT int pyr_window_scores(const PyrScores* p);
@@ -163,6 +226,9 @@ PYR_EXPORT int pyr_recent_mass(const PyrRecentMass* p);
 PYR_EXPORT int pyr_select(const PyrSelect* p);
 PYR_EXPORT int pyr_compact(const PyrCompact* p);
 PYR_EXPORT int pyr_reshape_and_cache(const PyrCacheWrite* p);
+PYR_EXPORT int pyr_summarise_pages(const PyrSummaries* p);
+PYR_EXPORT int pyr_score_pages(const PyrPageScores* p);
+PYR_EXPORT int pyr_select_pages(const PyrPageSelect* p);
 // Reads `bytes` bytes with all threads, for benchmarks; returns a sum that keeps the reads.
 PYR_EXPORT double pyr_read(const char* memory, int64_t bytes, int64_t threads);
 // Reads pages of `page_bytes` bytes, a multiple of 512, in the order of `pages`, and fetches each

@@ -2,12 +2,13 @@
 // Checks a batch, cuts it into items and runs them.
 //
 // How a request is cut depends on that request alone (not on the batch, not on the number of
-// threads), so its result has the same bits in every batch.
+// threads), so its result has the same bits in every batch. Requests that read shared pages together
+// (attention_shared.h) are cut by what they share, too.
 #include <algorithm>
 #include <new>
 #include <vector>
 
-#include "runtime.h"
+#include "attention_shared.h"
 
 namespace pyr {
 namespace {
@@ -23,17 +24,28 @@ constexpr int64_t kSerialWork = 1 << 17;
 
 int64_t align_down(int64_t x) { return x / kTileKeys * kTileKeys; }
 
+// Keys of a part of a split request or of a shared prefix of `keys` keys.
+int64_t part_of(int64_t keys) {
+  return std::max(kPartKeys, align_down((keys + kMaxParts - 1) / kMaxParts + kTileKeys - 1));
+}
+
 struct Split {
   int64_t first_item, parts;
+  int64_t shared;  // parts in front of those of the items: of keys that other requests share
   std::atomic<int64_t> left;
-  Split(int64_t item, int64_t count) : first_item(item), parts(count), left(count) {}
+  Split(int64_t item, int64_t count, int64_t of_group)
+      : first_item(item), parts(count), shared(of_group), left(count) {}
   Split(const Split& other)
-      : first_item(other.first_item), parts(other.parts), left(other.parts) {}
+      : first_item(other.first_item), parts(other.parts), shared(other.shared), left(other.parts) {}
 };
+
+// Rows that were served with others' since the library was loaded.
+std::atomic<int64_t> shared_rows{0};
 
 struct Plan {
   std::vector<AttentionItem> items;
   std::vector<Split> splits;
+  SharedPlan shared;
   int64_t slots = 0, max_rows = 1, work = 0;
 };
 
@@ -52,10 +64,14 @@ int check(const PyrAttention& p, int64_t r) {
                 length);
   int64_t first = skip;
   if (p.sliding_window) first = std::max<int64_t>(skip, length - (end - begin) - p.sliding_window + 1);
-  return check_table(p.table, p.table_r, r, first, length, p.N, p.M, p.P);
+  for (int64_t g = 0; g < (p.table_g ? p.G : 1); ++g)
+    if (int error = check_table(p.table + g * p.table_g, p.table_r, r, first, length, p.N, p.M, p.P))
+      return error;
+  return 0;
 }
 
-void plan_request(const PyrAttention& p, int64_t r, Plan& plan) {
+// Plans what a request attends to by itself. `member` describes its group; null: it is in none.
+void plan_request(const PyrAttention& p, int64_t r, Plan& plan, SharedMember* member = nullptr) {
   const int64_t heads = p.H / p.G, queries = p.query_start[r + 1] - p.query_start[r];
   const int64_t length = p.seq_lens[r] - p.skips[r], rows = queries * heads;
   if (!rows) return;
@@ -66,20 +82,24 @@ void plan_request(const PyrAttention& p, int64_t r, Plan& plan) {
     const int64_t count = std::min(tile_queries, queries - q);
     const int64_t first = length - queries + q;  // local position of the tile's first query
     const int64_t end = std::max<int64_t>(0, first + count);
-    int64_t begin = 0;
+    int64_t begin = member ? member->keys : 0;
     if (p.sliding_window) begin = align_down(std::max<int64_t>(0, first - p.sliding_window + 1));
     const int64_t keys = std::max<int64_t>(0, end - begin);
-    int64_t part = keys;
-    if (split) {
-      part = std::max(kPartKeys, align_down((keys + kMaxParts - 1) / kMaxParts + kTileKeys - 1));
+    const int64_t part = split ? part_of(keys) : keys;
+    const int64_t shared = member ? member->parts : 0, own = keys ? (keys + part - 1) / part : 1;
+    const int64_t parts = shared + own;
+    if (member) {
+      member->slot = plan.slots;
+      member->slots = parts;
+      member->split = int64_t(plan.splits.size());
     }
-    const int64_t parts = keys ? (keys + part - 1) / part : 1;
     plan.max_rows = std::max(plan.max_rows, count * heads);
     plan.work += keys * count * p.H * p.D;
     for (int64_t g = 0; g < p.G; ++g) {
       const int64_t group = parts > 1 ? int64_t(plan.splits.size()) : -1;
-      if (parts > 1) plan.splits.emplace_back(int64_t(plan.items.size()), parts);
-      for (int64_t k = 0; k < parts; ++k)
+      if (parts > 1) plan.splits.emplace_back(int64_t(plan.items.size()), parts, shared);
+      plan.slots += shared;
+      for (int64_t k = 0; k < own; ++k)
         plan.items.push_back({int32_t(r), int32_t(g), int32_t(q * heads), int32_t(count * heads),
                               int32_t(begin + k * part), int32_t(std::min(end, begin + (k + 1) * part)),
                               parts > 1 ? int32_t(plan.slots++) : -1, int32_t(group)});
@@ -87,15 +107,52 @@ void plan_request(const PyrAttention& p, int64_t r, Plan& plan) {
   }
 }
 
+struct Context {
+  const PyrAttention& p;
+  const Kernels& kernels;
+  Plan& plan;
+  float* partials;
+  size_t scratch_bytes, all_bytes;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> out_of_memory{false};
+
+  // Takes note of a finished part, and joins all of them if it was the last.
+  void finish_part(int64_t group, void* memory) {
+    Split& split = plan.splits[size_t(group)];
+    if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    AttentionItem first = plan.items[size_t(split.first_item)];
+    first.slot -= int32_t(split.shared);
+    kernels.merge(p, first, split.parts, partials, memory);
+  }
+
+  // Attends to shared keys and copies each row's result to its request.
+  void run_shared(const SharedItem& shared, void* memory) {
+    SharedPlan& all = plan.shared;
+    float* rows = reinterpret_cast<float*>(static_cast<char*>(memory) + scratch_bytes);
+    kernels.attention(all.groups[size_t(shared.group)].attention, shared.item, nullptr, rows, memory);
+    for (int64_t i = shared.first; i < shared.first + shared.count; ++i) {
+      const SharedMember& member = all.members[size_t(all.request(i))];
+      const int64_t slot = member.slot + shared.item.kv_head * member.slots + shared.part;
+      const size_t floats = partial_floats(member.rows, p.D);
+      memcpy(partials + size_t(slot) * partial_floats(kSplitRows, p.D), rows, floats * sizeof(float));
+      rows += floats;
+      finish_part(member.split + shared.item.kv_head, memory);
+    }
+  }
+};
+
 }  // namespace
 
-int attend(const PyrAttention& p, const uint8_t* exactly) {
+int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys) {
   if (int error = check_attention(p)) return error;
   thread_local Plan plan;
+  SharedPlan& shared = plan.shared;
   plan.items.clear();
   plan.splits.clear();
+  shared.clear();
   plan.slots = plan.work = 0;
   plan.max_rows = 1;
+  if (fewest_keys) shared.find(p, fewest_keys, part_of);
   // Prompts first and their last (longest) tiles first, so that no thread is left with a long one.
   bool prompts = false;
   for (int64_t r = 0; r < p.R; ++r)
@@ -111,9 +168,15 @@ int attend(const PyrAttention& p, const uint8_t* exactly) {
                      });
   for (int64_t r = 0; r < p.R; ++r)
     if ((p.query_start[r + 1] - p.query_start[r]) * (p.H / p.G) <= kSplitRows &&
-        (!exactly || exactly[r]))
-      plan_request(p, r, plan);
+        (!exactly || exactly[r])) {
+      SharedMember* member = shared.members.empty() ? nullptr : &shared.members[size_t(r)];
+      plan_request(p, r, plan, member && member->parts ? member : nullptr);
+    }
   if (plan.items.empty()) return 0;
+  shared.cut(p, kPromptRows, part_of);
+  plan.max_rows = std::max(plan.max_rows, shared.max_rows);
+  plan.work += shared.work;
+  shared_rows += shared.rows;
 
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const size_t scratch_bytes = kernels.attention_scratch(p, plan.max_rows);
@@ -122,33 +185,28 @@ int attend(const PyrAttention& p, const uint8_t* exactly) {
       scratch(Scratch::kShared, plan.slots * partial_floats(kSplitRows, p.D) * sizeof(float)));
   if (plan.slots && !partials)
     return fail("no memory for the partial results of %lld parts", (long long)plan.slots);
-  struct Context {
-    const PyrAttention& p;
-    const Kernels& kernels;
-    Plan& plan;
-    float* partials;
-    size_t scratch_bytes;
-    std::atomic<int64_t> next{0};
-    std::atomic<bool> out_of_memory{false};
-  } context{p, kernels, plan, partials, scratch_bytes};
+  const size_t of_rows = shared.max_rows ? partial_floats(shared.max_rows, p.D) * sizeof(float) : 0;
+  Context context{p, kernels, plan, partials, scratch_bytes, scratch_bytes + of_rows};
   auto body = [](void* raw) {
     auto& c = *static_cast<Context*>(raw);
-    void* memory = scratch(Scratch::kWork, c.scratch_bytes);
+    void* memory = scratch(Scratch::kWork, c.all_bytes);
     if (!memory) {
       c.out_of_memory = true;
       return;
     }
-    const int64_t count = int64_t(c.plan.items.size());
+    // Shared keys first: many requests wait for them.
+    const int64_t groups = int64_t(c.plan.shared.items.size());
+    const int64_t count = groups + int64_t(c.plan.items.size());
     int64_t i = c.next.fetch_add(1, std::memory_order_relaxed);
     while (i < count) {
       const int64_t then = c.next.fetch_add(1, std::memory_order_relaxed);
-      const AttentionItem& item = c.plan.items[i];
-      c.kernels.attention(c.p, item, then < count ? &c.plan.items[then] : nullptr, c.partials,
-                          memory);
-      if (item.group >= 0) {
-        Split& split = c.plan.splits[item.group];
-        if (split.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-          c.kernels.merge(c.p, c.plan.items[split.first_item], split.parts, c.partials, memory);
+      if (i < groups) {
+        c.run_shared(c.plan.shared.items[size_t(i)], memory);
+      } else {
+        const AttentionItem& item = c.plan.items[size_t(i - groups)];
+        c.kernels.attention(c.p, item, then < count ? &c.plan.items[size_t(then - groups)] : nullptr,
+                            c.partials, memory);
+        if (item.group >= 0) c.finish_part(item.group, memory);
       }
       i = then;
     }
@@ -156,7 +214,7 @@ int attend(const PyrAttention& p, const uint8_t* exactly) {
   const bool serial = plan.items.size() == 1 || plan.work < kSerialWork;
   parallel(serial ? 1 : p.threads, body, &context);
   if (context.out_of_memory)
-    return fail("no memory for %zu bytes of attention scratch", scratch_bytes);
+    return fail("no memory for %zu bytes of attention scratch", context.all_bytes);
   return 0;
 }
 
@@ -175,3 +233,15 @@ int pyr_paged_attention(const PyrAttention* p) {
     return pyr::fail("no memory to plan the attention of %lld requests", (long long)p->R);
   }
 }
+
+int pyr_shared_attention(const PyrShared* p) {
+  if (p->fewest_keys < 1)
+    return pyr::fail("fewest_keys is %lld, below 1", (long long)p->fewest_keys);
+  try {
+    return pyr::attend(p->attention, nullptr, p->fewest_keys);
+  } catch (const std::bad_alloc&) {
+    return pyr::fail("no memory to plan the attention of %lld requests", (long long)p->attention.R);
+  }
+}
+
+int64_t pyr_shared_rows() { return pyr::shared_rows; }

@@ -38,7 +38,7 @@ template <class T>
 PYR_INLINE CacheWalk<T> walk_of(const PyrAttention& p, const AttentionItem& item) {
   return {(const T*)p.key + item.kv_head * p.key_g,
           (const T*)p.value + item.kv_head * p.value_g,
-          p.table + item.request * p.table_r,
+          p.table + item.request * p.table_r + item.kv_head * p.table_g,
           p.N,
           p.key_p,
           p.key_n,

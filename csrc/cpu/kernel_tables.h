@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_kernel.h"
 #include "key_mass_kernel.h"
+#include "pages_kernel.h"
 #include "recent_mass_kernel.h"
 #include "score_kernel.h"
 #include "topn_kernel.h"
@@ -11,7 +12,7 @@
   {attention_scratch<MODE>, attention<MODE>, merge, score_scratch<MODE>, score_logits<MODE>, \
    score_mass<MODE>, read_memory, key_mass_scratch<MODE>, key_mass<MODE>,                    \
    topn_scratch<MODE>, topn_logits<MODE>, topn_values<MODE>, recent_scratch<MODE>,           \
-   recent_rows<MODE>, recent_keys<MODE>, QUANTISE}
+   recent_rows<MODE>, recent_keys<MODE>, summarise<MODE>, page_weights, QUANTISE}
 
 #define PYR_FLOAT_KERNELS                               \
   {PYR_KERNELS(FloatMode<float>, nullptr),              \

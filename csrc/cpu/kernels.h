@@ -95,6 +95,12 @@ struct Kernels {
   void (*recent_rows)(const PyrRecentMass&, const RecentItem& rows, float* stats, void* scratch);
   void (*recent_keys)(const PyrRecentMass&, const RecentItem& keys, const float* stats,
                       void* scratch);
+  // Summarises the rows from .. to - 1 of a block for one KV head.
+  void (*summarise)(const PyrSummaries&, int64_t block, int64_t kv_head, int64_t from, int64_t to);
+  // Takes the softmax over `pages` logits in base 2 of each of the query heads head .. head + heads - 1
+  // and adds it to out[pages], or takes the larger. Rows of logits and `out` have room for whole vectors.
+  void (*page_weights)(const PyrPageScores&, int64_t head, int64_t heads, float* logits,
+                       int64_t stride, int64_t pages, float* out);
   // A row of `count` elements of a dtype into a cache of 8-bit floats; null for other caches.
   void (*quantise)(uint8_t* out, const void* row, int64_t dtype, int64_t count, float scale);
 };

@@ -9,6 +9,7 @@
 int pyr_key_mass(const PyrKeyMass* m) {
   using namespace pyr;
   const PyrAttention& p = m->attention;
+  if (p.table_g) return fail("key mass takes one table of all KV heads");
   if (int error = check_attention(p)) return error;
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const size_t bytes = kernels.key_mass_scratch(p);

@@ -136,7 +136,9 @@ const Record* find_record(const char* name) {
   static const Record records[] = {PYR_DESCRIBE(PyrAttention),  PYR_DESCRIBE(PyrKeyMass),
                                    PYR_DESCRIBE(PyrTopn),       PYR_DESCRIBE(PyrScores),
                                    PYR_DESCRIBE(PyrRecentMass), PYR_DESCRIBE(PyrSelect),
-                                   PYR_DESCRIBE(PyrCompact),    PYR_DESCRIBE(PyrCacheWrite)};
+                                   PYR_DESCRIBE(PyrCompact),    PYR_DESCRIBE(PyrCacheWrite),
+                                   PYR_DESCRIBE(PyrSummaries),  PYR_DESCRIBE(PyrPageScores),
+                                   PYR_DESCRIBE(PyrPageSelect), PYR_DESCRIBE(PyrShared)};
 #undef PYR_DESCRIBE
   for (const Record& record : records)
     if (!strcmp(name, record.name)) return &record;

@@ -40,8 +40,9 @@ void for_each_item(int64_t threads, int64_t count, Task& task) {
 // Returns the kernels of the chosen instruction set for these element types.
 const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype);
 
-// Attends exactly for the requests for which `exactly` is null or nonzero; checks all of them.
-int attend(const PyrAttention& p, const uint8_t* exactly);
+// Attends exactly for the requests for which `exactly` is null or nonzero; checks all of them. Requests
+// that share pages of `fewest_keys` keys or more read them together where that pays; 0: never.
+int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys = 0);
 
 // Checks that the table entries of positions first .. last - 1 of request r exist and name blocks
 // of the pool.

@@ -86,6 +86,7 @@ int64_t attend_head(const PyrTopn& t, const Kernels& kernels, const Layout& layo
 
 int run(const PyrTopn& t) {
   const PyrAttention& p = t.attention;
+  if (p.table_g) return fail("attention to the best keys takes one table of all KV heads");
   thread_local std::vector<uint8_t> exactly;
   thread_local std::vector<int32_t> chosen;
   exactly.assign(size_t(p.R), 1);

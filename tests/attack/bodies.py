@@ -75,8 +75,9 @@ UNKNOWN_KEYS = (
 )
 OUR_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
-    "kv_turn_mode",
     "kv_keep",
+    "kv_attend_budget",
+    "kv_turn_mode",
 )
 # Fields of both endpoints. A value of `HOSTILE` makes none of them a request for hours of work.
 FIELDS = (
@@ -182,6 +183,7 @@ def _wrong_settings(source: random.Random, kind: str, model: str) -> Attack:
                 ("kv_keep", WRONG_SPANS),
                 ("kv_application", (1, "a" * 257, ["a"], "a")),
                 ("kv_top_n", (0, -1, 1.5, "1", 2**31, [1], 64)),
+                ("kv_attend_budget", (*WRONG_BUDGETS, 64)),
             ]
         )
         body["vllm_xargs"] = {key: source.choice(values)}

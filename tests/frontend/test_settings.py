@@ -153,6 +153,22 @@ def test_wrong_policy_args(value: object, message: str) -> None:
         parse_policy_args(value)
 
 
+def test_the_page_is_a_servers_and_needs_a_policy() -> None:
+    from vllm_pyramid import LLM
+
+    settings = KVSettings.from_additional_config({"kv_policy": "snapkv", "kv_page": True})
+    assert settings is not None and settings.to_additional_config()["kv_page"] is True
+    assert (served := settings.served()) is not None and served.page
+    for config, message in (
+        ({"kv_page": True}, "choose one with --kv-policy"),
+        ({"kv_policy": "snapkv", "kv_page": 1}, "must be true or false"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVSettings.from_additional_config(config)
+    with pytest.raises(ValueError, match="a page of the API server"):
+        LLM("nowhere", kv_policy="snapkv", additional_config={"kv_page": True})
+
+
 def test_policy_args() -> None:
     assert parse_policy_args(None) == {}
     assert parse_policy_args('{"allocator": {"beta": 14}}') == {"allocator": {"beta": 14}}
@@ -308,7 +324,8 @@ def test_prompt_logprobs_where_tokens_leave_the_forward_pass() -> None:
 @pytest.mark.parametrize("name", policy_names())
 def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
     served = KVSettings(kv_policy=name).served()
-    assert served is not None and served.forecasts == (name not in ("full", "kcache"))
+    keep_all = ("full", "kcache", "quest", "select", "infllm")
+    assert served is not None and served.forecasts == (name not in keep_all)
     for admission, forecasts in (("forecast", True), ("prompt", False)):
         settings = KVSettings(kv_policy=name, kv_admission=admission)
         served = settings.served()

@@ -25,7 +25,7 @@ from vllm_pyramid.kernels.cpu import library as cpu_library
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = [name for name in vars(Ops) if not name.startswith("_")]
+FUNCTIONS = [name for name in dir(Ops) if not name.startswith("_")]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

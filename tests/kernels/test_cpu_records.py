@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.pages import build_pages
 from vllm_pyramid.kernels.cpu import attention as cpu_attention
 from vllm_pyramid.kernels.cpu import checks as cpu_checks
 from vllm_pyramid.kernels.cpu import eviction as cpu_eviction
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
+from vllm_pyramid.kernels.cpu import pages as cpu_pages
 from vllm_pyramid.kernels.cpu import structs as cpu_records
+from vllm_pyramid.kernels.page_records import PageSelection
 from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax, WindowBatch
 
 pytestmark = pytest.mark.cpu
@@ -108,7 +111,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(record: type[ctypes.Structure], function: Any, *inputs: Any, **options: Any) -> Any:
         seen: list[bytes] = []
-        for module in (cpu_attention, cpu_eviction):
+        for module in (cpu_attention, cpu_eviction, cpu_pages):
             monkeypatch.setattr(module, "run", lambda name, bytes_: seen.append(bytes_))
         function(*inputs, **options)
         return record.from_buffer_copy(seen[0])
@@ -127,7 +130,8 @@ def check_attention(record: Any, batch: Any, softmax: Softmax) -> None:
     assert tuple(table.shape) == (record.R, record.M)
     assert (record.query_t, record.query_h) == batch.query.stride()[:2]
     assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
-    assert record.table_r == table.stride(0) and record.threads == torch.get_num_threads()
+    assert record.table_r == table.stride(0) and record.table_g == 0
+    assert record.threads == torch.get_num_threads()
     assert (record.query_dtype, record.cache_dtype) == (1, 1)
     scale = softmax.scale * batch.key_scale
     assert (record.scale, record.soft_cap) == (scale, softmax.soft_cap)
@@ -152,6 +156,12 @@ def test_attention(make_batch: Any, packed: Any) -> None:
     assert (record.value_p, record.value_g, record.value_n) == batch.value_cache.stride()[:3]
     assert (record.sinks, record.log_sum_exp) == (sinks.data_ptr(), lse.data_ptr())
     assert (record.out_dtype, record.sinks_dtype) == (0, 2)
+
+    lists = torch.stack([batch.block_table] * 2, 1)
+    of_heads = replace(batch, block_table=lists)
+    record = packed(cpu_records.PyrAttention, cpu.paged_attention, out, of_heads, Softmax(0.25))
+    assert (record.table, record.M) == (lists.data_ptr(), lists.shape[2])
+    assert (record.table_r, record.table_g) == lists.stride()[:2]
 
     mass, first = torch.zeros(made.key_cache.shape[:3]), torch.zeros(3, dtype=torch.int32)
     inputs = (cpu.add_key_mass, mass, batch, softmax)
@@ -210,6 +220,66 @@ def test_scores(make_batch: Any, packed: Any) -> None:
     assert record.out and record.distance_weight == 1.5
     assert (record.seq_lens, record.skips) == (made.seq_lens.data_ptr(), skips.data_ptr())
     assert (record.recents, record.contexts) == (recents.data_ptr(), contexts.data_ptr())
+
+
+def test_pages(packed: Any) -> None:
+    """Use values that all differ, as above."""
+    pages = build_pages([100, 95, 60], [4, 1, 2], skips=[0, 3, 20], group=3, dtype=torch.bfloat16)
+    batch, pool = pages.batch, pages.pool("spread", torch.float16)
+    key, table, lens, skips = batch.key_cache, batch.block_table, batch.seq_lens, batch.skips
+    starts = torch.zeros_like(lens)
+    inputs = (cpu.summarise_pages, pool, key, table, starts, lens, skips)
+    record = packed(cpu_records.PyrSummaries, *inputs, kind="spread")
+    assert (record.summaries, record.key) == (pool.data_ptr(), key.data_ptr())
+    assert (record.table, record.starts) == (table.data_ptr(), starts.data_ptr())
+    assert (record.seq_lens, record.skips) == (lens.data_ptr(), skips.data_ptr())
+    assert (record.kind, record.cache_dtype, record.summary_dtype) == (2, 1, 2)
+    assert tuple(key.shape) == (record.P, record.G, record.N, record.D)
+    assert (record.R, record.M, record.table_r) == (*table.shape, table.stride(0))
+    assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
+    assert (record.summary_p, record.summary_g) == pool.stride()[:2]
+    assert record.threads == torch.get_num_threads()
+
+    rows = replace(pages.rows(), key_scale=0.5)
+    sinks, out = torch.zeros(6, dtype=torch.float16), torch.zeros(9, 2, 11)
+    inputs = (cpu.score_pages, rows, Softmax(0.25, soft_cap=3.0, sinks=sinks), pool)
+    record = packed(cpu_records.PyrPageScores, *inputs, kind="spread", combine="max", out=out)
+
+    def check_rows(record: Any) -> None:
+        assert (record.table, record.requests) == (table.data_ptr(), rows.requests.data_ptr())
+        assert (record.positions, record.skips) == (
+            rows.positions.data_ptr(),
+            rows.skips.data_ptr(),
+        )
+        assert (7, 2, 16, *table.shape) == (record.S, record.G, record.N, record.R, record.M)
+        assert (record.table_r, record.threads) == (table.stride(0), torch.get_num_threads())
+
+    check_rows(record)
+    assert (record.out, record.query) == (out.data_ptr(), batch.query.data_ptr())
+    assert (record.pool, record.sinks) == (pool.data_ptr(), sinks.data_ptr())
+    assert record.sinks_dtype == 2
+    assert (record.kind, record.combine, record.query_dtype, record.pool_dtype) == (2, 1, 1, 2)
+    assert (record.H, record.D, record.P, record.n, record.out_len) == (6, 64, len(pool), 1, 11)
+    assert (record.query_t, record.query_h) == batch.query.stride()[:2]
+    assert (record.pool_p, record.pool_g) == pool.stride()[:2]
+    assert (record.scale, record.soft_cap) == (0.125, 3.0)
+    record = packed(cpu_records.PyrPageScores, *inputs[:3], key, kind="exact", out=out)
+    assert (record.kind, record.combine, record.pool_dtype, record.n) == (3, 0, 1, 16)
+    assert (record.pool_p, record.pool_g, record.pool_n) == key.stride()[:3]
+
+    scores, budgets = torch.zeros(8, 2, 13)[:, :, :12], torch.full_like(rows.positions, 4)
+    chosen = PageSelection.empty(8, 2, 5, scores.device)
+    inputs = (cpu.select_pages, rows, scores, budgets)
+    record = packed(cpu_records.PyrPageSelect, *inputs, sinks=1, recent=2, out=chosen)
+    check_rows(record)
+    lists = (chosen.block_table, chosen.pages)
+    assert (record.blocks, record.pages) == tuple(part.data_ptr() for part in lists)
+    numbers = (chosen.counts, chosen.seq_lens)
+    assert (record.counts, record.seq_lens) == tuple(part.data_ptr() for part in numbers)
+    assert (record.hidden, record.budgets) == (chosen.skips.data_ptr(), budgets.data_ptr())
+    assert (record.scores, record.out_len, record.scores_len) == (scores.data_ptr(), 5, 12)
+    assert (record.scores_s, record.scores_g) == scores.stride()[:2]
+    assert (record.sinks, record.recent) == (1, 2)
 
 
 def test_moves(make_batch: Any, packed: Any) -> None:

@@ -113,8 +113,9 @@ def test_no_hostile_value_is_accepted_or_repeated(key: str) -> None:
         "kv_application": ["", None],
         "kv_top_n": [None],
         "kv_turns": [[], None],
-        "kv_turn_mode": [None],
         "kv_keep": [[], None],
+        "kv_attend_budget": [None],
+        "kv_turn_mode": [None],
     }.get(key)
 
 

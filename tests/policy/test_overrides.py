@@ -21,8 +21,9 @@ GIVEN: dict[str, Any] = {
     "kv_application": "mail",
     "kv_top_n": 8,
     "kv_turns": [],
-    "kv_turn_mode": "exact",
     "kv_keep": [0, 4],
+    "kv_attend_budget": "6%",
+    "kv_turn_mode": "exact",
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
@@ -199,6 +200,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self._fp8 = FP8_CACHES.get(kv_cache_dtype)
         self.ops = get_ops("cpu")
+        # Rounding differs between a request in a group and alone.
+        self._shares_prefixes = not envs.VLLM_BATCH_INVARIANT
 
     @classmethod
     def called_hooks(cls, policy: Policy) -> frozenset[str]:
@@ -323,4 +326,6 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return output
 
     def _attend(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        self.ops.paged_attention(out, inputs.batch, inputs.softmax, log_sum_exp=inputs.log_sum_exp)
+        ops = self.ops
+        attend = ops.shared_attention if self._shares_prefixes else ops.paged_attention
+        attend(out, inputs.batch, inputs.softmax, log_sum_exp=inputs.log_sum_exp)

@@ -135,7 +135,6 @@ def finish_config(
     policy = served.policy
     refuse(OF_CONFIGURATION, config, policy)
     served = replace(served, why_no_turns=why_no_turns(config, served))
-    served = replace(served, host_cache_bytes=_host_share(config, served))
     if served.keep_template is not None:
         from vllm_pyramid.compat import chat_renderer
         from vllm_pyramid.frontend.chat_template import TemplateSpans
@@ -143,6 +142,7 @@ def finish_config(
         if (reason := chat_renderer.why_no_renderer(config.model_config)) is not None:
             raise ValueError(f"--kv-keep does not work here: {reason}; leave the flag out")
         chat_renderer.install(TemplateSpans())
+    served = replace(served, host_cache_bytes=_host_share(config, served))
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)
@@ -162,6 +162,11 @@ def finish_config(
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
+    if served.page:
+        from vllm_pyramid.compat import page_server
+        from vllm_pyramid.frontend.page import attach
+
+        page_server.install(attach)
 
 
 def why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:

@@ -51,6 +51,10 @@ class PolicyMetrics:
     With V in host memory (labels: engine, direction):
         vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
 
+    With a selection of pages (labels: engine):
+        vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
+        vllm_pyramid:pages_visible_total     pages that attention to everything would have read
+
     With a host cache (labels: engine): those of `HostCacheMetrics`.
     """
 
@@ -106,6 +110,13 @@ class PolicyMetrics:
             "Bytes of V written to host memory, and of its rows that attention read there.",
             ["engine", "direction"],
         )
+        self.pages = {
+            name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
+            for name, text in (
+                ("pages_read", "Pages of the KV cache that generated tokens read."),
+                ("pages_visible", "Pages that they would have read with attention to everything."),
+            )
+        }
         self.failed_requests = Counter(
             "vllm_pyramid:failed_requests",
             "Requests that the KV policy ended with an error.",
@@ -152,6 +163,9 @@ class PolicyMetrics:
             key = f"v_bytes_{direction}"
             if key in now:
                 self.v_bytes.labels(label, direction).inc(now[key] - before.get(key, 0))
+        for name, counter in self.pages.items():
+            if name in now:
+                counter.labels(label).inc(now[name] - before.get(name, 0))
         for name, gauge in self.gauges.items():
             for layer, value in zip(layers, now[name], strict=True):
                 gauge.labels(label, str(layer)).set(value)

@@ -6,8 +6,8 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
     {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
      "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
-     "kv_max_request_budget": "25%", "kv_host_cache": 16, "kv_turn_mode": "resume",
-     "kv_keep": "template+16"}
+     "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
+     "kv_turn_mode": "resume"}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -47,15 +47,17 @@ CONFIG_KEYS = (
     "kv_admission",
     "kv_request_overrides",
     "kv_max_request_budget",
+    "kv_keep",
     "kv_host_cache",
     "kv_turn_mode",
-    "kv_keep",
 )
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
+# The flag `--kv-page` of a server: the live page. An engine without a server has none.
+PAGE_KEY = "kv_page"
 _FOR_SERVERS = {
-    *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_host_cache"),
-    *("kv_turn_mode", "kv_keep"),
+    *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
+    "kv_turn_mode",
 }
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
@@ -134,10 +136,6 @@ def _parse_gib(value: object, name: str) -> float | None:
     return number
 
 
-def _bytes_of(gib: float | str | None) -> int | None:
-    return None if gib is None else int(float(gib) * 2**30)
-
-
 def parse_keep(value: object) -> int | None:
     """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: neither.
 
@@ -153,6 +151,10 @@ def parse_keep(value: object) -> int | None:
             f"such as template+16, not {value!r}"
         )
     return int(match[1] or 0)
+
+
+def _bytes_of(gib: float | str | None) -> int | None:
+    return None if gib is None else int(float(gib) * 2**30)
 
 
 @dataclass(frozen=True)
@@ -172,13 +174,14 @@ class KVSettings:
             the policy evicts, and for vLLM's own rule, `prompt`, if it does not.
         kv_request_overrides: settings that requests may give (`parse_overrides`); None: all.
         kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
+        kv_keep: what of every chat stays in every layer and head, `template` or `template+N`; None:
+            what the policy keeps.
         kv_host_cache: GiB of host memory of an engine, all ranks together, for what the device's
             prefix cache gives away; None for none.
         kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
             None for `resume`.
-        kv_keep: what of every chat stays in every layer and head, `template` or `template+N`; None:
-            what the policy keeps.
         kv_report_cached: whether each response says what the cache held for its request.
+        kv_page: whether the API server shows the live page.
     """
 
     kv_policy: str = NO_POLICY
@@ -190,10 +193,11 @@ class KVSettings:
     kv_admission: str | None = None
     kv_request_overrides: Sequence[str] | str | None = None
     kv_max_request_budget: int | str | None = None
+    kv_keep: str | None = None
     kv_host_cache: float | str | None = None
     kv_turn_mode: str | None = None
-    kv_keep: str | None = None
     kv_report_cached: bool = True
+    kv_page: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -208,6 +212,12 @@ class KVSettings:
             )
         if not isinstance(self.kv_report_cached, bool):
             raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
+        if not isinstance(self.kv_page, bool):
+            raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
+        if self.kv_page and self.kv_policy == NO_POLICY:
+            raise ValueError(
+                "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
+            )
         if self.kv_request_overrides is not None:
             overrides = parse_overrides(self.kv_request_overrides)
             object.__setattr__(self, "kv_request_overrides", overrides)
@@ -269,7 +279,7 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY)
+        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY)
         refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
@@ -287,6 +297,8 @@ class KVSettings:
         """Return our keys for `additional_config`, without those that are not set."""
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         given = {key: value for key, value in values.items() if value not in (None, {})}
+        if self.kv_page:
+            given[PAGE_KEY] = True
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
@@ -333,7 +345,8 @@ class KVSettings:
             forecasts,
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
+            keep_template=parse_keep(self.kv_keep),
             host_cache_bytes=_bytes_of(self.kv_host_cache),
             turn_mode=self.kv_turn_mode or RESUME,
-            keep_template=parse_keep(self.kv_keep),
+            page=self.kv_page,
         )

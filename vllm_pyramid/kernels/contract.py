@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from vllm_pyramid.kernels.page_contract import PageOps
 from vllm_pyramid.kernels.recall import WindowStatistics
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
@@ -27,10 +28,12 @@ from vllm_pyramid.kernels.records import (
     Softmax,
     WindowBatch,
 )
+from vllm_pyramid.kernels.shared_contract import SharedOps
 
 
-class Ops(Protocol):
-    """The kernels of one device type; a module implements it.
+class Ops(PageOps, SharedOps, Protocol):
+    """The kernels of one device type; a module implements it. `PageOps` adds page selection,
+    `SharedOps` shared prefixes.
 
     Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists what
     it checks in addition. The reference trusts its callers and checks less. No function keeps a

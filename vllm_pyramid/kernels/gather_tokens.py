@@ -9,10 +9,17 @@ import torch
 def gather_tokens(
     cache_PGND: torch.Tensor, block_row: torch.Tensor, start: int, end: int
 ) -> torch.Tensor:
-    """Copy the tokens `start .. end - 1` of one request out of the cache: `[end - start, G, D]`."""
+    """Copy the tokens `start .. end - 1` of one request out of the cache: `[end - start, G, D]`.
+
+    Args:
+        block_row: `[M]`, or `[G, M]` if each KV head has a list of its own.
+    """
     block_size = cache_PGND.shape[2]
     positions = torch.arange(start, end, device=cache_PGND.device)
-    blocks = block_row[positions // block_size].long()
+    blocks = block_row[..., positions // block_size].long()
+    if blocks.dim() == 2:
+        heads = torch.arange(blocks.shape[0], device=blocks.device)[:, None]
+        return cache_PGND[blocks, heads, positions % block_size].transpose(0, 1)
     return cache_PGND[blocks, :, positions % block_size]
 
 
@@ -48,6 +55,27 @@ def check_scales(scales: torch.Tensor | None, cache: torch.Tensor) -> None:
         raise ValueError(
             f"scales must be float32 {list(cache.shape[:3])}, as the cache's rows, got "
             f"{scales.dtype} {list(scales.shape)}"
+        )
+
+
+def check_one_table(block_table: torch.Tensor) -> None:
+    """Raise ValueError if each KV head has a table of its own: for kernels that read one of all."""
+    if block_table.dim() != 2:
+        raise ValueError(
+            f"this kernel takes a block table [>= R, M] of all KV heads, got "
+            f"{list(block_table.shape)}"
+        )
+
+
+def check_head_tables(block_table: torch.Tensor, kv_heads: int, sliding_window: int) -> None:
+    """Raise ValueError unless the tables of KV heads `[R, G, M]` fit the cache and the layer.
+
+    A sliding window counts positions, which a list of chosen pages does not keep.
+    """
+    if block_table.dim() == 3 and (block_table.shape[1] != kv_heads or sliding_window):
+        raise ValueError(
+            f"a block table of each KV head must be [>= R, {kv_heads}, M] without a sliding "
+            f"window, got {list(block_table.shape)} and sliding_window {sliding_window}"
         )
 
 

@@ -24,6 +24,8 @@ from vllm_pyramid.kernels.reference_mass import (
     check_some_requests,
     with_sinks,
 )
+from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
+from vllm_pyramid.kernels.reference_shared import shared_attention
 from vllm_pyramid.kernels.reference_topn import topn_attention
 
 __all__ = [
@@ -34,7 +36,11 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
+    "shared_attention",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

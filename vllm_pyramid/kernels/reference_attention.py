@@ -7,7 +7,11 @@ import math
 
 import torch
 
-from vllm_pyramid.kernels.gather_tokens import check_one_scale, gather_tokens
+from vllm_pyramid.kernels.gather_tokens import (
+    check_head_tables,
+    check_one_scale,
+    gather_tokens,
+)
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.reference_mass import check_lse
 
@@ -25,6 +29,7 @@ def paged_attention(
     check_one_scale(batch.key_scales, batch.value_scales)
     seq_lens, skips = batch.seq_lens, batch.skips
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
+    check_head_tables(batch.block_table, key_cache.shape[1], sliding_window)
     if log_sum_exp is not None:
         check_lse(log_sum_exp, query)
     num_queries_per_kv = query.shape[1] // key_cache.shape[1]

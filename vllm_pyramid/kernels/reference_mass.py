@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.gather_tokens import gather_scaled
+from vllm_pyramid.kernels.gather_tokens import check_one_table, gather_scaled
 from vllm_pyramid.kernels.records import MASS_KINDS, AttentionBatch, Softmax
 
 # A weight counts as below the average if it is below this share of the average: equal keys all have
@@ -33,6 +33,7 @@ def add_key_mass(
     query, key_cache, seq_lens, skips = batch.query, batch.key_cache, batch.seq_lens, batch.skips
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     check_mass(mass, key_cache, kind)
+    check_one_table(batch.block_table)
     if log_sum_exp is not None:
         check_lse(log_sum_exp, query)
     block_size, group = key_cache.shape[2], query.shape[1] // key_cache.shape[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.gather_tokens import check_one_scale, gather_tokens
+from vllm_pyramid.kernels.gather_tokens import check_one_scale, check_one_table, gather_tokens
 from vllm_pyramid.kernels.records import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.kernels.reference_attention import paged_attention
 
@@ -30,6 +30,7 @@ def topn_attention(
     """Attend query by query where requests choose; `choosers` is not used."""
     del choosers
     check_one_scale(batch.key_scales, batch.value_scales)
+    check_one_table(batch.block_table)
     query, seq_lens, skips = batch.query, batch.seq_lens, batch.skips
     key_cache, value_cache, block_table = batch.key_cache, batch.value_cache, batch.block_table
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks

@@ -243,6 +243,11 @@ class BundlePool(BlockPool):
         if twins is not None and not twins:
             del self.twins[bundle.hash]
 
+    @property
+    def idle_blocks(self) -> int:
+        """Return the blocks of the idle bundles, which count as free."""
+        return self._idle_blocks
+
     # Pipeline stages: this pool is that of the only stage ---------------------------------------
 
     def of_layer(self, layer: int) -> BundlePool:

@@ -134,16 +134,25 @@ def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> Serve
             f"kv_application has no effect on policy {chosen.name!r}, which averages no lengths "
             "over requests (sample_first, sample_share): leave it out"
         )
-    if keys.top_n is not None:
-        chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
+    own = {"kv_top_n": keys.top_n, "kv_attend_budget": keys.attend_budget}
+    if given := tuple((key, value) for key, value in own.items() if value is not None):
+        chosen = _with_keys(chosen, given)
     exact = keys.turns is not None and (keys.turn_mode or turn_mode) == EXACT
     if keys.turns is not None and not exact and (reason := chosen.why_not_resumable) is not None:
         raise ValueError(
             f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out, or "
             f"send kv_turn_mode {EXACT!r}"
         )
-    check_spans(chosen, keys.keep, None if exact else keys.turns)
-    return ServedRequest(chosen, budget, keys.application, keys.turns, keys.keep, exact)
+    served = ServedRequest(chosen, budget, keys.application, keys.turns, keys.keep, exact)
+    check_spans(chosen, keys.keep, served.resumed_turns)
+    return served
+
+
+# Of a key that no part of a policy takes: what the policy does.
+_WHY_NO_EFFECT = {
+    "kv_top_n": "keeps V on the device or reads all of it",
+    "kv_attend_budget": "attends to everything that it keeps",
+}
 
 
 @cached_by_bytes(CACHE_BYTES)
@@ -153,8 +162,8 @@ def _with_keys(policy: Policy, given: tuple[tuple[str, Any], ...]) -> Policy:
     parts = {part.section: part.for_request(keys) for part in policy.parts}
     if keys:
         raise ValueError(
-            f"{', '.join(keys)} has no effect on policy {policy.name!r}, which keeps V on the "
-            "device or reads all of it: leave it out"
+            f"{', '.join(keys)} has no effect on policy {policy.name!r}, which "
+            f"{' and '.join(_WHY_NO_EFFECT[key] for key in keys)}: leave it out"
         )
     return policy.model_copy(update={name: part.model_dump() for name, part in parts.items()})
 
@@ -227,8 +236,9 @@ def for_request(
     request replaces the policy's.
     """
     try:
-        served = resolve(policy, RequestKeys.parse(extra_args), turn_mode)
-        served = with_template(served, extra_args)
+        served = with_template(
+            resolve(policy, RequestKeys.parse(extra_args), turn_mode), extra_args
+        )
         if extra_args and ALLOCATOR_KEY in extra_args:
             fields = hashable(extra_args[ALLOCATOR_KEY])
             served = served._replace(policy=with_allocator(served.policy, fields))

@@ -46,10 +46,11 @@ class ServedSettings:
         overrides: what requests may change.
         reports_cached: whether each response says what the cache held for its request; if not, only
             those of requests with a `cache_salt` do.
-        host_cache_bytes: host memory of each rank for the host cache; None without one.
-        turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
+        host_cache_bytes: host memory of each rank for the host cache; None without one.
+        turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
+        page: whether the API server shows the live page.
     """
 
     policy: Policy
@@ -62,9 +63,10 @@ class ServedSettings:
     why_no_turns: str | None = None
     overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
+    keep_template: int | None = None
     host_cache_bytes: int | None = None
     turn_mode: str = RESUME
-    keep_template: int | None = None
+    page: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

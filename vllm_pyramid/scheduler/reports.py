@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_pyramid.compat.scheduler_points import SchedulerPoints, drop_tokens
+from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
@@ -24,6 +23,7 @@ from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request_keys import EXACT, RESUME
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
+from vllm_pyramid.scheduler.page_data import page_data
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -129,10 +129,9 @@ class Reports(SchedulerPoints):
                 " of a stage" if len(stages) > 1 else "",
             )
 
-    def fail(self, request_id: str, kind: str, reason: str, output: ModelRunnerOutput) -> None:
-        """End a request with an error, and drop what the step has sampled for it."""
+    def fail(self, request_id: str, kind: str, reason: str) -> None:
+        """Count a request that has failed, and end it with an error."""
         self.failed.add(request_id, kind, reason)
-        drop_tokens(output, request_id)
         self.end_with_error(request_id, f"KV policy: {reason}", code="kv_policy")
 
     def report_of(self, request: Request) -> dict[str, Any]:
@@ -222,6 +221,10 @@ class Reports(SchedulerPoints):
             attach_policy_stats(stats, {"now": now, "before": before})
             self._sent_stats = now
         return stats
+
+    def page_data(self) -> dict[str, Any]:
+        """Return what the live page shows; asked for by a front end, never sent by itself."""
+        return page_data(self.coordinator, self.running, len(self.waiting), self.policy_stats())
 
     def policy_stats(self) -> dict[str, Any]:
         """Return counters since the start and what is held now, per layer.

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pyramid.compat import page_server
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
@@ -122,6 +123,8 @@ class PyramidSchedulerMixin(Reports):
             )
         # Requests that may come to their first eviction in the step being scheduled.
         self._evicting: list[Request] = []
+        if settings.page:
+            page_server.install_engine()
         self.log_capacity(self._pool.block_size)
 
     def _add_host_cache(self, num_bytes: int) -> None:
@@ -164,8 +167,7 @@ class PyramidSchedulerMixin(Reports):
             return
         terms, error = self._planner.terms(request)
         if isinstance(error, Failure):
-            self.failed.add(request.request_id, error.kind, error.reason)
-            self.end_with_error(request.request_id, f"KV policy: {error.reason}", code="kv_policy")
+            self.fail(request.request_id, error.kind, error.reason)
         elif error is not None:
             logger.error("request %s: %s", request.request_id, error)
             self.end_with_error(request.request_id, error)
@@ -279,7 +281,7 @@ class PyramidSchedulerMixin(Reports):
                     hooks.on_step_report(report.methods[hooks.name], self.requests.__contains__)
         for request_id, (kind, reason) in report.failures.items():
             if self._is_current(request_id):
-                self.fail(request_id, kind, reason, model_runner_output)
+                self.fail(request_id, kind, reason)
         for request_id, eviction in report.evictions.items():
             if request_id in report.failures or not self._is_current(request_id):
                 continue
@@ -291,7 +293,7 @@ class PyramidSchedulerMixin(Reports):
                 for hooks in self.hooks:
                     hooks.on_eviction(request_id, self.coordinator.plans.of(request_id), resolved)
             except Exception as error:
-                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}", model_runner_output)
+                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}")
             if self._admission is not None:
                 number = self.coordinator.plans.confirmed_number(request_id)
                 self._admission.evicted(request_id, resolved, number)

@@ -89,13 +89,13 @@ class EvictionTracker:
         The scheduler has made the same plan. If a method of the policy raises here all the same,
         the request keeps everything until the scheduler ends it.
         """
-        served = for_request(self.policy, extra_args, self._turn_mode)
         self.remove(request_id)
         try:
+            served = for_request(self.policy, extra_args, self._turn_mode)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
         except Exception as error:
             # Other workers may have made the plan, and will evict.
-            what = f"the plan of the policy {served.policy.name!r}"
+            what = f"the plan of the policy {self.policy.name!r}"
             self.failures.blame([request_id], what, error, peers_wait=True)
             served = for_request(self.policy, KEEP_EVERYTHING)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)

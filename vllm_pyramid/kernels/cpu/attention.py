@@ -12,6 +12,7 @@ from vllm_pyramid.kernels.cpu.checks import (
     check_heads,
     check_scale,
     dtype_code,
+    head_table_strides,
     lse_address,
     sinks_and_code,
     table_stride,
@@ -22,18 +23,22 @@ from vllm_pyramid.kernels.cpu.structs import (
     PyrAttention,
     PyrCacheWrite,
     PyrKeyMass,
+    PyrShared,
     PyrTopn,
     packer,
 )
+from vllm_pyramid.kernels.gather_tokens import check_head_tables
 from vllm_pyramid.kernels.records import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
 from vllm_pyramid.kernels.reference_mass import check_mass
 from vllm_pyramid.kernels.reference_topn import check_value_rows
+from vllm_pyramid.kernels.shared_contract import FEWEST_KEYS
 
 INT32_MAX = 2**31 - 1
 
 _pack_attention = packer(PyrAttention)
 _pack_key_mass = packer(PyrKeyMass)
 _pack_topn = packer(PyrTopn)
+_pack_shared = packer(PyrShared)
 _pack_cache_write = packer(PyrCacheWrite)
 
 
@@ -105,7 +110,30 @@ def paged_attention(
     place of the visible positions in its table: the same tokens give the same bits. Every query
     that sees no key gets zeros.
     """
-    run("paged_attention", _attention(out, batch, batch.value_cache, softmax, log_sum_exp))
+    strides = None
+    if batch.block_table.dim() == 3:
+        heads = batch.key_cache.shape[1]
+        check_head_tables(batch.block_table, heads, softmax.sliding_window)
+        strides = head_table_strides(batch.block_table, batch.seq_lens.shape[0])
+    record = _attention(out, batch, batch.value_cache, softmax, log_sum_exp, strides)
+    run("paged_attention", record)
+
+
+def shared_attention(
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    softmax: Softmax,
+    *,
+    log_sum_exp: torch.Tensor | None = None,
+    fewest_keys: int = FEWEST_KEYS,
+) -> None:
+    """Attend in C++, which compares the tables of each layer and groups the requests.
+
+    Requests in no group get the bits of `paged_attention`. `cpu.library.shared_rows` counts the
+    rows of the others.
+    """
+    attention = _attention(out, batch, batch.value_cache, softmax, log_sum_exp)
+    run("shared_attention", _pack_shared(attention, fewest_keys))
 
 
 def add_key_mass(
@@ -164,8 +192,13 @@ def _attention(
     value_cache: torch.Tensor,
     softmax: Softmax,
     log_sum_exp: torch.Tensor | None,
+    table_of_heads: tuple[int, int] | None = None,
 ) -> bytes:
-    """Check the arguments and pack them as a `PyrAttention`."""
+    """Check the arguments and pack them as a `PyrAttention`.
+
+    Args:
+        table_of_heads: strides of rows and KV heads, for a kernel that takes a table of each head.
+    """
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window
     if batch.value_table is not None:
@@ -199,11 +232,11 @@ def _attention(
         lse_address(log_sum_exp, query),
         *(dtype_code("out", out), dtype_code("query", query)),
         *(cache_code(key_cache), sinks_code),
-        *(tokens, heads, kv_heads, head_size, block_size, blocks, requests, block_table.shape[1]),
+        *(tokens, heads, kv_heads, head_size, block_size, blocks, requests, block_table.shape[-1]),
         *out_strides,
         *query_strides,
         *strides,
-        table_stride(block_table, requests),
+        *(table_of_heads or (table_stride(block_table, requests), 0)),
         *(min(sliding_window, INT32_MAX), torch.get_num_threads()),
         *(scale * batch.key_scale, soft_cap, batch.value_scale),
     )

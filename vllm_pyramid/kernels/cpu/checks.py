@@ -124,6 +124,16 @@ def sinks_and_code(sinks: torch.Tensor | None, heads: int) -> tuple[int, int]:
     return sinks.data_ptr(), code
 
 
+def head_table_strides(table: torch.Tensor, requests: int) -> tuple[int, int]:
+    """Check a table `[R, G, M]` of each KV head, and return the strides of rows and KV heads."""
+    if not table.stride(1):  # stands for one table of all heads in C++
+        raise ValueError(
+            f"block_table of each KV head must have a list in memory for each, got "
+            f"{list(table.shape)}, strides {table.stride()}"
+        )
+    return table_stride(table[:, 0], requests), table.stride(1)
+
+
 def table_stride(table: torch.Tensor, requests: int) -> int:
     """Check a block table, and return the stride of its rows."""
     if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < requests:

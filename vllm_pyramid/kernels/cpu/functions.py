@@ -16,6 +16,7 @@ from vllm_pyramid.kernels.cpu.attention import (
     add_key_mass,
     paged_attention,
     reshape_and_cache,
+    shared_attention,
     topn_attention,
 )
 from vllm_pyramid.kernels.cpu.eviction import (
@@ -26,6 +27,7 @@ from vllm_pyramid.kernels.cpu.eviction import (
     window_scores_and_statistics,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
+from vllm_pyramid.kernels.cpu.pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
 
 __all__ = [
@@ -38,8 +40,12 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
     "set_isa",
+    "shared_attention",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

@@ -23,7 +23,7 @@ from vllm_pyramid.kernels.cpu.structs import RECORDS, fields_of, parse_fields
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 11
+ABI_VERSION = 13
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Names another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
@@ -32,6 +32,7 @@ ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 EMULATED = "amx-emulated"
 KERNELS = (
     "paged_attention",
+    "shared_attention",
     "key_mass",
     "topn_attention",
     "window_scores",
@@ -39,6 +40,9 @@ KERNELS = (
     "select",
     "compact",
     "reshape_and_cache",
+    "summarise_pages",
+    "score_pages",
+    "select_pages",
 )
 
 
@@ -125,6 +129,7 @@ def load() -> ctypes.CDLL:
     library.pyr_read.restype = ctypes.c_double
     library.pyr_read_pages.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
     library.pyr_read_pages.restype = ctypes.c_double
+    library.pyr_shared_rows.restype = ctypes.c_int64
     for name in KERNELS:
         getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
     _share_threads(library)
@@ -177,6 +182,14 @@ def scratch_bytes() -> int:
 def most_scratch_bytes() -> int:
     """Return the most scratch memory since the last call, and count anew from here."""
     return int(_scratch_bytes()(1))
+
+
+def shared_rows() -> int:
+    """Return the rows that read shared pages together with others since the library was loaded.
+
+    A row is a query token and query head; each layer and step counts anew.
+    """
+    return int(load().pyr_shared_rows())
 
 
 def _scratch_bytes() -> Callable[[int], int]:

@@ -40,7 +40,7 @@ class PyrAttention(ctypes.Structure):
         *_integers("out_dtype query_dtype cache_dtype sinks_dtype"),
         *_integers("T H G D N P R M"),
         *_integers("out_t out_h query_t query_h"),
-        *_integers("key_p key_g key_n value_p value_g value_n table_r"),
+        *_integers("key_p key_g key_n value_p value_g value_n table_r table_g"),
         *_integers("sliding_window threads"),
         *_doubles("scale soft_cap value_scale"),
     ]
@@ -60,6 +60,10 @@ class PyrTopn(ctypes.Structure):
         *_pointers("top_n value_rows"),
         *_integers("renormalize"),
     ]
+
+
+class PyrShared(ctypes.Structure):
+    _fields_ = [("attention", PyrAttention), *_integers("fewest_keys")]
 
 
 class PyrScores(ctypes.Structure):
@@ -110,6 +114,34 @@ class PyrCacheWrite(ctypes.Structure):
     ]
 
 
+class PyrSummaries(ctypes.Structure):
+    _fields_ = [
+        *_pointers("summaries key table starts seq_lens skips"),
+        *_integers("kind cache_dtype summary_dtype"),
+        *_integers("G D N P R M"),
+        *_integers("key_p key_g key_n summary_p summary_g table_r threads"),
+    ]
+
+
+class PyrPageScores(ctypes.Structure):
+    _fields_ = [
+        *_pointers("out query pool table requests positions skips sinks"),
+        *_integers("kind combine query_dtype pool_dtype sinks_dtype"),
+        *_integers("S H G D N P R M n out_len"),
+        *_integers("query_t query_h pool_p pool_g pool_n table_r threads"),
+        *_doubles("scale soft_cap"),
+    ]
+
+
+class PyrPageSelect(ctypes.Structure):
+    _fields_ = [
+        *_pointers("blocks pages counts seq_lens hidden"),
+        *_pointers("scores table requests positions skips budgets"),
+        *_integers("S G N P R M out_len scores_len scores_s scores_g table_r"),
+        *_integers("sinks recent threads"),
+    ]
+
+
 RECORDS: tuple[type[ctypes.Structure], ...] = (
     PyrAttention,
     PyrKeyMass,
@@ -119,6 +151,10 @@ RECORDS: tuple[type[ctypes.Structure], ...] = (
     PyrSelect,
     PyrCompact,
     PyrCacheWrite,
+    PyrSummaries,
+    PyrPageScores,
+    PyrPageSelect,
+    PyrShared,
 )
 
 

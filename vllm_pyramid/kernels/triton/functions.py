@@ -13,6 +13,7 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.reference_mass import check_some_requests
+from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -21,6 +22,11 @@ from vllm_pyramid.kernels.triton.move import (
     copy_pages_kernel,
     reshape_and_cache_kernel,
     write_rows_kernel,
+)
+from vllm_pyramid.kernels.triton.page_selection_launch import (
+    score_pages,
+    select_pages,
+    summarise_pages,
 )
 from vllm_pyramid.kernels.triton.recent_mass_launch import recent_mass
 from vllm_pyramid.kernels.triton.select import select_kernel
@@ -41,8 +47,12 @@ __all__ = [
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
+    "score_pages",
     "select",
+    "select_pages",
+    "shared_attention",
     "shift_block_tables_",
+    "summarise_pages",
     "topn_attention",
     "window_scores",
     "window_scores_and_statistics",

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU back end lets requests read shared pages together, unless vLLM is batch invariant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.conftest import build_batch
+from vllm_pyramid.attention.backend_cpu import PyramidCpuImpl
+from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.cpu.library import shared_rows
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_batch_invariance_forbids_sharing(
+    monkeypatch: pytest.MonkeyPatch, is_invariant: bool
+) -> None:
+    """Check that `VLLM_BATCH_INVARIANT=1` keeps the bits that a request has alone."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(is_invariant)))
+    requests = 32
+    batch = build_batch([2060 + r for r in range(requests)], [1] * requests, kv_heads=1)
+    batch.block_table[:, :128] = batch.block_table[0, :128]
+    layer = PyramidCpuImpl(2, 64, 0.125, num_kv_heads=1)
+    inputs = AttentionInputs(layer.ops, 0, batch.attention(), layer.softmax)
+    out, right = (torch.empty(batch.query.shape) for _ in range(2))
+    before = shared_rows()
+    layer._attend(inputs, out)
+    assert shared_rows() - before == (0 if is_invariant else requests * 2)
+    cpu.paged_attention(right, batch.attention(), layer.softmax)
+    torch.testing.assert_close(out, right, rtol=0, atol=0 if is_invariant else 2e-6)
