@@ -36,6 +36,7 @@ class WorkerMemory:
         self._config, self._layers, self._hooks = config, layers, hooks.cache
         self._settings, self._device = settings, device
         self._gathers = bool(hooks.after_compact)
+        self._followers = hooks.copy_blocks
         self._tensors_per_group = tensors_per_group
 
     def before_profile(self) -> None:
@@ -72,10 +73,12 @@ class WorkerMemory:
         wanted = self._settings.host_cache_bytes
         if wanted is None:
             return 0
-        if followers := [hooks.name for hooks in self._hooks if hooks.bytes_per_block()]:
+        followers = {hooks.label for hooks in self._hooks if hooks.bytes_per_block()}
+        if followers := followers | {hooks.label for hooks in self._followers}:
             raise ValueError(
-                f"--kv-host-cache does not work with {', '.join(followers)} yet: it has memory for "
-                "each block of the device, which is not copied to the host; leave the flag out"
+                f"--kv-host-cache does not work with {', '.join(sorted(followers))} yet: it has "
+                "memory for each block of the device, which is not copied to the host; leave the "
+                "flag out"
             )
         slots = HostSlots.of(wanted, list(self._layers.evicting.values()))
         return slots.count * slots.num_bytes

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_pyramid.compat.cache_specs import set_scales_of_tokens
+from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.runner import send_report
 from vllm_pyramid.compat.side_channel import StepReport, read_copies, read_origins
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -115,30 +116,17 @@ class WorkerRuntime:
         for hooks in self.tracker.hooks.cache:
             hooks.allocate(num_blocks)
         if self._settings.host_cache_bytes is not None and self.host_pool is None:
+            self.memory.check_host(available_host_memory())
             self.host_pool = HostPool(
                 self.memory.host_cache_bytes(),
                 list(self.layers.evicting.values()),
                 host_memory_of(self._device),
             )
 
-    def bind(
-        self,
-        attn_groups: Sequence[Sequence[Any]],
-        kv_caches: Sequence[torch.Tensor],
-        num_blocks: int,
-    ) -> None:
-        """Bind the layers, whose caches vLLM has allocated.
-
-        Args:
-            kv_caches: the runner's, of `num_blocks` blocks.
-
-        Raises:
-            ValueError, RuntimeError: as of `LayerBinding.bind` and `HostPool.bind`.
-        """
+    def bind(self, attn_groups: Sequence[Sequence[Any]]) -> None:
+        """Bind the layers, whose caches vLLM has allocated; errors as of `LayerBinding.bind`."""
         set_scales_of_tokens(self._config.compilation_config.static_forward_context.values())
         self.binding.bind(attn_groups, self._trace)
-        if self.host_pool is not None:
-            self.host_pool.bind(kv_caches, num_blocks)
 
     def compile_kernels(self) -> None:
         """Compile every variant of the kernels of evictions, so that no request waits for one."""
