@@ -25,8 +25,8 @@ from setuptools.errors import CompileError
 SOURCE = Path("csrc/cpu")
 DISPATCH = "runtime"  # chooses an instruction set among those that were compiled
 BASELINE = [
-    *(DISPATCH, "attention", "key_mass", "recent_mass", "topn", "scores", "select", "pages"),
-    "cache_ops",
+    *(DISPATCH, "attention", "key_mass", "recent_mass", "topn", "scores", "select"),
+    *("pages", "cache_ops"),
     "kernels_portable",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

@@ -27,6 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
+from vllm_pyramid.kernels.page_records import COMBINES, SUMMARY_ROWS, PageBatch
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
     RecentBatch,
@@ -249,6 +250,7 @@ def call_everything(case: Case) -> None:
     )
     for known in (None, lse):
         triton_ops.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
+    summarise_and_select(case, query, key_cache, table, softmax)
     ends = ints(tokens, tokens)
     prompts = WindowBatch(query, key_cache, table, ends, lens, case.window)
     reduction = Reduction(case.reduce, case.pooling)
@@ -262,6 +264,33 @@ def call_everything(case: Case) -> None:
         triton_ops.compact(fp8, fp8.clone(), table, kept, lens, keeps)
     triton_ops.shift_block_tables_(table[None], ints(0, 0)[None], block, table.shape[1])
     triton_ops.effective_lens(lens.clone(), lens, ints(0, 0), block)
+
+
+def summarise_and_select(
+    case: Case,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    table: torch.Tensor,
+    softmax: Softmax,
+) -> None:
+    """Every kind of summary and score, in the model's dtype and in float32."""
+    skips, lens, count = ints(0, 0), ints(2048, 2048), 12
+    rows = PageBatch(query[:2], table, ints(0, 1), lens - 1, skips, 16, max_pages=128)
+    softmax, scores = replace(softmax, sliding_window=0), torch.zeros(2, key_cache.shape[1], 127)
+    for kind, width in SUMMARY_ROWS.items():
+        for dtype in {case.dtype, torch.float32}:
+            pool = torch.zeros(4, case.num_kv_heads, width * case.head_size, dtype=dtype)
+            inputs = (pool, key_cache, table, skips, lens, skips)
+            triton_ops.summarise_pages(*inputs, kind=kind, max_pages=128)
+            triton_ops.score_pages(rows, softmax, pool, kind=kind)
+    for combine in COMBINES:
+        triton_ops.score_pages(rows, softmax, key_cache, kind="exact", combine=combine)
+    found = triton_ops.select_pages(rows, scores, ints(count, count), max_selected=count)
+    batch = AttentionBatch(
+        *(query[:2], key_cache, key_cache, found.block_table, ints(0, 1, 2), lens, skips),
+        max_query_len=1,
+    )
+    triton_ops.paged_attention(torch.empty_like(query[:2]), batch, softmax, num_splits=case.splits)
 
 
 def compile_cases(cases: tuple[Case, ...], architectures: tuple[int, ...]) -> list[Usage]:

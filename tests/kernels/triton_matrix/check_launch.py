@@ -20,6 +20,7 @@ from triton.runtime import driver as triton_driver
 
 from tests.kernels.arguments import check_no_requests
 from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
     Choosers,
@@ -208,6 +209,51 @@ def test_recent_mass_by_the_log_sum_exp_is_one_launch(launches):
             triton_ops.recent_mass(recent, SOFTMAX, distance_weight=1.2, log_sum_exp=known)
         assert set(recorder.names) == {"empty"}
         assert launches == [*expected, "recent_mass_kernel"]
+
+
+def test_selecting_pages_allocates_scratch_alone_and_reads_nothing_back(launches):
+    batch = small_batch([1, 1])
+    key, table = batch.key_cache, batch.block_table
+    lens, skips = batch.seq_lens, batch.skips
+    pool = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
+    requests = torch.arange(2, dtype=torch.int32)
+    rows = PageBatch(batch.query, table, requests, lens - 1, skips, 16, max_pages=3)
+    out, chosen = torch.zeros(2, 2, 2), PageSelection.empty(2, 2, 2, table.device)
+    budgets = torch.full_like(lens, 2)
+    attended = torch.empty_like(batch.query)
+    with Recorder() as recorder:
+        triton_ops.summarise_pages(pool, key, table, skips, lens, skips, kind="box", max_pages=3)
+        scores = triton_ops.score_pages(rows, SOFTMAX, pool, kind="box", out=out)
+        found = triton_ops.select_pages(rows, scores, budgets, out=chosen)
+        lists = replace(
+            batch, block_table=found.block_table, seq_lens=found.seq_lens, skips=found.skips
+        )
+        triton_ops.paged_attention(attended, lists, SOFTMAX, num_splits=1)
+    assert set(recorder.names) <= {"empty", "slice", "unsqueeze", "view"}
+    assert recorder.names.count("empty") == 1  # the logits
+    assert launches == [
+        *("summarise_pages_kernel", "page_logits_kernel", "page_weights_kernel"),
+        *("select_pages_kernel", "decode_kernel"),
+    ]
+
+
+def test_lists_of_heads_are_checked(launches):
+    batch = small_batch([1, 1])
+    out = torch.empty_like(batch.query)
+    lists = torch.stack([batch.block_table] * 2, 1)
+    with pytest.raises(ValueError, match="sliding_window 5"):
+        triton_ops.paged_attention(
+            out, replace(batch, block_table=lists), Softmax(0.1, sliding_window=5)
+        )
+    own = replace(batch, block_table=lists, value_table=batch.block_table)
+    with pytest.raises(ValueError, match="V no table of its own"):
+        triton_ops.paged_attention(out, own, SOFTMAX)
+    for function in (triton_ops.topn_attention, triton_ops.add_key_mass):
+        first = out if function is triton_ops.topn_attention else torch.zeros(4, 2, 16)
+        more = (batch.seq_lens,) if function is triton_ops.topn_attention else ()
+        with pytest.raises(ValueError, match=r"block.table"):
+            function(first, replace(batch, block_table=lists), SOFTMAX, *more)
+    assert not launches
 
 
 @pytest.mark.parametrize("name", [name for name in dir(Ops) if not name.startswith("_")])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.kernels.gather_tokens import check_one_scale
+from vllm_pyramid.kernels.gather_tokens import check_head_tables, check_one_scale
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton.checks import (
     check_cache,
@@ -68,8 +68,19 @@ def paged_attention(
         raise ValueError(f"out {tuple(out.shape)} and query {tuple(query.shape)} must be equal")
     lse = lse_or(log_sum_exp, query)
     num_requests = seq_lens.shape[0]
-    check_table(block_table, num_requests)
-    check_table(value_table, num_requests)
+    head_stride = 0
+    if block_table.dim() == 3:
+        check_head_tables(block_table, num_kv_heads, sliding_window)
+        check_unit_stride("block_table", block_table)
+        if own_values or block_table.shape[0] < num_requests:
+            raise ValueError(
+                f"a block table of each KV head, {list(block_table.shape)}, must have a row for "
+                f"each of {num_requests} requests, and V no table of its own"
+            )
+        head_stride = block_table.stride(1)
+    else:
+        check_table(block_table, num_requests)
+        check_table(value_table, num_requests)
     if query_start_loc.shape[0] < num_requests + 1 or skips.shape[0] < num_requests:
         raise ValueError(
             f"query_start_loc has {query_start_loc.shape[0]} and skips {skips.shape[0]} entries; "
@@ -81,7 +92,7 @@ def paged_attention(
         spans = query_start_loc[1 : num_requests + 1] - query_start_loc[:num_requests]
         max_query_len = int(spans.max().item())
     if max_seq_len is None:
-        max_seq_len = block_table.shape[1] * block_size
+        max_seq_len = block_table.shape[-1] * block_size
 
     element_size = query.element_size()
     config = decode_config(head_size, element_size, group)
@@ -123,6 +134,7 @@ def paged_attention(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         *(table.stride(0) for table in tables),
+        head_stride,
     )
     switches = {
         "GROUP": group,

@@ -28,7 +28,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
 OF_REQUESTS = ["block_table", "value_table", "query_start_loc", "seq_lens", "skips", "sinks"]
 
 
-@triton.jit(do_not_specialize_on_alignment=OF_REQUESTS)
+@triton.jit(do_not_specialize=["stride_head_table"], do_not_specialize_on_alignment=OF_REQUESTS)
 def decode_kernel(
     out,
     partial_out,
@@ -60,6 +60,7 @@ def decode_kernel(
     stride_value_token,
     stride_table,
     stride_value_table,
+    stride_head_table,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -109,6 +110,7 @@ def decode_kernel(
         other=0.0,
     )
     table_row = block_table + r.to(tl.int64) * stride_table
+    table_row += g.to(tl.int64) * stride_head_table
     key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
     value_base = value_cache + g.to(tl.int64) * stride_value_head + dims[None, :]
     value_row = value_table + r.to(tl.int64) * stride_value_table

@@ -13,7 +13,6 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.reference_mass import check_some_requests
-from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
@@ -22,6 +21,11 @@ from vllm_pyramid.kernels.triton.move import (
     copy_pages_kernel,
     reshape_and_cache_kernel,
     write_rows_kernel,
+)
+from vllm_pyramid.kernels.triton.page_selection_launch import (
+    score_pages,
+    select_pages,
+    summarise_pages,
 )
 from vllm_pyramid.kernels.triton.recent_mass_launch import recent_mass
 from vllm_pyramid.kernels.triton.select import select_kernel

@@ -19,7 +19,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
 )
 
 
-@triton.jit(do_not_specialize_on_alignment=OF_REQUESTS)
+@triton.jit(do_not_specialize=["stride_head_table"], do_not_specialize_on_alignment=OF_REQUESTS)
 def prefill_kernel(
     out,
     log_sum_exp,
@@ -48,6 +48,7 @@ def prefill_kernel(
     stride_value_token,
     stride_table,
     stride_value_table,
+    stride_head_table,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -92,6 +93,7 @@ def prefill_kernel(
     )
     g = head // GROUP
     table_row = block_table + r.to(tl.int64) * stride_table
+    table_row += (head // GROUP).to(tl.int64) * stride_head_table
     key_base = key_cache + g * stride_key_head + dims[None, :]
     value_base = value_cache + g * stride_value_head + dims[None, :]
     value_row = value_table + r.to(tl.int64) * stride_value_table

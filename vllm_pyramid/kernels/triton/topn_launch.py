@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import triton
 
-from vllm_pyramid.kernels.gather_tokens import check_one_scale
+from vllm_pyramid.kernels.gather_tokens import check_one_scale, check_one_table
 from vllm_pyramid.kernels.records import AttentionBatch, Choosers, Softmax
 from vllm_pyramid.kernels.reference_topn import check_value_rows
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
@@ -46,6 +46,7 @@ def topn_attention(
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
     sliding_window = softmax.sliding_window
     check_one_scale(batch.key_scales, batch.value_scales)
+    check_one_table(batch.block_table)
     check_cache(key_cache, value_cache)
     check_query(query, key_cache)
     num_requests = seq_lens.shape[0]
