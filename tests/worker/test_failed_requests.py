@@ -20,6 +20,7 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.allocator import CurveAllocator
 from vllm_pyramid.step.failures import KINDS, METHOD, SCORES, Failure, Failures
 from vllm_pyramid.step.hooks import MethodHooks, StepHooks
+from vllm_pyramid.step.score_check import check_attention
 from vllm_pyramid.step.step import WorkerRequest
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
@@ -235,3 +236,21 @@ def test_a_worker_that_fails_unheard_ends(call: str) -> None:
         runner.pyramid = SimpleNamespace(is_heard=is_heard, end_step=lambda output: output)
         with pytest.raises(error):
             getattr(runner, call)()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_attention_of_every_type_is_looked_at(dtype: torch.dtype) -> None:
+    tracker = make_tracker(load_policy("streaming-llm", 20), 2, 16, 4)
+    lens = np.array([80, 90], np.int32)
+    for name, length in zip(("right", "wrong"), lens.tolist(), strict=True):
+        tracker.add(name, length, None)
+    step = tracker.begin_step(["right", "wrong"], lens, np.zeros_like(lens), lens)
+    out = torch.ones(170, 4, 16)
+    out[40] = torch.nan  # not a request's last query
+    check_attention(step, 1, out.to(dtype))
+    assert tracker.failures.of == {}
+    out[169, 3, 7] = torch.nan
+    check_attention(step, 1, out.to(dtype))
+    assert {name: failure.kind for name, failure in tracker.failures.of.items()} == {
+        "wrong": SCORES
+    }

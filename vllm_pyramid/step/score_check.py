@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_pyramid.kernels.records import FP8_DTYPES
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.failures import SCORES, Failure, Failures
 from vllm_pyramid.step.step import Step
@@ -56,18 +57,26 @@ def mark_wrong_attention(
 def check_attention(step: Step, layer: int, out: torch.Tensor) -> None:
     """Let requests of the step fail that are evicted from and whose attention is wrong.
 
-    A request from which no layer evicts goes on as without a policy.
+    A request from which no layer evicts goes on as without a policy. Attention that vLLM has
+    rounded to whole numbers tells nothing.
 
     Args:
         layer: the last one. out: its attention, `[>= T, H, D]`.
     """
     evictions = step.evictions
-    if evictions is None or not (evicted := np.flatnonzero(evictions.is_reported)).size:
+    if evictions is None or not out.is_floating_point():
+        return
+    evicted = np.flatnonzero(evictions.is_reported)
+    if not evicted.size:
         return
     ends = evictions.query_ends[evicted]
     if step.layout is not None:
         ends = step.layout.query_starts[layer, evictions.rows[evicted] + 1]
-    rows = out.index_select(0, upload(ends.astype(np.int64) - 1, out.device))
+    last = upload(ends.astype(np.int64) - 1, out.device)
+    if out.dtype in FP8_DTYPES:  # not every device can index those
+        rows = out.view(torch.uint8).index_select(0, last).view(out.dtype)
+    else:
+        rows = out.index_select(0, last)
     names = [evictions.request_ids[index] for index in evicted.tolist()]
     mark_wrong_attention(step.failures, names, layer, rows)
 
