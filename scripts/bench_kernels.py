@@ -74,7 +74,7 @@ def integers(*values: int) -> torch.Tensor:
 
 
 def integers_of(shape: str) -> tuple[int, ...]:
-    """"32x6144" -> (32, 6144)."""
+    """Read "32x6144" as (32, 6144)."""
     return tuple(map(int, shape.split("x")))
 
 
@@ -235,9 +235,7 @@ def bench_shared(
     starts = torch.arange(requests + 1).int()
     lens = torch.full((requests,), prefix + 128, dtype=torch.int32)
     skips = torch.zeros(requests, dtype=torch.int32)
-    batches = [
-        AttentionBatch(query, *split(cache), table, starts, lens, skips) for cache in caches
-    ]
+    batches = [AttentionBatch(query, *split(cache), table, starts, lens, skips) for cache in caches]
     before = cpu_library.shared_rows()
     cpu.shared_attention(out, batches[0], softmax)
     if cpu_library.shared_rows() - before != requests * args.kv_heads * group:
@@ -405,8 +403,8 @@ def main() -> None:
                 for uneven in (False, True) if requests > 1 else (False,):
                     case = (head_size, group, requests, context, uneven)
                     jobs.append(partial(bench_decode, args, *case))
-            for shape in args.shared:
-                jobs.append(partial(bench_shared, args, head_size, group, *integers_of(shape)))
+            prefixes = [integers_of(shape) for shape in args.shared]
+            jobs += [partial(bench_shared, args, head_size, group, *shape) for shape in prefixes]
             if args.select:
                 shapes = [(head_size, group, *batch) for batch in batches]
                 jobs += [partial(bench_select, args, *shape) for shape in shapes]
