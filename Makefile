@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz lint docs format \
+.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz attack-cost lint docs format wheel \
   build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
@@ -75,6 +75,10 @@ fuzz: $(STAMP)  ## Hostile requests to a server, among honest ones (FUZZ_REQUEST
 	$(TEST_ENV) $(PY) -m tests.attack.fuzz --requests $(FUZZ_REQUESTS) --seconds $(FUZZ_SECONDS) \
 	  $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(if $(FUZZ_NUMBER),--number $(FUZZ_NUMBER))
 
+ATTACK_ROUNDS ?= 20
+attack-cost: $(STAMP)  ## How much hostile requests slow an honest answer: on an idle machine (ATTACK_ROUNDS).
+	$(TEST_ENV) $(PY) -m tests.attack.slowdown --rounds $(ATTACK_ROUNDS)
+
 lint: $(STAMP)  ## ruff (rules and format) and mypy.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -82,6 +86,9 @@ lint: $(STAMP)  ## ruff (rules and format) and mypy.
 
 docs: $(STAMP)  ## Build the site of docs/ into build/site, offline; a broken link fails.
 	$(PY) -m mkdocs build --strict --quiet
+
+wheel: $(STAMP)  ## Build a source distribution and a manylinux wheel with the kernels into dist/.
+	$(PY) scripts/build_wheel.py
 
 format: $(STAMP)  ## Rewrite the sources as `make lint` wants them, where ruff can.
 	$(PY) -m ruff check --fix .

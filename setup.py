@@ -4,6 +4,7 @@
 `vllm_pyramid/kernels/cpu/_kernels` is a plain shared library with a C ABI (csrc/cpu/abi.h), loaded
 with ctypes: no PyTorch or Python headers are needed, and an isolated build environment is enough.
 Its units are compiled for different instruction sets, of which one is chosen when it is loaded.
+It names nothing of Python's, so one wheel serves all supported versions (`cp311-abi3`).
 Without a compiler the package installs all the same, for CUDA devices; on the CPU an engine with a
 policy then refuses to start.
 """
@@ -19,14 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 SOURCE = Path("csrc/cpu")
 DISPATCH = "runtime"  # chooses an instruction set among those that were compiled
 BASELINE = [
-    *(DISPATCH, "attention", "key_mass", "recent_mass", "topn", "scores", "select"),
-    *("pages", "cache_ops"),
+    *(DISPATCH, "attention", "key_mass", "recent_mass", "topn", "scores", "select", "pages"),
+    "cache_ops",
     "kernels_portable",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -121,6 +123,16 @@ class BuildKernels(build_ext):
         )
         os.replace(fresh, target)
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Name the library for all versions of Python, but for builds in place.
+
+        Environments of one checkout may have several, which are then built by compilers of their
+        own.
+        """
+        if self.inplace or self.editable_mode:
+            return super().get_ext_filename(fullname)
+        return f"{fullname.replace('.', os.sep)}.abi3.so"
+
     def copy_extensions_to_source(self) -> None:
         # A running process may have the old library mapped: replace the file, never write into it.
         for ext in self.extensions:
@@ -135,6 +147,15 @@ class BuildKernels(build_ext):
             os.replace(fresh, target)
 
 
+class Wheel(bdist_wheel):
+    """A wheel for every supported Python, where it holds the library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of the wheel's name; scripts/build_wheel.py sets and checks the last."""
+        _, _, platform_name = super().get_tag()
+        return "cp311", "abi3", os.environ.get("VLLM_PYRAMID_WHEEL_PLATFORM") or platform_name
+
+
 setup(
     ext_modules=[
         Extension(
@@ -144,5 +165,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"bdist_wheel": Wheel, "build_ext": BuildKernels},
 )

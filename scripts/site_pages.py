@@ -3,6 +3,9 @@
 
 They stay in the root of the repository, where people look for them. Links to and from them are
 those of the repository and are changed to those of the site.
+
+The theme's switch between light and dark asks for the style sheets of a highlighter, which would be
+loaded from elsewhere and is off: it gets empty ones.
 """
 
 from __future__ import annotations
@@ -30,3 +33,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in PAGES:
         return markdown.replace("](docs/", "](")
     return TO_THEM.sub(r"](\1", markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Add what the theme's switch between light and dark asks for."""
+    empty = '<style id="hljs-light"></style><style id="hljs-dark"></style>'
+    return output.replace("</head>", f"{empty}</head>", 1)

@@ -345,6 +345,8 @@ def policies() -> list[Policy]:
     found = []
     for name in policy_names():
         policy = load_policy(name)
+        if policy.attend.selects:
+            continue  # refused there
         if policy.allocator.thins_prompts:
             found += [load_policy(name, None, THINS), thins_generated()]
         elif policy.evicts:

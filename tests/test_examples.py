@@ -6,6 +6,8 @@ The server and the offline example write traces, which the plotting example read
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -17,6 +19,7 @@ import pytest
 import yaml
 
 from tests.plumbing.server import serving
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.tools.eval.haystack import topics
 
 pytestmark = pytest.mark.engine
@@ -108,6 +111,8 @@ def test_server_client_and_trace(
     with serving(random_model, *flags, log=tmp_path / "log", command=command) as server:
         client = str(EXAMPLES / "client.py")
         printed = run(sys.executable, client, "--base-url", f"{server.url}/v1", folder=tmp_path)
+        plot(traces, files=3)
+        check_other_clients(server.url, random_model, tmp_path)
     found = re.findall(
         r"(\d+) kept in the first layer, (\d+) in the last, (\d+) blocks before, (\d+) after",
         printed,
@@ -116,7 +121,96 @@ def test_server_client_and_trace(
     assert 256 <= small[0] < half[0] < full[0], "of some 900 tokens"
     assert all(of[0] == of[1] for of in (small, half, full)), "equally much in every layer"
     assert small[3] < half[3] < full[3] == full[2]
-    plot(traces, files=3)
+
+
+def check_other_clients(url: str, model: Path, folder: Path) -> None:
+    """A conversation, LangChain where it is installed, and vLLM's load generator."""
+    place = ("--base-url", f"{url}/v1")
+    printed = run(sys.executable, str(EXAMPLES / "conversation.py"), *place, folder=folder)
+    turns = re.findall(r"turn (\d): (\d+) tokens in the prompt, (\d+) resumed", printed)
+    assert [int(turn) for turn, _, _ in turns] == [1, 2, 3]
+    # A random model's answers are other tokens when they come back: tests/e2e/test_page.py has a
+    # conversation that resumes.
+    assert turns[0][2] == "0", printed
+    if importlib.util.find_spec("langchain_openai") is not None:
+        printed = run(sys.executable, str(EXAMPLES / "langchain_chat.py"), *place, folder=folder)
+        assert re.findall(r"budget (\S+): [1-9]\d+ tokens", printed) == ["12%", "50%"]
+    few = {"INPUT": "500", "OUTPUT": "8", "PROMPTS": "4"}
+    command = ("env", *(f"{name}={value}" for name, value in few.items()))
+    printed = run(*command, str(EXAMPLES / "bench_serve.sh"), url, str(model), folder=folder)
+    assert re.search(r"Successful requests: +4\b", printed), printed
+
+
+def test_lm_eval(random_model: Path, tmp_path: Path) -> None:
+    """lm-eval's own command with a task over a local file."""
+    pytest.importorskip("lm_eval")
+    texts = [text[:2500] for text in topics().values() if len(text) > 2500][:3]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text, "end": "x"}) + "\n" for text in texts))
+    task = {
+        "task": "local_text",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "output_type": "generate_until",
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{end}}",
+        "generation_kwargs": {"until": ["\n\n\n"], "max_gen_toks": 4},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
+    printed = run(
+        *("env", "MAX_MODEL_LEN=2048", "VLLM_CPU_KVCACHE_SPACE=1"),
+        *(str(EXAMPLES / "lm_eval.sh"), str(random_model), "local_text"),
+        *("--include_path", str(tmp_path), "--output_path", str(tmp_path / "results")),
+        folder=tmp_path,
+    )
+    assert "exact_match" in printed
+    (result,) = (tmp_path / "results").rglob("results_*.json")
+    assert json.loads(result.read_text())["n-samples"]["local_text"]["effective"] == 3
+
+
+def test_the_kubernetes_example_is_valid() -> None:
+    """By the published schema, where kubernetes-validate is installed; our flags by our parser."""
+    documents = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text("utf-8")))
+    kinds = {document["kind"]: document for document in documents}
+    assert set(kinds) == {"Deployment", "PersistentVolumeClaim", "Service"}
+    spec = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    check_settings(
+        {
+            name.removeprefix("--").replace("-", "_"): value
+            for name, _, value in (word.partition("=") for word in container["args"])
+            if name.startswith("--kv-")
+        }
+    )
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert kinds["Service"]["spec"]["selector"].items() <= labels.items()
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    validate = pytest.importorskip("kubernetes_validate")
+    for document in documents:
+        validate.validate(document, "1.30", strict=True)
+
+
+def test_the_ray_serve_example_is_valid() -> None:
+    """Its engine arguments are vLLM's, and the policy's settings are ours; Ray is not started."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    (application,) = yaml.safe_load((EXAMPLES / "ray_serve.yaml").read_text("utf-8"))[
+        "applications"
+    ]
+    assert application["import_path"] == "ray.serve.llm:build_openai_app"
+    (config,) = application["args"]["llm_configs"]
+    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert set(config["engine_kwargs"]) <= names
+    check_settings(config["engine_kwargs"]["additional_config"])
+
+
+def check_settings(config: dict[str, object]) -> None:
+    """The settings are accepted, and there is a policy."""
+    settings = KVSettings.from_additional_config(config)
+    assert settings is not None and settings.served() is not None
 
 
 def test_offline_and_trace(tmp_path: Path) -> None:
@@ -127,6 +221,21 @@ def test_offline_and_trace(tmp_path: Path) -> None:
     found = re.findall(r"blocks: (\d+) before, (\d+) after", printed)
     assert len(found) == 2 and all(int(after) < int(before) for before, after in found)
     plot(traces, files=2)
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """The cells of explore.ipynb, one after the other, as a kernel would run them."""
+    notebook = json.loads((EXAMPLES / "explore.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) > 5
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in cells), "kept without what it printed"
+    script = tmp_path / "explore.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells), encoding="utf-8")
+    printed = run(sys.executable, str(script), folder=tmp_path)
+    found = re.search(r"blocks: (\d+) before, (\d+) after", printed)
+    assert found is not None and int(found[2]) < int(found[1]), printed
+    assert re.search(r"kept by none: \d+% of the tokens", printed)
+    assert "kept most: ['" in printed
 
 
 def test_calibrate(random_model: Path, tmp_path: Path) -> None:

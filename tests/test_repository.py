@@ -37,8 +37,18 @@ def test_the_list_of_packages_is_complete() -> None:
 
 
 def test_one_version() -> None:
-    assert PROJECT["project"]["version"] == vllm_pyramid.__version__
+    from setuptools.config.pyprojecttoml import read_configuration
+
+    assert "version" not in PROJECT["project"], "it stands in vllm_pyramid/version.py alone"
+    read = read_configuration(ROOT / "pyproject.toml", ignore_option_errors=True)
+    assert read["project"]["version"] == vllm_pyramid.__version__
     assert f"## [{vllm_pyramid.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_extra_is_documented() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    for extra in PROJECT["project"]["optional-dependencies"]:
+        assert f"`{extra}`" in page or f"[{extra}]" in page, extra
 
 
 def test_every_source_file_names_the_licence() -> None:

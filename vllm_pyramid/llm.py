@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm
 
-from vllm_pyramid.frontend.settings import CONFIG_KEYS, KVSettings
+from vllm_pyramid.frontend.settings import CONFIG_KEYS, PAGE_KEY, KVSettings
 from vllm_pyramid.plugin import register
 
 
@@ -34,6 +34,9 @@ class LLM(vllm.LLM):
             `"none"`; by default all.
         kv_max_request_budget: the most that a request may have its prompt keep: `2048` or `"25%"`.
         kv_keep: what of every chat stays in every layer and head: `"template"` or `"template+16"`.
+        kv_host_cache: GiB of host memory for prefixes and sessions that leave the device's cache.
+        kv_turn_mode: how later turns of conversations continue: `"resume"` (the default) or
+            `"exact"`.
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -54,6 +57,8 @@ class LLM(vllm.LLM):
         kv_request_overrides: Sequence[str] | str | None = None,
         kv_max_request_budget: int | str | None = None,
         kv_keep: str | None = None,
+        kv_host_cache: float | None = None,
+        kv_turn_mode: str | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -71,5 +76,7 @@ class LLM(vllm.LLM):
                 f"dictionary, not a {type(base).__name__}"
             )
         merged = {**base, **given}
+        if merged.get(PAGE_KEY):
+            raise ValueError(f"{PAGE_KEY} is a page of the API server, which LLM has not")
         KVSettings.from_additional_config(merged)  # refuse wrong values before anything is loaded
         super().__init__(model, *args, additional_config=merged, **kwargs)

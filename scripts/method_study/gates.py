@@ -82,9 +82,8 @@ class Gates:
                 rows = csv.DictReader(file)
                 if tuple(rows.fieldnames or ()) != columns:
                     raise ValueError(f"{path} has the columns {rows.fieldnames}, not {columns}")
-                self.known = {tuple(row[key] for key in KEY) for row in rows}
-            if name != "gates":
-                self.known = set()
+                if name == "gates":
+                    self.known = {tuple(row[key] for key in KEY) for row in rows}
 
     def measure(
         self, key: Key, prompt: Prompt, following: list[int], skip: int, full: torch.Tensor

@@ -228,7 +228,12 @@ def show(
     for name, table in read_tables(tables, names or []).items():
         parts.append(f"## {table.title}\n")
         file = out / f"{name}.md"
-        if table.study is not None and rows is not None:
+        if table.study is not None and table.study.gates:
+            from gates_report import gate_parts
+
+            spec = table.study
+            parts += gate_parts(out, spec.lengths, spec.seed, spec.gates)
+        elif table.study is not None and rows is not None:
             parts += _study_parts(table, table.study, rows)
         elif table.study is None and file.exists():
             parts.append(file.read_text(encoding="utf-8"))

@@ -76,6 +76,8 @@ UNKNOWN_KEYS = (
 OUR_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
     "kv_keep",
+    "kv_attend_budget",
+    "kv_turn_mode",
 )
 # Fields of both endpoints. A value of `HOSTILE` makes none of them a request for hours of work.
 FIELDS = (
@@ -146,6 +148,7 @@ def _served(source: random.Random, kind: str, model: str) -> Attack:
         {"kv_policy": "full"},
         {"kv_policy": "pyramidkv"},
         {"kv_turns": []},
+        {"kv_turns": [], "kv_turn_mode": "exact"},
     ]
     if path == COMPLETIONS:
         ends = range(1, len(body["prompt"]))
@@ -175,10 +178,12 @@ def _wrong_settings(source: random.Random, kind: str, model: str) -> Attack:
                 ("kv_budget", WRONG_BUDGETS),
                 ("kv_policy", WRONG_POLICIES),
                 ("kv_turns", WRONG_TURNS),
+                ("kv_turn_mode", ("", "Exact", "exact ", 1, ["exact"], "exact")),
                 ("kv_min_tokens", WRONG_FLOORS),
                 ("kv_keep", WRONG_SPANS),
                 ("kv_application", (1, "a" * 257, ["a"], "a")),
                 ("kv_top_n", (0, -1, 1.5, "1", 2**31, [1], 64)),
+                ("kv_attend_budget", (*WRONG_BUDGETS, 64)),
             ]
         )
         body["vllm_xargs"] = {key: source.choice(values)}

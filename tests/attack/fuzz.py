@@ -160,7 +160,8 @@ def known_in_vllm(attack: Attack, answer: bytes) -> str | None:
 
     Its validators, which run before the field's type is checked, call `get` on what should be an
     object (`check_structured_outputs_count` of both endpoints). What JSON can carry and MessagePack
-    cannot fails where the request is encoded for the engine.
+    cannot fails where the request is encoded for the engine. Beam search divides by a power of the
+    length (`get_beam_search_score`), which is 0 where `length_penalty` is -Infinity or near it.
     """
     try:
         body = json.loads(attack.body)
@@ -173,11 +174,22 @@ def known_in_vllm(attack: Attack, answer: bytes) -> str | None:
     no_object = re.fullmatch(r"'\w+' object has no attribute 'get'", message)
     if no_object and value is not None and not isinstance(value, dict):
         return "structured_outputs that is no object"
+    divides = re.fullmatch(r"(float )?division by zero", message)
+    if divides and body.get("use_beam_search") and _is_zero_power(body.get("length_penalty")):
+        return "beam search with a length_penalty whose power of a length is 0"
     if isinstance(xargs := body.get("vllm_xargs"), dict):  # what the policy reads is no excuse
         body["vllm_xargs"] = {k: v for k, v in xargs.items() if not k.lower().startswith("kv")}
     if not message and not _is_encodable(body):
         return "half a surrogate pair, or an integer of more than 64 bits"
     return None
+
+
+def _is_zero_power(exponent: Any) -> bool:
+    """Whether that power of the greatest length is 0."""
+    try:
+        return float(MAX_MODEL_LEN) ** float(exponent) == 0
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _is_encodable(value: Any) -> bool:

@@ -126,6 +126,15 @@ def test_wrong_answers_are_found(
         ({"vllm_xargs": {"kv_application": "\ud800"}}, "", False),
         ({"vllm_xargs": {"kv_top_n": 2**70}}, "", False),
         ({"top_k": 2**64}, "the engine died", False),
+        ({"length_penalty": float("-inf")}, "float division by zero", False),
+        (
+            {"use_beam_search": True, "length_penalty": float("-inf")},
+            "float division by zero",
+            True,
+        ),
+        ({"use_beam_search": True, "length_penalty": -(2**63)}, "float division by zero", True),
+        ({"use_beam_search": True, "length_penalty": -1}, "float division by zero", False),
+        ({"use_beam_search": True, "length_penalty": float("-inf")}, "a KeyError", False),
     ],
 )
 def test_faults_of_vllm_excuse_nothing_else(

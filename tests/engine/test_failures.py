@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's scorer that fails for some prompts: they end with an error, and no other does."""
+"""A user's methods that fail for some prompts: they end with an error, and no other does."""
 
 from __future__ import annotations
 
-import os
-import textwrap
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,45 +12,30 @@ from typing import Any
 import openai
 import pytest
 
+from tests.engine.failing import (
+    ADDED,
+    ALLOCATOR,
+    EVICTED,
+    HONEST,
+    NAN,
+    RAISES,
+    REASONS,
+    SHAPE,
+    write_module,
+)
 from tests.engine.support import greedy, random_prompts
 from tests.plumbing.server import serving
 
 pytestmark = pytest.mark.engine
 
-# A prompt's length says what its scores are like. 103 and 153 tokens have blocks to give back.
-MODULE = """
-import torch
-
-from vllm_pyramid.policy.scorer import Scorer
-
-
-class Cursed(Scorer):
-    def score(self, view):
-        scores = view.keys.float().norm(dim=-1)
-        if view.prompt_len == 103:
-            scores[0, 50] = torch.nan
-        if view.prompt_len == 153:
-            raise KeyError("a scorer of the user's own")
-        if view.prompt_len == 163:
-            return scores[:, 1:]
-        return scores
-"""
-NAN, RAISES, SHAPE = 103, 153, 163
-HONEST = [110, 140, 61]
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 1024}
 
 
 @pytest.fixture(scope="module")
 def own_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("own")
-    (folder / "cursed_methods.py").write_text(textwrap.dedent(MODULE))
-    (folder / "cursed.yaml").write_text(
-        'budget: 40\nwindow: 4\nsinks: 2\nscorer: "cursed_methods:Cursed"\n'
-    )
     with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(folder)
-        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        write_module(folder, patched)
         yield folder
 
 
@@ -71,22 +55,18 @@ def test_others_get_the_tokens_that_they_get_alone(
         **LIMITS,
     )
     right = engine.generate(_prompts(HONEST), greedy(8))
-    mixed = [HONEST[0], NAN, HONEST[1], RAISES, HONEST[2], SHAPE]
+    others = [RAISES, ALLOCATOR, ADDED, HONEST[2], EVICTED, SHAPE]
+    mixed = [HONEST[0], NAN, HONEST[1], *others]
     outcomes = dict(zip(mixed, engine.generate(_prompts(mixed), greedy(8)), strict=True))
     for length, alone in zip(HONEST, right, strict=True):
         assert outcomes[length].token_ids == alone.token_ids
         assert len(alone.token_ids) == 8 and alone.report["evicted_tokens"] >= 0
-    reasons = {
-        NAN: "gave NaN or infinity, which cannot be ranked",
-        RAISES: 'KeyError: "a scorer of the user\'s own"',
-        SHAPE: "must return a float32 tensor",
-    }
-    for length, reason in reasons.items():
+    for length, reason in REASONS.items():
         (ended,) = outcomes[length].output.outputs
         assert (ended.finish_reason, list(ended.token_ids)) == ("error", [])
         error = getattr(outcomes[length].output, "error", None)  # from vLLM 0.33 on
         assert reason in (ended.stop_reason or error.message)
-    assert engine.scheduler.failed.ended == {"scores": 1, "method": 2}
+    assert engine.scheduler.failed.ended == {"scores": 1, "method": 5}
     engine.check_whole()
     # One that ends with its first token ends with the error, too.
     (only,) = engine.generate(_prompts([NAN]), greedy(1))
@@ -109,7 +89,8 @@ def test_over_http(random_model: Path, own_module: Path, tmp_path: Path) -> None
             return client.completions.create(model=model, prompt=prompt, **arguments)
 
         before = complete(HONEST[0]).choices[0].text
-        for length, reason in ((NAN, "NaN or infinity"), (RAISES, "KeyError")):
+        for length in (NAN, RAISES, ALLOCATOR, ADDED):
+            reason = re.escape(REASONS[length])
             with pytest.raises(openai.InternalServerError, match=reason) as answer:
                 complete(length)
             assert answer.value.status_code == 500
@@ -118,12 +99,12 @@ def test_over_http(random_model: Path, own_module: Path, tmp_path: Path) -> None
         assert complete(HONEST[0]).choices[0].text == before
         for _ in range(50):
             text = server.metrics_text()
-            if 'failed_requests_total{engine="0",reason="method"} 2.0' in text:
+            if 'failed_requests_total{engine="0",reason="method"} 6.0' in text:
                 break
             time.sleep(0.2)
-        assert 'vllm_pyramid:failed_requests_total{engine="0",reason="method"} 2.0' in text
+        assert 'vllm_pyramid:failed_requests_total{engine="0",reason="method"} 6.0' in text
         assert 'vllm_pyramid:failed_requests_total{engine="0",reason="scores"} 2.0' in text
         held = server.metrics()["vllm_pyramid:blocks_held"]
         assert not any(held.values())
     written = log.read_text()
-    assert written.count("Traceback") == 1 and "ends with an error" in written
+    assert written.count("Traceback") == 3 and "ends with an error" in written

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.beside import BLOCK, SETTINGS, WHOLE, WINDOW, check_decoding
+from tests.engine.paged_paper import PagedModel, pages_read
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 
@@ -116,6 +117,34 @@ def test_adapters_and_the_base_model_in_one_batch(
         assert bool(outcome.report["evicted_tokens"]) == (not extra)
         check_decoding(models[number], outcome, traces)
     # Adapters make a difference, and evictions do.
+    assert len({tuple(outcome.token_ids) for outcome in outcomes}) == len(cases)
+
+
+def test_adapters_read_what_their_own_queries_ask_for(
+    engines: EnginePool, adapters: tuple[dict[int, Any], dict[int, Path]]
+) -> None:
+    """Selected pages, with adapters and the base model in one batch."""
+    loras, merged = adapters
+    attend = {"budget": 6 * BLOCK, "dense_layers": 1, "sinks": BLOCK, "recent": BLOCK}
+    settings = {**SETTINGS, "kv_policy": "select", "kv_policy_args": {"attend": attend}}
+    settings |= {"kv_budget": None, "enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
+    engine = engines.get(merged[0], **settings)
+    cases = [(number, prompt) for prompt in random_prompts([230, 350]) for number in merged]
+    with pages_read(engine) as pages:
+        outcomes = engine.run(
+            Job(prompt, greedy(MAX_TOKENS, logprobs=1), lora=loras[number])
+            for number, prompt in cases
+        )
+    engine.check_whole()
+    models = {number: PagedModel(str(path)) for number, path in merged.items()}
+    for (number, prompt), outcome in zip(cases, outcomes, strict=True):
+        model, tokens = models[number], outcome.token_ids
+        assert outcome.report["pages_read"] < outcome.report["pages_visible"]
+        model.pages, model.name, model.page_size = pages, outcome.request_id, BLOCK
+        logprobs = model.forward(prompt + tokens[:-1], len(prompt))[len(prompt) - 1 :]
+        assert logprobs.argmax(dim=-1).tolist() == tokens
+        for row, (token, ours) in enumerate(zip(tokens, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
     assert len({tuple(outcome.token_ids) for outcome in outcomes}) == len(cases)
 
 

@@ -35,6 +35,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "xkv": {"kv_policy": "xkv", "kv_budget": "25%"},
     "full": {"kv_policy": "full"},
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 32}},
+    "select": {
+        "kv_policy": "select",
+        "kv_policy_args": {"attend": {"budget": 96, "dense_layers": 1, "recent": 16}},
+    },
 }
 
 
@@ -49,8 +53,9 @@ def _settings(policy: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+KEEP_ALL = ("full", "kcache", "select")
 # torch.compile takes long, so there are fewer of these.
-COMPILED = ("pyramidkv", "xkv", "kcache")
+COMPILED = ("pyramidkv", "xkv", "kcache", "select")
 
 
 @pytest.mark.parametrize(
@@ -69,13 +74,13 @@ def test_tokens_and_what_is_kept_are_those_without_it(
     for caching in (True, False):
         folder = tmp_path / str(caching)
         settings = _settings(policy, enable_prefix_caching=caching, enforce_eager=not compiled)
-        if policy not in ("full", "kcache"):
+        if policy not in KEEP_ALL:
             settings["kv_trace"] = str(folder)
         engine = engines.get(tiny_model("mistral"), **settings)
         assert is_compiled(engine) == compiled
         engine.shuffle_blocks()
         waves = conversation()
-        if policy in ("full", "kcache"):  # budgets are refused
+        if policy in KEEP_ALL:  # budgets are refused
             waves[1].pop()
         look = Rows(engine) if caching else None
         outcomes = [o for o in run_waves(engine, waves, look) if o.output is not None]
@@ -93,7 +98,7 @@ def test_tokens_and_what_is_kept_are_those_without_it(
     assert_same_tokens(answered[True], answered[False])
     with_it, without = results[True], results[False]
     assert with_it[0] == without[0]
-    assert with_it[1] == without[1] and (any(with_it[1]) or policy in ("full", "kcache"))
+    assert with_it[1] == without[1] and (any(with_it[1]) or policy in KEEP_ALL)
     assert not any(without[2])
     assert sum(cached > 0 for cached in with_it[2]) >= 6, with_it[2]
 

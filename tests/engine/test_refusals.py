@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engine.families import make_family
+from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.engine
 
@@ -155,6 +156,45 @@ def test_policies_that_pipeline_stages_cannot_serve(
 ) -> None:
     with pytest.raises(ValueError, match=f"--pipeline-parallel-size and .*{way_out}"):
         _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments", "reason"),
+    [
+        ("pyramidkv", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ("pyramidkv", {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ("h2o", {}, "a policy without prefix caching"),
+        ("kcache", {}, "V in host memory"),
+    ],
+)
+def test_what_the_host_cache_cannot_store(
+    random_model: Path, policy: str, arguments: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"--kv-host-cache and {reason}"):
+        _config(random_model, {"kv_policy": policy, "kv_host_cache": 0.01}, **arguments)
+
+
+def test_models_that_the_host_cache_cannot_store(tmp_path: Path, random_model: Path) -> None:
+    """Windows, states and a draft model's layers; drafts without a cache are no reason."""
+    own = {"kv_policy": "pyramidkv", "kv_host_cache": 0.01}
+    for family in ("gemma3", "granite4"):
+        model = make_family(family, tmp_path / family)
+        with pytest.raises(ValueError, match="--kv-host-cache and a model of which some layers"):
+            _config(model, own)
+    drafts = {"num_speculative_tokens": 2}
+    of_model = {"method": "draft_model", "model": str(random_model), **drafts}
+    with pytest.raises(ValueError, match="--kv-host-cache and a draft model"):
+        _config(random_model, own, speculative_config=of_model)
+    ngram = {"method": "ngram", "prompt_lookup_max": 2, **drafts}
+    config = _config(random_model, own, speculative_config=ngram)
+    served = ServedSettings.of(config)
+    assert served is not None and served.host_cache_bytes == int(0.01 * 2**30)
+
+
+def test_each_rank_has_its_share_of_the_host_cache(random_model: Path) -> None:
+    own = {"kv_policy": "pyramidkv", "kv_host_cache": 0.5}
+    served = ServedSettings.of(_config(random_model, own, tensor_parallel_size=2))
+    assert served is not None and served.host_cache_bytes == 2**28
 
 
 def test_hybrid_models_in_pipeline_stages(tmp_path: Path) -> None:

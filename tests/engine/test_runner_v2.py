@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreOutput
 
 from tests.engine import models
 from tests.engine.drafts import write_eagle
+from tests.engine.failing import HONEST, REASONS, write_module
 from tests.engine.support import EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plans import THINS
@@ -305,3 +307,39 @@ def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:
         read = [report["v_bytes_read_per_token"] for report in reports]
         assert read[0] == read[1] == read[3] == 8 * 4 * 16 * 4  # keys, heads, float32 elements
         assert read[2] > 45 * 2 * 16 * 4  # everything, of each KV head
+
+
+def test_failures_under_the_second_runner(
+    model: dict[str, Path], tmp_path: Path, engines: EnginePool
+) -> None:
+    """Requests that fail end alone, with their reasons; the others say what they say alone."""
+    settings = {**SETTINGS, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
+    lengths = [HONEST[0], *REASONS, HONEST[1]]
+    sent = [random_prompts([length], seed=length)[0] for length in lengths]
+    with pytest.MonkeyPatch.context() as patched:
+        write_module(tmp_path, patched)
+        policy = {"kv_policy": str(tmp_path / "cursed.yaml"), "kv_min_tokens": 0}
+        llm = {"model": str(model["pyramidkv"]), **settings, "additional_config": policy}
+        child = Child(
+            tmp_path / "child",
+            (llm, [[[prompt, greedy(4)] for prompt in sent]]),
+            triton="interpreter",
+            TRITON_INTERPRET="1",
+            VLLM_USE_V2_MODEL_RUNNER="1",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )
+        try:
+            engine = engines.get(model["pyramidkv"], **settings, **policy)
+            alone = engine.generate([sent[0], sent[-1]], greedy_params(4))
+            (result,) = child.results()
+        finally:
+            child.kill()
+    assert "vllm_pyramid.worker.adapter_v2.AdapterV2" in result["runner"]
+    outputs = dict(zip(lengths, result["outputs"], strict=True))
+    for length, right in zip(HONEST, alone, strict=False):
+        assert outputs[length]["token_ids"] == right.token_ids
+    for length, reason in REASONS.items():
+        assert outputs[length]["finish_reason"] == "error" and not outputs[length]["token_ids"]
+        if "error" not in EngineCoreOutput.__struct_fields__:  # vLLM 0.33 says it elsewhere
+            assert reason in outputs[length]["stop_reason"]
+    assert result["free_blocks"] == [engine.usable_blocks]

@@ -39,6 +39,7 @@ def resolved_config(**changes: Any) -> Any:
         "cache_config.cache_dtype": "auto",
         "speculative_config": None,
         "kv_transfer_config": None,
+        "additional_config": {},
         "parallel_config.pipeline_parallel_size": 1,
         "parallel_config.data_parallel_size": 1,
         "parallel_config.use_ubatching": False,

@@ -69,3 +69,27 @@ def test_replicas_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [value("tokens_held", one, layer=layer) for layer in "01"] == [0, 0]
     # The first engine's line does not keep the second one's away.
     assert [line.split(":")[0] for line in lines] == ["Engine 100", "Engine 101"]
+
+
+def test_the_host_cache_counts_differences() -> None:
+    from vllm_pyramid.frontend import metrics
+
+    names = ("queries", "hits", "evictions", "dropped", "bytes_stored", "bytes_loaded")
+
+    def totals(number: int) -> dict[str, Any]:
+        host = {name: number * (index + 1) for index, name in enumerate(names)}
+        host |= {"bytes_used": 10 * number, "bytes": 1000}
+        return {**_totals(0, [0], [0]), "host_cache": host}
+
+    engine = 102
+    metrics.observe({"now": totals(1), "before": None}, engine)
+    metrics.observe({"now": totals(4), "before": totals(3)}, engine)
+
+    def value(name: str, **labels: str) -> float | None:
+        full = f"vllm_pyramid:host_cache_{name}"
+        return REGISTRY.get_sample_value(full, {"engine": str(engine), **labels})
+
+    assert [value(f"{name}_total") for name in names[:4]] == [2, 4, 6, 8]
+    assert value("bytes_total", direction="stored") == 10
+    assert value("bytes_total", direction="loaded") == 12
+    assert (value("used_bytes"), value("size_bytes")) == (40, 1000)

@@ -53,6 +53,49 @@ def test_there_and_back() -> None:
     assert pickle.loads(pickle.dumps(settings)).policy() == settings.policy()
 
 
+@pytest.mark.parametrize("value", [0, -1, "x", True, float("nan"), 2**20, [1]])
+def test_wrong_sizes_of_the_host_cache(value: Any) -> None:
+    with pytest.raises(ValueError, match="kv_host_cache must be a number of GiB above 0"):
+        KVSettings("pyramidkv", kv_host_cache=value)
+
+
+def test_the_host_cache_and_the_mode_of_turns() -> None:
+    with pytest.raises(ValueError, match="kv_host_cache and kv_turn_mode without a kv_policy"):
+        KVSettings(kv_host_cache=1, kv_turn_mode="exact")
+    with pytest.raises(ValueError, match="kv_turn_mode must be resume or exact, not 'fresh'"):
+        KVSettings("pyramidkv", kv_turn_mode="fresh")
+    settings = KVSettings("full", kv_host_cache="0.5", kv_turn_mode="exact")
+    served = settings.served()
+    assert served is not None and served.host_cache_bytes == 2**29 and served.turn_mode == "exact"
+    config = {"kv_policy": "full", "kv_host_cache": 0.5, "kv_turn_mode": "exact"}
+    assert settings.to_additional_config() == config
+    plain = KVSettings("full").served()
+    assert plain is not None and plain.host_cache_bytes is None and plain.turn_mode == "resume"
+
+
+@pytest.mark.parametrize("name", ["snapkv", "full", "xkv", "h2o"])
+def test_an_exact_turn_is_planned_without_turns(name: str) -> None:
+    """By request or by the server; with every policy, since nothing is resumed."""
+    policy = load_policy(name)
+    asked = RequestKeys.parse({"kv_turns": [100, 900], "kv_turn_mode": "exact"})
+    left_open = RequestKeys.parse({"kv_turns": [100, 900]})
+    fresh = resolve(policy, RequestKeys.parse({})).plan(2000, 4, 16)
+    for served in (resolve(policy, asked), resolve(policy, left_open, "exact")):
+        assert served.exact and served.turns == (100, 900) and served.resumed_turns is None
+        assert served.plan(2000, 4, 16) == fresh
+        served.check_turns(901)
+        with pytest.raises(ValueError, match="ends at 900 tokens"):
+            served.check_turns(900)
+    again = RequestKeys.parse({"kv_turns": [100, 900], "kv_turn_mode": "resume"})
+    if name != "snapkv":
+        with pytest.raises(ValueError, match=r"kv_turns does not go .* or send kv_turn_mode"):
+            resolve(policy, again, "exact")
+        return
+    resumed = resolve(policy, again, "exact")
+    assert not resumed.exact and len(resumed.plan(2000, 4, 16).inner) == 2
+    assert for_request(policy, {"kv_turns": [100, 900]}, "exact").exact
+
+
 def test_none_keeps_the_plugin_inert() -> None:
     for settings in (KVSettings(), KVSettings.from_additional_config({"kv_policy": "none"})):
         assert settings is not None
@@ -108,6 +151,22 @@ def test_wrong_settings(config: dict[str, Any], message: str) -> None:
 def test_wrong_policy_args(value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_policy_args(value)
+
+
+def test_the_page_is_a_servers_and_needs_a_policy() -> None:
+    from vllm_pyramid import LLM
+
+    settings = KVSettings.from_additional_config({"kv_policy": "snapkv", "kv_page": True})
+    assert settings is not None and settings.to_additional_config()["kv_page"] is True
+    assert (served := settings.served()) is not None and served.page
+    for config, message in (
+        ({"kv_page": True}, "choose one with --kv-policy"),
+        ({"kv_policy": "snapkv", "kv_page": 1}, "must be true or false"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVSettings.from_additional_config(config)
+    with pytest.raises(ValueError, match="a page of the API server"):
+        LLM("nowhere", kv_policy="snapkv", additional_config={"kv_page": True})
 
 
 def test_policy_args() -> None:
@@ -265,7 +324,8 @@ def test_prompt_logprobs_where_tokens_leave_the_forward_pass() -> None:
 @pytest.mark.parametrize("name", policy_names())
 def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
     served = KVSettings(kv_policy=name).served()
-    assert served is not None and served.forecasts == (name not in ("full", "kcache"))
+    keep_all = ("full", "kcache", "quest", "select", "infllm")
+    assert served is not None and served.forecasts == (name not in keep_all)
     for admission, forecasts in (("forecast", True), ("prompt", False)):
         settings = KVSettings(kv_policy=name, kv_admission=admission)
         served = settings.served()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,10 +95,12 @@ class Step:
         ops: Ops,
         layers: Iterable[int] = range(LAYERS),
         solver: DeferredEviction | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         solver = solver or make_solver(self.policy)
         for layer in layers:
-            solver.add_layer(self.call(layer, ops), self.evictions, None)
+            call = replace(self.call(layer, ops), ranks=ranks)
+            solver.add_layer(call, self.evictions, None)
 
     def keep(self, row: int) -> list[int]:
         plan = self.evictions.plans[row]
@@ -286,6 +289,42 @@ def test_a_layer_left_out_is_a_bug() -> None:
         step.run(reference, [0, 2])
 
 
+@pytest.mark.parametrize("failing", ["measures", "allocate"])
+def test_a_request_that_cannot_be_solved_fails_alone(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Solve prompts of similar length together: one of them fails, the other keeps its lengths."""
+    alone = Step(POLICIES["xkv"], [90])
+    alone.run(reference)
+    step = Step(POLICIES["xkv"], [90, 89])
+    allocator = type(step.policy.allocator)
+    right = getattr(allocator, failing)
+    plan = step.evictions.open_plan(1)
+    assert plan.capacity != step.evictions.open_plan(0).capacity
+
+    def fail(self: Any, numbers: Any, mean: int, capacity: int, *args: Any) -> Any:
+        if capacity == plan.capacity:
+            raise LookupError(failing)
+        return right(self, numbers, mean, capacity, *args)
+
+    monkeypatch.setattr(allocator, failing, fail)
+    step.run(reference)
+    assert set(step.evictions.failures.of) == {"r1"}
+    assert f"LookupError: {failing}" in step.evictions.failures.of["r1"].reason
+    assert step.keep(0) == alone.keep(0)
+    assert len(set(step.keep(1))) == 1
+
+
+def test_all_ranks_solve_or_none() -> None:
+    """Another rank could not score: this one does not wait for it."""
+    ranks = TwoRanks()
+    step = Step(POLICIES["xkv"], [90])
+    ranks.fails_elsewhere = True
+    step.run(reference, solver=make_solver(step.policy, ranks), ranks=ranks)
+    assert ranks.sent == [] and len(set(step.keep(0))) == 1
+    assert step.evictions.failures.of == {}  # the other rank says which
+
+
 class TwoRanks:
     """Ranks with one KV head each, played one after the other."""
 
@@ -295,6 +334,10 @@ class TwoRanks:
         self.sent: list[torch.Tensor] = []
         self.others: list[torch.Tensor] = []
         self.lengths: torch.Tensor | None = None
+        self.fails_elsewhere = False
+
+    def any(self, is_true: bool) -> bool:
+        return is_true or self.fails_elsewhere
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         self.sent.append(values.clone())

@@ -151,6 +151,8 @@ def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
                 "token_ids": list(outputs[name].outputs[0].token_ids),
                 "report": outputs[name].kv_transfer_params,
                 "cached": outputs[name].num_cached_tokens,
+                "finish_reason": outputs[name].outputs[0].finish_reason,
+                "stop_reason": outputs[name].outputs[0].stop_reason,
             }
             for name in names
         ],

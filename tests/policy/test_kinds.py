@@ -16,6 +16,7 @@ import vllm_pyramid.methods
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.component import Component
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component, resolve_kind
+from vllm_pyramid.policy.page_scorer import PageScorer
 from vllm_pyramid.policy.policy import SECTIONS, Policy
 from vllm_pyramid.policy.scorer import Scorer
 
@@ -40,6 +41,7 @@ KINDS = {
     "schedule": {"prompt_end", "interval", "thin_generated"},
     "chunk": {"points"},
     "values": {"device", "host"},
+    "attend": {"all", "pages"},
 }
 
 
@@ -51,7 +53,8 @@ def _written() -> list[str]:
 
 
 def test_every_kind_of_the_package_is_found_once() -> None:
-    found = [kind for base in SECTIONS.values() for kind in built_in_kinds(base)]
+    bases = (*SECTIONS.values(), PageScorer)  # which is a part of a part
+    found = [kind for base in bases for kind in built_in_kinds(base)]
     assert sorted(found) == sorted(_written()) and len(found) >= 20
 
 

@@ -114,6 +114,8 @@ def test_no_hostile_value_is_accepted_or_repeated(key: str) -> None:
         "kv_top_n": [None],
         "kv_turns": [[], None],
         "kv_keep": [[], None],
+        "kv_attend_budget": [None],
+        "kv_turn_mode": [None],
     }.get(key)
 
 

@@ -22,6 +22,8 @@ GIVEN: dict[str, Any] = {
     "kv_top_n": 8,
     "kv_turns": [],
     "kv_keep": [0, 4],
+    "kv_attend_budget": "6%",
+    "kv_turn_mode": "exact",
 }
 
 

@@ -14,6 +14,29 @@ from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 
 
+def check_host(coordinator: LockstepCoordinator) -> None:
+    """Every slot of the host cache is free or one entry's, and none is kept for a step.
+
+    Raises:
+        AssertionError: a slot is lost, pinned, or counted twice.
+    """
+    host = coordinator.host_cache
+    if host is None:
+        return
+    chunks = host._table._manager._policy.chunks
+    keys = {key for entry in host._entries.values() for key in host._keys(entry)}
+    assert keys <= set(chunks), "an entry without a slot"
+    assert len(chunks) == host.used_slots <= host.num_slots
+    slots = [chunk.chunk_id for chunk in chunks.values()]
+    assert len(set(slots)) == len(slots) and all(0 <= slot < host.num_slots for slot in slots)
+    assert all(chunk.ref_cnt == 0 for chunk in chunks.values()), "pinned between steps"
+    assert not host._pinned and not host._copies.stored and not host._copies.loaded
+    # Parts whose bundle has lost another part stay until they are the oldest.
+    lost = set(chunks) - keys
+    assert all(key[:-4].rpartition(b"#")[1] for key in lost), "a slot of no entry"
+    assert host._names == {entry.stem: name for name, entry in host._entries.items()}
+
+
 def check_pool(coordinator: LockstepCoordinator) -> None:
     """Every block is free, one request's, or one row's; and the counters say so.
 
@@ -21,6 +44,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         AssertionError: free + held differ from the pool, a block has two owners, a row's references
             are miscounted, or a counter disagrees with the block lists.
     """
+    check_host(coordinator)
     pool, prefixes = coordinator.block_pool, coordinator.prefixes.cache
     pools = getattr(pool, "pools", [pool])  # of the pipeline stages
     held, private = np.zeros(coordinator.layer_blocks.num_layers, np.int64), []

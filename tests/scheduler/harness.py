@@ -36,10 +36,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.beside import FIRST_LAYER, Beside, compute, seen
 from vllm_pyramid.compat.side_channel import (
+    HostCopies,
     StepReport,
     attach_report,
     read_block_copies,
     read_copies,
+    read_host_copies,
     read_origins,
 )
 from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
@@ -115,6 +117,7 @@ class Setup:
     turns: bool = False  # whether requests say to which conversations they belong
     drafts: int = 0  # of a request in a step, at most
     stages: tuple[int, ...] = ()  # layers of each pipeline stage
+    host_slots: int = 0  # of the host cache
     further: tuple[tuple[str, Any], ...] = ()  # settings of the engine
 
     @property
@@ -128,6 +131,14 @@ class Setup:
         if not self.drafts:
             return None
         return {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
+
+    @property
+    def host_cache(self) -> dict[str, Any]:
+        """The setting of a host cache with so many slots."""
+        if not self.host_slots:
+            return {}
+        page = 2 * self.block_size * 8 * 4  # K and V of one head of 8, in float32
+        return {"kv_host_cache": (self.host_slots * self.num_layers * page + 1) / 2**30}
 
     @cached_property
     def device_layers(self) -> int | None:
@@ -196,6 +207,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
             "kv_min_tokens": setup.min_tokens,
             "kv_policy_args": dict(setup.policy_args),
             "kv_admission": setup.admission,
+            **setup.host_cache,
             **dict(setup.further),
         },
     ).create_engine_config()
@@ -337,6 +349,8 @@ class PlainWorker:
     num_adopted_beside: int = 0  # tokens, of layers that do not evict
     num_resumed_beside: int = 0  # of these with a state
     num_copied: int = 0  # blocks
+    num_stored: int = 0  # slots of the host cache
+    num_loaded: int = 0
     num_resumed: int = 0  # requests
     num_left: int = 0  # requests that left copies behind
     num_solved: int = 0
@@ -353,6 +367,7 @@ class PlainWorker:
         pools = max(len(setup.stages), 1)
         shape = (pools * (self.num_blocks + 1), max([setup.largest_block, *sizes]))
         self.memory_PN = np.full(shape, -1, np.int64)
+        self.host_SLN = np.full((setup.host_slots, setup.num_layers, shape[1]), -1, np.int64)
         self.random = random.Random(self.seed)
         self.serial = 0
 
@@ -360,11 +375,19 @@ class PlainWorker:
         """Run a step; checks that every position that attention would read holds its token."""
         totals = self._update(output)
         self.tracker.copies = read_copies(output)
+        of_host = read_host_copies(output) or HostCopies([], [])
+        for slot, blocks in of_host.stored:
+            self.host_SLN[slot] = -1
+            self.host_SLN[slot, : len(blocks)] = self.memory_PN[blocks]
+            self.num_stored += 1
         for stage in range(max(len(self.setup.stages), 1)):
             first = stage * (self.num_blocks + 1)
             for source, own in read_block_copies(output, stage):
                 self.memory_PN[first + own] = self.memory_PN[first + source]
                 self.num_copied += 1
+        for slot, blocks in of_host.loaded:
+            self.memory_PN[blocks] = self.host_SLN[slot, : len(blocks)]
+            self.num_loaded += 1
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         request_ids = list(output.num_scheduled_tokens)

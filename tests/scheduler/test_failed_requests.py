@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.scheduler.harness import Setup
 from tests.scheduler.test_scheduler import ASYNC, SYNC, Pair
 from vllm_pyramid.compat.side_channel import attach_report, read_report, take_policy_stats
+from vllm_pyramid.policy.allocator import CurveAllocator
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 pytestmark = pytest.mark.cpu
@@ -128,3 +131,58 @@ def test_a_hook_of_the_scheduler_that_raises_ends_its_request_at_most() -> None:
     assert pair.scheduler.failed.ended == {"method": 1}
     assert pair.scheduler.failed.dropped_reports == 1
     pair.step()
+
+
+class Fussy(CurveAllocator):
+    """Fails for prompts of one length."""
+
+    kind: Literal["fussy"] = "fussy"
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> np.ndarray:
+        if capacity == 41 - 6:
+            raise LookupError("no curve")
+        return np.full(num_layers, float(mean))
+
+
+class Refusing(SchedulerHooks):
+    """A method that fails when some request comes, and whose counters fail."""
+
+    name = "refusing"
+
+    def on_request_added(self, request_id: str, salt: str, application: str, plan: Any) -> None:
+        if request_id == "refused":
+            raise OSError("not this one")
+
+    def totals(self) -> dict[str, int]:
+        raise KeyError("totals")
+
+
+@pytest.mark.parametrize("setup", [SYNC, ASYNC])
+def test_a_method_that_fails_when_a_request_comes_ends_that_request(setup: Setup) -> None:
+    pair = Pair(setup)
+    policy = pair.scheduler.kv_policy.model_copy(update={"allocator": Fussy()})
+    pair.scheduler._planner._policy = pair.worker.tracker.policy = policy
+    pair.scheduler.hooks.append(Refusing())
+    assert pair.scheduler._planner._hooks is pair.scheduler.hooks
+    for name, length in (("right", 40), ("wrong", 41), ("refused", 42)):
+        pair.add(name, length, max_tokens=3)
+    reasons: dict[str, Any] = {}
+    tokens: list[int] = []
+    for _ in range(8):
+        for outputs in pair.step().values():
+            for one in outputs.outputs:
+                tokens += one.new_token_ids
+                if one.finish_reason is not None:
+                    reasons[one.request_id] = (one.finish_reason, one.stop_reason)
+        if not pair.scheduler.requests and not pair.in_flight:
+            break
+    # A step runs with the others before they end, and what it samples is dropped.
+    assert reasons["right"][0] == FinishReason.LENGTH and len(tokens) == 3
+    for name, text in (("wrong", "LookupError: no curve"), ("refused", "OSError: not this one")):
+        assert reasons[name][0] == FinishReason.ERROR
+        assert reasons[name][1].startswith("KV policy: the plan of the policy 'pyramidkv'")
+        assert text in reasons[name][1]
+    assert pair.scheduler.failed.ended == {"method": 2}
+    assert pair.scheduler.failed.dropped_reports > 0
+    assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
+    assert not pair.coordinator.plans.records

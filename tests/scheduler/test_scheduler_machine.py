@@ -91,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.talks: dict[str, tuple[list[int], Any, str | None]] = {}
         self.requests: dict[str, Request] = {}
         self.plans: dict[str, Plan] = {}
+        self.resumed_from_host = 0
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         # Rows by identity: where the cells are, what they hold, the name of the row before.
         self.looked_at: dict[int, tuple[Any, tuple[np.ndarray, np.ndarray], np.ndarray, Any]] = {}
@@ -106,6 +107,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.watch(self.scheduler._admission)
         if self.setup.beside and self.setup.prefix_caching:
             self.watch_windows()
+        if self.setup.host_slots:
+            self.watch_states()
+
+    def watch_states(self) -> None:
+        """Count the states of which something comes from the host."""
+        enter = self.coordinator.sessions.enter
+
+        def entered(request_id: str, record: Any, session: Any) -> None:
+            self.resumed_from_host += bool(session.in_host)
+            enter(request_id, record, session)
+
+        self.coordinator.sessions.enter = entered  # type: ignore[method-assign]
 
     def watch_windows(self) -> None:
         """Whether windows are found that somebody still looks at."""
@@ -309,12 +322,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["copied"] += self.worker.num_copied > 0
         self.seen["left behind"] += self.worker.num_left > 0
         self.seen["resumed"] += self.worker.num_resumed > 0
+        self.seen["resumed from the host"] += self.resumed_from_host > 0
         self.seen["windows found"] += self.worker.num_adopted_beside > 0
         self.seen["windows resumed"] += self.worker.num_resumed_beside > 0
         self.seen["rejected"] += self.worker.num_rejected > 0
         self.seen["accepted"] += self.worker.num_accepted > 0
         self.check_tables()
         self.check_rows()
+        self.check_host_rows()
 
     def check_rows(self) -> None:
         """Every row holds what the whole cache holds of its tokens, and so does the one before.
@@ -343,6 +358,34 @@ class SchedulerMachine(RuleBasedStateMachine):
             if beside := row.hash[HASH_BYTES:]:
                 self.seen["rows beside evicted" if b"@" in beside else "rows beside"] += 1
         self.looked_at = looked_at
+
+    def check_host_rows(self) -> None:
+        """Every slot holds what the whole cache holds of its tokens; those of states, what was
+        evicted. Whoever loads a state looks at its survivors."""
+        host = self.coordinator.host_cache
+        if host is None:
+            return
+        counters = host.counters
+        for name in ("hits", "evictions", "loaded"):
+            self.seen[f"host {name}"] += getattr(counters, name) > 0
+        owners = self.owners()
+        for name, entry in host._entries.items():
+            slots = [host._table._manager._policy.chunks[key].chunk_id for key in host._keys(entry)]
+            tags = self.worker.host_SLN[slots].reshape(-1, self.worker.host_SLN.shape[-1])
+            tags = tags[: entry.num_blocks, : self.setup.block_size]
+            assert (tags >= 0).all(), "a slot that was never written"
+            index, request = owners[name[:HASH_BYTES]]
+            end = (index + 1) * self.setup.block_size
+            for serial in np.unique(tags >> SERIAL).tolist():
+                assert self.worker.writers[serial].salt == request.cache_salt, "another's"
+            if name[HASH_BYTES:]:
+                self.seen["host states"] += 1
+                continue
+            prompt = list(request.all_token_ids)
+            expected = WorkerRow(0, prompt, request.cache_salt, [], [], np.zeros(0), np.zeros(0))
+            positions = np.arange(end - self.setup.block_size, end)
+            for layer in range(self.setup.num_layers):
+                self.worker.check_shared(layer, positions, tags[layer], expected)
 
     def owners(self) -> dict[Any, tuple[int, Request]]:
         """By the name of a row, one whose tokens it holds, and which of its rows it is."""
@@ -570,6 +613,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not coordinator.block_pool.twins
         assert scheduler.reset_prefix_cache()
         assert not coordinator.block_pool.bundles and not coordinator.block_pool.idle
+        host = coordinator.host_cache
+        assert host is None or not (host._entries or host.used_slots)
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
         assert (
@@ -1011,6 +1056,31 @@ VARIANTS |= {
 }
 
 
+# Two tiers: rows that leave the pool go on in host memory, of a few slots or of many.
+VARIANTS |= {
+    "sync-shared-host": Setup(
+        prefix_caching=True, host_slots=40, reserve_full_prompt=False, **SMALL
+    ),
+    "async-shared-host-tiny": Setup(prefix_caching=True, asynchronous=True, host_slots=7),
+    "sync-v2-shared-host-mixed": Setup(
+        budget="100%",
+        prefix_caching=True,
+        runner_v2=True,
+        host_slots=60,
+        drafts=2,
+        max_num_batched_tokens=24,
+    ),
+    "async-shared-host-solved": Setup(
+        policy="xkv", prefix_caching=True, asynchronous=True, host_slots=40, priorities=True
+    ),
+    "async-shared-host-forecast": Setup(
+        admission="forecast", prefix_caching=True, asynchronous=True, host_slots=60, **SMALL
+    ),
+    "sync-turns-host": Setup(host_slots=150, reserve_full_prompt=False, **TALKS),
+    "async-turns-host": Setup(host_slots=60, asynchronous=True, **TALKS, **SMALL),
+}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_machine(variant: str, seed: int) -> None:
     setup = VARIANTS[variant]
@@ -1038,6 +1108,9 @@ def test_machine(variant: str, seed: int) -> None:
         happenings += ["refused", "evicted inside"] + ([] if forecast else ["evicted inside again"])
     if setup.turns:
         happenings += ["resumed", "rows of states", "evicted inside"]
+    if setup.host_slots:
+        happenings += ["host loaded", "host hits", "host evictions"]
+        happenings += ["host states", "resumed from the host"] if setup.turns else []
     if setup.beside:
         slides = any(layer.kind != "draft" for layer in setup.beside)
         happenings += ["slid"] if slides else []

@@ -347,3 +347,15 @@ def test_budgets_count_what_drafts(capsys: pytest.CaptureFixture[str], tmp_path:
     with pytest.raises(SystemExit):
         main([*given, "mtp"])
     assert "'mtp' is not a JSON object" in capsys.readouterr().err
+
+
+def test_budgets_show_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """12 % of the prompt in whole pages, all of it in dense layers, and the page of the token."""
+    command = ("budgets", "--num-layers", "4", "--prompt-len", "8192", "--kv-policy")
+    report = run_json(capsys, *command, "select")
+    assert report["pages_visible"] == [513] * 4 and report["pages_read"] == [513, 513, 62, 62]
+    half = run_json(capsys, *command, "select-evicted")
+    assert half["pages_visible"] == [257] * 4 and half["pages_read"] == [257, 257, 62, 62]
+    assert "pages_read" not in run_json(capsys, *command, "snapkv")
+    assert main([*command, "select"]) == 0
+    assert "reads 1150 of 2052 pages (blocks), 56.0 %" in " ".join(capsys.readouterr().out.split())

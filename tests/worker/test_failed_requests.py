@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -11,10 +13,16 @@ import torch
 
 from tests.pretended_device import PretendedDevice
 from tests.shifted_worker import Host, Worker, launch_tables, policies
+from tests.steps import make_tracker
 from tests.worker.test_pretended_device import PIECES, PROMPTS, SOLVED, STEPS
 from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.allocator import CurveAllocator
 from vllm_pyramid.step.failures import KINDS, METHOD, SCORES, Failure, Failures
+from vllm_pyramid.step.hooks import MethodHooks, StepHooks
+from vllm_pyramid.step.step import WorkerRequest
+from vllm_pyramid.worker.adapter import RunnerAdapter
+from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 pytestmark = pytest.mark.cpu
 
@@ -142,3 +150,88 @@ def test_an_exception_that_concerns_no_request_is_raised() -> None:
     assert failures.of["y"].reason == "a hook: KeyError: 'y'"
     failures.forget("x")
     assert set(failures.take().wait()) == {"y"}
+
+
+class Forgetful(StepHooks):
+    """Hooks that fail wherever one request is concerned."""
+
+    def without_graphs(self, requests: Iterable[WorkerRequest], computed: Any) -> bool:
+        raise KeyError([request.request_id for request in requests])
+
+    def forget(self, request_id: str) -> None:
+        raise OSError(request_id)
+
+
+class Planless(CurveAllocator):
+    """Fails in the worker alone: the scheduler has made the plan."""
+
+    kind: Literal["planless"] = "planless"
+
+    def curve(self, mean: int, num_layers: int, capacity: int) -> Any:
+        if capacity == 70 - 6:
+            raise LookupError("no curve")
+        return np.full(num_layers, float(mean))
+
+
+def _tracker() -> EvictionTracker:
+    policy = load_policy("pyramidkv", 20, {"window": 4, "sinks": 2, "min_tokens": 0})
+    policy = policy.model_copy(update={"allocator": Planless()})
+    tracker = make_tracker(policy, 2, 16, 4)
+    tracker.hooks = MethodHooks([Forgetful()])
+    return tracker
+
+
+def test_a_plan_that_one_worker_cannot_make_fails_its_request() -> None:
+    tracker = _tracker()
+    for name, length in (("right", 80), ("wrong", 70)):
+        tracker.add(name, length, None)
+    assert set(tracker.failures.of) == {"wrong"}
+    assert "LookupError: no curve" in tracker.failures.of["wrong"].reason
+    lens = np.array([80, 70], np.int32)
+    step = tracker.begin_step(["right", "wrong"], lens, np.zeros_like(lens), lens)
+    assert step.evictions is not None
+    assert [step.evictions.request_ids[i] for i in step.evictions.shortened(0)] == ["right"]
+
+
+def test_hooks_that_fail_before_a_step_or_behind_a_request() -> None:
+    tracker = _tracker()
+    tracker.add("r", 80, None)
+    assert tracker.needs_eager_step(["r"], np.zeros(1, np.int32))
+    assert "`without_graphs` of Forgetful: KeyError" in tracker.failures.of["r"].reason
+    tracker.remove("r")
+    assert tracker.failures.of == {}
+
+
+def test_what_other_workers_may_wait_in_is_raised() -> None:
+    tracker = _tracker()
+    tracker.failures.has_peers = True
+    with pytest.raises(LookupError):  # the others evict from it
+        tracker.add("wrong", 70, None)
+    failures = tracker.failures
+    with pytest.raises(KeyError):
+        failures.blame(["x"], "a hook", KeyError("x"), peers_wait=True)
+    failures.blame(["x"], "a hook", KeyError("x"))
+    assert set(failures.of) == {"x"}
+    step = tracker.step
+    step.failures.is_heard_in_evictions = True
+    with pytest.raises(KeyError):  # a stage that reports with evictions alone
+        step.blame("a hook", KeyError("x"))
+
+
+class Runner:
+    """What the adapter precedes."""
+
+    def execute_model(self) -> str:
+        raise KeyError("in a step")
+
+    def sample_tokens(self) -> str:
+        raise KeyError("in a step")
+
+
+@pytest.mark.parametrize("call", ["execute_model", "sample_tokens"])
+def test_a_worker_that_fails_unheard_ends(call: str) -> None:
+    runner = type("Adapted", (RunnerAdapter, Runner), {})()
+    for is_heard, error in ((True, KeyError), (False, SystemExit)):
+        runner.pyramid = SimpleNamespace(is_heard=is_heard, end_step=lambda output: output)
+        with pytest.raises(error):
+            getattr(runner, call)()

@@ -179,7 +179,7 @@ class DeferredEviction:
                 evictions.failures.blame([name], what, error)
         for request, plan in zip(group.tolist(), plans, strict=True):
             if request not in evictions.resolved:
-                evictions.resolve(request, np.full(self.num_layers, plan.mean))
+                evictions.resolve(request, np.full(self.num_layers, plan.floor + plan.mean))
 
     def _evict(
         self,

@@ -56,6 +56,12 @@ side_channel
 stats
     Target: StatLoggerManager.record.
     Why: show our counters in Prometheus and the log. Remove with side_channel.
+page_server
+    Target: launchers.app.attach_endpoint_plugins, a method added to EngineCore,
+    AsyncMPClient.call_utility_all_async.
+    Why: the live page needs routes in the API server and the scheduler's state on request; vLLM's
+    own endpoint plugins are loaded only where VLLM_PLUGINS names them. Only with --kv-page. Remove
+    when a plugin can add routes by a flag of its own.
 runner
     Target: class of worker.model_runner (V1 and V2), assigned when the worker has built it: a class
     made of an adapter (worker/adapter*.py) and the runner's own; static_forward_context.

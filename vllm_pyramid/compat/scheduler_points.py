@@ -107,6 +107,8 @@ class SchedulerPoints(Scheduler):
     def end_with_error(self, request_id: str, reason: str, code: str = "validation_error") -> None:
         """End a request with an error, at the end of the step whose output comes next.
 
+        What that step has sampled for it is dropped.
+
         Args:
             code: from vLLM 0.33 on, the client's status is 400 with the default and 500 with
                 another; in 0.32 it is 500.
@@ -123,6 +125,8 @@ class SchedulerPoints(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        for request_id in self.grammar_compile_error_reqs:  # a step may have run meanwhile
+            drop_tokens(model_runner_output, request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._reasons:
             for of_client in outputs.values():

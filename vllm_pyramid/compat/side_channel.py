@@ -24,6 +24,7 @@ _REPORT = "vllm_pyramid_report"
 _COPIES = "vllm_pyramid_copies"
 _BLOCK_COPIES = "vllm_pyramid_block_copies"
 _ORIGINS = "vllm_pyramid_origins"
+_HOST_COPIES = "vllm_pyramid_host_copies"
 _STATS = "vllm_pyramid"
 
 
@@ -41,6 +42,31 @@ class StepReport(NamedTuple):
     methods: dict[str, Any]
     failures: dict[str, tuple[str, str]]
     dropped_traces: int
+
+
+class HostCopy(NamedTuple):
+    """The copy of one slot of the host cache.
+
+    Attributes:
+        slot: its number.
+        blocks: ids of the device's blocks, at most one for each layer; the first places of the slot
+            are theirs.
+    """
+
+    slot: int
+    blocks: list[int]
+
+
+class HostCopies(NamedTuple):
+    """What a step copies between the device and the host cache, in order.
+
+    Attributes:
+        stored: from the device to the host, before all else that the step does.
+        loaded: from the host to the device, when blocks of the device have been copied.
+    """
+
+    stored: list[HostCopy]
+    loaded: list[HostCopy]
 
 
 def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
@@ -91,6 +117,18 @@ def read_block_copies(output: SchedulerOutput, stage: int) -> Sequence[KVCacheBl
     """Return what `attach_block_copies` sent to the workers of a stage."""
     of_stages: Sequence[list[KVCacheBlockCopy]] | None = getattr(output, _BLOCK_COPIES, None)
     return (output.kv_cache_block_copies or ()) if of_stages is None else of_stages[stage]
+
+
+def attach_host_copies(output: SchedulerOutput, copies: HostCopies | None) -> None:
+    """Tell the workers what to copy between the device and the host cache before the step."""
+    if copies is not None:
+        setattr(output, _HOST_COPIES, copies)
+
+
+def read_host_copies(output: SchedulerOutput) -> HostCopies | None:
+    """Return what `attach_host_copies` sent."""
+    copies: HostCopies | None = getattr(output, _HOST_COPIES, None)
+    return copies
 
 
 def attach_origins(output: SchedulerOutput, origins: dict[str, tuple[str, int]]) -> None:

@@ -17,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.step_limits import step_limits
 from vllm_pyramid.frontend.backends import (
     check_backend,
@@ -141,6 +142,7 @@ def finish_config(
         if (reason := chat_renderer.why_no_renderer(config.model_config)) is not None:
             raise ValueError(f"--kv-keep does not work here: {reason}; leave the flag out")
         chat_renderer.install(TemplateSpans())
+    served = replace(served, host_cache_bytes=_host_share(config, served))
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)
@@ -160,6 +162,11 @@ def finish_config(
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
+    if served.page:
+        from vllm_pyramid.compat import page_server
+        from vllm_pyramid.frontend.page import attach
+
+        page_server.install(attach)
 
 
 def why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
@@ -175,6 +182,25 @@ def why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
             f"{served.min_last_chunk} tokens long, more than a short turn has"
         )
     return None
+
+
+def _host_share(config: VllmConfig, served: ServedSettings) -> int | None:
+    """Return each rank's bytes of the host cache; None without one.
+
+    Raises:
+        ValueError: this host has less memory, where all ranks are on it.
+    """
+    wanted, parallel = served.host_cache_bytes, config.parallel_config
+    if wanted is None:
+        return None
+    free = available_host_memory()
+    here = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray"
+    if here and wanted > free:
+        raise ValueError(
+            f"--kv-host-cache {wanted / 2**30:.4g} (GiB) does not fit into the "
+            f"{free / 2**30:.4g} GiB of free memory: lower it"
+        )
+    return wanted // parallel.tensor_parallel_size
 
 
 def _probe(config: VllmConfig, policy: Policy) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vllm_pyramid.frontend.settings import CONFIG_KEYS, REPORT_KEY, KVSettings
+from vllm_pyramid.frontend.settings import PAGE_KEY, REPORT_KEY, KVSettings
 from vllm_pyramid.policy.overrides import OVERRIDES
 from vllm_pyramid.policy.served_settings import asks_for_policy
 
@@ -65,6 +65,24 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "every layer and KV head, with the first N tokens of each message, within the budget. "
         "Default: what the policy keeps.",
     },
+    "kv_host_cache": {
+        "metavar": "GiB",
+        "help": "Host memory of the engine, all tensor-parallel ranks together, for prefixes and "
+        "sessions that leave the device's cache: they are copied back in place of being computed "
+        "again. Default: none.",
+    },
+    "kv_turn_mode": {
+        "metavar": "resume|exact",
+        "help": "How a request with kv_turns continues that does not say it (kv_turn_mode): "
+        "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
+        "evicted as if it had no earlier turns. Default: resume.",
+    },
+    PAGE_KEY: {
+        "action": "store_true",
+        "help": "Serve a live page at /pyramid: the pool, and what each running request keeps "
+        "layer by layer. Its data need the API key, if the server has one. It costs nothing while "
+        "it is closed.",
+    },
 }
 
 
@@ -103,7 +121,7 @@ def take_flags(namespace: argparse.Namespace) -> None:
 
 def _move_flags(namespace: argparse.Namespace) -> None:
     """Put the flags that were given into `additional_config`, and set them back to None."""
-    given = {key: value for key in CONFIG_KEYS if (value := getattr(namespace, key)) is not None}
+    given = {key: value for key in _FLAGS if (value := getattr(namespace, key)) is not None}
     if not given:
         return
     base = namespace.additional_config or {}

@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
+from vllm_pyramid.frontend.host_metrics import HostCacheMetrics
 from vllm_pyramid.step.failures import KINDS
 
 logger = init_logger(f"vllm.{__name__}")
@@ -49,6 +50,12 @@ class PolicyMetrics:
 
     With V in host memory (labels: engine, direction):
         vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
+
+    With a selection of pages (labels: engine):
+        vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
+        vllm_pyramid:pages_visible_total     pages that attention to everything would have read
+
+    With a host cache (labels: engine): those of `HostCacheMetrics`.
     """
 
     def __init__(self) -> None:
@@ -103,6 +110,13 @@ class PolicyMetrics:
             "Bytes of V written to host memory, and of its rows that attention read there.",
             ["engine", "direction"],
         )
+        self.pages = {
+            name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
+            for name, text in (
+                ("pages_read", "Pages of the KV cache that generated tokens read."),
+                ("pages_visible", "Pages that they would have read with attention to everything."),
+            )
+        }
         self.failed_requests = Counter(
             "vllm_pyramid:failed_requests",
             "Requests that the KV policy ended with an error.",
@@ -115,6 +129,7 @@ class PolicyMetrics:
                 ("dropped_reports", "Reports of what requests kept that could not be sent."),
             )
         }
+        self.host_cache = HostCacheMetrics()
         self._logged: dict[int, dict[str, Any]] = {}
         self._started = time.monotonic()
         self._next_log: dict[int, float] = {}  # by engine, so that each logs its own lines
@@ -148,6 +163,9 @@ class PolicyMetrics:
             key = f"v_bytes_{direction}"
             if key in now:
                 self.v_bytes.labels(label, direction).inc(now[key] - before.get(key, 0))
+        for name, counter in self.pages.items():
+            if name in now:
+                counter.labels(label).inc(now[name] - before.get(name, 0))
         for name, gauge in self.gauges.items():
             for layer, value in zip(layers, now[name], strict=True):
                 gauge.labels(label, str(layer)).set(value)
@@ -157,6 +175,8 @@ class PolicyMetrics:
             self.policy.labels(label, *now["policy"]).set(1)
         if "companion_blocks_held" in now:
             self.companion_blocks.labels(label).set(now["companion_blocks_held"])
+        if "host_cache" in now:
+            self.host_cache.observe(now["host_cache"], before.get("host_cache", {}), label)
         self._log(now, engine)
 
     def _log(self, stats: dict[str, Any], engine: int) -> None:

@@ -8,7 +8,7 @@ and `frontend/engine_config.py` refuses numbers that are too small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,7 @@ def _has_windows_alone(config: VllmConfig, policy: Policy) -> bool:
 
 
 def _has_stages_and_other_layers(config: VllmConfig, policy: Policy) -> bool:
-    model, text = config.model_config, config.model_config.hf_text_config
-    others = has_other_layers(text, model.max_model_len) or getattr(
-        text, "num_kv_shared_layers", None
-    )
-    return config.parallel_config.pipeline_parallel_size > 1 and bool(others)
+    return config.parallel_config.pipeline_parallel_size > 1 and _has_other_layers(config)
 
 
 def _has_flash_attention(config: VllmConfig) -> bool:
@@ -93,6 +89,27 @@ def _has_states(config: VllmConfig) -> bool:
 
 def _has_scaled_rows(config: VllmConfig) -> bool:
     return config.cache_config.cache_dtype in SCALED_ROWS
+
+
+def asks_for_host_cache(additional_config: object) -> bool:
+    """Return whether `kv_host_cache` was given; its value is checked elsewhere."""
+    given = additional_config if isinstance(additional_config, Mapping) else {}
+    return given.get("kv_host_cache") is not None
+
+
+def _has_host_cache(config: VllmConfig) -> bool:
+    return asks_for_host_cache(config.additional_config)
+
+
+def _has_drafts_with_a_cache(config: VllmConfig) -> bool:
+    speculation = config.speculative_config
+    return speculation is not None and bool(speculation.uses_draft_kv_cache())
+
+
+def _has_other_layers(config: VllmConfig) -> bool:
+    model, text = config.model_config, config.model_config.hf_text_config
+    shared = getattr(text, "num_kv_shared_layers", None)
+    return has_other_layers(text, model.max_model_len) or bool(shared)
 
 
 OF_CONFIGURATION = (
@@ -121,6 +138,16 @@ OF_CONFIGURATION = (
         "windows, states and layers that read others' caches go with one stage alone so far; use "
         "--tensor-parallel-size",
         _has_stages_and_other_layers,
+    ),
+    Refusal(
+        "--kv-host-cache and a model of which some layers do not evict",
+        "their windows and states are not stored with a prefix yet; leave --kv-host-cache out",
+        lambda config, _: _has_host_cache(config) and _has_other_layers(config),
+    ),
+    Refusal(
+        "--kv-host-cache and a draft model",
+        "its layers are not stored with a prefix yet; draft by ngram, or leave --kv-host-cache out",
+        lambda config, _: _has_host_cache(config) and _has_drafts_with_a_cache(config),
     ),
     Refusal(
         "--pipeline-parallel-size and --speculative-config",

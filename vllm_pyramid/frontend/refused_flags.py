@@ -10,7 +10,12 @@ from dataclasses import MISSING, fields
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_pyramid.frontend.refusals import KV_CACHE_DTYPES, Refusal, unless
+from vllm_pyramid.frontend.refusals import (
+    KV_CACHE_DTYPES,
+    Refusal,
+    asks_for_host_cache,
+    unless,
+)
 
 _STOCK_WORKERS = (
     "auto",
@@ -24,6 +29,10 @@ def _changed(args: EngineArgs, name: str) -> bool:
     (own,) = (field for field in fields(EngineArgs) if field.name == name)
     default = own.default if own.default_factory is MISSING else own.default_factory()
     return bool(getattr(args, name) != default)
+
+
+def _has_host_cache(args: EngineArgs) -> bool:
+    return asks_for_host_cache(args.additional_config)
 
 
 OF_ARGUMENTS = (
@@ -57,6 +66,27 @@ OF_ARGUMENTS = (
         "--pipeline-parallel-size and --async-scheduling",
         "they were not tried together; leave --async-scheduling out",
         lambda args, _: args.pipeline_parallel_size > 1 and bool(args.async_scheduling),
+    ),
+    Refusal(
+        "--kv-host-cache and a policy without prefix caching",
+        "it stores what prefix caching finds; choose another policy, such as pyramidkv",
+        lambda args, policy: _has_host_cache(args) and policy.why_not_shareable is not None,
+    ),
+    Refusal(
+        "--kv-host-cache and --no-enable-prefix-caching",
+        "it stores what prefix caching finds; leave one of them out",
+        lambda args, _: _has_host_cache(args) and args.enable_prefix_caching is False,
+    ),
+    Refusal(
+        "--kv-host-cache and V in host memory",
+        "V of a block does not follow it to another place on the host; set values to device",
+        lambda args, policy: _has_host_cache(args) and not policy.copies_blocks,
+    ),
+    Refusal(
+        "--kv-host-cache and --pipeline-parallel-size",
+        "each pipeline stage has a block pool of its own, whose blocks are not stored yet; use "
+        "--tensor-parallel-size",
+        lambda args, _: _has_host_cache(args) and args.pipeline_parallel_size > 1,
     ),
     Refusal(
         "--distributed-executor-backend external_launcher",

@@ -75,7 +75,8 @@ class PolicyRequestChecks:
             if template is not None and settings.keep_template is not None:
                 params = copy.copy(params)  # the object may be the client's
                 params.extra_args = {**(params.extra_args or {}), TEMPLATE_KEY: template}
-            return check_request(settings.policy, params, settings.why_no_turns), params
+            reason, mode = settings.why_no_turns, settings.turn_mode
+            return check_request(settings.policy, params, reason, mode), params
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 

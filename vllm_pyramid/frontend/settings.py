@@ -6,7 +6,8 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
     {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
      "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
-     "kv_max_request_budget": "25%", "kv_keep": "template+16"}
+     "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
+     "kv_turn_mode": "resume"}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -28,6 +29,7 @@ from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
 from vllm_pyramid.policy.kept_spans import why_no_spans, why_only_leading
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
+from vllm_pyramid.policy.request_keys import RESUME, parse_turn_mode
 from vllm_pyramid.policy.served_settings import (
     NO_POLICY,
     SERVED_KEY,
@@ -46,10 +48,17 @@ CONFIG_KEYS = (
     "kv_request_overrides",
     "kv_max_request_budget",
     "kv_keep",
+    "kv_host_cache",
+    "kv_turn_mode",
 )
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
-_FOR_SERVERS = {"kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep"}
+# The flag `--kv-page` of a server: the live page. An engine without a server has none.
+PAGE_KEY = "kv_page"
+_FOR_SERVERS = {
+    *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
+    "kv_turn_mode",
+}
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
@@ -114,8 +123,8 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"kv_policy_args holds {text}, which is not a JSON number")
 
 
-def _parse_gib(value: object) -> float | None:
-    """Parse `kv_swap_space`: a number of GiB above 0, or its text."""
+def _parse_gib(value: object, name: str) -> float | None:
+    """Parse `kv_swap_space` or `kv_host_cache`: a number of GiB above 0, or its text."""
     if value is None:
         return None
     number = math.nan
@@ -123,9 +132,7 @@ def _parse_gib(value: object) -> float | None:
         with suppress(ValueError):
             number = float(value)
     if not 0 < number < 2**20:
-        raise ValueError(
-            f"kv_swap_space must be a number of GiB above 0, such as 4 or 0.5, not {value!r}"
-        )
+        raise ValueError(f"{name} must be a number of GiB above 0, such as 4 or 0.5, not {value!r}")
     return number
 
 
@@ -144,6 +151,10 @@ def parse_keep(value: object) -> int | None:
             f"such as template+16, not {value!r}"
         )
     return int(match[1] or 0)
+
+
+def _bytes_of(gib: float | str | None) -> int | None:
+    return None if gib is None else int(float(gib) * 2**30)
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,12 @@ class KVSettings:
         kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
         kv_keep: what of every chat stays in every layer and head, `template` or `template+N`; None:
             what the policy keeps.
+        kv_host_cache: GiB of host memory of an engine, all ranks together, for what the device's
+            prefix cache gives away; None for none.
+        kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
+            None for `resume`.
         kv_report_cached: whether each response says what the cache held for its request.
+        kv_page: whether the API server shows the live page.
     """
 
     kv_policy: str = NO_POLICY
@@ -178,7 +194,10 @@ class KVSettings:
     kv_request_overrides: Sequence[str] | str | None = None
     kv_max_request_budget: int | str | None = None
     kv_keep: str | None = None
+    kv_host_cache: float | str | None = None
+    kv_turn_mode: str | None = None
     kv_report_cached: bool = True
+    kv_page: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -193,6 +212,12 @@ class KVSettings:
             )
         if not isinstance(self.kv_report_cached, bool):
             raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
+        if not isinstance(self.kv_page, bool):
+            raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
+        if self.kv_page and self.kv_policy == NO_POLICY:
+            raise ValueError(
+                "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
+            )
         if self.kv_request_overrides is not None:
             overrides = parse_overrides(self.kv_request_overrides)
             object.__setattr__(self, "kv_request_overrides", overrides)
@@ -206,7 +231,10 @@ class KVSettings:
         min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
         object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
-        object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space))
+        object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space, "kv_swap_space"))
+        host_cache = _parse_gib(self.kv_host_cache, "kv_host_cache")
+        object.__setattr__(self, "kv_host_cache", host_cache)
+        parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
         if self.kv_policy == NO_POLICY:
             given = [key for key in CONFIG_KEYS[1:] if getattr(self, key) not in (None, {})]
             if given:
@@ -251,7 +279,7 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY)
+        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY)
         refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
@@ -269,6 +297,8 @@ class KVSettings:
         """Return our keys for `additional_config`, without those that are not set."""
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         given = {key: value for key, value in values.items() if value not in (None, {})}
+        if self.kv_page:
+            given[PAGE_KEY] = True
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
@@ -308,13 +338,15 @@ class KVSettings:
         forecasts = policy.evicts
         if self.kv_admission is not None:
             forecasts = self.kv_admission == FORECAST
-        space = self.kv_swap_space
         return ServedSettings(
             policy,
             self.kv_trace,
-            None if space is None else int(float(space) * 2**30),
+            _bytes_of(self.kv_swap_space),
             forecasts,
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
             keep_template=parse_keep(self.kv_keep),
+            host_cache_bytes=_bytes_of(self.kv_host_cache),
+            turn_mode=self.kv_turn_mode or RESUME,
+            page=self.kv_page,
         )

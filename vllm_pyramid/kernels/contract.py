@@ -32,9 +32,8 @@ from vllm_pyramid.kernels.shared_contract import SharedOps
 
 
 class Ops(PageOps, SharedOps, Protocol):
-    """The kernels of one device type; a module implements it. `PageOps` adds page selection.
-
-    `SharedOps` adds shared prefixes.
+    """The kernels of one device type; a module implements it. `PageOps` adds page selection,
+    `SharedOps` shared prefixes.
 
     Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists what
     it checks in addition. The reference trusts its callers and checks less. No function keeps a

@@ -9,4 +9,5 @@ LockstepCoordinator      what vLLM's scheduler calls; it has the parts below
   LayerBlocks            how many blocks the evicting layers need
   LayerKVCacheManager    the blocks of one layer
 BundlePool               all blocks; with pipeline stages PipelinePools
+HostCache                bundles in host memory, whose blocks the pool has given to others
 """

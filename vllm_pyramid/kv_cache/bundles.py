@@ -27,7 +27,7 @@ in all of them at once.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,12 @@ class BundlePool(BlockPool):
             first.
         twins: bundles in use whose hash is another bundle's, by hash.
         bundle_counts: `BlockBundle.counts` of every bundle with a hash.
+        before_reuse: called with a computed bundle whose blocks are about to be given to requests,
+            if no other bundle has its hash (`host_cache.py`).
     """
 
     bundle_counts: tuple[int, ...] = ()
+    before_reuse: Callable[[BlockBundle], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -219,6 +222,8 @@ class BundlePool(BlockPool):
         self._take_from_idle(bundle)
         if bundle.hash is not None:
             self._forget(bundle)
+            if self.before_reuse is not None and bundle.hash not in self.bundles:
+                self.before_reuse(bundle)
         self.free_blocks(bundle.blocks)
 
     def _found_by_hash(self, bundle: BlockBundle) -> BlockBundle:
@@ -237,6 +242,11 @@ class BundlePool(BlockPool):
             del self.bundles[bundle.hash]
         if twins is not None and not twins:
             del self.twins[bundle.hash]
+
+    @property
+    def idle_blocks(self) -> int:
+        """Return the blocks of the idle bundles, which count as free."""
+        return self._idle_blocks
 
     # Pipeline stages: this pool is that of the only stage ---------------------------------------
 
@@ -277,6 +287,8 @@ class BundlePool(BlockPool):
         """Dissolve all bundles; return False, as vLLM does, while requests hold blocks."""
         if not super().reset_prefix_cache():
             return False
+        before_reuse, self.before_reuse = self.before_reuse, None  # nothing shall be found again
         while self.idle:
             self._dissolve_oldest()
+        self.before_reuse = before_reuse
         return True

@@ -28,6 +28,7 @@ from vllm_pyramid.compat.block_pool import block_pool
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
+from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
@@ -56,7 +57,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     makes it deferred again.
 
     Attributes:
-        layers: the model's own numbers of the layers.
+        layers: the model's own numbers of the layers. layer_specs: their specs.
         layer_managers: the layers' managers.
         layer_blocks: how many blocks the layers need.
         stock_groups: the layers that do not evict.
@@ -64,6 +65,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         prefixes: prefix caching.
         sessions: sessions that are saved and resumed.
         block_copies: copies that the workers make before the step that is being scheduled.
+        host_cache: what has left the pool and is still there; None without one.
         counters: counters over all requests.
         blocked_request: the request whose next allocation fails as if blocks were missing.
     """
@@ -87,6 +89,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.layer_managers = tuple(manager for _, _, manager in own)
         self._groups = [group for _, group, _ in own]
         self.layers = [spec.model_layer for spec in specs]
+        self.layer_specs = specs
         others = [
             (group, manager)
             for group, manager in enumerate(self.single_type_managers)
@@ -118,6 +121,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.prefixes = PrefixSharing(self.block_pool, cache, *common)
         sessions = SessionCache(self.block_pool, self.layer_managers, cache.tokens)
         self.sessions = SessionResume(self.block_pool, sessions, cache, *common)
+        self._session_cache = sessions
+        self.host_cache: HostCache | None = None
         self.blocked_request: str | None = None
 
     def share_prefixes(self) -> bool:
@@ -125,6 +130,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         if not self.stock_groups:
             return True
         return self._hashes_fit and self.stock_groups.share(self._bundle_tokens, self._hash_tokens)
+
+    def use_host_cache(self, host_cache: HostCache) -> None:
+        """Store bundles in host memory before their blocks are reused, and find them there."""
+        self.host_cache = self.prefixes.host = self._session_cache.host = host_cache
+        self.block_pool.before_reuse = host_cache.store
 
     # vLLM's contract --------------------------------------------------------------------------
 
@@ -205,7 +215,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
                 )
             self.sessions.enter(request_id, record, record.session_hit)
             return
-        if (found := len(record.prefix_hit) * self._bundle_tokens) != num_local_computed_tokens:
+        found = (len(record.prefix_hit) + len(record.host_hit)) * self._bundle_tokens
+        if found != num_local_computed_tokens:
             raise RuntimeError(
                 f"request {request_id}: a prefix of {found} tokens was found, and vLLM begins "
                 f"with {num_local_computed_tokens}; report this"
@@ -215,11 +226,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
                 f"request {request_id}: it begins with a prefix and holds {record.num_blocks} "
                 "blocks of each layer already; report this"
             )
-        if sources := self.prefixes.enter(request_id, record):
+        sources = self.prefixes.enter(request_id, record)
+        if sources or record.host_hit:
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens
             )
-            self.block_copies.add(sources, [new_blocks[group] for group in self._groups])
+            self.prefixes.fill(record, sources, [new_blocks[group] for group in self._groups])
         record.prefix_hit = []
 
     def allocate_new_blocks(
@@ -326,8 +338,15 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans.restart(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Dissolve the bundles of all stages at once; a stage's own pool has none."""
-        return self.block_pool.reset_prefix_cache()
+        """Dissolve the bundles of all stages at once, a stage's own pool has none; empty the host.
+
+        Returns:
+            False while requests hold blocks; then nothing is changed.
+        """
+        done = self.block_pool.reset_prefix_cache()
+        if done and self.host_cache is not None:
+            self.host_cache.clear()
+        return done
 
     def new_step_starts(self) -> None:
         """Do nothing: the managers keep nothing per step."""

@@ -122,6 +122,11 @@ class PipelinePools(BundlePool):
         """Return the pool of the layer's stage."""
         return self.pools[self.stages.of_layer(layer)]
 
+    @property
+    def idle_blocks(self) -> int:
+        """Return the blocks of the idle bundles, of all stages."""
+        return sum(pool.idle_blocks for pool in self.pools)
+
     def free_by_stage(self) -> Numbers:
         """Return the free blocks of each stage, `[stages]`."""
         return np.array([pool.get_num_free_blocks() for pool in self.pools], np.int64)

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
+from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
@@ -26,7 +27,10 @@ class PrefixSharing:
 
     Attributes:
         cache: the prefixes in the pool and in the tables.
+        host: the host cache; None without one.
     """
+
+    host: HostCache | None = None
 
     def __init__(
         self,
@@ -65,7 +69,12 @@ class PrefixSharing:
             without_copies = 0
         if len(hit) > without_copies and not self._fits(request, terms, hit, may_share):
             del hit[without_copies:]
-        return len(hit) * cache.tokens
+        if self.host is None:
+            return len(hit) * cache.tokens
+        behind = cache.hashes(request)[len(hit) : most // cache.tokens]
+        record.host_hit = behind[: self.host.longest_prefix(behind)]
+        record.host_query = len(behind) * cache.tokens
+        return (len(hit) + len(record.host_hit)) * cache.tokens
 
     def _fits(
         self, request: Request, terms: RequestTerms, hit: list[BlockHash], may_share: int
@@ -110,7 +119,28 @@ class PrefixSharing:
             self._pool.touch_bundle(block_hash)
         if self._stock_groups and hit:
             self._copies.add_stock(*self._stock_groups.enter(request_id, hit, record.terms.suffix))
+        if self.host is not None:
+            self.host.pin(record.host_hit)
         return sources
+
+    def fill(
+        self,
+        record: SchedulerRequest,
+        sources: Sequence[Sequence[KVCacheBlock]],
+        own: Sequence[Sequence[KVCacheBlock]],
+    ) -> None:
+        """Order the copies into a request's first own blocks, `[layers][blocks]`.
+
+        Args:
+            sources: as of `enter`. own: blocks for these, and for what the host cache has.
+        """
+        copied = len(sources[0]) if sources else 0
+        self._copies.add(
+            sources, [blocks[: len(source)] for source, blocks in zip(sources, own, strict=False)]
+        )
+        for index, name in enumerate(record.host_hit, copied):
+            assert self.host is not None
+            self.host.load(name, [blocks[index] for blocks in own])
 
     # Publishing -------------------------------------------------------------------------------
 
@@ -123,6 +153,8 @@ class PrefixSharing:
         record = self._records.get(request.request_id)
         if record is None:
             return
+        if record.host_query:
+            self._count_query(record)
         if self._stock_groups:
             self._stock_groups.note(request, num_computed_tokens, record.terms.suffix)
         if record.released:
@@ -135,6 +167,13 @@ class PrefixSharing:
         if bundles := self.cache.publish(request, len(record.bundles), tokens):
             self._published_from.setdefault(request.request_id, len(record.bundles))
             record.bundles.extend(bundles)
+
+    def _count_query(self, record: SchedulerRequest) -> None:
+        """Count what a request that begins has looked for in the host cache, and found."""
+        assert self.host is not None
+        self.host.counters.queries += record.host_query
+        self.host.counters.hits += len(record.host_hit) * self.cache.tokens
+        record.host_hit, record.host_query = [], 0
 
     def mark_scheduled(self) -> None:
         """Record that all published blocks are computed, or will be in the scheduled step."""

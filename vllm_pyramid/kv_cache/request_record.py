@@ -100,6 +100,8 @@ class SchedulerRequest:
         terms: what the request came with.
         bundles: the bundles with which its tables begin, until an eviction gives its head back.
         prefix_hit: hashes of the bundles that it could begin with, as last looked up.
+        host_hit: hashes of the bundles of the host cache that come behind these.
+        host_query: tokens that were looked for in the host cache, until the request begins.
         session_hit: the session that it could begin with, as last looked up.
         resumed: the session that it began with.
         session_to_save: the session that is saved when its blocks are freed.
@@ -114,6 +116,8 @@ class SchedulerRequest:
     terms: RequestTerms = RequestTerms()
     bundles: list[BlockBundle] = field(default_factory=list)
     prefix_hit: list[BlockHash] = field(default_factory=list)
+    host_hit: list[BlockHash] = field(default_factory=list)
+    host_query: int = 0
     session_hit: SessionSnapshot | None = None
     resumed: SessionSnapshot | None = None
     session_to_save: SessionToSave | None = None

@@ -31,6 +31,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
+from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.plan import Plan, RetentionPlan
 from vllm_pyramid.policy.request import ServedRequest
 
@@ -45,12 +46,15 @@ class Conversation:
         keys: for each eviction that gives blocks back, by its number: what the session behind it
             depends on apart from the tokens.
         points: the same keys in order, each with the tokens that are computed at its eviction.
+        exact: whether the request keeps what it would keep without earlier turns; it then neither
+            continues a session nor leaves one.
     """
 
     turns: tuple[int, ...]
     plan: RetentionPlan | None = None
     keys: dict[int, bytes] = field(default_factory=dict)
     points: tuple[tuple[int, bytes], ...] = ()
+    exact: bool = False
 
     def suffix(self, end: int) -> bytes | None:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.
@@ -72,8 +76,8 @@ class Conversation:
         """
         if served.turns is None:
             return None
-        if not keeps:
-            return cls(served.turns)
+        if not keeps or served.exact:
+            return cls(served.turns, exact=served.exact)
         assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
         keys: dict[int, bytes] = {}
         points: list[tuple[int, bytes]] = []
@@ -98,9 +102,11 @@ class SessionSnapshot:
         number: the eviction behind which the session is, as that request counts.
         point: tokens computed at that eviction.
         skip: `[layers]` tokens that the eviction skips.
-        bundles: the base, and the bundles behind it.
+        bundles: the base, and the bundles behind it, as far as the device has them.
+        in_host: the names of those that come behind these, which the host cache has.
         hashes: the hashes of all bundles from position 0 to the last one.
         tokens: tokens up to the end of the last bundle.
+        origin: the request that evicted.
     """
 
     plan: RetentionPlan
@@ -108,19 +114,15 @@ class SessionSnapshot:
     point: int
     skip: npt.NDArray[np.int32]
     bundles: Sequence[BlockBundle]
+    in_host: Sequence[BlockHash]
     hashes: Sequence[BlockHash]
     tokens: int
+    origin: str
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks in all layers."""
+        """Return the number of the device's blocks in all layers."""
         return sum(len(bundle.blocks) for bundle in self.bundles)
-
-    @property
-    def origin(self) -> str:
-        """Return the request that evicted."""
-        assert self.bundles[0].origin is not None
-        return self.bundles[0].origin
 
 
 class SessionCache:
@@ -129,7 +131,12 @@ class SessionCache:
     Args:
         managers: the layers' managers.
         tokens: tokens of a block in every layer.
+
+    Attributes:
+        host: the host cache; None without one.
     """
+
+    host: HostCache | None = None
 
     def __init__(
         self, pool: BundlePool, managers: Sequence[SingleTypeKVCacheManager], tokens: int
@@ -160,19 +167,34 @@ class SessionCache:
             point, key = plan.computed_at(number), keys[number]
             first, last = self._base(point), min(limit // self._tokens, len(hashes))
             limit = min(most, point - least(point))  # for the session before this eviction
-            if last <= first or _name(hashes[first], key) not in cached:
+            if last <= first:
+                continue
+            base = _name(hashes[first], key)
+            if base not in cached and (self.host is None or base not in self.host):
                 continue
             names = [_name(block_hash, key) for block_hash in hashes[first:last]]
-            count = covered(hashes[: first + self._pool.longest_prefix(names)])
+            on_device = there = self._pool.longest_prefix(names)
+            if self.host is not None:
+                there += self.host.longest_prefix(names[there:])
+            count = covered(hashes[: first + there])
             end = plan.prompt_len
             if 0 < end - count * self._tokens < least(end):  # it evicts there, if nothing goes
                 count = covered(hashes[: max(end - least(end), 0) // self._tokens])
             if count <= first:
                 continue  # the base is found whole or not at all
-            bundles = [cached[name] for name in names[: count - first]]
+            names = names[: count - first]
+            bundles, in_host = [cached[name] for name in names[:on_device]], names[on_device:]
             skip, tokens = plan.skip_after(number), count * self._tokens
-            return SessionSnapshot(plan, number, point, skip, bundles, hashes[:count], tokens)
+            origin = bundles[0].origin if bundles else self._origin_in_host(names[0])
+            assert origin is not None, "a base has an origin"
+            return SessionSnapshot(
+                plan, number, point, skip, bundles, in_host, hashes[:count], tokens, origin
+            )
         return None
+
+    def _origin_in_host(self, name: BlockHash) -> str | None:
+        assert self.host is not None
+        return self.host.origin(name)
 
     def touch(self, session: SessionSnapshot) -> None:
         """Make a session the last to be dissolved, and its base last of all."""
@@ -189,24 +211,30 @@ class SessionCache:
     ) -> tuple[list[Sequence[KVCacheBlock]], list[Sequence[KVCacheBlock]]]:
         """Fill a request's empty tables with blocks of its own, in the places of a session's.
 
+        What the host cache has is copied from there, by its own order.
+
         Returns:
-            `[layers]`: the session's blocks, and the blocks into which they are to be copied.
+            `[layers]`: the session's blocks on the device, and the request's blocks, into the first
+            of which they are to be copied.
         """
-        base, *behind = session.bundles
-        heads, first = self.heads(session.skip), self._base(session.point)
+        heads: list[int] = self.heads(session.skip).tolist()
+        first, behind = self._base(session.point), session.bundles[1:]
         self.touch(session)
-        of_base = iter(base.blocks)
-        sources = [
+        of_base = iter(session.bundles[0].blocks if session.bundles else ())
+        sources: list[Sequence[KVCacheBlock]] = [
             [
-                *(next(of_base) for _ in range(first + 1 - head)),
+                *(next(of_base) for _ in range(first + 1 - head) if session.bundles),
                 *(bundle.blocks[layer] for bundle in behind),
             ]
-            for layer, head in enumerate(heads.tolist())
+            for layer, head in enumerate(heads)
         ]
-        blocks = iter(self._pool.get_new_blocks(sum(map(len, sources))))
+        if self.host is not None:
+            self.host.pin(session.in_host)
+        counts = [len(session.hashes) - head for head in heads]
+        blocks = iter(self._pool.get_new_blocks(sum(counts)))
         own: list[Sequence[KVCacheBlock]] = []
-        for manager, head, of_layer in zip(self._managers, heads.tolist(), sources, strict=True):
-            new = [next(blocks) for _ in of_layer]
+        for manager, head, count in zip(self._managers, heads, counts, strict=True):
+            new = [next(blocks) for _ in range(count)]
             table = manager.req_to_blocks[request_id]
             if table:
                 raise RuntimeError(
@@ -218,7 +246,25 @@ class SessionCache:
             if manager.records_new_block_ids:
                 manager.new_block_ids.extend(block.block_id for block in new)
             own.append(new)
-        return list(sources), own
+        self._load(session, own, [first + 1 - head for head in heads])
+        return sources, own
+
+    def _load(
+        self, session: SessionSnapshot, own: Sequence[Sequence[KVCacheBlock]], of_base: list[int]
+    ) -> None:
+        """Order the copies of what the host cache has of a session.
+
+        Args:
+            own: the request's blocks, `[layers][blocks]`. of_base: `[layers]` blocks of the base.
+        """
+        for index, name in enumerate(session.in_host, len(session.bundles)):
+            assert self.host is not None
+            if not index:
+                parts = (blocks[:count] for blocks, count in zip(own, of_base, strict=True))
+                self.host.load(name, list(chain.from_iterable(parts)))
+                continue
+            places = (count + index - 1 for count in of_base)
+            self.host.load(name, [blocks[at] for blocks, at in zip(own, places, strict=True)])
 
     def keep(
         self,

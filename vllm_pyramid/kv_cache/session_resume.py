@@ -16,7 +16,7 @@ from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest, SessionToSave
-from vllm_pyramid.kv_cache.session_cache import SessionCache, SessionSnapshot
+from vllm_pyramid.kv_cache.session_cache import Conversation, SessionCache, SessionSnapshot
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 
 
@@ -41,10 +41,9 @@ class SessionResume:
         self._units_per_bundle = prefix_cache.tokens // layer_blocks.unit
         self._resumed_from: dict[str, tuple[str, int]] = {}
 
-    def turns(self, request_id: str) -> tuple[int, ...] | None:
-        """Return where earlier turns ended; None if the request belongs to no conversation."""
-        conversation = self._records[request_id].terms.conversation
-        return None if conversation is None else conversation.turns
+    def conversation(self, request_id: str) -> Conversation | None:
+        """Return the conversation that a request belongs to; None without one."""
+        return self._records[request_id].terms.conversation
 
     def resumed_tokens(self, request_id: str) -> int:
         """Return the tokens of the session with which a request began."""
@@ -87,6 +86,7 @@ class SessionResume:
         if needed > self._pool.get_num_free_blocks() - copied:
             return 0
         record.prefix_hit, record.session_hit = [], session
+        record.host_hit, record.host_query = [], 0
         return session.tokens
 
     def blocks_to_allocate(
@@ -125,7 +125,15 @@ class SessionResume:
             suffix = record.terms.suffix
             self._copies.add_stock(*self._stock_groups.enter(request_id, session.hashes, suffix))
         sources, own = self._cache.adopt(request_id, session)
-        self._copies.add(sources, own)
+        self._copies.add(
+            sources, [blocks[: len(source)] for source, blocks in zip(sources, own, strict=True)]
+        )
+        if self._cache.host is not None:
+            tokens = session.tokens  # the base is of all that was evicted, too
+            if session.bundles:
+                tokens = len(session.in_host) * self._prefix_cache.tokens
+            self._cache.host.counters.queries += tokens
+            self._cache.host.counters.hits += tokens
         self._resumed_from[request_id] = session.origin, session.point
         self._counters.held_blocks += np.array(list(map(len, own)), np.int64)
         self._counters.skipped_tokens += session.skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -116,6 +117,38 @@ def register_spec() -> None:
 
 
 register_spec()
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """The slots of the host cache in one rank's memory; a slot takes a block of each layer.
+
+    Attributes:
+        count: number of slots.
+        num_bytes: of one slot.
+    """
+
+    count: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, num_bytes: int, specs: Sequence[LayerKVCacheSpec]) -> Self:
+        """Return the slots that fit into `num_bytes`; scheduler and workers both ask.
+
+        Args:
+            specs: of all layers that evict.
+
+        Raises:
+            ValueError: not a single slot fits.
+        """
+        of_slot = sum(spec.page_size_bytes for spec in specs)
+        if num_bytes < of_slot:
+            raise ValueError(
+                f"--kv-host-cache is too small: a rank's share of it is {num_bytes / 2**20:.3g} "
+                f"MiB, and the blocks of all layers at one position take {of_slot / 2**20:.3g} "
+                "MiB; raise it"
+            )
+        return cls(num_bytes // of_slot, of_slot)
 
 
 def layout_of(config: KVCacheConfig) -> PipelineLayout:

@@ -21,7 +21,8 @@ class NoScorer(Scorer):
     def check_budget(self, policy: Policy, budget: Budget) -> None:
         """Raise ValueError for a budget, which would have no effect."""
         if budget.percent != 100:
+            reads = "; what it reads is attend.budget" if policy.attend.selects else ""
             raise ValueError(
                 f"policy {policy.name!r} keeps every token, so a budget of {budget} has no effect: "
-                "leave the budget out, or choose a policy that evicts"
+                f"leave the budget out, or choose a policy that evicts{reads}"
             )

@@ -85,6 +85,7 @@ class EvictionPoints(Chunk):
                 "scorer": self.scorer or policy.scorer,
                 "schedule": "prompt_end",
                 "chunk": EvictionPoints(),
+                "attend": "all",
             }
         )
 

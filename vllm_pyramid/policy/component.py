@@ -81,6 +81,14 @@ class Component(BaseModel):
         return False
 
     @property
+    def approximates_answers(self) -> bool:
+        """Return whether K and V of generated tokens are not those of full attention.
+
+        They are then found by no other request.
+        """
+        return self.splits_at_prompt_end
+
+    @property
     def splits_at_prompt_end(self) -> bool:
         """Return whether no step may have tokens of the prompt and tokens behind it."""
         return False
@@ -128,8 +136,9 @@ class Component(BaseModel):
         """Return this part as a request wants it.
 
         Args:
-            keys: of the request's own keys those that are for parts (`kv_top_n` so far), types
-                checked; take out (`pop`) what is yours. What is left over is refused.
+            keys: of the request's own keys those that are for parts (`kv_top_n`,
+                `kv_attend_budget`), types checked; take out (`pop`) what is yours. What is left
+                over is refused.
 
         Raises:
             ValueError: a wrong value.

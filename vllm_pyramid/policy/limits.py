@@ -50,6 +50,10 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     ("`kv_top_n`", f"1 to {MAX_TOP_N:,} keys"),
     (
+        "`kv_attend_budget`",
+        "as `kv_budget`; at least the sinks and recent tokens of the policy's `attend`, and one",
+    ),
+    (
         "`kv_turns`",
         f"at most {MAX_TURNS} turns, each ending inside the prompt; {FREE_EVICTIONS} of them may "
         f"evict, and one more for each {TOKENS_PER_EVICTION} tokens",
@@ -59,4 +63,5 @@ TABLE: tuple[tuple[str, str], ...] = (
         f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; all of them within the "
         "budget of the smallest layer, next to window and sinks",
     ),
+    ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns`"),
 )

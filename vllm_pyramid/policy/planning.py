@@ -63,7 +63,7 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     if policy.why_not_shareable is not None or plan.pieces:
         return 0
     if plan.untouched is None:
-        return plan.prompt_len if policy.splits_at_prompt_end else None
+        return plan.prompt_len if policy.approximates_answers else None
     return plan.exact_tokens if policy.copies_blocks else plan.untouched
 
 

@@ -28,6 +28,7 @@ from pydantic import (
 
 from vllm_pyramid.plan import Budget, IntArray, Plan
 from vllm_pyramid.policy.allocator import Allocator
+from vllm_pyramid.policy.attend import Attend, DenseAttention
 from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
 from vllm_pyramid.policy.component import Component
 from vllm_pyramid.policy.kinds import parse_component
@@ -48,7 +49,7 @@ DEFAULT_MIN_TOKENS = 256
 MIN_TURN = 32
 # Base classes of the sections of a preset.
 SECTIONS: dict[str, type[Component]] = {
-    base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk)
+    base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk, Attend)
 }
 
 
@@ -72,7 +73,7 @@ class Policy(BaseModel):
             None: the server's. It does not apply to a budget in tokens.
         fill_blocks: whether the next best tokens fill the last block of a layer (same memory);
             otherwise exactly the paper's number is kept.
-        scorer, allocator, selector, schedule, values, chunk: the parts, see
+        scorer, allocator, selector, schedule, values, chunk, attend: the parts, see
             `vllm_pyramid.methods`.
     """
 
@@ -104,16 +105,20 @@ class Policy(BaseModel):
     chunk: Annotated[SerializeAsAny[EvictionPoints], _parsed_by(Chunk)] = Field(
         default_factory=EvictionPoints
     )
+    attend: Annotated[SerializeAsAny[Attend], _parsed_by(Attend)] = Field(
+        default_factory=DenseAttention
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
         if self.name == "none" or (
-            self.name == "full" and (self.evicts or self.values != DeviceValues())
+            self.name == "full"
+            and (self.evicts or self.values != DeviceValues() or self.attend.selects)
         ):
             raise ValueError(
                 f"the name {self.name!r} is reserved (none: plugin off, full: everything kept on "
-                "the device): give this policy another one"
-                + (", or choose kcache" if not self.evicts else "")
+                "the device, and read): give this policy another one"
+                + (", or choose kcache or select" if not self.evicts else "")
             )
         for part in self.parts:
             part.check(self)
@@ -130,6 +135,7 @@ class Policy(BaseModel):
             self.schedule,
             self.values,
             self.chunk,
+            self.attend,
         )
 
     @cached_property
@@ -193,6 +199,11 @@ class Policy(BaseModel):
     def attends(self) -> bool:
         """Whether a part replaces the attention of some layers, which no full graph may cover."""
         return any(part.attends for part in self.parts)
+
+    @property
+    def approximates_answers(self) -> bool:
+        """Whether K and V of generated tokens are not those of full attention."""
+        return any(part.approximates_answers for part in self.parts)
 
     @property
     def splits_at_prompt_end(self) -> bool:

@@ -24,7 +24,7 @@ from vllm_pyramid.policy.kept_spans import (
     why_only_leading,
 )
 from vllm_pyramid.policy.limits import CACHE_BYTES
-from vllm_pyramid.policy.request_keys import RequestKeys, check_names
+from vllm_pyramid.policy.request_keys import EXACT, RESUME, RequestKeys, check_names
 
 FULL_POLICY = "full"
 # Settings of a request that keeps everything, for which no method of the served policy is asked.
@@ -44,6 +44,8 @@ class ServedRequest(NamedTuple):
         application, turns: see `RequestKeys`.
         keep: spans that stay in every layer and head, in order and apart: the request's own, and
             those of a chat's template (`--kv-keep`).
+        exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
+            had no turns (`EXACT`).
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
             served policy then holds until the scheduler has ended the request.
     """
@@ -53,7 +55,13 @@ class ServedRequest(NamedTuple):
     application: str = ""
     turns: tuple[int, ...] | None = None
     keep: Spans = ()
+    exact: bool = False
     error: str | None = None
+
+    @property
+    def resumed_turns(self) -> tuple[int, ...] | None:
+        """The turns at whose ends the prompt is evicted; None if no later one resumes it."""
+        return None if self.exact else self.turns
 
     def check_turns(self, prompt_len: int) -> None:
         """Raise ValueError if an earlier turn ends behind the request's prompt."""
@@ -66,7 +74,8 @@ class ServedRequest(NamedTuple):
 
     def plan(self, prompt_len: int, num_layers: int, block_size: int) -> Plan:
         """Return `Policy.plan` of the request, whose turns have been checked."""
-        return self.policy.plan(prompt_len, num_layers, block_size, self.budget, self.turns or ())
+        turns = self.resumed_turns or ()
+        return self.policy.plan(prompt_len, num_layers, block_size, self.budget, turns)
 
     @property
     def share_floor(self) -> int | None:
@@ -85,11 +94,12 @@ def _full_policy() -> Policy:
     return load_policy(FULL_POLICY)
 
 
-def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
+def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> ServedRequest:
     """Return the policy and the budget of a request.
 
     Args:
         policy: the served policy. keys: the request's settings.
+        turn_mode: of a request with turns that does not say one.
 
     Raises:
         ValueError: a policy that is not served, or a value that it cannot work with.
@@ -124,14 +134,25 @@ def resolve(policy: Policy, keys: RequestKeys) -> ServedRequest:
             f"kv_application has no effect on policy {chosen.name!r}, which averages no lengths "
             "over requests (sample_first, sample_share): leave it out"
         )
-    if keys.top_n is not None:
-        chosen = _with_keys(chosen, (("kv_top_n", keys.top_n),))
-    if keys.turns is not None and (reason := chosen.why_not_resumable) is not None:
+    own = {"kv_top_n": keys.top_n, "kv_attend_budget": keys.attend_budget}
+    if given := tuple((key, value) for key, value in own.items() if value is not None):
+        chosen = _with_keys(chosen, given)
+    exact = keys.turns is not None and (keys.turn_mode or turn_mode) == EXACT
+    if keys.turns is not None and not exact and (reason := chosen.why_not_resumable) is not None:
         raise ValueError(
-            f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out"
+            f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out, or "
+            f"send kv_turn_mode {EXACT!r}"
         )
-    check_spans(chosen, keys.keep, keys.turns)
-    return ServedRequest(chosen, budget, keys.application, keys.turns, keys.keep)
+    served = ServedRequest(chosen, budget, keys.application, keys.turns, keys.keep, exact)
+    check_spans(chosen, keys.keep, served.resumed_turns)
+    return served
+
+
+# Of a key that no part of a policy takes: what the policy does.
+_WHY_NO_EFFECT = {
+    "kv_top_n": "keeps V on the device or reads all of it",
+    "kv_attend_budget": "attends to everything that it keeps",
+}
 
 
 @cached_by_bytes(CACHE_BYTES)
@@ -141,8 +162,8 @@ def _with_keys(policy: Policy, given: tuple[tuple[str, Any], ...]) -> Policy:
     parts = {part.section: part.for_request(keys) for part in policy.parts}
     if keys:
         raise ValueError(
-            f"{', '.join(keys)} has no effect on policy {policy.name!r}, which keeps V on the "
-            "device or reads all of it: leave it out"
+            f"{', '.join(keys)} has no effect on policy {policy.name!r}, which "
+            f"{' and '.join(_WHY_NO_EFFECT[key] for key in keys)}: leave it out"
         )
     return policy.model_copy(update={name: part.model_dump() for name, part in parts.items()})
 
@@ -168,18 +189,20 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
     if not extra_args or TEMPLATE_KEY not in extra_args:
         return served
     spans = parse_spans(extra_args[TEMPLATE_KEY], "the chat's template")
-    if why_only_leading(served.policy, served.turns) is not None:
+    if why_only_leading(served.policy, served.resumed_turns) is not None:
         spans = only_leading(spans)
     keep = merged((*served.keep, *spans))
-    check_spans(served.policy, keep, served.turns)
+    check_spans(served.policy, keep, served.resumed_turns)
     return served._replace(keep=keep)
 
 
-def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) -> ServedRequest:
+def check_request(
+    policy: Policy, params: Any, why_no_turns: str | None = None, turn_mode: str = RESUME
+) -> ServedRequest:
     """Check the settings of a client's request, in the front end.
 
     Args:
-        params: vLLM's `SamplingParams`. why_no_turns: see `ServedSettings`.
+        params: vLLM's `SamplingParams`. why_no_turns, turn_mode: see `ServedSettings`.
 
     Raises:
         ValueError: a wrong key or value, or parameters that a part of the policy cannot serve.
@@ -187,10 +210,14 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
     check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} cannot be set by requests: leave it out")
-    served = with_template(resolve(policy, RequestKeys.parse(params.extra_args)), params.extra_args)
-    if served.turns is not None and why_no_turns is not None:
-        raise ValueError(f"kv_turns does not work on this server: {why_no_turns}; leave it out")
-    if served.turns and params.prompt_logprobs is not None:
+    served = resolve(policy, RequestKeys.parse(params.extra_args), turn_mode)
+    served = with_template(served, params.extra_args)
+    if served.resumed_turns is not None and why_no_turns is not None:
+        raise ValueError(
+            f"kv_turns does not work on this server: {why_no_turns}; leave it out, or send "
+            f"kv_turn_mode {EXACT!r}"
+        )
+    if served.resumed_turns and params.prompt_logprobs is not None:
         raise ValueError(
             "prompt_logprobs would be those of an evicted cache: the prompt is evicted from where "
             "its earlier turns ended (kv_turns); leave one of them out"
@@ -200,14 +227,18 @@ def check_request(policy: Policy, params: Any, why_no_turns: str | None = None) 
     return served
 
 
-def for_request(policy: Policy, extra_args: Mapping[str, Any] | None) -> ServedRequest:
+def for_request(
+    policy: Policy, extra_args: Mapping[str, Any] | None, turn_mode: str = RESUME
+) -> ServedRequest:
     """Resolve a request's settings in a worker, which reports mistakes as `ServedRequest.error`.
 
     The scheduler has checked the names of its keys. An allocator that the scheduler sends with the
     request replaces the policy's.
     """
     try:
-        served = with_template(resolve(policy, RequestKeys.parse(extra_args)), extra_args)
+        served = with_template(
+            resolve(policy, RequestKeys.parse(extra_args), turn_mode), extra_args
+        )
         if extra_args and ALLOCATOR_KEY in extra_args:
             fields = hashable(extra_args[ALLOCATOR_KEY])
             served = served._replace(policy=with_allocator(served.policy, fields))

@@ -18,7 +18,13 @@ from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
     "kv_keep",
+    "kv_attend_budget",
+    "kv_turn_mode",
 )
+# How a later turn of a conversation continues: with the evicted state of the turn before, or with
+# the KV of the whole prompt, evicted again as if it had never been.
+RESUME, EXACT = "resume", "exact"
+TURN_MODES = (RESUME, EXACT)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class RequestKeys:
         turns: tokens at which the prompts of the conversation's earlier turns ended; empty for the
             first turn, None for a request that no later one resumes.
         keep: spans of the prompt that every layer and head keeps (`kept_spans`).
+        attend_budget: what a generated token reads in a layer; None for the policy's.
+        turn_mode: one of `TURN_MODES`; None for the server's.
     """
 
     policy: str | None = None
@@ -44,6 +52,8 @@ class RequestKeys:
     top_n: int | None = None
     turns: tuple[int, ...] | None = None
     keep: Spans = ()
+    attend_budget: Budget | None = None
+    turn_mode: str | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
@@ -77,15 +87,26 @@ class RequestKeys:
                 f"kv_top_n of a request must be a number of keys from 1 to {MAX_TOP_N}, not "
                 f"{quoted(top_n)}"
             )
-        value = extra_args.get("kv_budget")
-        try:
-            budget = None if value is None else Budget.parse(value)
-        except ValueError as error:
-            raise ValueError(f"kv_budget of the request: {error}") from None
+        budget = _parse_budget(extra_args, "kv_budget")
+        attend_budget = _parse_budget(extra_args, "kv_attend_budget")
         floor = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
         turns = _parse_turns(extra_args.get("kv_turns"))
+        mode = parse_turn_mode(extra_args.get("kv_turn_mode"), "kv_turn_mode of a request")
+        if mode is not None and turns is None:
+            raise ValueError(
+                "kv_turn_mode of a request says how kv_turns are continued, and there are none: "
+                "leave it out, or send kv_turns"
+            )
         keep = merged(parse_spans(extra_args.get("kv_keep"), "kv_keep of a request"))
-        return cls(policy, budget, floor, application, top_n, turns, keep)
+        return cls(policy, budget, floor, application, top_n, turns, keep, attend_budget, mode)
+
+
+def _parse_budget(extra_args: Mapping[str, Any], key: str) -> Budget | None:
+    value = extra_args.get(key)
+    try:
+        return None if value is None else Budget.parse(value)
+    except ValueError as error:
+        raise ValueError(f"{key} of the request: {error}") from None
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:
@@ -102,6 +123,20 @@ def check_names(extra_args: Mapping[str, Any] | None) -> None:
             f"takes at most {MAX_KEYS}: send fewer"
         )
     refuse_unknown(extra_args, REQUEST_KEYS, "the request's vllm_xargs")
+
+
+def parse_turn_mode(value: object, name: str) -> str | None:
+    """Parse a mode of later turns, or None.
+
+    Raises:
+        ValueError: neither, with `name` in the message.
+    """
+    if value is None:
+        return None
+    if value not in TURN_MODES:
+        raise ValueError(f"{name} must be {' or '.join(TURN_MODES)}, not {quoted(value)}")
+    assert isinstance(value, str)
+    return value
 
 
 def _parse_turns(value: object) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.policy.request_keys import RESUME
 
 NO_POLICY = "none"
 SERVED_KEY = "vllm_pyramid"
@@ -47,6 +48,9 @@ class ServedSettings:
             those of requests with a `cache_salt` do.
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
+        host_cache_bytes: host memory of each rank for the host cache; None without one.
+        turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
+        page: whether the API server shows the live page.
     """
 
     policy: Policy
@@ -60,6 +64,9 @@ class ServedSettings:
     overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
     keep_template: int | None = None
+    host_cache_bytes: int | None = None
+    turn_mode: str = RESUME
+    page: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

@@ -13,22 +13,26 @@ import msgspec
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_pyramid.compat.scheduler_points import SchedulerPoints, drop_tokens
+from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
+from vllm_pyramid.policy.request_keys import EXACT, RESUME
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
+from vllm_pyramid.scheduler.page_data import page_data
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
 
 # Counters that send the statistics; tokens move with every step, which would be too often.
-_CHANGES = ("evictions", "blocks_held", "failed_requests", "dropped_traces", "dropped_reports")
+_CHANGES = (
+    *("evictions", "blocks_held", "failed_requests", "dropped_traces", "dropped_reports"),
+    "host_cache",
+)
 # Of one request's report: 1 KiB for each of a model's layers, and as many again.
 MAX_REPORT_BYTES = 1 << 18
 
@@ -41,6 +45,7 @@ class Reports(SchedulerPoints):
     failed: FailedRequests
     hooks: list[SchedulerHooks]
     reports_cached: bool
+    host_block_bytes: int = 0  # of all ranks together
     _sent_stats: dict[str, Any] | None = None
 
     @cached_property
@@ -124,10 +129,9 @@ class Reports(SchedulerPoints):
                 " of a stage" if len(stages) > 1 else "",
             )
 
-    def fail(self, request_id: str, kind: str, reason: str, output: ModelRunnerOutput) -> None:
-        """End a request with an error, and drop what the step has sampled for it."""
+    def fail(self, request_id: str, kind: str, reason: str) -> None:
+        """Count a request that has failed, and end it with an error."""
         self.failed.add(request_id, kind, reason)
-        drop_tokens(output, request_id)
         self.end_with_error(request_id, f"KV policy: {reason}", code="kv_policy")
 
     def report_of(self, request: Request) -> dict[str, Any]:
@@ -166,11 +170,12 @@ class Reports(SchedulerPoints):
             "blocks_before": layer_blocks.full(plan.prompt_len),
             "blocks_after": int(whole.sum()),
         }
-        turns = sessions.turns(request.request_id)
-        if self.kv_policy.inner_policy is not None or turns is not None:
+        conversation = sessions.conversation(request.request_id)
+        if self.kv_policy.inner_policy is not None or conversation is not None:
             report["inner_evictions"] = len(plan.inner)
-        if turns is not None:
-            report["kv_turns"] = [*turns, plan.prompt_len]
+        if conversation is not None:
+            report["kv_turns"] = [*conversation.turns, plan.prompt_len]
+            report["kv_turn_mode"] = EXACT if conversation.exact else RESUME
             if shows_cached:
                 report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
         resolved = plans.confirmed(request.request_id)
@@ -217,6 +222,10 @@ class Reports(SchedulerPoints):
             self._sent_stats = now
         return stats
 
+    def page_data(self) -> dict[str, Any]:
+        """Return what the live page shows; asked for by a front end, never sent by itself."""
+        return page_data(self.coordinator, self.running, len(self.waiting), self.policy_stats())
+
     def policy_stats(self) -> dict[str, Any]:
         """Return counters since the start and what is held now, per layer.
 
@@ -238,4 +247,24 @@ class Reports(SchedulerPoints):
             "blocks_held": counters.held_blocks.tolist(),
             "tokens_held": (computed - counters.skipped_tokens).tolist(),
             **({"companion_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
+            **self._host_stats(),
+        }
+
+    def _host_stats(self) -> dict[str, Any]:
+        """Return the counters of the host cache, in tokens and bytes of all ranks; none without."""
+        host = self.coordinator.host_cache
+        if host is None:
+            return {}
+        counters, slot_bytes = host.counters, host.slot_blocks * self.host_block_bytes
+        return {
+            "host_cache": {
+                "queries": counters.queries,
+                "hits": counters.hits,
+                "evictions": counters.evictions,
+                "dropped": counters.dropped,
+                "bytes_stored": counters.stored * self.host_block_bytes,
+                "bytes_loaded": counters.loaded * self.host_block_bytes,
+                "bytes_used": host.used_slots * slot_bytes,
+                "bytes": host.num_slots * slot_bytes,
+            }
         }

@@ -69,14 +69,14 @@ class RequestPlanner:
         Its parameters are replaced where the workers have to follow others.
 
         Returns:
-            The terms, and one of: the mistake in its settings; the failure of a method that raised,
-            with terms that ask no method; None.
+            The terms, and the mistake in the request's settings, the failure of a method, or None.
+            After a failure the terms ask no method.
         """
-        served = self._check(request)
         try:
+            served = self._check(request)
             return self._terms(request, served, asks_hooks=served.error is None), served.error
         except Exception as error:
-            text = f"the plan of the policy {served.policy.name!r}: {type(error).__name__}: {error}"
+            text = f"the plan of the policy {self._policy.name!r}: {type(error).__name__}: {error}"
             if type(error) not in self._traced:
                 self._traced.add(type(error))
                 logger.exception("request %s: %s", request.request_id, text)
@@ -114,7 +114,8 @@ class RequestPlanner:
             if params is None:
                 return ServedRequest(policy)
             overrides.check_keys(params.extra_args)
-            served = check_request(policy, params, self._settings.why_no_turns)
+            settings = self._settings
+            served = check_request(policy, params, settings.why_no_turns, settings.turn_mode)
             served.check_turns(request.num_prompt_tokens)
             overrides.check_kept(served, policy, request.num_prompt_tokens, request.max_tokens)
             layers = self._layer_blocks

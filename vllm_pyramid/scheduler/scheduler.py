@@ -13,15 +13,19 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pyramid.compat import page_server
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
 from vllm_pyramid.compat.side_channel import (
     attach_block_copies,
     attach_copies,
+    attach_host_copies,
     attach_origins,
     read_report,
 )
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.request_record import NoBlocks
+from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.fit import Pool
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -78,6 +82,8 @@ class PyramidSchedulerMixin(Reports):
                 )
             manager.enable_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
+        if settings.host_cache_bytes is not None:
+            self._add_host_cache(settings.host_cache_bytes)
         self.kv_policy = settings.policy
         self.reports_cached = settings.reports_cached
         self._min_last_chunk = settings.min_last_chunk
@@ -117,7 +123,38 @@ class PyramidSchedulerMixin(Reports):
             )
         # Requests that may come to their first eviction in the step being scheduled.
         self._evicting: list[Request] = []
+        if settings.page:
+            page_server.install_engine()
         self.log_capacity(self._pool.block_size)
+
+    def _add_host_cache(self, num_bytes: int) -> None:
+        """Let bundles live on in host memory, of which each rank has `num_bytes`.
+
+        Raises:
+            ValueError: requests find no prefixes, or the memory holds no bundle.
+        """
+        if not self.kv_cache_manager.enable_caching:
+            raise ValueError(
+                "--kv-host-cache keeps what prefix caching finds, and prefix caching is off for "
+                "this model: leave the flag out"
+            )
+        coordinator, config = self.coordinator, self.vllm_config.parallel_config
+        num_layers = coordinator.layer_blocks.num_layers
+        slots = HostSlots.of(num_bytes, coordinator.layer_specs)
+        coordinator.use_host_cache(HostCache(slots.count, num_layers))
+        ranks = config.tensor_parallel_size
+        self.host_block_bytes = slots.num_bytes // num_layers * ranks
+        logger.info(
+            "kv-host-cache: %.2f GiB of host memory%s hold the KV of %d tokens of full prompts, in "
+            "%d slots of %d tokens, %.3g MiB each%s",
+            slots.count * slots.num_bytes * ranks / 2**30,
+            f" of {ranks} ranks together" if ranks > 1 else "",
+            slots.count * coordinator.layer_blocks.largest,
+            slots.count,
+            coordinator.layer_blocks.largest,
+            slots.num_bytes / 2**20,
+            " and rank" if ranks > 1 else "",
+        )
 
     def add_request(self, request: Request) -> None:
         """Plan what the request keeps, then queue it.
@@ -130,8 +167,7 @@ class PyramidSchedulerMixin(Reports):
             return
         terms, error = self._planner.terms(request)
         if isinstance(error, Failure):
-            self.failed.add(request.request_id, error.kind, error.reason)
-            self.end_with_error(request.request_id, f"KV policy: {error.reason}", code="kv_policy")
+            self.fail(request.request_id, error.kind, error.reason)
         elif error is not None:
             logger.error("request %s: %s", request.request_id, error)
             self.end_with_error(request.request_id, error)
@@ -151,6 +187,8 @@ class PyramidSchedulerMixin(Reports):
         scheduled = output.num_scheduled_tokens
         evicting = [request for request in self._evicting if request.request_id in scheduled]
         attach_copies(output, coordinator.prefixes.reserve_copies(evicting))
+        if coordinator.host_cache is not None:  # reserved blocks may be those of bundles, too
+            attach_host_copies(output, coordinator.host_cache.take())
         return output
 
     def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
@@ -243,7 +281,7 @@ class PyramidSchedulerMixin(Reports):
                     hooks.on_step_report(report.methods[hooks.name], self.requests.__contains__)
         for request_id, (kind, reason) in report.failures.items():
             if self._is_current(request_id):
-                self.fail(request_id, kind, reason, model_runner_output)
+                self.fail(request_id, kind, reason)
         for request_id, eviction in report.evictions.items():
             if request_id in report.failures or not self._is_current(request_id):
                 continue
@@ -255,7 +293,7 @@ class PyramidSchedulerMixin(Reports):
                 for hooks in self.hooks:
                     hooks.on_eviction(request_id, self.coordinator.plans.of(request_id), resolved)
             except Exception as error:
-                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}", model_runner_output)
+                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}")
             if self._admission is not None:
                 number = self.coordinator.plans.confirmed_number(request_id)
                 self._admission.evicted(request_id, resolved, number)

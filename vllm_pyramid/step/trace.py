@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--kv-trace DIR`: files with the positions that every request kept."""
+"""`--kv-trace DIR`: files with the positions that every request kept, and the pages it read."""
 
 from __future__ import annotations
 
@@ -59,6 +59,10 @@ class TraceWriter:
     `<request>@<computed tokens>`: `kept_<layer>` are still positions of the whole sequence,
     `computed` takes the place of `prompt_len`, and `recall_<layer>` is NaN.
 
+    Where a policy selects pages, a request's end writes `<request>~pages.npz`: `layers` as above,
+    `pages_read` and `pages_visible`, `[L]` int64, summed over the tokens behind the prompt, and
+    how many `tokens` these were.
+
     Args:
         folder: created if it is missing.
         num_kv_heads: KV heads of each of this worker's layers, on this rank.
@@ -90,6 +94,8 @@ class TraceWriter:
         self._holds: dict[str, tuple[int, dict[int, np.ndarray]]] = {}
         # Requests that hold tokens whose positions are not known.
         self._untraceable: set[str] = set()
+        # Of requests that read pages: tokens, and `[2, L]` pages read and visible.
+        self._reads: dict[str, tuple[int, np.ndarray]] = {}
         self._log = LimitedLog(logger.error)
 
     def record(
@@ -163,8 +169,36 @@ class TraceWriter:
                     }
         return None
 
+    def add_reads(
+        self,
+        request_ids: Sequence[str],
+        requests: np.ndarray,
+        read: np.ndarray,
+        visible: np.ndarray,
+    ) -> None:
+        """Add what tokens of a step have read.
+
+        Args:
+            request_ids: names of the step's requests. requests: `[T]`, each token's request.
+            read, visible: `[L, T]` pages of the cache.
+        """
+        for row in np.unique(requests).tolist():
+            own = requests == row
+            sums = np.stack([read[:, own].sum(axis=1), visible[:, own].sum(axis=1)])
+            tokens, before = self._reads.get(request_ids[row], (0, np.zeros_like(sums)))
+            self._reads[request_ids[row]] = tokens + int(own.sum()), before + sums
+
+    def _write_reads(self, request_id: str) -> None:
+        if (found := self._reads.pop(request_id, None)) is None:
+            return
+        tokens, (read, visible) = found
+        arrays = {"request_id": request_id, "layers": self.layers, "tokens": tokens}
+        arrays |= {"pages_read": read, "pages_visible": visible}
+        self._write(_file_name(request_id) + "~pages" + self.suffix, arrays)
+
     def forget(self, request_id: str) -> None:
         """Forget a request, which has finished."""
+        self._write_reads(request_id)
         self._untraceable.discard(request_id)
         self._holds.pop(request_id, None)
         self._placed.pop(request_id, None)

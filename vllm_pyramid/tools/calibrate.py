@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args, parse_policy_args
 from vllm_pyramid.policy.served_settings import NO_POLICY
+from vllm_pyramid.tools.certified import command as certified
 from vllm_pyramid.tools.command_parts import Progress, has_matplotlib
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ _AT_ONCE = 8  # prompts between two moves of the progress bar
 def add_parser(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
-        "calibrate", help="average solved budgets over your prompts into a policy file"
+        "calibrate",
+        help="fit a policy to your prompts: average solved budgets, or certify a budget (--risk)",
     )
     parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
     parser.add_argument(
@@ -45,7 +47,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
     parser.add_argument(
-        "--kv-policy", default="xkv", help="a policy that solves budgets (default xkv)"
+        "--kv-policy",
+        help="a policy that solves budgets (default xkv); with --risk, one that evicts (auto)",
     )
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.yaml", help="the policy")
@@ -55,6 +58,7 @@ def add_parser(commands: Any) -> None:
         metavar="JSON",
         help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
     )
+    certified.add_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -212,8 +216,24 @@ def _policy_of(settings: KVSettings) -> Policy:
     return policy
 
 
+def _checked_output(args: argparse.Namespace) -> Path:
+    """Return the path of the policy file, which can be written."""
+    output = Path(args.output)
+    if output.suffix not in (".yaml", ".yml"):
+        raise ValueError(
+            f"the output {args.output!r} must end in .yaml, as --kv-policy asks for it"
+        )
+    if not output.parent.is_dir() or (args.picture and not Path(args.picture).parent.is_dir()):
+        raise ValueError("the folder of the output or of the picture does not exist")
+    return output
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns 0 on success."""
+    certified.check_flags(args)
+    if args.risk is not None:
+        return certified.run(args, read_prompts(Path(args.prompts)), _checked_output(args))
+    args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(
         args.kv_policy,
@@ -222,13 +242,7 @@ def run(args: argparse.Namespace) -> int:
         kv_policy_args=parse_policy_args(args.kv_policy_args),
     )
     policy = _policy_of(settings)
-    output = Path(args.output)
-    if output.suffix not in (".yaml", ".yml"):
-        raise ValueError(
-            f"the output {args.output!r} must end in .yaml, as --kv-policy asks for it"
-        )
-    if not output.parent.is_dir() or (args.picture and not Path(args.picture).parent.is_dir()):
-        raise ValueError("the folder of the output or of the picture does not exist")
+    output = _checked_output(args)
     prompts = read_prompts(Path(args.prompts))
     engine_args = parse_engine_args(args.engine_args)
 

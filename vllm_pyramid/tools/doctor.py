@@ -8,6 +8,7 @@ line of the report, with what to do.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -104,6 +105,10 @@ def _build(names: dict[str, str]) -> str:
     return f"{'for CPUs' if is_cpu else 'for GPUs'} ({listed})"
 
 
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 def _installed(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -135,6 +140,8 @@ def _cpuinfo(path: Path) -> tuple[str, set[str]]:
 
 def of_kernels() -> Iterator[Finding]:
     """Find the compiled kernels for the CPU, and the instruction set that they will use."""
+    if not (_has("torch") and _has("vllm")):
+        return  # which is missing already
     from vllm_pyramid.kernels import REFERENCE_VARIABLE
     from vllm_pyramid.kernels.cpu import library
 
@@ -160,6 +167,8 @@ def of_kernels() -> Iterator[Finding]:
 
 def of_gpus() -> Iterator[Finding]:
     """Find GPUs and whether PyTorch can use them."""
+    if not (_has("torch") and _has("vllm")):
+        return
     import torch
 
     driver = Path("/proc/driver/nvidia/version")
@@ -190,9 +199,13 @@ def of_memory() -> Iterator[Finding]:
     """Find the memory of the host, or of its container."""
     import psutil
 
-    from vllm_pyramid.compat.cpu_resources import available_host_memory
+    memory = psutil.virtual_memory()
+    available = memory.available
+    if _has("vllm"):
+        from vllm_pyramid.compat.cpu_resources import available_host_memory
 
-    total, free = psutil.virtual_memory().total / 2**30, available_host_memory() / 2**30
+        available = available_host_memory()
+    total, free = memory.total / 2**30, available / 2**30
     yield Finding("memory", "host", f"{free:.1f} GiB available of {total:.1f} GiB")
     shared = Path("/dev/shm")
     if shared.is_dir():
@@ -231,6 +244,8 @@ def of_extras() -> Iterator[Finding]:
 
 def of_use() -> Iterator[Finding]:
     """Find what an engine with a policy will run on."""
+    if not (_has("torch") and _has("vllm")):
+        return
     found = _platform()
     if found is None:
         yield Finding(

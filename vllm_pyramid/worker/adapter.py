@@ -67,7 +67,7 @@ class RunnerAdapter:
         """Allocate the cache as vLLM does, and bind the layers, which exist from then on."""
         self.pyramid.prepare_cache(kv_cache_config.num_blocks)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        self.pyramid.bind(self.attn_groups)
+        self.pyramid.bind(self.attn_groups, self.kv_caches, kv_cache_config.num_blocks)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step as vLLM does; a worker that fails unheard ends."""

@@ -46,7 +46,8 @@ class PinnedMemory(HostMemory):
         if int(error) or not self._memory.is_pinned():
             raise RuntimeError(
                 f"the driver did not pin {num_bytes / 2**30:.3g} GiB of host memory (error "
-                f"{int(error)}): set a smaller --kv-swap-space, or raise the limit on locked memory"
+                f"{int(error)}): set a smaller --kv-swap-space or --kv-host-cache, or raise the "
+                "limit on locked memory"
             )
         self.bytes = get_accelerator_view_from_cpu_tensor(self._memory)
 

@@ -26,6 +26,7 @@ from vllm.logger import init_logger
 from vllm_pyramid.plan import Eviction, Plan, PlanMismatchError
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import KEEP_EVERYTHING, for_request
+from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.limited_log import LimitedLog
@@ -42,7 +43,7 @@ class EvictionTracker:
 
     Args:
         policy: the engine's policy. num_layers: L. block_size: tokens of the largest cache block.
-        max_num_reqs: rows of the runner's batch.
+        max_num_reqs: rows of the runner's batch. turn_mode: see `ServedSettings`.
 
     Attributes:
         hooks: the hooks of the policy's methods; set by the runtime, which makes them.
@@ -51,8 +52,16 @@ class EvictionTracker:
             request id; set from the scheduler's output.
     """
 
-    def __init__(self, policy: Policy, num_layers: int, block_size: int, max_num_reqs: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        num_layers: int,
+        block_size: int,
+        max_num_reqs: int,
+        turn_mode: str = RESUME,
+    ) -> None:
         self.policy = policy
+        self._turn_mode = turn_mode
         self.num_layers = num_layers
         self.block_size = block_size
         self.step = Step.nothing(num_layers, 0)
@@ -80,13 +89,13 @@ class EvictionTracker:
         The scheduler has made the same plan. If a method of the policy raises here all the same,
         the request keeps everything until the scheduler ends it.
         """
-        served = for_request(self.policy, extra_args)
         self.remove(request_id)
         try:
+            served = for_request(self.policy, extra_args, self._turn_mode)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
         except Exception as error:
             # Other workers may have made the plan, and will evict.
-            what = f"the plan of the policy {served.policy.name!r}"
+            what = f"the plan of the policy {self.policy.name!r}"
             self.failures.blame([request_id], what, error, peers_wait=True)
             served = for_request(self.policy, KEEP_EVERYTHING)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)

@@ -8,6 +8,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_pyramid.compat.backend_names import BACKENDS
+from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.extend import extend_with_policy
@@ -37,6 +38,7 @@ class PyramidGpuWorker(Worker):
         """
         is_fixed = self.cache_config.kv_cache_memory_bytes is not None
         memory = self.adapter.pyramid.memory
+        memory.check_host(available_host_memory())
         memory.before_profile()
         return memory.reserve(super().determine_available_memory(), is_fixed)
 

@@ -7,6 +7,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.eviction_memory import EvictionMemory
 from vllm_pyramid.step.hooks import MethodHooks
@@ -61,6 +62,33 @@ class WorkerMemory:
         """Return the bytes that methods allocate whatever the size of the cache."""
         return sum(hooks.bytes_of_buffers() for hooks in self._hooks)
 
+    def host_cache_bytes(self) -> int:
+        """Return the bytes of host memory that this worker takes for the host cache.
+
+        Raises:
+            ValueError: they hold no slot, or a method keeps memory that does not follow blocks to
+                the host.
+        """
+        wanted = self._settings.host_cache_bytes
+        if wanted is None:
+            return 0
+        if followers := [hooks.name for hooks in self._hooks if hooks.bytes_per_block()]:
+            raise ValueError(
+                f"--kv-host-cache does not work with {', '.join(followers)} yet: it has memory for "
+                "each block of the device, which is not copied to the host; leave the flag out"
+            )
+        slots = HostSlots.of(wanted, list(self._layers.evicting.values()))
+        return slots.count * slots.num_bytes
+
+    def check_host(self, free: int) -> None:
+        """Raise ValueError unless this worker's part of the host cache fits into `free` bytes."""
+        wanted = self.host_cache_bytes()
+        if wanted > free:
+            raise ValueError(
+                f"a worker's share of --kv-host-cache, {wanted / 2**30:.2f} GiB, does not fit into "
+                f"the {free / 2**30:.2f} GiB of free memory: lower it"
+            )
+
     def eviction_bytes(self) -> int:
         """Return the most bytes that the evictions of a step take in addition to the cache."""
         model, policy = self._config.model_config, self._settings.policy
@@ -92,7 +120,9 @@ class WorkerMemory:
         """
         tables, buffers = self.table_bytes(), self.buffer_bytes()
         evictions = self.eviction_bytes()
-        left = available if is_fixed else available - tables - buffers - evictions
+        # On the CPU the host cache comes from the memory of which vLLM gives the KV cache a share.
+        host = self.host_cache_bytes() if self._device.type == "cpu" else 0
+        left = available if is_fixed else available - tables - buffers - evictions - host
         logger.info(
             "kv-policy: %.2f GiB are for the block tables of all layers, %.2f GiB for the policy's "
             "own buffers and %.2f GiB for evictions, %s the %.2f GiB of the KV cache; a smaller "
@@ -107,8 +137,9 @@ class WorkerMemory:
             raise ValueError(
                 f"no memory is left for the KV cache: of the {available / 2**30:.2f} GiB that vLLM "
                 f"would give it, the block tables of all layers take {tables / 2**30:.2f} GiB, the "
-                f"policy's own buffers {buffers / 2**30:.2f} GiB and evictions "
-                f"{evictions / 2**30:.2f} GiB; lower --max-model-len or --max-num-seqs, or raise "
+                f"policy's own buffers {buffers / 2**30:.2f} GiB, evictions "
+                f"{evictions / 2**30:.2f} GiB and the host cache {host / 2**30:.2f} GiB; lower "
+                "--max-model-len, --max-num-seqs or --kv-host-cache, or raise "
                 "--gpu-memory-utilization"
             )
         return self.cache_bytes(left)
@@ -120,13 +151,14 @@ class WorkerMemory:
             cache_bytes: of the KV cache, which is not allocated yet. free: bytes of the host.
         """
         extra = self.table_bytes() + self.buffer_bytes() + self.eviction_bytes()
+        extra += self.host_cache_bytes()
         if cache_bytes + extra > free:
             raise ValueError(
                 f"the KV cache of {cache_bytes / 2**30:.2f} GiB, and {extra / 2**30:.2f} GiB that "
-                "block tables, buffers and evictions of the policy may take in addition, do not "
+                "block tables, buffers, evictions and the host cache may take in addition, do not "
                 f"fit into the {free / 2**30:.2f} GiB of free memory: lower "
-                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE), --max-model-len or "
-                "--max-num-seqs"
+                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE), --max-model-len, "
+                "--max-num-seqs or --kv-host-cache"
             )
 
     def cache_bytes(self, available: int) -> int:

@@ -21,6 +21,7 @@ from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.copy_stream import copies_of, host_memory_of
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker, IntArray
+from vllm_pyramid.worker.host_pool import HostPool
 from vllm_pyramid.worker.layer_binding import LayerBinding
 from vllm_pyramid.worker.memory import WorkerMemory
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
@@ -76,6 +77,7 @@ class WorkerRuntime:
             num_layers=self.layers.num_layers,
             block_size=self.layers.block_size,
             max_num_reqs=config.scheduler_config.max_num_seqs + 1,
+            turn_mode=settings.turn_mode,
         )
         self.tables = StepTables(runner_tables, self.layers, device)
         context = WorkerContext(
@@ -99,6 +101,7 @@ class WorkerRuntime:
         self.memory = WorkerMemory(
             config, settings, device, self.layers, tracker.hooks, runner_tables.tensors_per_group
         )
+        self.host_pool: HostPool | None = None
 
     # Start-up -------------------------------------------------------------------------------------
 
@@ -111,11 +114,31 @@ class WorkerRuntime:
         self.binding.release()
         for hooks in self.tracker.hooks.cache:
             hooks.allocate(num_blocks)
+        if self._settings.host_cache_bytes is not None and self.host_pool is None:
+            self.host_pool = HostPool(
+                self.memory.host_cache_bytes(),
+                list(self.layers.evicting.values()),
+                host_memory_of(self._device),
+            )
 
-    def bind(self, attn_groups: Sequence[Sequence[Any]]) -> None:
-        """Bind the layers, whose caches vLLM has allocated; errors as of `LayerBinding.bind`."""
+    def bind(
+        self,
+        attn_groups: Sequence[Sequence[Any]],
+        kv_caches: Sequence[torch.Tensor],
+        num_blocks: int,
+    ) -> None:
+        """Bind the layers, whose caches vLLM has allocated.
+
+        Args:
+            kv_caches: the runner's, of `num_blocks` blocks.
+
+        Raises:
+            ValueError, RuntimeError: as of `LayerBinding.bind` and `HostPool.bind`.
+        """
         set_scales_of_tokens(self._config.compilation_config.static_forward_context.values())
         self.binding.bind(attn_groups, self._trace)
+        if self.host_pool is not None:
+            self.host_pool.bind(kv_caches, num_blocks)
 
     def compile_kernels(self) -> None:
         """Compile every variant of the kernels of evictions, so that no request waits for one."""
@@ -155,7 +178,11 @@ class WorkerRuntime:
         self.tracker.copies = read_copies(scheduler_output)
         stage, page_size_bytes = self.pipeline.stage, self.layers.page_size_bytes
         pools = self.tracker.hooks.copy_blocks
+        if self.host_pool is not None:
+            self.host_pool.store(scheduler_output)
         copy_blocks(scheduler_output, stage, kv_caches, num_blocks, page_size_bytes, pools)
+        if self.host_pool is not None:
+            self.host_pool.load(scheduler_output)
         if self._trace is not None:
             for request_id, (origin, point) in read_origins(scheduler_output).items():
                 self._trace.resume(request_id, origin, point)

@@ -63,10 +63,10 @@ ROWS = 4 * (3 * 2 + 1) + (1 + 1) + 1
 def modules() -> Iterator[dict[str, ModuleType]]:
     """The scripts, as they see each other."""
     sys.path.insert(0, str(FOLDER))
-    names = ("methods", "report", "tables")
+    names = ("code_task", "methods", "report", "tables")
     yield {name: importlib.import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
-    for name in (*names, "model", "study"):
+    for name in (*names, "model", "study", "gates"):
         sys.modules.pop(name, None)
 
 
@@ -135,6 +135,24 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
         assert part in text, part
 
 
+def test_gates_are_measured_once(tmp_path: Path) -> None:
+    """With the study's rows, on the tasks that ask for them; their tables are shown."""
+    spec = SMALL["small"]["study"] | {"lengths": [320], "tasks": ["needle", "code"]}
+    tables = {"gates": SMALL["small"] | {"study": spec | {"gates": ["code"]}}}
+    for _ in range(2):
+        done = command(tmp_path, tables=tables)
+        assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "out" / "gates.csv").open()))
+    assert len({(row["index"], row["way"], row["budget"]) for row in rows}) == len(rows)
+    assert {(row["task"], row["index"]) for row in rows} == {("code", "0"), ("code", "1")}
+    for way in ("whole", "survey"):
+        same = [row for row in rows if row["way"] == way]
+        assert {float(row["agreement"]) for row in same} == {1.0}
+    text = (tmp_path / "out" / "tables.md").read_text()
+    for part in ("320 tokens: 2 of code", "what is seen", "`representative`", "false alarms"):
+        assert part in text, part
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -175,15 +193,17 @@ def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) 
     methods = modules["methods"].load_methods(FOLDER / "methods.yaml")
     used = set()
     for table in tables.values():
+        load = load_task
         if table.study is not None:
             used |= set(table.study.methods)
             names = table.study.tasks
+            load = modules["code_task"].load_task
         else:
             flags = [p for key, value in table.engine.items() for p in (f"--{key}", str(value))]
             args = _build_parser().parse_args(["eval", *flags])
             assert parse_variants(args.policies, "--policies")
             names = args.tasks.split(",")
-        assert [load_task(name).name for name in names] == list(names)
+        assert [load(name).name for name in names] == list(names)
     assert used <= set(methods)
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
 pytestmark = pytest.mark.cpu
 
 FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
-NAMES = ("model", "gates_pages", "gates_meter")
+NAMES = ("model", "gates_pages", "gates_meter", "gates_ridge", "gates_tiles", "gates_report")
 HEADS, KV_HEADS, TOKENS, BEHIND, SIZE = 4, 2, 16 * 20 + 5, 6, 8
 
 
@@ -26,7 +27,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(FOLDER))
     yield {name: importlib.import_module(name) for name in NAMES}
     sys.path.remove(str(FOLDER))
-    for name in NAMES:
+    for name in (*NAMES, "report"):
         sys.modules.pop(name, None)
 
 
@@ -124,3 +125,56 @@ def test_the_estimate(modules: dict[str, ModuleType]) -> None:
     keys = 0.3 * torch.randn(6400, SIZE)
     true = (queries @ keys.T).logsumexp(dim=-1)
     torch.testing.assert_close(estimate(queries, keys), true, rtol=0.0, atol=0.1)
+
+
+def test_ridge_values_bring_the_windows_outputs_back(
+    modules: dict[str, ModuleType], made: Any
+) -> None:
+    """With next to no ridge exactly; with a larger one values change less."""
+    _, cache = made
+    window = 6
+    kept = torch.cat([torch.randperm(TOKENS - window)[:80].sort().values, torch.arange(-6, 0)])
+    kept %= TOKENS
+    queries = cache.queries[-window:].transpose(0, 1)[: HEADS // KV_HEADS] * SIZE**-0.5
+    keys, values = cache.keys[0], cache.values[0]
+    logits = queries @ keys.T
+    own = torch.arange(TOKENS - window, TOKENS)[:, None]
+    logits = logits.masked_fill(torch.arange(TOKENS) > own, -torch.inf)
+    wanted = logits.softmax(dim=-1) @ values
+    left = logits[..., kept].softmax(dim=-1)
+    assert float((left @ values[kept] - wanted).abs().max()) > 0.05
+    mended = modules["gates_ridge"].mended
+    changed = mended(queries, keys, values, kept, 1e-6)
+    torch.testing.assert_close(left @ changed, wanted, rtol=1e-3, atol=1e-3)
+    less = mended(queries, keys, values, kept, 1.0)
+    assert 0 < float((less - values[kept]).norm()) < float((changed - values[kept]).norm())
+
+
+def test_density_of_tiles(modules: dict[str, ModuleType]) -> None:
+    density, tile, rows = modules["gates_tiles"].density, modules["gates_tiles"].TILE, 6
+    tokens = rows * tile + 3
+    made = modules["model"].LayerCache
+    alike = made(*(torch.zeros(2, tokens, SIZE) for _ in range(3)))
+    alike.queries = torch.zeros(tokens, HEADS, SIZE)
+    tiles = rows * (rows + 1) / 2
+    # All keys alike: a row of r tiles takes 0.6 of its worth; its diagonal tile counts about half.
+    assert density(alike, 1.0, 1.0) == 1.0
+    assert 0.5 < density(alike, 1.0, 0.6) < 0.85
+    # One key that takes all of the attention, in the first tile: that and the diagonal are left.
+    keys = torch.zeros(2, tokens, SIZE)
+    keys[:, 5] = 100.0
+    first = made(torch.ones(tokens, HEADS, SIZE), keys, keys)
+    assert density(first, 1.0, 0.9) == pytest.approx((2 * rows - 1) / tiles)
+
+
+def test_what_foretells_differing_tokens(modules: dict[str, ModuleType]) -> None:
+    area, false_alarms = (
+        getattr(modules["gates_report"], name) for name in ("area", "false_alarms")
+    )
+    differs = pd.Series([0, 0, 0, 1, 1])
+    assert area(pd.Series([0.1, 0.2, 0.3, 0.4, 0.5]), differs) == 1.0
+    assert area(pd.Series([0.5, 0.5, 0.5, 0.5, 0.5]), differs) == 0.5
+    assert area(pd.Series([0.1, 0.45, 0.3, 0.4, 0.5]), differs) == pytest.approx(5 / 6)
+    assert false_alarms(pd.Series([0.1, 0.2, 0.3, 0.4, 0.5]), differs) == 0.0
+    assert false_alarms(pd.Series([0.1, 0.45, 0.3, 0.4, 0.5]), differs) == pytest.approx(1 / 3)
+    assert pd.isna(area(pd.Series([0.1, 0.2]), pd.Series([1, 1])))

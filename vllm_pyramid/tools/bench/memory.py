@@ -28,12 +28,15 @@ class PolicyMemory:
 
     @property
     def bytes_beside_block(self) -> int:
-        """Bytes in addition to each block of a layer, for numbers that the policy accumulates."""
+        """Bytes in addition to each block of a layer: accumulated numbers, or a summary of K."""
         inside = self.policy.inner_policy
         gathers = self.policy.scorer.gathers(self.policy) or (
             inside is not None and inside.scorer.gathers(inside)
         )
-        return 4 * BLOCK_SIZE * self.shape.kv_heads if gathers else 0
+        heads, size = self.shape.kv_heads, self.shape.head_size
+        number = max(self.shape.token_bytes // (2 * heads * size), 2)  # of 8-bit keys in 16 bits
+        summary = self.policy.attend.summary_rows * heads * size * number
+        return summary + (4 * BLOCK_SIZE * heads if gathers else 0)
 
     @cached_property
     def _block_sizes(self) -> npt.NDArray[np.int32]:

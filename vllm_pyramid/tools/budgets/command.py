@@ -173,7 +173,21 @@ def _budget_report(
             "evictions": [inner.computed for inner in plan.inner],
         },
         "host_mib": sum(swapped) * block_bytes / _MIB,
+        **_reads_report(policy, plan, by_layer, block_size),
     }
+
+
+def _reads_report(
+    policy: Policy, plan: RetentionPlan, blocks: list[int], block_size: int
+) -> dict[str, Any]:
+    """Return the pages that the first token behind the prompt reads, where pages are selected."""
+    if not policy.attend.selects:
+        return {}
+    most = policy.attend.pages(plan.prompt_len, plan.num_layers, block_size).tolist()
+    # It stands in the last page of the prompt, or begins a page of its own.
+    visible = [held + (plan.prompt_len % block_size == 0) for held in blocks]
+    read = [min(pair) for pair in zip(most, visible, strict=True)]
+    return {"pages_read": read, "pages_visible": visible}
 
 
 def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
@@ -197,10 +211,14 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
     table.add_column("blocks", str(total["blocks"]), justify="right")
     table.add_column("MiB", f"{total['mib']:.2f}", justify="right")
     table.add_column("tokens held", min_width=20, ratio=1)
-    for row in report["layers"]:
+    read = report.get("pages_read")
+    if read is not None:
+        table.add_column("pages read", str(sum(read)), justify="right")
+    for number, row in enumerate(report["layers"]):
         bar = Bar(size=widest, begin=0, end=row["held"], color="cyan")
         cells = [str(row[key]) for key in ("layer", "keep", "held", "blocks")]
-        table.add_row(*cells, f"{row['mib']:.2f}", bar)
+        reads = [] if read is None else [str(read[number])]
+        table.add_row(*cells, f"{row['mib']:.2f}", bar, *reads)
     their = "their" if "other_layers" in report else "the"
     said = [
         f"For {report['source']}.",
@@ -224,6 +242,13 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
         said.append(
             f"V in host memory: {report['host_mib']:.2f} MiB; a block of a layer whose V is there "
             "holds K of twice the tokens."
+        )
+    if read is not None:
+        visible = sum(report["pages_visible"])
+        said.append(
+            f"The first token behind the prompt reads {sum(read)} of {visible} pages (blocks), "
+            f"{100 * sum(read) / visible:.1f} %; of layers that select, later tokens read no more "
+            "than the attention budget."
         )
     said.append(
         f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "

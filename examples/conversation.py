@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation with the OpenAI client: each turn resumes what the turns before it kept.
+
+    examples/server.sh "$(vllm-pyramid model built-in)"     # in another shell
+    python examples/conversation.py
+
+`kv_turns` says where the prompts of earlier turns ended; the response holds the list for the next
+turn. Prompts are then evicted where each turn ended, and the kept tokens are found again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import openai
+
+TEXT = "Every attention layer has its own budget and its own block table. " * 60
+QUESTIONS = ("What has a budget of its own?", "And what else?", "Who shares it?")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base-url", default="http://localhost:8000/v1")
+    args = parser.parse_args()
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    client = openai.OpenAI(base_url=args.base_url, api_key=key)
+    model = client.models.list().data[0].id
+    messages: list[dict[str, Any]] = [{"role": "system", "content": TEXT}]
+    turns: list[int] = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        # A salt keeps this conversation apart, and lets the report say what was found.
+        settings = {"vllm_xargs": {"kv_turns": turns}, "cache_salt": "conversation.py"}
+        answer: Any = client.chat.completions.create(
+            model=model,
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=32,
+            temperature=0,
+            extra_body=settings,
+        )
+        report = answer.kv_transfer_params
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        turns = report["kv_turns"]
+        print(
+            f"turn {len(turns)}: {report['prompt_tokens']} tokens in the prompt, "
+            f"{report['resumed_tokens']} resumed, {sum(report['kept_tokens'])} kept in "
+            f"{len(report['kept_tokens'])} layers"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server with `--kv-page` and an API key: the page in a browser under load, `top`, clients."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.plumbing.browser import browser, complaints, take_picture
+from tests.plumbing.server import Server, serving
+from tests.tools.test_grafana import METRIC, queries
+from vllm_pyramid.tools.cli import main
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.demo.run import build_prompt
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, KEY = 8, "the-key-of-this-test"
+FLAGS = (
+    *("--kv-policy", "pyramidkv", "--kv-budget", "15%", "--kv-min-tokens", "0", "--kv-page"),
+    *("--api-key", KEY, "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"),
+    *("--kv-cache-memory-bytes", str(24 << 20), "--enable-prompt-tokens-details"),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with serving(model_path(), *FLAGS, log=log) as running:
+        yield running
+
+
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300)
+
+
+def get(url: str, key: str | None = None) -> tuple[int, str, Any]:
+    """Status, text and headers of an answer."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as a:
+            return a.status, a.read().decode(), a.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+def data_of(server: Server) -> dict[str, Any]:
+    status, text, _ = get(f"{server.url}/pyramid/data", KEY)
+    assert status == 200, text
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+@contextmanager
+def load(server: Server, requests: int) -> Iterator[None]:
+    """Requests that run until the block ends: prompts of several lengths, long answers."""
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    def ask(number: int) -> None:
+        prompt, _ = build_prompt(model_path(), 300 + 150 * (number % 6))
+        while not stop.is_set():
+            try:
+                with client(server).completions.create(
+                    model=str(model_path()),
+                    prompt=f"Number {number}. {prompt}",
+                    max_tokens=600,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                ) as answer:
+                    for _ in answer:
+                        if stop.is_set():
+                            break
+            except Exception as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(requests)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+
+
+def wait_for(what: str, found: Any, seconds: float = 120) -> Any:
+    """What `found()` returns once it is true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.2)
+    raise AssertionError(f"never: {what}")
+
+
+def test_keys_and_paths(server: Server) -> None:
+    status, page, headers = get(f"{server.url}/pyramid")
+    assert status == 200 and "<title>vllm-pyramid</title>" in page
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.search(r"(?:src|href)=\"(?!data:)|@import|https?://", page), "nothing is loaded"
+    for key in (None, "wrong", KEY[:-1]):
+        status, text, _ = get(f"{server.url}/pyramid/data", key)
+        assert status == 401 and "API key" in text
+    status, text, _ = get(f"{server.url}/pyramid/elsewhere", KEY)
+    assert status == 404 and "no 'elsewhere'" in text
+
+
+def test_the_numbers_are_those_of_the_requests(server: Server) -> None:
+    """A request's strip is the eviction that its report tells of; idle again, nothing is held."""
+    prompt, _ = build_prompt(model_path(), 900)
+    seen: list[dict[str, Any]] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            seen.append(data_of(server))
+            time.sleep(0.3)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        report = (
+            client(server)
+            .completions.create(
+                model=str(model_path()),
+                prompt=prompt,
+                max_tokens=1000,
+                extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": "20%"}},
+            )
+            .kv_transfer_params
+        )
+    finally:
+        stop.set()
+        watcher.join()
+    rows = [row for data in seen for row in data["engines"][0]["requests"] if any(row["freed"])]
+    assert rows, "nothing was seen of it while it ran"
+    for row in rows:
+        assert row["policy"] == "pyramidkv" and row["prompt"] == report["prompt_tokens"]
+        freed = [report["prompt_tokens"] - kept for kept in report["kept_tokens"]]
+        assert row["freed"] == freed and row["budget"] == report["kv_budget"]
+        for blocks, gone in zip(row["blocks"], freed, strict=True):
+            held = row["computed"] - gone
+            assert held <= 16 * blocks <= held + 3 * 16, "one block more may be allocated ahead"
+    idle = wait_for("idle", lambda: (d := data_of(server)["engines"][0])["running"] == 0 and d)
+    assert idle["pool"]["held"] == 0 and idle["pool"]["blocks"] > 1000
+    assert 0 < idle["pool"]["cached"] < idle["pool"]["blocks"], "its prompt can be found again"
+    assert idle["stats"]["evictions"] >= 1 and idle["layers"] == list(range(LAYERS))
+
+
+def test_viewers_share_an_answer(server: Server) -> None:
+    first, second = data_of(server), data_of(server)
+    if first["time"] != second["time"]:  # the half second ended between the two
+        first, second = second, data_of(server)
+    assert first["time"] == second["time"]
+
+
+def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
+    with browser() as running, load(server, 12):
+        from selenium.webdriver.common.by import By
+        from selenium.webdriver.common.keys import Keys
+
+        def text(css: str) -> str:
+            return str(running.find_element(By.CSS_SELECTOR, css).text)
+
+        running.get(f"{server.url}/pyramid")
+        wait_for("the question for the key", lambda: "API key" in text("#state"))
+        running.find_element(By.ID, "key").send_keys(KEY, Keys.ENTER)
+        wait_for("live", lambda: text("#state") == "live")
+        assert not running.find_element(By.ID, "ask").is_displayed()
+        assert text("#policy") == "pyramidkv, budget 15%"
+
+        def buttons() -> list[Any]:
+            found: list[Any] = running.find_elements(By.CSS_SELECTOR, "#requests button")
+            return found
+
+        wait_for("twelve strips", lambda: len(buttons()) >= 12)
+        wait_for("an eviction", lambda: re.search(r"[1-9]\d? % held", text("#requests")))
+        tiles = running.find_elements(By.CSS_SELECTOR, "#tiles div")
+        shown = dict(tile.text.split("\n") for tile in tiles)
+        assert int(shown["running"]) >= 1 and shown["failed"] == "0"
+        assert float(shown["pool in use"].removesuffix(" %")) > 0
+        time.sleep(8)  # so that the picture has a history
+        for theme in ("light", "dark"):
+            now = running.execute_script("return document.documentElement.dataset.theme")
+            if now != theme:
+                running.find_element(By.TAG_NAME, "body").send_keys("d")
+            time.sleep(1.5)
+            take_picture(running, f"page-{theme}.png", tmp_path)
+        # Something is drawn: strips have more than one colour.
+        colours = running.execute_script(
+            "const c = document.querySelector('#requests canvas'), d = c.getContext('2d')"
+            ".getImageData(0, 0, c.width, c.height).data, s = new Set();"
+            "for (let i = 0; i < d.length; i += 4) s.add(d.slice(i, i + 4).join()); return s.size"
+        )
+        assert colours >= 3
+        body = running.find_element(By.TAG_NAME, "body")
+        body.send_keys(Keys.ARROW_DOWN)
+        running.switch_to.active_element.send_keys(Keys.ENTER)
+        wait_for("an opened request", lambda: "budget" in text("#title"))
+        assert len(running.find_elements(By.CSS_SELECTOR, "#layers tr")) == LAYERS + 1
+        running.find_element(By.ID, "close").click()
+        body.send_keys("p")
+        assert text("#state") == "paused"
+        said = [line for line in complaints(running) if "401" not in line]
+        assert said == []
+
+
+def test_top_shows_the_server(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["top", "--once", server.url]) == 0
+    out = capsys.readouterr().out
+    assert "pyramidkv 15%" in out and "blocks held" in out
+
+
+def test_every_query_of_grafana_finds_its_metrics(server: Server) -> None:
+    exported = {
+        name + suffix
+        for name in re.findall(r"^# TYPE (\S+)", server.metrics_text(), re.M)
+        for suffix in ("", "_bucket")
+    }
+    wanted = {name for query in queries().values() for name in METRIC.findall(query)}
+    assert wanted <= exported
+
+
+def test_the_conversation_of_the_examples_resumes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    example = ROOT / "examples" / "conversation.py"
+    command = [sys.executable, str(example), "--base-url", f"{server.url}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    turns = re.findall(r"turn (\d): (\d+) tokens in the prompt, (\d+) resumed", done.stdout)
+    assert [int(turn) for turn, _, _ in turns] == [1, 2, 3], done.stdout
+    assert turns[0][2] == "0" and any(int(resumed) for _, _, resumed in turns), done.stdout
+
+
+def test_wrong_use_of_the_flag_ends_with_one_line() -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path())]
+    done = subprocess.run([*command, "--kv-page"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "choose one with --kv-policy" in done.stderr

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host cache in an engine: what has left a small pool comes back, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.conversations import Rows, ask, kept_at_end
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    assert_same_tokens,
+    greedy,
+    random_prompts,
+)
+from tests.plumbing.children import Child
+from tests.plumbing.children import greedy as plain_greedy
+
+pytestmark = pytest.mark.engine
+
+BLOCK, LAYERS, LONGEST, WINDOW = 16, 4, 1024, 8
+# One sequence of the greatest length, and the null block.
+SMALL_POOL = LAYERS * LONGEST // BLOCK + 1
+SNAPKV = {"kv_policy": "snapkv", "kv_budget": 64, "kv_policy_args": {"window": WINDOW}}
+KINDS: dict[str, dict[str, Any]] = {
+    "snapkv": {**SNAPKV, "dtype": "float32"},
+    "fp8": {"kv_policy": "full", "kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+def engine_of(
+    engines: EnginePool, model: Path, traces: Path, kind: str = "snapkv", **changes: Any
+) -> Engine:
+    settings = {
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 8,
+        "max_model_len": LONGEST,
+        "num_gpu_blocks_override": SMALL_POOL,
+        "kv_host_cache": 0.0625,
+        **KINDS[kind],
+        **changes,
+    }
+    if kind == "snapkv":
+        settings["kv_trace"] = str(traces)
+    return engines.get(model, **settings)
+
+
+def push_out(engine: Engine) -> None:
+    """Let other prompts take every block of the pool."""
+    engine.generate(random_prompts([900, 900], seed=99), greedy(2))
+
+
+def totals(engine: Engine) -> dict[str, int]:
+    found: dict[str, int] = engine.scheduler.policy_stats()["host_cache"]
+    return dict(found)
+
+
+class Contents(Rows):
+    """The bytes of a prompt's first bundles, by their hashes, whenever the pool has them."""
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        super().__init__(engine)
+        self._count = tokens // BLOCK
+        self.hashes: list[Any] = []
+        self.by_hash: dict[Any, bytes] = {}
+        self.same = 0
+
+    def __call__(self, engine: Engine) -> None:
+        if not self.hashes:
+            (request,) = engine.scheduler.requests.values()
+            self.hashes = engine.coordinator.prefixes.cache.hashes(request)[: self._count]
+        super().__call__(engine)
+        for row, content in self.seen.items():
+            if row.hash in self.hashes:
+                known = self.by_hash.setdefault(row.hash, content)
+                assert known == content, "it came back with other bytes"
+                self.same += known is not content
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_comes_back_to_the_byte(
+    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path, kind: str
+) -> None:
+    """With the tokens, logits and kept positions of the run that computed it."""
+    engine = engine_of(engines, tiny_model("mistral"), traces, kind)
+    assert engine.llm.reset_prefix_cache()
+    (prompt,) = random_prompts([500], seed=1)
+    found = 496 if kind == "fp8" else (500 - WINDOW) // BLOCK * BLOCK
+    look = Contents(engine, found)
+    (first,) = engine.run([Job(prompt, greedy(20, logprobs=2))], look)
+    look(engine)
+    assert len(look.by_hash) == len(look.hashes) == found // BLOCK, "all of it is in the pool"
+    push_out(engine)
+    assert not engine.pool.longest_prefix(look.hashes)
+    before = totals(engine)
+    (again,) = engine.run([Job(prompt, greedy(20, logprobs=2))], look)
+    assert (first.cached, again.cached) == (0, found)
+    after = totals(engine)
+    assert after["hits"] - before["hits"] == found
+    page = engine.coordinator.layer_specs[0].page_size_bytes
+    assert after["bytes_loaded"] - before["bytes_loaded"] == found // BLOCK * LAYERS * page
+    assert look.same > 100
+    if kind == "fp8":  # the last tokens were computed in a chunk of another length
+        assert again.token_ids[0] == first.token_ids[0]
+    else:
+        assert_same_tokens([again], [first])
+        assert kept_at_end(traces, again) == kept_at_end(traces, first)
+        assert again.report == first.report
+    engine.check_whole()
+
+
+def test_an_exact_turn_keeps_what_a_fresh_prompt_keeps(
+    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path
+) -> None:
+    """Bit for bit, whatever earlier turns evicted, with the whole prompt from the host."""
+    engine = engine_of(engines, tiny_model("mistral"), traces)
+    assert engine.llm.reset_prefix_cache()
+    said = random_prompts([400, 90, 70], seed=2)
+    tokens: list[int] = []
+    turns: list[int] = []
+    exact: list[Outcome] = []
+    for words in said:
+        tokens = [*tokens, *words]
+        params = greedy(30, logprobs=2, kv_turns=turns, kv_turn_mode="exact")
+        exact += engine.run([Job(tokens, params)])
+        turns = exact[-1].report["kv_turns"]
+        tokens = [*tokens, *exact[-1].token_ids]
+        push_out(engine)
+    assert [outcome.report["kv_turn_mode"] for outcome in exact] == ["exact"] * 3
+    assert turns == [400, 520, 620]
+    # Whole prompts are found; the answer of the turn before is computed.
+    assert [outcome.cached for outcome in exact] == [0, 400, 512]
+    assert [outcome.report["resumed_tokens"] for outcome in exact] == [0, 0, 0]
+    last = exact[-1]
+    # The same three prompts as conversations that resume, which evict where the turns ended.
+    resumed = ask(engine, last.job.prompt, turns[:-1], 30)
+    assert resumed.report["kv_turn_mode"] == "resume" and resumed.report["inner_evictions"] == 2
+    assert kept_at_end(traces, resumed) != kept_at_end(traces, last)
+    for outcome in exact:
+        assert engine.llm.reset_prefix_cache()
+        (fresh,) = engine.run([Job(outcome.job.prompt, greedy(30, logprobs=2))])
+        assert fresh.cached == 0 and outcome.report["inner_evictions"] == 0
+        assert kept_at_end(traces, outcome) == kept_at_end(traces, fresh)
+        assert_same_tokens([outcome], [fresh])
+    engine.check_whole()
+
+
+def test_an_evicted_state_comes_back(
+    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path
+) -> None:
+    """A turn resumes what the turn before kept, after others have had all of the pool."""
+    engine = engine_of(engines, tiny_model("mistral"), traces)
+    assert engine.llm.reset_prefix_cache()
+    first_words, more = random_prompts([400, 80], seed=3)
+    found = []
+    for pushes in (False, True):
+        assert engine.llm.reset_prefix_cache()
+        first = ask(engine, first_words, [], 40)
+        if pushes:
+            push_out(engine)
+        tokens = [*first_words, *first.token_ids, *more]
+        found.append(ask(engine, tokens, [400], 20))
+    whole = (400 + 39) // BLOCK * BLOCK
+    assert [outcome.report["resumed_tokens"] for outcome in found] == [whole, whole]
+    assert [outcome.cached for outcome in found] == [whole, whole]
+    assert_same_tokens(found[1:], found[:1])
+    assert kept_at_end(traces, found[1]) == kept_at_end(traces, found[0])
+    engine.check_whole()
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"kv_turns": [], "kv_turn_mode": "fast"}, "resume or exact, not 'fast'"),
+        ({"kv_turns": [], "kv_turn_mode": ["exact"]}, "resume or exact"),
+        ({"kv_turn_mode": "exact"}, "send kv_turns"),
+        ({"kv_turns": [300], "kv_turn_mode": "exact"}, "ends at 300 tokens"),
+    ],
+)
+def test_wrong_modes(
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    traces: Path,
+    own: dict[str, Any],
+    message: str,
+) -> None:
+    engine = engine_of(engines, tiny_model("mistral"), traces)
+    (prompt,) = random_prompts([300])
+    with pytest.raises(VLLMValidationError, match=message):
+        engine.client.add_request("wrong", {"prompt_token_ids": prompt}, greedy(4, **own))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iterator[Child]:
+    """Two ranks with a pool of one sequence and a host cache: a prompt, others, and it again."""
+    prompt, *others = random_prompts([900, 800, 850], seed=5)
+    params = plain_greedy(20)
+    waves = [[[prompt, params]], [[others[0], params]], [[others[1], params]], [[prompt, params]]]
+    settings = {
+        "model": str(tiny_model("llama-mha")),
+        "dtype": "float32",
+        "max_model_len": LONGEST,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": SMALL_POOL,
+        "kv_cache_memory_bytes": 64 << 20,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "additional_config": {**SNAPKV, "kv_min_tokens": 0, "kv_host_cache": 0.0625},
+    }
+    child = Child(
+        tmp_path_factory.mktemp("host-ranks"),
+        (settings, waves),
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    yield child
+    child.kill()
+
+
+def test_two_ranks_store_their_own_heads(two_ranks: Child) -> None:
+    (result,) = two_ranks.results(500)
+    first, *_, again = result["outputs"]
+    assert (first["cached"], again["cached"]) == (0, (900 - WINDOW) // BLOCK * BLOCK)
+    assert again["token_ids"] == first["token_ids"]
+    assert again["report"] == first["report"]
+
+
+def test_memory_that_the_machine_does_not_have(tiny_model: Callable[[str], Path]) -> None:
+    from vllm_pyramid import LLM
+
+    with pytest.raises(ValueError, match=r"--kv-host-cache 1e\+05 \(GiB\) does not fit into"):
+        LLM(str(tiny_model("mistral")), skip_tokenizer_init=True, **SNAPKV, kv_host_cache=100000)

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Select instead of evict: the whole cache where all is read, an oracle's answer where it is not.
+
+The independent implementation is Transformers with its attention function replaced: rows behind the
+prompt see, in each layer and KV head, the tokens of the pages that the engine read, and no others.
+That these are the best pages is checked with scores from the oracle's own queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.drafts import count_drafts
+from tests.engine.hybrids import make_hybrid
+from tests.engine.paged_paper import (
+    PagedModel,
+    SummaryCheck,
+    pages_read,
+    selecting_layers,
+)
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    assert_same_tokens,
+    count_preemptions,
+    greedy,
+    random_prompts,
+)
+from vllm_pyramid.methods.pages.reads import PageReads
+from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
+from vllm_pyramid.methods.pages.worker import PageSelector
+
+pytestmark = pytest.mark.engine
+
+MODEL, LAYERS, HEADS, KV_HEADS = "qwen3", 4, 4, 2
+N, DENSE, SINKS, RECENT = 16, 1, 1, 2  # of a block; layers; pages
+BUDGET = 6  # pages
+ATTEND: dict[str, Any] = {
+    "budget": BUDGET * N,
+    "dense_layers": DENSE,
+    "sinks": SINKS * N,
+    "recent": (RECENT - 1) * N,
+}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": N,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 1024,
+}
+LENGTHS = (1, 15, 16, 17, 33, 96, 97, 257, 512, 700)
+TOKENS = 20
+SELECT: dict[str, Any] = {"kv_policy": "select", "kv_policy_args": {"attend": ATTEND}, **SETTINGS}
+
+
+def _jobs(tokens: int = TOKENS, lengths: tuple[int, ...] = LENGTHS, **extra_args: Any) -> list[Job]:
+    """Some meet requests that decode, or come in chunks."""
+    return [
+        Job(prompt, greedy(tokens, logprobs=2, **extra_args), arrival=index // 2)
+        for index, prompt in enumerate(random_prompts(lengths, seed=5))
+    ]
+
+
+def _assert_equal(ours: list[Outcome], theirs: list[Outcome]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs  # floats, bit for bit
+
+
+def _fresh(engine: Engine) -> Engine:
+    assert engine.llm.reset_prefix_cache()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model(MODEL)
+
+
+@pytest.fixture(scope="module")
+def full_runs(engines: EnginePool, model: Path) -> list[Outcome]:
+    return engines.get(model, kv_policy="full", **SETTINGS).run(_jobs())
+
+
+def _planned(outcome: Outcome, budget: int = BUDGET, skips: int = 0) -> dict[str, int]:
+    """What a response must say, by arithmetic: the last token is sampled and not computed."""
+    read = visible = 0
+    prompt, generated = len(outcome.job.prompt), len(outcome.token_ids)
+    for position in range(prompt, prompt + generated - 1):
+        pages = position // N + 1 - skips
+        visible += LAYERS * pages
+        read += DENSE * pages + (LAYERS - DENSE) * min(pages, budget)
+    return {"pages_read": read, "pages_visible": visible, "attended_tokens": generated - 1}
+
+
+def _assert_read(outcomes: list[Outcome], **how: int) -> None:
+    for outcome in outcomes:
+        planned = _planned(outcome, **how)
+        assert {key: outcome.report[key] for key in planned} == planned, len(outcome.job.prompt)
+
+
+def test_with_a_budget_larger_than_the_context_it_is_full(
+    engines: EnginePool, model: Path, full_runs: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the budget and by opting out; and by lists of all pages, which kernels then follow."""
+    engine = _fresh(engines.get(model, **SELECT))
+    for extra in ({"kv_attend_budget": 4096}, {"kv_attend_budget": "100%"}, {"kv_policy": "full"}):
+        outcomes = engine.run(_jobs(**extra))
+        _assert_equal(outcomes, full_runs)
+        _assert_read(outcomes, budget=4096)
+        _fresh(engine)
+    made = StepReadsPlan.__init__
+
+    def choose_all(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self.chooses[:] = True  # though there is nothing to leave out
+
+    lists: list[torch.Size] = []
+    select = PageSelector._select
+
+    def note(self: Any, *args: Any) -> Any:
+        chosen = select(self, *args)
+        lists.append(chosen.block_table.shape)
+        return chosen
+
+    monkeypatch.setattr(StepReadsPlan, "__init__", choose_all)
+    monkeypatch.setattr(PageSelector, "_select", note)
+    outcomes = engine.run(_jobs(kv_attend_budget=4096))
+    _assert_equal(outcomes, full_runs)
+    assert len(lists) > TOKENS and all(len(shape) == 3 for shape in lists)
+    engine.check_whole()
+
+
+# The oracle ---------------------------------------------------------------------------------------
+
+
+def _scores(
+    kind: str, query: torch.Tensor, keys: torch.Tensor, combine: str, asked: torch.Tensor
+) -> torch.Tensor:
+    """Weights of the full pages before a query's own: `[Q, D]` and `[T, D]`, in float64.
+
+    Args:
+        asked: the queries of these pages, `[Q, T, D]`.
+    """
+    pages = keys.double().unflatten(0, (-1, N))
+    q = query.double()
+    if kind == "representative":
+        means = asked.double().mean(dim=0).unflatten(0, (-1, N)).mean(dim=1)
+        best = (pages @ means[..., None])[..., 0].topk(4, dim=1).indices
+        chosen = pages[torch.arange(len(pages))[:, None], best]
+        logits = q @ chosen.mean(dim=1).T
+    elif kind == "box":
+        logits = torch.maximum(q[:, None] * pages.amax(1), q[:, None] * pages.amin(1)).sum(-1)
+    else:
+        mean = pages.mean(dim=1)
+        deviation = (pages - mean[:, None]).pow(2).mean(dim=1).sqrt()
+        logits = q @ mean.T + (q.abs() @ deviation.T if kind == "spread" else 0.0)
+    weights = (logits / q.shape[1] ** 0.5).softmax(dim=-1)
+    return weights.mean(dim=0) if combine == "mean" else weights.amax(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "combine"), [("spread", "mean"), ("box", "max"), ("representative", "mean")]
+)
+def test_an_independent_implementation_gives_its_tokens(
+    engines: EnginePool, model: Path, scorer: str, combine: str
+) -> None:
+    attend = {**ATTEND, "scorer": scorer, "combine": combine}
+    engine = engines.get(model, **{**SELECT, "kv_policy_args": {"attend": attend}})
+    _fresh(engine).shuffle_blocks()
+    with pages_read(engine) as pages:
+        outcomes = engine.run(_jobs(lengths=(17, 97, 257, 512)))
+    _assert_read(outcomes)
+    oracle = PagedModel(str(model))
+    oracle.pages = pages
+    chosen = 0
+    for outcome in outcomes:
+        prompt, generated = outcome.job.prompt, outcome.token_ids
+        oracle.name = outcome.request_id
+        logprobs = oracle.forward(prompt + generated[:-1], len(prompt))[len(prompt) - 1 :]
+        assert logprobs.argmax(dim=-1).tolist() == generated
+        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+        for (name, layer, position), heads in pages.items():
+            if name != outcome.request_id:
+                continue
+            own = position // N
+            assert layer >= DENSE and position >= len(prompt) and len(heads) == KV_HEADS
+            for head, found in enumerate(heads):
+                assert len(set(found)) == len(found) == min(BUDGET, own + 1)
+                always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
+                assert always <= set(found) and found == sorted(found)
+                group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+                query = oracle.queries[layer][group, position]
+                asked = oracle.queries[layer][group, : own * N]
+                keys = oracle.keys[layer][head, : own * N]
+                scores = _scores(scorer, query, keys, combine, asked)
+                best = [float(scores[page]) for page in found if page not in always]
+                rest = [float(scores[page]) for page in range(own) if page not in found]
+                assert not rest or min(best) >= max(rest) - 1e-5
+                chosen += bool(rest)
+    assert chosen > 3 * TOKENS * (LAYERS - DENSE) * KV_HEADS / 2
+
+
+def test_what_is_not_read_may_hold_anything(engines: EnginePool, model: Path) -> None:
+    """NaN in the pages that no KV head of a layer reads changes no bit."""
+    engine = _fresh(engines.get(model, **SELECT))
+    jobs = _jobs(lengths=(512,))
+    with pages_read(engine) as pages:
+        expected = engine.run(jobs)
+    read = {
+        layer: {page for key, heads in pages.items() if key[1] == layer for own in heads
+                for page in own}
+        for layer in range(DENSE, LAYERS)
+    }  # fmt: skip
+    caches = {layer.impl.context.layer: layer for layer in selecting_layers(engine)}
+    poisoned = []
+
+    def poison(engine: Engine) -> None:
+        for request in engine.scheduler.running:
+            if request.num_computed_tokens < 512 or poisoned:
+                return
+            tables = [m.req_to_blocks[request.request_id] for m in
+                      engine.coordinator.single_type_managers]  # fmt: skip
+            for layer, own in read.items():
+                keys, values = caches[layer].impl._split(caches[layer].kv_cache)
+                for page in set(range(512 // N)) - own:
+                    block = tables[layer][page].block_id
+                    keys[block] = values[block] = torch.nan
+                    poisoned.append((layer, page))
+
+    _fresh(engine)
+    _assert_equal(engine.run(_jobs(lengths=(512,)), poison), expected)
+    assert len(poisoned) > 10
+    for layer in caches.values():
+        layer.kv_cache.zero_()  # prefixes would be found that hold NaN
+    _fresh(engine)
+
+
+# Invariance ---------------------------------------------------------------------------------------
+
+FEW = (97, 257, 512, 330)
+
+
+@pytest.fixture(scope="module")
+def alone(engines: EnginePool, model: Path) -> list[Outcome]:
+    """Each request by itself, with nothing in the cache."""
+    engine = engines.get(model, **SELECT)
+    found = []
+    for job in _jobs(lengths=FEW):
+        found += _fresh(engine).run([job])
+    _assert_read(found)
+    return found
+
+
+def test_batches_chunks_and_prefixes_change_nothing(
+    engines: EnginePool, model: Path, alone: list[Outcome]
+) -> None:
+    engine = _fresh(engines.get(model, **SELECT))
+    check = SummaryCheck()
+    together = engine.run(_jobs(lengths=FEW), check)
+    assert_same_tokens(together, alone)
+    _assert_read(together)
+    again = engine.run(_jobs(lengths=FEW), check)
+    assert check.pages > 5000
+    assert_same_tokens(again, alone)
+    _assert_read(again)
+    # A prompt is found whole, but for its last token; an answer is not found at all.
+    assert [one.cached for one in again] == [(n - 1) // N * N for n in FEW]
+    longer = [
+        Job(one.job.prompt + one.token_ids, greedy(2, logprobs=2)) for one in (alone[1], alone[3])
+    ]
+    assert [one.cached for one in engine.run(longer)] == [257 // N * N, 330 // N * N]
+    engine.check_whole()
+
+
+def test_preempted_requests_choose_again(
+    engines: EnginePool, model: Path, alone: list[Outcome]
+) -> None:
+    """What they had generated is computed again, several tokens in a step: a row for each."""
+    settings = {**SELECT, "max_model_len": 640, "enable_prefix_caching": False}
+    engine = engines.get(model, **settings, num_gpu_blocks_override=LAYERS * 58)
+    long = [Job(one.job.prompt, greedy(60, logprobs=2)) for one in alone[:3]]
+    roomy = [engine.run([job])[0] for job in long]
+    again = [Job(job.prompt, job.params) for job in long]
+    check = SummaryCheck()
+    with count_preemptions(engine) as count:
+        outcomes = engine.run(again, check)
+    assert check.pages > 5000
+    assert count["all"] >= 1
+    assert_same_tokens(outcomes, roomy)
+    tokens = [one.report["attended_tokens"] for one in outcomes]
+    assert max(tokens) > 59 and min(tokens) == 59
+    engine.check_whole()
+
+
+def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:
+    """Each draft chooses by itself, and a rejected one leaves no trace in a summary."""
+    prompts = [
+        [8 + (7 * i + i // 40) % 40 for i in range(length)] for length in (97, 257, 512, 330)
+    ]
+
+    def jobs() -> list[Job]:
+        return [Job(prompt, greedy(40, logprobs=2)) for prompt in prompts]
+
+    engine = _fresh(engines.get(model, **SELECT))
+    plain = engine.run(jobs())
+    drafted = engines.get(
+        model,
+        **SELECT,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        },
+    )
+    count = count_drafts(drafted)
+    check = SummaryCheck()
+    outcomes = drafted.run(jobs(), check)
+    assert check.pages > 3000
+    assert 0 < count["accepted"] < count["drafted"] - 20, count
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in plain]
+    attended = sum(one.report["attended_tokens"] for one in outcomes)
+    assert 4 * 39 < attended <= 4 * 39 + count["drafted"]
+    for one in outcomes:
+        assert one.report["pages_read"] < one.report["pages_visible"]
+    drafted.check_whole()
+
+
+def test_evicted_and_selected(engines: EnginePool, model: Path, tmp_path: Path) -> None:
+    """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's."""
+    engine = engines.get(
+        model,
+        kv_policy="select-evicted",
+        kv_policy_args={"attend": ATTEND},
+        kv_trace=str(tmp_path),
+        **SETTINGS,
+    )
+    engine.shuffle_blocks()
+    check = SummaryCheck()
+    with pages_read(engine) as pages:
+        outcomes = engine.run(_jobs(lengths=(97, 512, 700)), check)
+    assert check.pages > 1000
+    engine.run(_jobs(lengths=(16,)))
+    oracle = PagedModel(str(model))
+    oracle.pages = pages
+    for outcome in outcomes:
+        prompt, generated = outcome.job.prompt, outcome.token_ids
+        kept = outcome.report["kept_tokens"]
+        skips = {(len(prompt) - held) // N for held in kept}
+        assert len(skips) == 1 and outcome.report["evicted_tokens"] > 0
+        _assert_read([outcome], skips=skips.pop())
+        with np.load(tmp_path / f"{outcome.request_id}.npz") as file:
+            layers = [torch.from_numpy(file[f"kept_{layer}"]).long() for layer in range(LAYERS)]
+        with np.load(tmp_path / f"{outcome.request_id}~pages.npz") as file:  # by the next step
+            assert int(file["pages_read"].sum()) == outcome.report["pages_read"]
+        # Page j of the cache holds the survivors that moved there.
+        oracle.name = outcome.request_id
+        oracle.survivors = layers
+        logprobs = oracle.forward(prompt + generated[:-1], len(prompt))[len(prompt) - 1 :]
+        assert logprobs.argmax(dim=-1).tolist() == generated
+        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+    engine.check_whole()
+
+
+def test_evicted_inside_the_prompt_and_selected(engines: EnginePool, model: Path) -> None:
+    """Keys move at every point; with a large budget it is what the policy is without `attend`."""
+    chunk = {"tokens": 128, "keep": 96, "scorer": "keydiff"}
+    common = {**SETTINGS, "kv_policy": "keydiff", "kv_budget": 64}
+    evicted = engines.get(model, **common, kv_policy_args={"chunk": chunk})
+    lengths = (97, 330, 512, 700)
+    expected = evicted.run(_jobs(60, lengths))
+    attend = {"kind": "pages", **ATTEND, "budget": 3 * N, "recent": 0}
+    engine = engines.get(model, **common, kv_policy_args={"chunk": chunk, "attend": attend})
+    _assert_equal(engine.run(_jobs(60, lengths, kv_attend_budget="100%")), expected)
+    _fresh(engine)
+    check = SummaryCheck()
+    few = engine.run(_jobs(60, lengths), check)
+    assert check.pages > 1000
+    for one, whole in zip(few, expected, strict=True):
+        assert one.report["inner_evictions"] == whole.report["inner_evictions"]
+        assert one.report["pages_read"] < 0.7 * one.report["pages_visible"]
+        assert one.logprobs[0] == whole.logprobs[0] and one.logprobs != whole.logprobs
+    assert sum(one.report["inner_evictions"] for one in few) > 5
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "lfm2"])
+def test_layers_of_other_kinds_attend_as_ever(
+    engines: EnginePool, tmp_path: Path, family: str
+) -> None:
+    """Windows, learned sinks, states: only layers with full attention select."""
+    folder = make_hybrid(family, tmp_path)
+    jobs = {"lengths": (33, 257, 512)}
+    common = {**SETTINGS, "max_num_batched_tokens": 512}
+    if family == "lfm2":  # whose queries and keys vLLM turns wrongly on a CPU, see families.py
+        common["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    full = engines.get(folder, kv_policy="full", **common).run(_jobs(**jobs))
+    attend = {**ATTEND, "dense_layers": 0}
+    engine = engines.get(folder, kv_policy="select", kv_policy_args={"attend": attend}, **common)
+    _assert_equal(_fresh(engine).run(_jobs(**jobs, kv_attend_budget=4096)), full)
+    few = _fresh(engine).run(_jobs(**jobs))
+    for one, whole in zip(few, full, strict=True):
+        layers, prompt = len(one.report["layers"]), len(one.job.prompt)
+        pages = [p // N + 1 for p in range(prompt, prompt + TOKENS - 1)]
+        assert one.report["pages_visible"] == layers * sum(pages)
+        assert one.report["pages_read"] == layers * sum(min(p, BUDGET) for p in pages)
+        assert one.logprobs[0] == whole.logprobs[0]
+        assert (one.logprobs == whole.logprobs) == (prompt == 33)
+    alone = [_fresh(engine).run([Job(one.job.prompt, one.job.params)])[0] for one in few]
+    assert_same_tokens(few, alone)
+    engine.check_whole()
+
+
+def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: Path) -> None:
+    engine = _fresh(engines.get(model, **SELECT))
+    (hooks,) = [one for one in engine.scheduler.hooks if isinstance(one, PageReads)]
+    before = hooks.totals()
+    outcomes = engine.run(_jobs(lengths=(257, 97)))
+    after = engine.scheduler.policy_stats()
+    for name in ("pages_read", "pages_visible"):
+        assert after[name] - before[name] == sum(one.report[name] for one in outcomes) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "not tried with --pipeline-parallel-size"),
+        ({"kv_policy_args": {"attend.dense_layers": 4}}, "nothing would be selected"),
+    ],
+)
+def test_what_was_not_tried_is_refused(
+    engines: EnginePool, model: Path, settings: dict[str, Any], message: str
+) -> None:
+    engines.close()
+    with pytest.raises(ValueError, match=message):
+        engines.get(model, **{**SELECT, **settings})

@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a step choose pages, what the worker's hooks make of it, and Quest's choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages
+from vllm_pyramid.methods.pages.reads import PageReads, StepReads
+from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
+from vllm_pyramid.methods.pages.worker import PageSelector
+from vllm_pyramid.plan import PlanMismatchError
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.page_scorer import PageScorer
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.step import Step, WorkerRequest
+from vllm_pyramid.step.trace import TraceWriter
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, HEADS, KV_HEADS, SIZE, N = 3, 4, 2, 8, 4
+
+
+def _step(
+    requests: list[tuple[int, int, int]],
+    skips: list[int] | None = None,
+    policy: Any = None,
+    layers: int = LAYERS,
+) -> Step:
+    """A step of requests (prompt, computed, scheduled), of which each layer skips as much."""
+    prompts, computed, scheduled = (np.array(x, np.int32) for x in zip(*requests, strict=True))
+    step = Step.nothing(layers, len(requests))
+    policy = policy or load_policy("select")
+    plans = [policy.plan(int(prompt), layers, N) for prompt in prompts]
+    step.requests = [WorkerRequest(f"r{i}", policy, plan, plan) for i, plan in enumerate(plans)]
+    step.prompt_lens, step.computed, step.scheduled = prompts, computed, scheduled
+    if skips is not None:
+        step.skips[:] = skips
+    return step
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_rows_cover_a_step(data: st.DataObject) -> None:
+    """Each query has one row, of its request and with its position; prompts never choose."""
+    count = data.draw(st.integers(1, 5))
+    requests, skips = [], []
+    for _ in range(count):
+        prompt = data.draw(st.integers(1, 60))
+        computed = data.draw(st.integers(0, prompt + 30))
+        requests.append((prompt, computed, data.draw(st.integers(1, 20))))
+        skips.append(N * data.draw(st.integers(0, min(prompt, computed) // N)))
+    step = _step(requests, skips)
+    bounds = Bounds(
+        N, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 3)), data.draw(st.integers(0, 50))
+    )
+    budgets = np.array(
+        [[2**31 - 1, *data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=2))]
+         for _ in requests], np.int32,
+    )  # fmt: skip
+    plan = StepReadsPlan(step, budgets, bounds)
+    # One by one, from the rules.
+    expected = []
+    for request, (prompt, computed, scheduled) in enumerate(requests):
+        for position in range(computed, computed + scheduled):
+            visible = position // N + 1 - skips[request] // N
+            most = [max(int(b), bounds.sinks + bounds.recent) for b in budgets[request]]
+            chooses = (
+                position >= prompt
+                and position >= bounds.min_context
+                and any(b < visible for b in most)
+            )
+            read = [min(visible, b) if chooses else visible for b in most]
+            expected.append((request, position, position >= prompt, chooses, visible, read))
+    behind = [one for one in expected if one[2]]
+    assert plan.requests.tolist() == [one[0] for one in behind]
+    assert plan.positions.tolist() == [one[1] for one in behind]
+    assert plan.chooses.tolist() == [one[3] for one in behind]
+    assert plan.planned.T.tolist() == [one[5] for one in behind]
+    assert all(row == plan.visible[0].tolist() for row in plan.visible.tolist())
+    rows = RowsOfStep.of(step, plan)
+    assert rows.starts[0] == 0 and rows.starts[-1] == len(expected)
+    assert sorted([*rows.chosen, *rows.whole]) == list(range(len(rows.requests)))
+    for row, (start, end) in enumerate(zip(rows.starts[:-1], rows.starts[1:], strict=True)):
+        queries = expected[start:end]
+        assert queries and {one[0] for one in queries} == {rows.requests[row]}
+        assert rows.seq_lens[row] == queries[-1][1] + 1
+        assert {one[3] for one in queries} == {row in rows.chosen}
+        assert row in rows.whole or len(queries) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=1, max_size=5))
+def test_full_pages_of_a_step(requests: list[tuple[int, int]]) -> None:
+    step = _step([(50, computed, scheduled) for computed, scheduled in requests])
+    wanted = [
+        (request, page)
+        for request, (computed, scheduled) in enumerate(requests)
+        for page in range(20)
+        if computed < (page + 1) * N <= computed + scheduled
+    ]
+    found = FullPages.of(step, N)
+    if found is None:
+        assert not wanted
+        return
+    assert list(zip(found.requests.tolist(), found.pages.tolist(), strict=True)) == wanted
+    assert (found.ends % N == 0).all() and (found.starts <= found.ends).all()
+
+
+# Quest --------------------------------------------------------------------------------------------
+
+
+def _quests_pages(query: torch.Tensor, keys: torch.Tensor, size: int, budget: int) -> list[int]:
+    """Quest's choice for one head, from its algorithm 1: the last page and the best of the others.
+
+    Per channel, the larger of q times the page's minimum and q times its maximum, summed.
+    """
+    full = (len(keys) - 1) // size
+    bounds = []
+    for page in range(full):
+        channels = keys[page * size : (page + 1) * size]
+        low, high = channels.min(dim=0).values, channels.max(dim=0).values
+        bounds.append(float(torch.maximum(query * low, query * high).double().sum()))
+    order = sorted(range(full), key=lambda page: (-bounds[page], page))
+    return sorted([*order[: budget - 1], full])
+
+
+class _Context:
+    """What `PageSelector` reads of a worker."""
+
+    device = torch.device("cpu")
+    block_size = N
+    num_layers = LAYERS
+
+    class _Spec:
+        num_kv_heads, head_size, dtype = KV_HEADS, SIZE, torch.float32
+
+    specs = (_Spec(),) * LAYERS
+
+
+def _selector(part: SelectPages, blocks: int, context: Any = None) -> PageSelector:
+    policy = load_policy("select")
+    selector = PageSelector(policy, part, context or _Context())  # type: ignore[arg-type]
+    selector.allocate(blocks)
+    return selector
+
+
+def _inputs(
+    keys: torch.Tensor, table: torch.Tensor, step: Step, layer: int, query: torch.Tensor
+) -> AttentionInputs:
+    ends = torch.from_numpy(step.computed + step.scheduled)
+    starts = torch.tensor([0, *np.cumsum(step.scheduled).tolist()], dtype=torch.int32)
+    skips = torch.from_numpy(step.skips[layer].copy())
+    batch = AttentionBatch(query, keys, keys.clone(), table, starts, ends, skips)
+    return AttentionInputs(reference, layer, batch, Softmax(SIZE**-0.5))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_quest_chooses_its_authors_pages(seed: int) -> None:
+    """Index for index, with a KV head for each query head, as in the paper."""
+    source = torch.Generator().manual_seed(seed)
+    part = load_policy("quest", args={"attend": {"budget": 5 * N, "dense_layers": 0}}).attend
+    assert isinstance(part, SelectPages)
+
+    class Alone(_Context):
+        class _Spec:
+            num_kv_heads, head_size, dtype = HEADS, SIZE, torch.float32
+
+        specs = (_Spec(),)
+        num_layers = 1
+
+    length = 50 + 7 * seed
+    step = _step([(20, length - 1, 1)], layers=1, policy=load_policy("quest", args={
+        "attend": {"budget": 5 * N, "dense_layers": 0}}))  # fmt: skip
+    selector = _selector(part, 64, Alone())
+    table = torch.randperm(60, generator=source)[None, :32].int() + 1
+    cache = torch.randn(64, HEADS, N, SIZE, generator=source)
+    selector.summaries = torch.full_like(selector.summaries, torch.nan)
+    pages = table[0, : length // N].long()
+    reference.summarise_pages(
+        selector.summaries, cache, table, *(torch.tensor([x], dtype=torch.int32)
+        for x in (0, length // N * N, 0)), kind="box",
+    )  # fmt: skip
+    query = torch.randn(1, HEADS, SIZE, generator=source)
+    selector.begin_step(step)
+    chosen = selector.before_attention(_inputs(cache, table, step, 0, query))
+    assert pages.numel() and chosen.block_table.shape == (1, HEADS, 5)
+    keys = cache[table[0].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+    for head in range(HEADS):
+        wanted = _quests_pages(query[0, head], keys[head], N, 5)
+        assert chosen.block_table[0, head].tolist() == table[0, wanted].tolist()
+    assert chosen.seq_lens.tolist() == [4 * N + (length - 1) % N + 1]
+
+
+# A worker's hooks ---------------------------------------------------------------------------------
+
+
+class OwnMean(PageScorer):
+    """The mean of keys, as a user would write it."""
+
+    kind: str = "tests.methods.test_pages:OwnMean"
+    limit: float = 1e9
+
+    def summarise(self, keys: torch.Tensor) -> torch.Tensor:
+        if float(keys.abs().max()) > self.limit:
+            raise ArithmeticError("too large")
+        return keys.mean(dim=2)
+
+    def extend(self, query: torch.Tensor) -> torch.Tensor:
+        return query
+
+
+def _part(scorer: Any, **fields: Any) -> SelectPages:
+    args = {"budget": 20, "dense_layers": 1, "sinks": 2, "recent": 4, "min_tokens": 0, **fields}
+    part = load_policy("select", args={"attend": args}).attend
+    assert isinstance(part, SelectPages)
+    return part.model_copy(update={"scorer": scorer})
+
+
+def _scorer(name: str) -> PageScorer:
+    if name == "own":
+        return OwnMean()
+    return load_policy("select", args={"attend.scorer": name}).attend.scorer  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("name", ["spread", "box", "mean", "own"])
+@given(data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> None:
+    """Chunks, rejected drafts, reused blocks, copies and evictions; full pages at every step."""
+    scorer = _scorer(name)
+    policy = load_policy("select").model_copy(update={"attend": _part(scorer)})
+    selector = _selector(policy.attend, 40)  # type: ignore[arg-type]
+    source = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    cache = torch.full((40, KV_HEADS, N, SIZE), torch.nan)
+    selector.summaries.fill_(torch.nan)
+    free, lives = list(range(1, 40)), {}
+
+    def check() -> None:
+        for blocks, length in lives.values():
+            whole = torch.tensor(blocks[: length // N], dtype=torch.long)
+            if not len(whole):
+                continue
+            expected = scorer.summarise(cache[whole])
+            torch.testing.assert_close(selector.summaries[whole], expected, rtol=1e-5, atol=1e-6)
+
+    for _ in range(data.draw(st.integers(3, 12))):
+        what = data.draw(st.sampled_from(["new", "step", "step", "reject", "free", "copy"]))
+        if what == "new" and len(lives) < 3:
+            lives[max(lives, default=0) + 1] = ([], 0)
+        elif what == "free" and lives:
+            blocks, _ = lives.pop(data.draw(st.sampled_from(sorted(lives))))
+            free += blocks
+        elif what == "reject" and lives:
+            one = data.draw(st.sampled_from(sorted(lives)))
+            blocks, length = lives[one]
+            lives[one] = blocks, max(length - data.draw(st.integers(1, 3)), 0)
+        elif what == "copy" and lives and len(free) > 8:
+            blocks, length = lives[data.draw(st.sampled_from(sorted(lives)))]
+            targets = [free.pop() for _ in blocks]
+            if blocks:
+                cache[torch.tensor(targets)] = cache[torch.tensor(blocks)]
+                selector.copy_blocks(torch.tensor(blocks), torch.tensor(targets))
+            lives[max(lives) + 1] = (targets, length)
+        elif what == "step" and lives:
+            names = sorted(lives)
+            requests, tables = [], torch.zeros(len(names), 12, dtype=torch.int32)
+            for row, one in enumerate(names):
+                blocks, length = lives[one]
+                new = min(data.draw(st.integers(1, 9)), 12 * N - length)
+                while length + new > N * len(blocks) and free:
+                    blocks.append(free.pop())
+                new = min(new, N * len(blocks) - length)
+                tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+                requests.append((8, length, new))
+                for place in range(length, length + new):
+                    cache[blocks[place // N], :, place % N] = torch.randn(
+                        KV_HEADS, SIZE, generator=source
+                    )
+                lives[one] = blocks, length + new
+            step = _step(requests, policy=policy)
+            query = torch.randn(sum(r[2] for r in requests), HEADS, SIZE, generator=source)
+            selector.begin_step(step)
+            for layer in range(LAYERS):
+                found = selector.before_attention(_inputs(cache, tables, step, layer, query))
+                if layer == 0:
+                    assert found.block_table is tables, "a dense layer"
+            report = selector.end_step(step)
+            assert report is None or all(
+                read <= seen for read, seen in zip(report.read, report.visible, strict=True)
+            )
+            check()
+
+
+def test_mixed_rows_attend_as_each_by_itself() -> None:
+    """A prompt's chunk, a token with drafts that choose, and a short answer, in one call."""
+    policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
+    selector = _selector(policy.attend, 64)  # type: ignore[arg-type]
+    source = torch.Generator().manual_seed(1)
+    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=source)
+    table = torch.randperm(63, generator=source)[:48].view(3, 16).int() + 1
+    first = _step([(40, 0, 40), (30, 0, 30), (6, 0, 6)], policy=policy)
+    queries = torch.randn(76, HEADS, SIZE, generator=source)
+    selector.begin_step(first)
+    for layer in range(LAYERS):
+        assert selector.before_attention(_inputs(cache, table, first, layer, queries)).batch
+    assert selector.end_step(first) is None, "no token behind a prompt"
+    step = _step([(60, 40, 20), (30, 36, 3), (6, 6, 1)], policy=policy)
+    query = torch.randn(24, HEADS, SIZE, generator=source)
+    inputs = _inputs(cache, table, step, 1, query)
+    selector.begin_step(step)
+    selector.before_attention(_inputs(cache, table, step, 0, query))
+    chosen = selector.before_attention(inputs)
+    selector.before_attention(_inputs(cache, table, step, 2, query))
+    out, dense = torch.empty_like(query), torch.empty_like(query)
+    reference.paged_attention(out, chosen.batch, chosen.softmax)
+    reference.paged_attention(dense, inputs.batch, inputs.softmax)
+    assert torch.equal(out[:20], dense[:20]) and torch.equal(out[23], dense[23])
+    assert not torch.isclose(out[20:23], dense[20:23]).all()
+    report = selector.end_step(step)
+    assert report is not None
+    # Two layers that select read 5 of 10 pages; the lowest reads all.
+    assert report.read == [0, 3 * (10 + 5 + 5), 3 * 2]
+    assert report.visible == [0, 3 * 30, 3 * 2] and report.tokens == [0, 3, 1]
+    reads = PageReads()
+    reads.on_step_report(report, {"r1"}.__contains__)
+    reads.on_step_report(StepReads(["r1"], [1], [2], [1]), {"r1"}.__contains__)
+    assert reads.totals() == {"pages_read": 67, "pages_visible": 98}
+    assert reads.on_request_finished("r1") == {
+        "pages_read": 61,
+        "pages_visible": 92,
+        "attended_tokens": 4,
+    }
+    assert reads.on_request_finished("r2")["pages_read"] == 0
+
+
+def test_a_layer_that_ran_dense_stops_the_engine(tmp_path: Path) -> None:
+    """What was read is counted from the tables that attention was given, not from the plan."""
+    policy = load_policy("select").model_copy(update={"attend": _part(_scorer("mean"))})
+    selector = _selector(policy.attend, 64)  # type: ignore[arg-type]
+    selector.trace = TraceWriter(str(tmp_path), [KV_HEADS] * LAYERS, 0, 1)
+    cache = torch.zeros(64, KV_HEADS, N, SIZE)
+    table = torch.arange(1, 17, dtype=torch.int32)[None]
+    step, query = _step([(30, 36, 1)], policy=policy), torch.ones(1, HEADS, SIZE)
+    for layers, message in (
+        ((0, 1), r"was to read \[10, 5, 5\] pages .* and read \[10, 5, 0\]"),
+        ((), r"and read \[0, 0, 0\]"),
+        ((0, 1, 2), None),
+    ):
+        selector.begin_step(step)
+        for layer in layers:
+            selector.before_attention(_inputs(cache, table, step, layer, query))
+        if message is None:
+            assert selector.end_step(step) is not None
+            continue
+        with pytest.raises(PlanMismatchError, match=message):
+            selector.end_step(step)
+    step.failures.of["r0"] = ("method", "raised")  # type: ignore[assignment]
+    selector.begin_step(step)
+    assert selector.end_step(step) is not None, "a request that fails anyway"
+    selector.trace.forget("r0")
+    with np.load(tmp_path / "r0~pages.npz") as file:
+        assert file["pages_read"].tolist() == [10, 5, 5] and int(file["tokens"]) == 2
+        assert file["pages_visible"].tolist() == [20] * 3 and file["layers"].tolist() == [0, 1, 2]
+
+
+def test_a_request_without_numbers_fails_alone() -> None:
+    policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
+    selector = _selector(policy.attend, 64)  # type: ignore[arg-type]
+    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=torch.Generator().manual_seed(2))
+    table = torch.arange(1, 33, dtype=torch.int32).view(2, 16)
+    cache[3] = torch.nan
+    query = torch.ones(76, HEADS, SIZE)
+    for requests in ([(38, 0, 38), (38, 0, 38)], [(38, 38, 1), (38, 38, 1)]):
+        step = _step(requests, policy=policy)
+        selector.begin_step(step)
+        for layer in range(LAYERS):
+            part = query[: sum(request[2] for request in requests)]
+            chosen = selector.before_attention(_inputs(cache, table, step, layer, part))
+        assert list(step.failures.of) == (["r0"] if requests[0][1] else [])
+        assert selector.end_step(step) is None or chosen.block_table.shape == (2, KV_HEADS, 5)
+    assert step.failures.of["r0"].kind == "scores" and "NaN" in step.failures.of["r0"].reason
+
+
+def test_steps_without_requests_do_nothing() -> None:
+    selector = _selector(_part(_scorer("spread")), 8)
+    step = Step.nothing(LAYERS, 2)
+    selector.end_step(step)
+    cache, table = torch.full((8, KV_HEADS, N, SIZE), torch.nan), torch.zeros(1, 4).int()
+    inputs = _inputs(cache, table, _step([(4, 0, 4)]), 2, torch.ones(4, HEADS, SIZE))
+    assert selector.before_attention(inputs) is inputs and not selector.summaries.any()
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    class Mixed(_Context):
+        class _Wide(_Context._Spec):
+            num_kv_heads = 4
+
+        specs = (_Context._Spec(), _Wide(), _Context._Spec())
+
+    with pytest.raises(ValueError, match="different KV heads"):
+        _selector(_part(_scorer("spread")), 8, Mixed())
+    exact = _selector(_part(_scorer("exact")), 8)
+    assert exact.bytes_per_block() == 0
+    assert _selector(_part(_scorer("spread")), 8).bytes_per_block() == 2 * KV_HEADS * SIZE * 4
+
+
+def test_the_ceiling_reads_keys() -> None:
+    """`exact` finds the page of the largest product, which a mean hides."""
+    part = _part(_scorer("exact"), budget=13, sinks=0, recent=4, combine="max")
+    policy = load_policy("select").model_copy(update={"attend": part})
+    selector = _selector(part, 64)
+    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=torch.Generator().manual_seed(3))
+    table = torch.arange(1, 17, dtype=torch.int32)[None]
+    query = torch.ones(1, HEADS, SIZE)
+    cache[5, :, 2] = 9.0  # page 4
+    cache[5, :, 3] = -40.0  # its mean points away
+    step = _step([(30, 36, 1)], policy=policy)
+    selector.begin_step(step)
+    chosen = selector.before_attention(_inputs(cache, table, step, 1, query))
+    assert all(5 in head for head in chosen.block_table[0].tolist())
+    spread = replace(step)
+    assert spread.requests is step.requests
+
+
+# Queries of pages ---------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
+def test_representatives_do_not_depend_on_steps(data: st.DataObject) -> None:
+    """Keys are chosen by the queries of their page, in however many steps it was filled."""
+    reduce = data.draw(st.sampled_from(["sum", "max"]))
+    part = _part(RepresentativeScorer(count=2, reduce=reduce))
+    policy = load_policy("select").model_copy(update={"attend": part})
+    selector = _selector(part, 64)
+    source = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=source)
+    table = torch.randperm(63, generator=source)[:48].view(3, 16).int() + 1
+    queries = torch.randn(3, 40, LAYERS, HEADS, SIZE, generator=source)
+    done = [0] * len(lengths)
+    while any(a < b for a, b in zip(done, lengths, strict=True)):
+        rows = [
+            (row, min(data.draw(st.integers(1, 9)), end - done[row]))
+            for row, end in enumerate(lengths)
+            if done[row] < end and data.draw(st.integers(0, 3))
+        ]
+        if not rows:
+            continue
+        rows = data.draw(st.permutations(rows))
+        step = _step([(lengths[row], done[row], new) for row, new in rows], policy=policy)
+        for (row, _), request in zip(rows, step.requests, strict=True):
+            request.request_id = f"r{row}"
+        selector.begin_step(step)
+        for layer in range(LAYERS):
+            query = torch.cat([queries[row, done[row] : done[row] + new, layer]
+                               for row, new in rows])  # fmt: skip
+            tables = table[torch.tensor([row for row, _ in rows])]
+            selector.before_attention(_inputs(cache, tables, step, layer, query))
+        selector.end_step(step)
+        for row, new in rows:
+            done[row] += new
+    for row, end in enumerate(lengths):
+        selector.forget(f"r{row}")
+        for page in range(end // N):  # the summaries are those of the last layer
+            block = int(table[row, page])
+            asked = queries[row, page * N : (page + 1) * N, LAYERS - 1].unflatten(1, (KV_HEADS, -1))
+            for head in range(KV_HEADS):
+                scores = cache[block, head] @ asked[:, head].mean(dim=(0, 1))
+                best = sorted(scores.topk(2).indices.tolist())
+                keys = cache[block, head, best]
+                wanted = keys.mean(dim=0) if reduce == "sum" else keys.flatten()
+                torch.testing.assert_close(selector.summaries[block, head], wanted)
+    assert selector._queries is not None and len(selector._queries._free) >= len(lengths)

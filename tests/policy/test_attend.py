@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section `attend`: what is read of a cache, what a request may change, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+
+from vllm_pyramid.methods.pages import SelectPages
+from vllm_pyramid.methods.pages.refusals import try_scorer
+from vllm_pyramid.policy import Budget, Policy, load_policy
+from vllm_pyramid.policy.attend import ALL_PAGES
+from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
+from vllm_pyramid.policy.page_scorer import PageScorer
+from vllm_pyramid.policy.planning import reusable_tokens
+from vllm_pyramid.policy.request import check_request, for_request
+
+pytestmark = pytest.mark.cpu
+
+PRESETS = ("infllm", "quest", "select", "select-evicted")
+SIZE = 16
+
+
+def _attend(**fields: Any) -> SelectPages:
+    part = load_policy("select", args={"attend": fields}).attend
+    assert isinstance(part, SelectPages)
+    return part
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_select_and_travel_as_data(name: str) -> None:
+    policy = load_policy(name)
+    assert policy.attend.selects and policy.attends and policy.approximates_answers
+    assert not policy.works_in_every_step and not policy.splits_at_prompt_end
+    assert policy.why_not_shareable is None
+    again = Policy.model_validate(policy.as_data())
+    assert again == policy and hash(again) == hash(policy)
+    other = load_policy(name, args={"attend.budget": "11%"})
+    assert other != policy and Policy.model_validate(other.as_data()) == other
+
+
+def test_other_policies_read_everything() -> None:
+    for name in ("full", "snapkv", "kcache"):
+        part = load_policy(name).attend
+        assert not part.selects and (part.pages(4096, 8, SIZE) == ALL_PAGES).all()
+    assert not load_policy("snapkv-chunked").inner_policy.attend.selects  # type: ignore[union-attr]
+
+
+def test_pages_of_a_budget() -> None:
+    part = _attend(budget=1024, dense_layers=2, sinks=16, recent=64)
+    pages = part.pages(8192, 8, SIZE)
+    assert pages.dtype == np.int32 and pages.tolist() == [ALL_PAGES] * 2 + [64] * 6
+    assert part.pages(100, 8, SIZE)[2:].tolist() == [64] * 6, "a number holds for short prompts"
+    share = _attend(budget="12%", min_tokens=0)
+    assert share.pages(8192, 8, SIZE)[2:].tolist() == [62] * 6  # 983.04 tokens
+    assert share.pages(10, 8, SIZE)[2:].tolist() == [7] * 6, "sinks, recent pages and one more"
+    assert _attend(budget="12%").pages(100, 8, SIZE)[2:].tolist() == [16] * 6, "the floor: 256"
+    assert (_attend(budget="100%").pages(100, 8, SIZE) == ALL_PAGES).all()
+    assert part.sink_pages(SIZE) == 1 and part.recent_pages(SIZE) == 5
+    assert _attend(sinks=0, recent=0).recent_pages(SIZE) == 1, "a query's own page"
+    # Equal calls share their result, which no caller may change.
+    assert part.pages(8192, 8, SIZE) is pages
+    with pytest.raises(ValueError, match="read-only"):
+        pages[0] = 1
+
+
+@given(
+    budget=st.integers(81, 4000),
+    prompt=st.integers(1, 8000),
+    layers=st.integers(3, 40),
+    kind=st.sampled_from(["uniform", "arithmetic", "geometric", "exponential"]),
+)
+def test_a_pyramid_reads_its_mean(budget: int, prompt: int, layers: int, kind: str) -> None:
+    """Layers share the budget as an allocator says; rounding up to pages adds less than one."""
+    part = _attend(budget=budget, allocator=kind)
+    pages = part.pages(prompt, layers, SIZE)[2:].astype(np.int64)
+    least = 1 + 5 + 1
+    assert (pages >= least).all() and (np.diff(pages) <= 0).all()
+    floors = pages[pages > least]
+    assert floors.sum() * SIZE <= budget * len(pages) + len(pages) * SIZE
+    assert pages.sum() * SIZE >= budget * len(pages)
+
+
+def test_a_request_has_a_budget_of_its_own() -> None:
+    policy = load_policy("select")
+
+    def asking(**extra: Any) -> Policy:
+        served = check_request(policy, SamplingParams(extra_args=extra))
+        assert for_request(policy, extra) == served
+        return served.policy
+
+    assert asking() == policy
+    for value, meant in ((512, 512), ("512", 512), ("6%", "6%"), ("100%", "100%")):
+        part = asking(kv_attend_budget=value).attend
+        assert isinstance(part, SelectPages) and part.budget.value == meant
+        assert part == policy.attend.model_copy(update={"budget": Budget.parse(value)})
+    assert asking(kv_attend_budget=512) is asking(kv_attend_budget="512"), "made once"
+    for value in (0, -1, "0%", "101%", 1.5, True, "x", [512]):
+        with pytest.raises(ValueError, match="kv_attend_budget of the request: budget"):
+            asking(kv_attend_budget=value)
+    with pytest.raises(ValueError, match=r"80 tokens is too small.* give at least 81"):
+        asking(kv_attend_budget=80)
+    assert not asking(kv_policy="full").attend.selects
+    why = r"kv_attend_budget has no effect on policy .*attends to everything that it keeps"
+    with pytest.raises(ValueError, match=why):
+        asking(kv_attend_budget=512, kv_policy="full")
+    with pytest.raises(ValueError, match=why):
+        check_request(load_policy("snapkv"), SamplingParams(extra_args={"kv_attend_budget": 512}))
+    with pytest.raises(ValueError, match=r"kv_top_n has no effect .*keeps V on the device"):
+        asking(kv_top_n=4)
+    both = check_request(
+        load_policy("select-evicted"),
+        SamplingParams(extra_args={"kv_budget": "30%", "kv_attend_budget": "6%"}),
+    )
+    assert both.budget == Budget.parse("30%") and both.policy.attend.budget.value == "6%"  # type: ignore[attr-defined]
+
+
+def test_answers_are_not_shared() -> None:
+    """A prompt's blocks hold the KV of the full cache; those of an answer do not."""
+    for name, tokens in (("full", None), ("select", 1000), ("infllm", 1000)):
+        policy = load_policy(name)
+        assert reusable_tokens(policy, policy.plan(1000, 8, SIZE)) == tokens
+    evicted = load_policy("select-evicted")
+    snapkv = load_policy("snapkv-expected", "50%")
+    plans = [policy.plan(1000, 8, SIZE) for policy in (evicted, snapkv)]
+    assert reusable_tokens(evicted, plans[0]) == reusable_tokens(snapkv, plans[1])
+    assert "a resumed answer" in str(evicted.why_not_resumable)
+
+
+@pytest.mark.parametrize(
+    ("preset", "args", "message"),
+    [
+        ("h2o", {}, "a key that is not read gets no score"),
+        ("keyformer", {}, "a key that is not read gets no score"),
+        ("streaming-llm", {"schedule": "interval"}, "a key that is not read gets no score"),
+        ("pyramidinfer", {}, "selecting was not tried"),
+        ("zigzagkv", {}, "selecting was not tried: choose uniform"),
+        ("snapkv", {"fill_blocks": False}, "has fill_blocks false"),
+        ("kcache", {}, "keeps V in host memory"),
+        ("select", {"attend.allocator": "entropy"}, "does not divide a number of tokens"),
+        ("select", {"attend.budget": 80}, "give at least 81"),
+        ("select", {"attend.budget": "0%"}, "must be above 0%"),
+        ("select", {"attend.scorer": "boxes"}, r"unknown attend.scorer kind 'boxes' \(did you "),
+        (
+            "snapkv",
+            {"attend": {"kind": "pages", "scorer": "representative"}},
+            "an eviction mixes the tokens of pages",
+        ),
+        ("select", {"attend.scorer": {"kind": "representative", "count": 0}}, "greater than or "),
+        ("select", {"attend.combine": "sum"}, "'mean' or 'max'"),
+        ("select", {"attend.sinks": -1}, "greater than or equal to 0"),
+        ("select", {"attend.page": 1}, "unknown argument 'attend.page'"),
+        ("select", {"attend": "some"}, "unknown attend kind 'some'"),
+        ("full", {"attend": "pages"}, "the name 'full' is reserved"),
+    ],
+)
+def test_what_cannot_select(preset: str, args: dict[str, Any], message: str) -> None:
+    given = args if preset in ("select", "full") else {"attend": "pages", **args}
+    with pytest.raises(ValueError, match=message):
+        load_policy(preset, args=given)
+
+
+def test_a_model_must_have_layers_that_select() -> None:
+    policy = load_policy("select")
+    policy.check_layers(3)
+    with pytest.raises(ValueError, match=r"the model has 2.*lower `dense_layers`"):
+        policy.check_layers(2)
+    shares = load_policy(
+        "select", args={"attend.allocator": {"kind": "shares", "shares": [2.0, 1.0]}}
+    )
+    shares.check_layers(4)
+    assert shares.attend.pages(4096, 4, SIZE)[2] > shares.attend.pages(4096, 4, SIZE)[3]
+    with pytest.raises(ValueError, match="2 layers"):
+        shares.check_layers(5)
+
+
+# Page scorers -------------------------------------------------------------------------------------
+
+MODULE = '''
+import torch
+
+from vllm_pyramid.policy.page_scorer import PageScorer
+
+
+class First(PageScorer):
+    """The first key of a page stands for it."""
+
+    power: float = 1.0
+
+    def summarise(self, keys):
+        return keys[:, :, 0] ** self.power
+
+    def extend(self, query):
+        return query
+
+
+class Mute(PageScorer):
+    def summarise(self, keys):
+        return keys.mean(dim=2)
+
+
+class Wide(First):
+    kind: str
+    rows = 3
+
+
+class Wrong(First):
+    kind: str
+    how: str
+
+    def summarise(self, keys):
+        if self.how == "raises":
+            raise KeyError("nothing")
+        found = keys.mean(dim=2)
+        return {"shape": found[:, :1], "NaN": found * torch.nan, "half": found.half()}[self.how]
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"own_pages_of_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_the_kinds_of_page_scorers() -> None:
+    kinds = built_in_kinds(PageScorer)
+    assert {"box", "exact", "mean", "representative", "spread"} <= kinds.keys()
+    for kind, cls in kinds.items():
+        cls.check_class()
+        part = parse_component(PageScorer, kind)
+        assert part.has_kernels
+        if part.rows:
+            try_scorer(part, 4, 2, 8, SIZE)
+
+
+def test_the_page_scorer_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class and the arguments of docs/select.md, tried as at an engine's start-up."""
+    page = (Path(__file__).parents[2] / "docs" / "select.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_pages.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    (args,) = re.findall(r"--kv-policy-args '(.*HalvesScorer.*)'", page)
+    policy = load_policy("select", args=json.loads(args))
+    scorer = policy.attend.scorer  # type: ignore[attr-defined]
+    assert scorer.weight == 0.5 and scorer.rows == 2
+    try_scorer(scorer, 4, 2, 8, SIZE)
+    assert Policy.model_validate(policy.as_data()) == policy
+
+
+def test_a_page_scorer_of_the_users_own(own: str) -> None:
+    policy = load_policy("select", args={"attend.scorer": {"kind": f"{own}:First", "power": 2.0}})
+    scorer = policy.attend.scorer  # type: ignore[attr-defined]
+    assert scorer.power == 2.0 and not scorer.has_kernels
+    assert Policy.model_validate(policy.as_data()) == policy
+    try_scorer(scorer, 4, 2, 8, SIZE)
+    for kind, message in (
+        ("Mute", "has no method `extend`"),
+        ("Wide", "3 rows in a summary, and kernels read 1 or 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_policy("select", args={"attend.scorer": f"{own}:{kind}"})
+    for how, message in (
+        ("raises", "`summarise` of the page scorer .* failed on made-up input: KeyError"),
+        ("shape", r"must return \[3, 2, 8\] finite numbers of torch.float32, not \[3, 1, 8\]"),
+        ("NaN", "must return .* finite"),
+        ("half", "not .* of torch.float16"),
+    ):
+        wrong = parse_component(PageScorer, {"kind": f"{own}:Wrong", "how": how})
+        with pytest.raises(ValueError, match=message):
+            try_scorer(wrong, 4, 2, 8, SIZE)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the live page shows: blocks add up to the pool, and strips are what requests hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+
+from tests.scheduler.harness import Setup
+from tests.scheduler.test_scheduler import Pair
+from vllm_pyramid.scheduler import page_data as module
+
+pytestmark = pytest.mark.cpu
+
+CACHED = Setup(prefix_caching=True)
+STAGES = Setup(prefix_caching=True, num_layers=4, stages=(1, 3))
+
+
+def look(pair: Pair) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(json.dumps(pair.scheduler.page_data()))
+    return data
+
+
+def check(pair: Pair, data: dict[str, Any]) -> None:
+    pool, managers = data["pool"], pair.coordinator.layer_managers
+    whole = pair.coordinator.block_pool
+    free = sum(BlockPool.get_num_free_blocks(one) for one in getattr(whole, "pools", [whole]))
+    assert pool["held"] + pool["other"] + pool["cached"] + free == pool["blocks"]
+    for row in data["requests"]:
+        for layer, own in enumerate(managers):
+            held = [block for block in own.req_to_blocks[row["id"]] if not block.is_null]
+            assert row["blocks"][layer] == len(held), (row, layer)
+
+
+@pytest.mark.parametrize("setup", [CACHED, STAGES], ids=["one stage", "two stages"])
+def test_a_life_as_the_page_sees_it(setup: Setup) -> None:
+    pair = Pair(setup)
+    pair.add("r", 40, max_tokens=6)
+    plan = pair.scheduler.kv_policy.plan(40, setup.num_layers, setup.block_size)
+    seen = []
+    while pair.scheduler.requests:
+        pair.step()
+        seen.append(look(pair))
+        check(pair, seen[-1])
+    rows = [row for data in seen for row in data["requests"]]
+    assert rows[0]["prompt"] == 40 and rows[0]["policy"] == "pyramidkv"
+    assert rows[0]["budget"] == plan.budget_tokens
+    assert next(row["freed"] for row in rows if any(row["freed"])) == plan.end.skip.tolist()
+    assert [row["computed"] for row in rows] == sorted(row["computed"] for row in rows)
+    last = seen[-1]
+    assert last["running"] == 0 and last["requests"] == [] and last["pool"]["held"] == 0
+    assert last["pool"]["blocks"] == last["stats"]["pool_blocks"]
+
+
+def test_requests_that_share_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_REQUESTS", 2)
+    pair = Pair(CACHED)
+    for name in ("a", "b", "c"):
+        pair.add(name, 40, max_tokens=30)
+        pair.step()
+        check(pair, look(pair))
+    data = look(pair)
+    assert data["running"] + data["waiting"] == 3 and len(data["requests"]) <= 2

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that go to host memory and come back: every byte, in the order of a step's copies."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, attach_host_copies
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.step.hooks import HostMemory
+from vllm_pyramid.worker.block_copies import copy_blocks
+from vllm_pyramid.worker.host_pool import HostPool
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, BLOCKS, SLOTS = 3, 12, 4
+
+
+def specs(dtype: torch.dtype, head_size: int = 8) -> list[LayerKVCacheSpec]:
+    return [
+        LayerKVCacheSpec(
+            block_size=4,
+            num_kv_heads=2,
+            head_size=head_size,
+            dtype=dtype,
+            layer_idx=layer,
+            num_layers=LAYERS,
+            model_layer=layer,
+        )
+        for layer in range(LAYERS)
+    ]
+
+
+def caches(of: list[LayerKVCacheSpec]) -> list[torch.Tensor]:
+    """Views of one memory, one for each layer, of random bytes."""
+    size = of[0].page_size_bytes
+    memory = torch.randint(0, 256, (BLOCKS * size,), dtype=torch.uint8)
+    shape = (BLOCKS, 2, 4, 2, of[0].head_size)
+    return [memory.view(spec.dtype).view(shape) for spec in of]
+
+
+def step(stored: list[HostCopy], loaded: list[HostCopy], copies: Any = None) -> Any:
+    """A step's message, as a worker receives it."""
+    output: Any = SimpleNamespace(kv_cache_block_copies=copies, new_block_ids_to_zero=None)
+    attach_host_copies(output, HostCopies(stored, loaded))
+    return pickle.loads(pickle.dumps(output))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_size"),
+    [
+        *((torch.float32, 8), (torch.bfloat16, 8), (torch.float16, 8), (torch.uint8, 8)),
+        *((torch.uint8, 3), (torch.float8_e4m3fn, 8), (torch.float8_e5m2, 8)),
+    ],
+)
+def test_every_byte_comes_back(dtype: torch.dtype, head_size: int, inference: bool) -> None:
+    """Each type of cache; blocks of a number of bytes that is no whole number of words, too."""
+    of = specs(dtype, head_size)
+    num_bytes = SLOTS * LAYERS * of[0].page_size_bytes
+    pool, kv_caches = HostPool(num_bytes + 5, of, HostMemory), caches(of)
+    assert pool.slots.shape == (SLOTS, LAYERS, of[0].page_size_bytes)
+    pool.bind(kv_caches, BLOCKS)
+    pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
+    before = pages.clone()
+    with torch.inference_mode(inference):
+        pool.store(step([HostCopy(2, [5, 1, 9]), HostCopy(0, [7])], []))
+        pages.fill_(0)
+        pool.load(step([], [HostCopy(2, [3, 4, 8]), HostCopy(0, [11])]))
+    expected = torch.zeros_like(before)
+    expected[[3, 4, 8, 11]] = before[[5, 1, 9, 7]]
+    assert torch.equal(pages, expected)
+
+
+def test_a_step_copies_out_then_on_the_device_then_in() -> None:
+    """Blocks that are stored may take copies in the same step, and others what was just stored."""
+    of = specs(torch.float32)
+    pool, kv_caches = HostPool(SLOTS * LAYERS * of[0].page_size_bytes, of, HostMemory), caches(of)
+    pool.bind(kv_caches, BLOCKS)
+    pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
+    before = pages.clone()
+    stored = [HostCopy(1, [1, 2, 3]), HostCopy(0, [4, 5, 6]), HostCopy(0, [7, 8, 9])]
+    output = step(stored, [HostCopy(1, [7, 8, 9])], [KVCacheBlockCopy(10, 1)])
+    output.new_block_ids_to_zero = [1, 7, 2, 9]
+    pool.store(output)
+    copy_blocks(output, 0, kv_caches, BLOCKS, of[0].page_size_bytes)
+    pool.load(output)
+    assert output.new_block_ids_to_zero == [2], "what was filled is not zeroed afterwards"
+    expected = before.clone()
+    expected[1] = before[10]
+    expected[[7, 8, 9]] = before[[1, 2, 3]]
+    assert torch.equal(pages, expected)
+    assert torch.equal(pool.slots[0], before[[7, 8, 9]]), "the last one that got the slot"
+
+
+def test_memory_that_is_too_small_or_of_another_layout() -> None:
+    of = specs(torch.float32)
+    size = of[0].page_size_bytes
+    with pytest.raises(
+        ValueError, match=r"--kv-host-cache is too small: .* take 0.00146 MiB; raise it"
+    ):
+        HostPool(LAYERS * size - 1, of, HostMemory)
+    pool = HostPool(LAYERS * size, of, HostMemory)
+    apart = [torch.zeros(BLOCKS * size, dtype=torch.uint8).view(BLOCKS, -1) for _ in of]
+    with pytest.raises(RuntimeError, match="--kv-host-cache out"):
+        pool.bind(apart, BLOCKS)
+    values_behind = torch.zeros(2, BLOCKS, size // 2, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="None: in several places"):
+        pool.bind([values_behind], BLOCKS)

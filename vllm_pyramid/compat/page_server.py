@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Add routes to vLLM's API server, and let them ask the scheduler for its state.
+
+Target: `vllm.entrypoints.launchers.app.attach_endpoint_plugins`, which is called when all routes of
+the server are in place; a method that is added to `EngineCore`, which front ends call as they call
+its others; `AsyncMPClient.call_utility_all_async`. Why: vLLM loads plugins with endpoints only
+where `VLLM_PLUGINS` names them, and then no others. Remove when a plugin can add routes by a flag.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_METHOD = "vllm_pyramid_page"
+
+
+def install(attach: Callable[[Any], None]) -> None:
+    """Call `attach(app)` when the API server of this process is built. Idempotent.
+
+    Raises:
+        ValueError: this vLLM has no place for it.
+    """
+    try:
+        from vllm.entrypoints.launchers import app as module
+
+        attach_endpoint_plugins = module.attach_endpoint_plugins
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"--kv-page does not work with this vLLM ({error}): leave it out"
+        ) from None
+    if getattr(attach_endpoint_plugins, "_vllm_pyramid", False):
+        return
+
+    @functools.wraps(attach_endpoint_plugins)
+    def attach_page_too(app: Any, *args: Any, **kwargs: Any) -> None:
+        attach_endpoint_plugins(app, *args, **kwargs)
+        if asks_for_page(app.state.args):
+            attach(app)
+
+    attach_page_too._vllm_pyramid = True  # type: ignore[attr-defined]
+    module.attach_endpoint_plugins = attach_page_too
+
+
+def asks_for_page(args: Namespace) -> bool:
+    """Return whether a server was started with `--kv-page`."""
+    config = getattr(args, "additional_config", None)
+    return isinstance(config, Mapping) and config.get("kv_page") is True
+
+
+def install_engine() -> None:
+    """Let front ends call `page_data` of this process's scheduler. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    def vllm_pyramid_page(self: Any) -> str:
+        return json.dumps(self.scheduler.page_data())
+
+    setattr(EngineCore, _METHOD, vllm_pyramid_page)
+
+
+async def ask_engines(engine_client: Any) -> list[dict[str, Any]]:
+    """Return `page_data` of every engine of a front end, in the engines' order.
+
+    Raises:
+        RuntimeError: the engines run in this process, or have ended.
+    """
+    ask = getattr(engine_client.engine_core, "call_utility_all_async", None)
+    if ask is None:
+        raise RuntimeError("the engine runs in the front end's process, which has no such call")
+    return [json.loads(text) for text in await ask(_METHOD)]
+
+
+def is_authorized(app: Any, headers: Any) -> bool:
+    """Return whether a request has one of the server's API keys; True where it has none."""
+    from vllm import envs
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    keys = [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
+    return not keys or AuthenticationMiddleware(app, keys).verify_token(headers)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page of the API server: `/pyramid`, and its numbers at `/pyramid/data`.
+
+The page itself holds no data and loads nothing from elsewhere. While it is open it asks for the
+numbers; these come from the schedulers when they are asked for, so a closed page costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from vllm_pyramid.compat.page_server import ask_engines, is_authorized
+from vllm_pyramid.version import __version__
+
+PATH = "/pyramid"
+# All viewers of a moment share one answer, so that their number costs the engines nothing.
+SHARED_S = 0.5
+_TIMEOUT_S = 10.0
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class LiveData:
+    """The answer for `/pyramid/data`, asked for at most every `SHARED_S` seconds."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._answer: dict[str, Any] = {}
+        self._until = 0.0
+
+    async def get(self, engine_client: Any) -> dict[str, Any]:
+        """Return the engines' numbers.
+
+        Raises:
+            RuntimeError: the engines do not answer.
+        """
+        async with self._lock:
+            if time.monotonic() >= self._until:
+                try:
+                    engines = await asyncio.wait_for(ask_engines(engine_client), _TIMEOUT_S)
+                except TimeoutError:
+                    raise RuntimeError(f"no answer within {_TIMEOUT_S:.0f} seconds") from None
+                self._answer = {"version": __version__, "time": time.time(), "engines": engines}
+                self._until = time.monotonic() + SHARED_S
+            return self._answer
+
+
+def attach(app: FastAPI) -> None:
+    """Add the routes to an API server."""
+    router, live = APIRouter(include_in_schema=False), LiveData()
+    text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+    @router.get(PATH)
+    async def page() -> Response:
+        return HTMLResponse(text, headers=_HEADERS)
+
+    @router.get(f"{PATH}/data")
+    async def data(request: Request) -> Response:
+        if not is_authorized(request.app, request.headers):
+            return _refuse(401, "this server needs its API key: Authorization: Bearer KEY")
+        try:
+            answer = await live.get(request.app.state.engine_client)
+        except Exception as error:  # vLLM's own for an engine that has ended
+            return _refuse(503, f"the engine does not answer: {error}")
+        return JSONResponse(answer, headers=_HEADERS)
+
+    @router.get(PATH + "/{rest:path}")
+    async def elsewhere(rest: str) -> Response:
+        return _refuse(404, f"there are {PATH} and {PATH}/data, and no {rest[:80]!r}")
+
+    app.include_router(router)
+
+
+def _refuse(status: int, reason: str) -> Response:
+    return JSONResponse({"error": reason}, status_code=status, headers=_HEADERS)

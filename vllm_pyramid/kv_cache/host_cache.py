@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host cache: bundles live on in host memory when the device gives their blocks away.
+
+    a step     schedule        the pool dissolves a bundle: a slot is given to it     stored
+               schedule        a request begins with bundles of the host              loaded
+               worker          stored bundles are copied out, blocks of the device are copied,
+                               loaded bundles are copied in, then the step runs
+
+Nothing is copied when it is computed: a bundle costs a copy when the pool is about to reuse its
+blocks, and none if the host has it already. One slot takes a block of each layer, so a bundle of a
+prefix takes one slot. The base of a session (`session_cache.py`) has another number of blocks and
+takes as many slots as these need.
+
+The order of a step's copies is enough to keep them right: no step writes to a bundle's blocks, so
+their content is the one before the step, and slots that are loaded are not given to others before
+the step has been scheduled. Workers make the copies of a step in this order, and steps in theirs.
+Every tensor-parallel rank copies its own part of the blocks, by the same message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+from vllm_pyramid.compat.offloading import SlotTable
+from vllm_pyramid.compat.side_channel import HostCopies, HostCopy
+from vllm_pyramid.kv_cache.bundles import BlockBundle
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """Counters of the host cache since the start.
+
+    Attributes:
+        queries: tokens that requests looked for in the host cache when they began: those that they
+            may begin with and the device did not have.
+        hits: tokens that they found there.
+        stored, loaded: blocks copied to the host and from it.
+        evictions: bundles that had to go from the host.
+        dropped: bundles that were not stored, because too many slots were being read.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    stored: int = 0
+    loaded: int = 0
+    evictions: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    """One bundle in the host cache.
+
+    Attributes:
+        stem: of its keys: the bundle's hash, with a number if it has several parts, so that parts
+            of two bundles of one hash cannot be mixed.
+        num_blocks: blocks of all layers.
+        origin: see `BlockBundle.origin`.
+    """
+
+    stem: bytes
+    num_blocks: int
+    origin: str | None
+
+
+class HostCache:
+    """The scheduler's side of the host cache.
+
+    Args:
+        num_slots: bundles that the host memory of each rank holds.
+        slot_blocks: blocks of a slot, one for each layer.
+
+    Attributes:
+        num_slots, slot_blocks: as above.
+        counters: what has happened.
+    """
+
+    def __init__(self, num_slots: int, slot_blocks: int) -> None:
+        self.num_slots, self.slot_blocks = num_slots, slot_blocks
+        self.counters = HostCounters()
+        self._table = SlotTable(num_slots)
+        self._entries: dict[BlockHash, HostEntry] = {}
+        self._names: dict[bytes, BlockHash] = {}  # of entries, by their stems
+        self._used = 0  # slots
+        self._number = 0
+        self._pinned: list[Any] = []
+        self._copies = HostCopies([], [])
+
+    @property
+    def used_slots(self) -> int:
+        """Return how many slots hold something."""
+        return self._used
+
+    # Looking up -------------------------------------------------------------------------------
+
+    def __contains__(self, name: BlockHash) -> bool:
+        return name in self._entries
+
+    def longest_prefix(self, names: Sequence[BlockHash]) -> int:
+        """Return how many of these bundles, from the first one on, are in the host cache."""
+        entries = self._entries
+        return next((n for n, name in enumerate(names) if name not in entries), len(names))
+
+    def origin(self, name: BlockHash) -> str | None:
+        """Return the request that evicted what a bundle of the host holds."""
+        return self._entries[name].origin
+
+    # Storing ----------------------------------------------------------------------------------
+
+    def store(self, bundle: BlockBundle) -> None:
+        """Copy a bundle to the host, since the pool gives its blocks away; errors as of a slot's.
+
+        If the host has it already, it becomes the last to go.
+        """
+        name = bundle.hash
+        assert name is not None
+        if (entry := self._entries.get(name)) is not None:
+            self._table.touch(self._keys(entry))
+            return
+        stem: bytes = name
+        if len(bundle.blocks) != self.slot_blocks:
+            self._number += 1
+            stem += b"#" + self._number.to_bytes(8, "big")
+        entry = HostEntry(stem, len(bundle.blocks), bundle.origin)
+        stored = self._table.store(self._keys(entry))
+        if stored is None:
+            self.counters.dropped += 1
+            return
+        self._used += len(stored.slots)
+        for gone in stored.evicted:
+            self._used -= 1
+            if (other := self._names.pop(gone, None)) is not None:
+                del self._entries[other]
+                self.counters.evictions += 1
+        self._entries[name], self._names[stem] = entry, name
+        self._copies.stored.extend(self._copies_of(stored.slots, bundle.blocks))
+        self.counters.stored += len(bundle.blocks)
+
+    # Loading ----------------------------------------------------------------------------------
+
+    def pin(self, names: Sequence[BlockHash]) -> None:
+        """Keep bundles where they are until the step is scheduled, and make them the last to go.
+
+        The request that loads them gets its blocks next, which may store other bundles.
+        """
+        keys = [key for name in names for key in self._keys(self._entries[name])]
+        self._table.touch(keys)
+        self._table.pin(keys)
+        self._pinned += keys
+
+    def load(self, name: BlockHash, blocks: Sequence[KVCacheBlock]) -> None:
+        """Copy a pinned bundle into blocks of the device, layer by layer as it was stored."""
+        entry = self._entries[name]
+        if len(blocks) != entry.num_blocks:
+            raise RuntimeError(
+                f"a bundle of {entry.num_blocks} blocks of the host cache is loaded into "
+                f"{len(blocks)} blocks; report this"
+            )
+        keys = self._keys(entry)
+        slots = self._table.pin(keys)
+        self._pinned += keys
+        self._copies.loaded.extend(self._copies_of(slots, blocks))
+        self.counters.loaded += len(blocks)
+
+    def take(self) -> HostCopies | None:
+        """Return the copies of the step that has just been scheduled; None if there are none."""
+        self._table.unpin(self._pinned)
+        self._pinned = []
+        if not self._copies.stored and not self._copies.loaded:
+            return None
+        copies, self._copies = self._copies, HostCopies([], [])
+        return copies
+
+    def clear(self) -> None:
+        """Forget everything: weights may change, or the device's cache was reset."""
+        self._table.unpin(self._pinned)
+        self._table.clear()
+        self._entries.clear()
+        self._names.clear()
+        self._pinned, self._copies, self._used = [], HostCopies([], []), 0
+
+    def _keys(self, entry: HostEntry) -> list[Any]:
+        parts = cdiv(entry.num_blocks, self.slot_blocks)
+        return [self._table.key_of(entry.stem, part) for part in range(parts)]
+
+    def _copies_of(self, slots: Sequence[int], blocks: Sequence[KVCacheBlock]) -> list[HostCopy]:
+        size = self.slot_blocks
+        return [
+            HostCopy(slot, [block.block_id for block in blocks[part * size : (part + 1) * size]])
+            for part, slot in enumerate(slots)
+        ]

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Select instead of evict: keep every token, and read the pages that a query asks for.
+
+    a page is written    its summary is made from its keys                 `after_write`
+    a prompt attends     to everything
+    a token behind it    scores the summaries, and each KV head reads      `before_attention`
+                         its best pages, the first, and the latest
+    an eviction          moves keys; their new pages are summarised        `after_compact`
+    blocks are copied    summaries are copied with them                    `copy_blocks`
+
+It saves time, not memory; with a policy that evicts it saves both. `worker.py` does this, the other
+files are page scorers.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, SerializeAsAny
+
+from vllm_pyramid.methods.pages.box import BoxScorer
+from vllm_pyramid.methods.pages.exact import ExactScorer
+from vllm_pyramid.methods.pages.mean import MeanScorer
+from vllm_pyramid.methods.pages.representative import RepresentativeScorer
+from vllm_pyramid.methods.pages.spread import SpreadScorer
+from vllm_pyramid.plan import Budget, IntArray
+from vllm_pyramid.plan.cache import cached_by_bytes
+from vllm_pyramid.policy.allocator import Allocator, CurveAllocator
+from vllm_pyramid.policy.attend import ALL_PAGES, ATTEND_KEY, Attend
+from vllm_pyramid.policy.kinds import parse_component
+from vllm_pyramid.policy.limits import CACHE_BYTES
+from vllm_pyramid.policy.page_scorer import PageScorer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
+
+__all__ = [
+    "BoxScorer",
+    "ExactScorer",
+    "MeanScorer",
+    "RepresentativeScorer",
+    "SelectPages",
+    "SpreadScorer",
+]
+
+_LAST = 2**31
+
+
+def _parsed_by(base: type[Any]) -> BeforeValidator:
+    return BeforeValidator(partial(parse_component, base))
+
+
+class SelectPages(Attend):
+    """Attend to the best pages of the cache, behind the prompt.
+
+    Attributes:
+        budget: mean tokens that a query reads in a layer that selects, sinks and recent tokens
+            included: a number, or a share of the prompt; `100%` reads everything. In whole pages,
+            rounded up, and the same while an answer grows.
+        min_tokens: the least that a share comes to.
+        scorer: chooses the pages, see `PageScorer`.
+        allocator: divides the budget between the layers that select.
+        dense_layers: number of the lowest layers, which attend to everything.
+        sinks: first tokens of what is held that are always read, in whole pages.
+        recent: tokens before a query's own page that are always read, in whole pages.
+        min_context: queries at earlier positions attend to everything: short contexts gain nothing.
+        combine: how the weights of the query heads of a KV head are combined.
+    """
+
+    kind: Literal["pages"] = "pages"
+    budget: Annotated[
+        Budget, PlainValidator(Budget.parse), PlainSerializer(lambda budget: budget.value)
+    ] = Budget.parse("12%")
+    min_tokens: int = Field(default=256, ge=0, lt=_LAST)
+    scorer: Annotated[SerializeAsAny[PageScorer], _parsed_by(PageScorer)] = Field(
+        default_factory=SpreadScorer
+    )
+    allocator: Annotated[SerializeAsAny[Allocator], _parsed_by(Allocator)] = Field(
+        default_factory=partial(parse_component, Allocator, "uniform")
+    )
+    dense_layers: int = Field(default=2, ge=0, lt=_LAST)
+    sinks: int = Field(default=16, ge=0, lt=_LAST)
+    recent: int = Field(default=64, ge=0, lt=_LAST)
+    min_context: int = Field(default=0, ge=0, lt=_LAST)
+    combine: Literal["mean", "max"] = "mean"
+
+    selects: ClassVar[bool] = True
+
+    # What is read -------------------------------------------------------------------------------
+
+    @property
+    def min_budget(self) -> int:
+        """The smallest budget in tokens: sinks, recent tokens and one to choose."""
+        return self.sinks + self.recent + 1
+
+    @property
+    def summary_rows(self) -> int:
+        return self.scorer.rows
+
+    def sink_pages(self, block_size: int) -> int:
+        """Return how many first pages are always read."""
+        return -(-self.sinks // block_size)
+
+    def recent_pages(self, block_size: int) -> int:
+        """Return how many last pages are always read, the query's own included."""
+        return 1 + -(-self.recent // block_size)
+
+    def pages(self, prompt_len: int, num_layers: int, block_size: int) -> IntArray:
+        return _pages_of(self, prompt_len, num_layers, block_size)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of memory at most, as of `Policy.num_bytes`."""
+        return 10 * len(self.model_dump_json())
+
+    # Answers of a part --------------------------------------------------------------------------
+
+    @property
+    def attends(self) -> bool:
+        return True
+
+    @property
+    def approximates_answers(self) -> bool:
+        return True
+
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        return (
+            "its answers attend to selected pages (attend: pages), so a resumed answer would not "
+            "be the one that is computed again"
+        )
+
+    def check(self, policy: Policy) -> None:
+        """Refuse parts with which the selection of pages cannot work, or was not tried."""
+        if not isinstance(self.allocator, CurveAllocator):
+            raise ValueError(
+                f"policy {policy.name!r}: attend.allocator {self.allocator.kind!r} does not divide "
+                "a number of tokens; choose uniform, arithmetic, geometric, exponential or shares"
+            )
+        self.check_own_budget(self.budget)
+        reason = None
+        if any(part.works_in_every_step for part in policy.parts):
+            reason = (
+                "gathers scores or evicts in every step, and a key that is not read gets no "
+                "score: choose a policy that evicts at the prompt's end"
+            )
+        elif policy.allocator.thins_prompts or policy.allocator.solves:
+            reason = (
+                f"has the allocator {policy.allocator.kind!r}, with which selecting was not tried: "
+                "choose uniform or arithmetic"
+            )
+        elif policy.evicts and not policy.fill_blocks:
+            reason = (
+                "has fill_blocks false, and the first page of a layer would be summarised with "
+                "keys that were evicted: leave it out"
+            )
+        elif policy.evicts and self.scorer.needs_queries:
+            reason = (
+                f"has the page scorer {self.scorer.kind!r}, for which an eviction mixes the tokens "
+                "of pages: choose spread"
+            )
+        elif not policy.copies_blocks:
+            reason = "keeps V in host memory (values: host), which is read by the key, not the page"
+        if reason is not None:
+            raise ValueError(
+                f"policy {policy.name!r} selects pages (attend: pages), and {reason}; or leave "
+                "the section attend out"
+            )
+
+    def check_own_budget(self, budget: Budget) -> None:
+        """Raise ValueError if a number of tokens is too small for sinks and recent tokens."""
+        if budget.tokens is not None and budget.tokens < self.min_budget:
+            raise ValueError(
+                f"an attention budget of {budget.tokens} tokens is too small: {self.sinks} sinks "
+                f"and {self.recent} recent tokens are always read, and at least one is chosen; "
+                f"give at least {self.min_budget}"
+            )
+
+    def check_layers(self, num_layers: int) -> None:
+        if self.dense_layers >= num_layers:
+            raise ValueError(
+                f"attend: {self.dense_layers} layers attend to everything (dense_layers), and the "
+                f"model has {num_layers}: nothing would be selected; lower `dense_layers`"
+            )
+        self.allocator.check_layers(num_layers - self.dense_layers)
+
+    def check_config(self, policy: Policy, config: VllmConfig) -> None:
+        from vllm_pyramid.methods.pages.refusals import check_config
+
+        check_config(policy, config)
+
+    def for_request(self, keys: dict[str, Any]) -> SelectPages:
+        """Return this part with a request's own budget."""
+        budget = keys.pop(ATTEND_KEY, None)
+        if budget is None:
+            return self
+        self.check_own_budget(budget)
+        return self.model_copy(update={"budget": budget})
+
+    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
+        from vllm_pyramid.methods.pages.worker import PageSelector
+
+        return PageSelector(policy, self, context)
+
+    def scheduler_hooks(self, policy: Policy, num_layers: int) -> SchedulerHooks | None:
+        from vllm_pyramid.methods.pages.reads import PageReads
+
+        return PageReads()
+
+
+@cached_by_bytes(CACHE_BYTES)
+def _pages_of(
+    selection: SelectPages, prompt_len: int, num_layers: int, block_size: int
+) -> IntArray:
+    """Return `SelectPages.pages`; cached, not to be written to."""
+    pages = np.full(num_layers, ALL_PAGES, np.int32)
+    budget, first = selection.budget, selection.dense_layers
+    if budget.percent == 100 or first >= num_layers:
+        return pages
+    mean = budget.tokens
+    if mean is None:
+        share = budget.tokens_for(prompt_len, 0)
+        mean = max(share, selection.min_tokens, selection.min_budget)
+    fixed = selection.sinks + selection.recent
+    assert isinstance(selection.allocator, CurveAllocator)
+    capacity = max(prompt_len, mean)
+    chosen = selection.allocator.allocate(mean - fixed, num_layers - first, capacity - fixed)
+    least = selection.sink_pages(block_size) + selection.recent_pages(block_size) + 1
+    pages[first:] = np.maximum(-(-(chosen + fixed) // block_size), least)
+    pages.flags.writeable = False
+    return pages

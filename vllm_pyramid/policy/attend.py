@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a policy that says what generated tokens attend to: by default all that is held.
+
+Attention is divided into pages, which are the blocks of the cache: N tokens of one layer. A part
+that selects keeps every token and lets each KV head of each query attend to some pages alone, so a
+decode step reads less. Prompts attend to everything.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from vllm_pyramid.plan import IntArray
+from vllm_pyramid.policy.component import Component
+
+ATTEND_KEY = "kv_attend_budget"  # of requests
+# A number of pages that no sequence has: attention to everything.
+ALL_PAGES = 2**31 - 1
+
+
+class Attend(Component):
+    """Base class of the section `attend`.
+
+    Class attributes:
+        selects: whether generated tokens attend to some of the pages that are held.
+    """
+
+    section: ClassVar[str] = "attend"
+    selects: ClassVar[bool] = False
+
+    @property
+    def summary_rows(self) -> int:
+        """Return how many keys the summary of a page is as large as."""
+        return 0
+
+    def pages(self, prompt_len: int, num_layers: int, block_size: int) -> IntArray:
+        """Return how many pages a query behind the prompt reads at most: `[num_layers]` int32.
+
+        A pure function, so that the front end, the scheduler and the workers agree.
+
+        Args:
+            prompt_len: tokens of the prompt. num_layers: layers that evict or select.
+            block_size: tokens of a page.
+        """
+        return np.full(num_layers, ALL_PAGES, np.int32)
+
+
+class DenseAttention(Attend):
+    """Attend to all that is held."""
+
+    kind: Literal["all"] = "all"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a page scorer: it says how much of a query's attention a page may get.
+
+A page is a block of the cache: N tokens of one layer. When its tokens are written, a scorer makes a
+summary of its keys, a few numbers that stay next to the page. Behind the prompt each query is
+multiplied with the summaries in place of the keys; the pages with the largest results are read.
+
+Shape legend: B pages, N tokens of a page, G KV heads, D head size, S queries, H query heads,
+r rows of a summary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm_pyramid.policy.component import Component
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PageScorer(Component):
+    """Base class of page scorers: `summarise` and `extend`, whose product is a page's logit.
+
+    A softmax over the pages that a query sees makes weights of the logits, in each query head; they
+    are combined over the query heads of a KV head, and the largest sums win.
+
+    Class attributes:
+        rows: r, the summary's rows of D numbers: 1 or 2.
+        summary_kind: the kernel that makes the summaries (`kernels/page_records.py`), of which
+            `summarise` is then the reference; None: `summarise` is called.
+        score_kind: the kernel that scores them. `mean` multiplies with what `extend` returns.
+        needs_queries: summaries depend on the queries of the page's own tokens too: `represent` is
+            called in place of `summarise`. Not with evictions, which mix pages, and drafts.
+    """
+
+    section: ClassVar[str] = "attend.scorer"
+    rows: ClassVar[int] = 1
+    summary_kind: ClassVar[str | None] = None
+    score_kind: ClassVar[str] = "mean"
+    needs_queries: ClassVar[bool] = False
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels do what `summarise` and `extend` say."""
+        return self.summary_kind is not None or self.rows == 0
+
+    def summarise(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the summaries of pages: `[B, G, r * D]` float32.
+
+        It is a function of the page's keys alone: a page that is copied, shared with another
+        request or written again has the summary of its keys.
+
+        Args:
+            keys: `[B, G, N, D]` float32, with the rotary embedding applied. Pages that are not
+                full yet hold anything behind their last token; their summaries are not used.
+        """
+        raise NotImplementedError
+
+    def extend(self, query: torch.Tensor) -> torch.Tensor:
+        """Return what queries multiply summaries with: `[S, H, r * D]` float32.
+
+        The product with a summary stands for the product of the query with a key of the page; the
+        layer's softmax scale is applied to it.
+
+        Args:
+            query: `[S, H, D]` float32, with the rotary embedding applied.
+        """
+        raise NotImplementedError
+
+    def represent(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return what `summarise` does, of a scorer that `needs_queries`.
+
+        Args:
+            keys: as of `summarise`. queries: `[B, G, D]` float32, the mean query of each page's
+                tokens, over the query heads of a KV head.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check_class(cls) -> None:
+        """Raise ValueError if the class lacks one of the two functions."""
+        for name in ("represent" if cls.needs_queries else "summarise", "extend"):
+            if getattr(cls, name) is getattr(PageScorer, name):
+                raise ValueError(
+                    f"the page scorer {cls.__module__}:{cls.__qualname__} has no method `{name}`"
+                )
+        if cls.rows not in (1, 2):
+            raise ValueError(
+                f"the page scorer {cls.__module__}:{cls.__qualname__} has {cls.rows} rows in a "
+                "summary, and kernels read 1 or 2"
+            )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's host memory for bundles that the scheduler stores there and loads again.
+
+    slots    [S, L, B] bytes       S slots, L blocks of each (a layer's each), B bytes of a block
+    pages    [P, B] bytes          all blocks of the device, of one memory for all layers
+
+On a GPU the memory is pinned and the device addresses it, so the same two operations, launched on
+the step's own stream, copy in the order in which the scheduler gave slots and blocks away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, read_host_copies
+from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
+from vllm_pyramid.step.hooks import HostMemory
+from vllm_pyramid.step.upload import upload
+
+_NOTHING = HostCopies([], [])
+_WORD = torch.int64  # blocks are copied in larger units than bytes where these fit
+
+
+class HostPool:
+    """The slots of one worker.
+
+    Args:
+        num_bytes: of host memory at most.
+        specs: of this worker's layers, all of which evict.
+        allocate: makes host memory that the device addresses.
+
+    Raises:
+        ValueError: `num_bytes` hold no slot.
+        RuntimeError: the memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        specs: Sequence[LayerKVCacheSpec],
+        allocate: Callable[[int], HostMemory],
+    ) -> None:
+        slots = HostSlots.of(num_bytes, specs)
+        self._memory = allocate(slots.count * slots.num_bytes)
+        self.slots = self._memory.bytes.view(slots.count, len(specs), -1)
+        self._pages: torch.Tensor | None = None
+
+    def bind(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+        """Take the device's blocks, which have been allocated, perhaps again.
+
+        Raises:
+            RuntimeError: layers have memories of their own, or blocks of other sizes.
+        """
+        storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
+        size = self.slots.shape[-1]
+        found = [_block_bytes(cache, num_blocks) for cache in storages.values()]
+        if found != [size]:
+            raise RuntimeError(
+                f"the KV cache has memories with blocks of {found} bytes (None: in several "
+                f"places), and the host cache copies blocks of {size} bytes of one memory: leave "
+                "--kv-host-cache out, and report this"
+            )
+        (cache,) = storages.values()
+        pages = torch.empty(0, dtype=torch.uint8, device=cache.device)
+        pages.set_(cache.untyped_storage())
+        self._pages = pages.view(num_blocks, size)
+
+    def store(self, output: SchedulerOutput) -> None:
+        """Copy to the host what the step's other copies, and the step itself, may overwrite."""
+        copies = (read_host_copies(output) or _NOTHING).stored
+        for blocks, slot in self._of(copies):
+            _copy(self._words, blocks, slot, to_host=True)
+
+    def load(self, output: SchedulerOutput) -> None:
+        """Copy from the host what the step's requests begin with.
+
+        The blocks are removed from those that vLLM zeroes afterwards.
+        """
+        copies = (read_host_copies(output) or _NOTHING).loaded
+        for blocks, slot in self._of(copies):
+            _copy(self._words, blocks, slot, to_host=False)
+        if copies and (to_zero := output.new_block_ids_to_zero):
+            filled = {block for copy in copies for block in copy.blocks}
+            output.new_block_ids_to_zero = [block for block in to_zero if block not in filled]
+
+    def release(self) -> None:
+        """Give the memory back, once the device has finished its work."""
+        self._memory.release()
+
+    @property
+    def _words(self) -> torch.Tensor:
+        assert self._pages is not None, "bind was not called"
+        return _in_words(self._pages)
+
+    def _of(self, copies: Sequence[HostCopy]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return, for each copy, its `[n]` block ids on the device and its `[n, words]` slot."""
+        if not copies:
+            return []
+        assert self._pages is not None, "bind was not called"
+        ids = np.array([block for copy in copies for block in copy.blocks], np.int64)
+        of_copies = upload(ids, self._pages.device).split([len(copy.blocks) for copy in copies])
+        slots = _in_words(self.slots)
+        return [
+            (blocks, slots[copy.slot, : len(copy.blocks)])
+            for blocks, copy in zip(of_copies, copies, strict=True)
+        ]
+
+
+def _block_bytes(cache: torch.Tensor, num_blocks: int) -> int | None:
+    """Return the bytes of a block in the memory of a layer's cache; None if they lie apart."""
+    kernel_blocks, rest = divmod(cache.shape[0], num_blocks)  # a block may be several of a kernel's
+    size = cache.stride(0) * cache.element_size() * kernel_blocks
+    whole = not rest and cache.untyped_storage().nbytes() == num_blocks * size
+    return size if whole else None
+
+
+def _in_words(memory: torch.Tensor) -> torch.Tensor:
+    """Return bytes as larger numbers if their last dimension has a whole number of these."""
+    return memory if memory.shape[-1] % _WORD.itemsize else memory.view(_WORD)
+
+
+def _copy(pages: torch.Tensor, blocks: torch.Tensor, slot: torch.Tensor, *, to_host: bool) -> None:
+    if to_host:
+        torch.index_select(pages, 0, blocks, out=slot)
+    else:
+        pages.index_copy_(0, blocks, slot)
