@@ -74,7 +74,7 @@ def integers(*values: int) -> torch.Tensor:
 
 
 def integers_of(shape: str) -> tuple[int, ...]:
-    """ "32x6144" -> (32, 6144)."""
+    """Read "32x6144" as (32, 6144)."""
     return tuple(map(int, shape.split("x")))
 
 
@@ -403,10 +403,8 @@ def main() -> None:
                 for uneven in (False, True) if requests > 1 else (False,):
                     case = (head_size, group, requests, context, uneven)
                     jobs.append(partial(bench_decode, args, *case))
-            jobs += [
-                partial(bench_shared, args, head_size, group, *integers_of(shape))
-                for shape in args.shared
-            ]
+            prefixes = [integers_of(shape) for shape in args.shared]
+            jobs += [partial(bench_shared, args, head_size, group, *shape) for shape in prefixes]
             if args.select:
                 shapes = [(head_size, group, *batch) for batch in batches]
                 jobs += [partial(bench_select, args, *shape) for shape in shapes]

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
@@ -30,6 +30,22 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import LAYER_HOOKS
+
+# Set to 0, requests read pages that they share each by itself: a request then has the same bits in
+# every batch.
+SHARED_VARIABLE = "VLLM_PYRAMID_SHARED_PREFIXES"
+
+
+def shares_prefixes() -> bool:
+    """Return whether requests read pages that they share together.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(SHARED_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{SHARED_VARIABLE}={value} must be 0 or 1 (the default)")
+    return value == "1"
 
 
 class PyramidCpuBackend(AttentionBackend):
@@ -200,8 +216,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self._fp8 = FP8_CACHES.get(kv_cache_dtype)
         self.ops = get_ops("cpu")
-        # Rounding differs between a request in a group and alone.
-        self._shares_prefixes = not envs.VLLM_BATCH_INVARIANT
+        self._shares_prefixes = shares_prefixes()
 
     @classmethod
     def called_hooks(cls, policy: Policy) -> frozenset[str]:

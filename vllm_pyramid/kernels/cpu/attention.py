@@ -127,10 +127,10 @@ def shared_attention(
     log_sum_exp: torch.Tensor | None = None,
     fewest_keys: int = FEWEST_KEYS,
 ) -> None:
-    """Attend in C++, which compares the tables of each layer and groups the requests.
+    """Attend in C++, which compares the tables of the layer's requests and forms the groups.
 
-    Requests in no group get the bits of `paged_attention`. `cpu.library.shared_rows` counts the
-    rows of the others.
+    It looks at eight levels of prefixes within prefixes. Requests in no group get the bits of
+    `paged_attention`. `cpu.library.shared_rows` counts the rows of the others.
     """
     attention = _attention(out, batch, batch.value_cache, softmax, log_sum_exp)
     run("shared_attention", _pack_shared(attention, fewest_keys))
