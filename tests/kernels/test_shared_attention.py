@@ -179,6 +179,19 @@ def test_a_sliding_window_shares_nothing(check) -> None:
     assert check(batch.attention(), sliding_window=100) == []
 
 
+def test_lists_of_each_kv_head_share_nothing(each_isa) -> None:
+    """Attend to chosen pages: the same lists of two KV heads give the bits of `paged_attention`."""
+    batch = share(build_batch(LENS, QUERY_LENS, group=4), GROUPS).attention()
+    lists = replace(batch, block_table=batch.block_table[:, None].expand(-1, 2, -1).contiguous())
+    softmax = softmax_of(batch)
+    assert shared_prefixes(lists, softmax, FEWEST) == []
+    for _ in each_isa():
+        before = shared_rows()
+        found, right = attend(lists, softmax), attend(batch, softmax, None)
+        assert shared_rows() == before
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
 def test_equal_skips_share_and_others_do_not(check) -> None:
     """Let survivors be in shared blocks: they are the same tokens only behind the same skip."""
     skips = [150, 150, 150, 147, 150, 0, 0]

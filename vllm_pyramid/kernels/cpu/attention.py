@@ -130,8 +130,12 @@ def shared_attention(
     """Attend in C++, which compares the tables of the layer's requests and forms the groups.
 
     It looks at eight levels of prefixes within prefixes. Requests in no group get the bits of
-    `paged_attention`. `cpu.library.shared_rows` counts the rows of the others.
+    `paged_attention`, as all have with lists of chosen pages. `cpu.library.shared_rows` counts the
+    rows of the others.
     """
+    if batch.block_table.dim() == 3:  # chosen pages, which no group shares
+        paged_attention(out, batch, softmax, log_sum_exp=log_sum_exp)
+        return
     attention = _attention(out, batch, batch.value_cache, softmax, log_sum_exp)
     run("shared_attention", _pack_shared(attention, fewest_keys))
 
