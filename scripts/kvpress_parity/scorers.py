@@ -201,6 +201,7 @@ def compare(case: Case, layer_data: Layer) -> Iterator[str]:
         torch.stack([keys, values]), (0, 0, 0, blocks * BLOCK - tokens)
     )
     pages = padded.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
+    scorer = parse_component(Scorer, case.scorer)
     view = ScorerInputs(
         num_tokens=tokens,
         window=looked_at,
@@ -221,8 +222,8 @@ def compare(case: Case, layer_data: Layer) -> Iterator[str]:
         prompt_len=tokens,
         rotary=rotary,
         knows_rotary=True,
+        asks_ranks=scorer.asks_ranks,
     )
-    scorer = parse_component(Scorer, case.scorer)
     inside = slice(case.sinks, tokens - case.window)
     ours, theirs = scorer.score(view)[:, inside], case.factor * theirs[:, inside]
     error = float((ours - theirs).abs().max() / theirs.abs().max())

@@ -69,6 +69,7 @@ class Prompt:
             prompt_len=self.tokens,
             rotary=self.model.rotary,
             knows_rotary=True,
+            asks_ranks=policy.scorer.asks_ranks,
         )
 
     def scores(self, policy: Policy) -> list[torch.Tensor]:
