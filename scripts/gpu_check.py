@@ -52,6 +52,7 @@ MATRIX = (
     "check_fp8.py",
     "check_mass.py",
     "check_moves.py",
+    "check_page_selection.py",
     "check_pages.py",
     "check_recent.py",
     "check_scaled_rows.py",
