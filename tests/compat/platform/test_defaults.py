@@ -13,6 +13,8 @@ import pytest
 pytestmark = pytest.mark.cpu
 GIB = 2**30
 # Variables that an engine with a policy chooses for its processes.
+# What another test's engine may have decided (`frontend/weights.py`).
+DECIDED = "PYRAMID_CPU_WEIGHTS"
 CHOSEN = ("PYRAMID_CPU_PLATFORM", "THP_MEM_ALLOC_ENABLE", "VLLM_CPU_OMP_THREADS_BIND")
 
 
@@ -240,7 +242,7 @@ def test_an_engine_without_a_policy_gets_nothing_of_it(
 
     register()
     monkeypatch.setattr(defaults, "cores_by_node", lambda: [[0, 1]])
-    for name in (*CHOSEN, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+    for name in (*CHOSEN, DECIDED, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.delenv(name, raising=False)
     defaults.withdraw()  # what other tests chose
     before = dict(os.environ)
