@@ -165,6 +165,7 @@ def test_policies_that_pipeline_stages_cannot_serve(
         ("pyramidkv", {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ("h2o", {}, "a policy without prefix caching"),
         ("kcache", {}, "V in host memory"),
+        ("select", {}, "a policy that selects pages"),
     ],
 )
 def test_what_the_host_cache_cannot_store(

@@ -83,6 +83,11 @@ OF_ARGUMENTS = (
         lambda args, policy: _has_host_cache(args) and not policy.copies_blocks,
     ),
     Refusal(
+        "--kv-host-cache and a policy that selects pages",
+        "summaries of pages are not stored yet; choose a policy without attend, such as full",
+        lambda args, policy: _has_host_cache(args) and policy.attend.selects,
+    ),
+    Refusal(
         "--kv-host-cache and --pipeline-parallel-size",
         "each pipeline stage has a block pool of its own, whose blocks are not stored yet; use "
         "--tensor-parallel-size",
