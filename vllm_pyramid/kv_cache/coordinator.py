@@ -31,6 +31,7 @@ from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
+from vllm_pyramid.kv_cache.new_blocks import one_in_each
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_sharing import PrefixSharing
@@ -87,6 +88,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         specs = [spec for spec, _, _ in own]
         assert [spec.layer_idx for spec in specs] == list(range(len(own))), "layers are missing"
         self.layer_managers = tuple(manager for _, _, manager in own)
+        self._tables = [manager.req_to_blocks for manager in self.layer_managers]
+        self._zeroes = any(manager.records_new_block_ids for manager in self.layer_managers)
         self._groups = [group for _, group, _ in own]
         self.layers = [spec.model_layer for spec in specs]
         self.layer_specs = specs
@@ -177,6 +180,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             )
         by_stage = self.layer_blocks.missing(have, need)
         pool, plan = self.block_pool, record.terms.plan
+        if not (hit or apply_admission_cap):
+            return pool.bottleneck(by_stage) + of_stock
         most = _NO_BOUND
         if apply_admission_cap and plan is not None:
             most = self.layer_blocks.most(plan, num_tokens)
@@ -248,17 +253,24 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             return ()
         if record is None:  # without a plan
             record = self._records[request_id] = SchedulerRequest()
-        missing = self.layer_blocks.of_units(need) - self.layer_blocks.of_units(have)
-        ends = missing.cumsum().tolist()
-        pool_blocks = self.block_pool.get_blocks_of_layers(missing)
+        missing, ends = self.layer_blocks.growth(have, need)
+        pool_blocks = self.block_pool.get_blocks_of_layers(ends)
         record.num_blocks = need
         self.counters.held_blocks += missing
-        new_blocks = tuple(
-            pool_blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)
-        )
-        for manager, blocks in zip(self.layer_managers, new_blocks, strict=True):
-            manager.req_to_blocks[request_id].extend(blocks)
-            if manager.records_new_block_ids:
+        if not record.tables:
+            record.tables = [tables[request_id] for tables in self._tables]
+        if need == have + 1 and len(pool_blocks) == len(ends):  # most allocations of a decode step
+            for table, block in zip(record.tables, pool_blocks, strict=True):
+                table.append(block)
+            new_blocks = one_in_each(pool_blocks)
+        else:
+            new_blocks = tuple(
+                [pool_blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+            )
+            for table, blocks in zip(record.tables, new_blocks, strict=True):
+                table.extend(blocks)
+        if self._zeroes:
+            for manager, blocks in zip(self.layer_managers, new_blocks, strict=True):
                 manager.new_block_ids.extend(block.block_id for block in blocks)
         if not self.stock_groups:
             return new_blocks
