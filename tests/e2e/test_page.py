@@ -248,7 +248,7 @@ def turn(
 def test_turns_of_a_named_session_are_those_of_carried_turns(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, hits and reports; along a branch, an edit, another salt, and after it is forgotten."""
+    """Tokens, hits, reports; along a branch and an edit, with another salt, once forgotten."""
     numbers: Iterator[int] = iter(range(10**6))
 
     def words(count: int) -> list[int]:
