@@ -360,8 +360,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.looked_at = looked_at
 
     def check_host_rows(self) -> None:
-        """Every slot holds what the whole cache holds of its tokens; those of states, what was
-        evicted. Whoever loads a state looks at its survivors."""
+        """Check that every slot holds what the whole cache holds of its tokens.
+
+        Slots of states hold what was evicted; the request that loads a state checks its survivors.
+        """
         host = self.coordinator.host_cache
         if host is None:
             return
