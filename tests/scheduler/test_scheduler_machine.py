@@ -114,9 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Count the states of which something comes from the host."""
         enter = self.coordinator.sessions.enter
 
-        def entered(request_id: str, record: Any, session: Any) -> None:
-            self.resumed_from_host += bool(session.in_host)
-            enter(request_id, record, session)
+        def entered(request_id: str, record: Any, tokens: int) -> None:
+            self.resumed_from_host += bool(record.session_hit.in_host)
+            enter(request_id, record, tokens)
 
         self.coordinator.sessions.enter = entered  # type: ignore[method-assign]
 
