@@ -15,7 +15,7 @@ from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.tools import calibrate
 from vllm_pyramid.tools.bench.command import add_command as add_bench
 from vllm_pyramid.tools.budgets.command import add_command as add_budgets
-from vllm_pyramid.tools.doctor import add_command as add_doctor
+from vllm_pyramid.tools.doctor.command import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 from vllm_pyramid.tools.models import MODELS, gguf_folder, model_folder
 from vllm_pyramid.tools.sessions import add_command as add_sessions
