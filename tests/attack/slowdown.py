@@ -62,7 +62,7 @@ def settings(kind: str, number: int) -> dict[str, Any]:
     choices: list[dict[str, Any]] = [
         {"kv_budget": f"12.{number}{'3' * 4200}%"},
         {"kv_budget": "9" * 60_000},
-        {f"kv_{number}_{index:04d}": 1 for index in range(3500)},
+        {f"kv_{number}_{index:04d}": 1 for index in range(3200)},
         {f"kv_budge{index}{number}": 1 for index in range(2500)},
         {"kv_" + "y" * 60_000: number},
         {"kv_turns": [*range(1, 9000), number]},
