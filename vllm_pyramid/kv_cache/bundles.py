@@ -83,10 +83,12 @@ class BundlePool(BlockPool):
         bundle_counts: `BlockBundle.counts` of every bundle with a hash.
         before_reuse: called with a computed bundle whose blocks are about to be given to requests,
             if no other bundle has its hash (`host_cache.py`).
+        when_idle: called with a bundle that no request uses any more (`host_files.py`).
     """
 
     bundle_counts: tuple[int, ...] = ()
     before_reuse: Callable[[BlockBundle], None] | None = None
+    when_idle: Callable[[BlockBundle], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -210,6 +212,8 @@ class BundlePool(BlockPool):
     def _make_idle(self, bundle: BlockBundle) -> None:
         self.idle[bundle] = None
         self._idle_blocks += len(bundle.blocks)
+        if self.when_idle is not None:
+            self.when_idle(bundle)
 
     def _take_from_idle(self, bundle: BlockBundle) -> None:
         del self.idle[bundle]

@@ -49,6 +49,8 @@ class ServedSettings:
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
         host_cache_bytes: host memory of each rank for the host cache; None without one.
+        host_cache_dir: folder in which what the host cache finds survives a restart; None without.
+        host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
         page: whether the API server shows the live page.
     """
@@ -65,6 +67,8 @@ class ServedSettings:
     reports_cached: bool = True
     keep_template: int | None = None
     host_cache_bytes: int | None = None
+    host_cache_dir: str | None = None
+    host_cache_dir_bytes: int | None = None
     turn_mode: str = RESUME
     page: bool = False
 
