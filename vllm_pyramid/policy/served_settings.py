@@ -20,6 +20,8 @@ from vllm_pyramid.policy.request_keys import RESUME
 
 NO_POLICY = "none"
 SERVED_KEY = "vllm_pyramid"
+# Seconds for which a session that is not used is remembered.
+DEFAULT_SESSION_TTL = 3600.0
 
 
 def asks_for_policy(additional_config: object) -> bool:
@@ -52,6 +54,7 @@ class ServedSettings:
         host_cache_dir: folder in which what the host cache finds survives a restart; None without.
         host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
+        session_ttl_s: seconds after which a session (`kv_session`) that is not used is forgotten.
         page: whether the API server shows the live page.
     """
 
@@ -70,6 +73,7 @@ class ServedSettings:
     host_cache_dir: str | None = None
     host_cache_dir_bytes: int | None = None
     turn_mode: str = RESUME
+    session_ttl_s: float = DEFAULT_SESSION_TTL
     page: bool = False
 
     def as_data(self) -> dict[str, Any]:
