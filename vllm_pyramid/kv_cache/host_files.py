@@ -171,10 +171,10 @@ class HostFiles:
         for *_, name, size in sorted(found):
             self._sizes[name] = size
             self._used += size
-        ours = sum(known for known, *_ in found)
+        num_own = sum(1 for ours, *_ in found if ours)
         logger.info(
             "kv-host-cache-dir: %d bundles of this model and cache in %s, %d of others",
-            *(ours, self._own, len(found) - ours),
+            *(num_own, self._own, len(found) - num_own),
         )
         if self._writes:
             self._make_room(0)
@@ -201,7 +201,9 @@ class HostFiles:
             if found.name != name or found.namespace != self._namespace:
                 raise DamagedFileError("it holds another bundle")
             if found.num_blocks < 1 or found.num_blocks * self._block_bytes != len(content):
-                raise DamagedFileError(f"it holds {len(content)} bytes of {found.num_blocks} blocks")
+                raise DamagedFileError(
+                    f"it holds {len(content)} bytes of {found.num_blocks} blocks"
+                )
         except FileNotFoundError:  # it has not been written yet, or could not be
             self._drop(path)
             return None

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
+from vllm_pyramid.compat.cpu_resources import units_of_processor
 from vllm_pyramid.compat.versions import vllm_version
 from vllm_pyramid.kv_cache.bundle_file import FORMAT
 from vllm_pyramid.kv_cache.host_files import HostFiles
@@ -48,7 +49,9 @@ def files_of(
     limit = settings.host_cache_dir_bytes or slots.count * slots.num_bytes
     block_bytes = slots.num_bytes // len(specs)
     largest = slots.count * slots.num_bytes
-    return HostFiles(str(folder), namespace_of(config, settings, specs), block_bytes, limit, largest)
+    return HostFiles(
+        str(folder), namespace_of(config, settings, specs), block_bytes, limit, largest
+    )
 
 
 def namespace_of(
@@ -92,7 +95,6 @@ def _weights(model: Any) -> list[Any]:
 
 def _device() -> str:
     """Return what the layout and the numbers of a cache depend on."""
-    if current_platform.device_type == "cpu":  # attention packs K for the processor's units
-        tiles = torch.cpu._is_amx_tile_supported()
-        return f"{torch.backends.cpu.get_cpu_capability()} {tiles}"
+    if current_platform.device_type == "cpu":
+        return units_of_processor()
     return str(current_platform.get_device_name())
