@@ -282,7 +282,8 @@ def test_a_conversation_goes_on_after_kill_9(
                 timeout=400,
             )
             log.seek(0)
-            assert done.returncode == status, log.read()[-6000:]
+            lines = [line for line in log if "leaked" not in line]
+            assert done.returncode == status, "".join(lines)[-8000:]
         turns += json.loads(request.with_suffix(f".{life}").read_text())["turns"]
     first, without_kill, after = turns
     assert (first["cached"], without_kill["cached"]) == (0, (400 + 39) // BLOCK * BLOCK)

@@ -159,8 +159,13 @@ class BundlePool(BlockPool):
             self.touch_bundle(bundle.hash)
         return ended
 
-    def add_idle(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> bool:
+    def add_idle(
+        self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock], origin: str | None = None
+    ) -> bool:
         """Make an idle bundle of blocks that the caller owns.
+
+        Args:
+            origin: see `BlockBundle`.
 
         Returns:
             False if the hash has a bundle already; the blocks then remain the caller's.
@@ -169,7 +174,7 @@ class BundlePool(BlockPool):
             self.touch_bundle(block_hash)
             return False
         bundle = BlockBundle(block_hash, blocks, self.bundle_counts, refs=0)
-        bundle.scheduled = True
+        bundle.scheduled, bundle.origin = True, origin
         self.bundles[block_hash] = bundle
         self._make_idle(bundle)
         return True
