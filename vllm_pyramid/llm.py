@@ -37,6 +37,7 @@ class LLM(vllm.LLM):
         kv_host_cache: GiB of host memory for prefixes and sessions that leave the device's cache.
         kv_turn_mode: how later turns of conversations continue: `"resume"` (the default) or
             `"exact"`.
+        kv_session_ttl: seconds after which a session that is not used is forgotten.
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -59,6 +60,7 @@ class LLM(vllm.LLM):
         kv_keep: str | None = None,
         kv_host_cache: float | None = None,
         kv_turn_mode: str | None = None,
+        kv_session_ttl: float | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:

@@ -223,6 +223,95 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
         assert said == []
 
 
+def turn(
+    server: Server, tokens: list[int], salt: str, session: str | None = None, **settings: Any
+) -> tuple[list[int], int, dict[str, Any]]:
+    """Answer, cached tokens and report of a prompt; the session is named in the header."""
+    answer: Any = client(server).completions.create(
+        model=str(model_path()),
+        prompt=tokens,
+        max_tokens=40,
+        temperature=0,
+        extra_headers={} if session is None else {"X-KV-Session": session},
+        extra_body={
+            "vllm_xargs": settings,
+            "cache_salt": salt,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        },
+    )
+    cached = answer.usage.prompt_tokens_details
+    report = answer.kv_transfer_params
+    return answer.choices[0].token_ids, cached.cached_tokens if cached else 0, report
+
+
+def test_turns_of_a_named_session_are_those_of_carried_turns(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, hits, reports; along a branch and an edit, with another salt, once forgotten."""
+    numbers: Iterator[int] = iter(range(10**6))
+
+    def words(count: int) -> list[int]:
+        return [100 + 7919 * next(numbers) % 900 for _ in range(count)]
+
+    questions = [words(500), words(200), words(200)]
+
+    def check(tokens: list[int], turns: list[int], **settings: Any) -> list[int]:
+        """Ask with carried turns and by name, each under a salt of its own; the answer."""
+        carried = turn(server, tokens, "carried", kv_turns=turns, **settings)
+        answer, cached, report = turn(server, tokens, "named", kv_session="talk", **settings)
+        assert report.pop("kv_session") == "talk"
+        assert (answer, cached, report) == carried
+        assert report["kv_turns"] == [*turns, len(tokens)]
+        return answer
+
+    turns: list[int] = []
+    prompts: list[list[int]] = []
+    said: list[int] = []
+    for question in questions:
+        prompts.append([*said, *question])
+        said = [*prompts[-1], *check(prompts[-1], turns)]
+        turns.append(len(prompts[-1]))
+    resumed = turn(server, prompts[-1], "named", session="talk")[2]
+    assert resumed["kv_session"] == "talk" and resumed["kv_turns"] == turns
+    assert resumed["resumed_tokens"] > turns[0], "the third turn did resume"
+
+    check([*said, *words(150)], turns, kv_turn_mode="exact")
+    branch = [*prompts[1], *words(300)]
+    check(branch, turns[:2])
+    check([*branch, *words(100)], [*turns[:2], len(branch)])
+    check([1, *prompts[2][1:]], [])
+    edited = [*prompts[1][:-1], 1, *words(250)]
+    check(edited, turns[:1])
+    assert turn(server, prompts[2], "third salt", session="talk")[2]["kv_turns"] == [turns[2]]
+
+    for name, status in (("no spaces", 400), ("x" * 129, 400), ("a", 400)):
+        with pytest.raises(openai.BadRequestError, match=r"kv_session|X-KV-Session") as error:
+            turn(server, prompts[0], "named", session=name, kv_session="b")
+        assert error.value.status_code == status
+
+    for method in ("GET", "DELETE"):
+        request = urllib.request.Request(f"{server.url}/pyramid/sessions", method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=60)
+        assert refused.value.code == 401
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["sessions", server.url]) == 0
+    table = capsys.readouterr().out
+    assert table.count(" talk ") == 2 and "named" not in table and "salt" not in table
+    assert main(["sessions", server.url, "--json", "--session", "talk"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["turns"] for row in rows} == {1, 8}
+    (tenant,) = [row["tenant"] for row in rows if row["turns"] == 8]
+    forget = ["sessions", server.url, "--forget", "--session", "talk", "--tenant", tenant]
+    assert main(forget) == 0 and main(forget) == 1
+    assert capsys.readouterr().out == "forgotten: 1\nforgotten: 0\n"
+    assert turn(server, prompts[2], "named", session="talk")[2]["kv_turns"] == [turns[2]]
+    assert main(["sessions", server.url, "--api-key", "wrong"]) == 2
+    assert "this server needs its API key" in capsys.readouterr().err
+
+
 def test_top_shows_the_server(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,7 +167,7 @@ def test_window_scores(
     knows_lse: bool,
 ) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
-    reduction = Reduction(gqa_reduce, pooling=pooling, kernel_size=5)  # type: ignore[arg-type]
+    reduction = Reduction(gqa_reduce, pooling=pooling, kernel_size=5)
     # Keys that all queries of the window see; and only the last one, among many.
     places = {0: range(250, 251), 2: range(1299, 1300), 3: range(95)}
     lens, queries = [300, 700, 1300, 95], [90, 40, 40, 40]

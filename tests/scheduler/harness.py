@@ -134,7 +134,7 @@ class Setup:
 
     @property
     def host_cache(self) -> dict[str, Any]:
-        """The setting of a host cache with so many slots."""
+        """Return the setting of a host cache with `host_slots` slots; empty without one."""
         if not self.host_slots:
             return {}
         page = 2 * self.block_size * 8 * 4  # K and V of one head of 8, in float32

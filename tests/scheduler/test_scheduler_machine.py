@@ -114,9 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Count the states of which something comes from the host."""
         enter = self.coordinator.sessions.enter
 
-        def entered(request_id: str, record: Any, session: Any) -> None:
-            self.resumed_from_host += bool(session.in_host)
-            enter(request_id, record, session)
+        def entered(request_id: str, record: Any, tokens: int) -> None:
+            self.resumed_from_host += bool(record.session_hit.in_host)
+            enter(request_id, record, tokens)
 
         self.coordinator.sessions.enter = entered  # type: ignore[method-assign]
 
@@ -360,8 +360,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.looked_at = looked_at
 
     def check_host_rows(self) -> None:
-        """Every slot holds what the whole cache holds of its tokens; those of states, what was
-        evicted. Whoever loads a state looks at its survivors."""
+        """Check that every slot holds what the whole cache holds of its tokens.
+
+        Slots of states hold what was evicted; the request that loads a state checks its survivors.
+        """
         host = self.coordinator.host_cache
         if host is None:
             return

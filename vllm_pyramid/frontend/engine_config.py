@@ -162,9 +162,10 @@ def finish_config(
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
-    if served.page:
-        from vllm_pyramid.compat import page_server
-        from vllm_pyramid.frontend.page import attach
+    from vllm_pyramid.compat import page_server
+
+    if served.page or page_server.is_server():
+        from vllm_pyramid.frontend.server import attach
 
         page_server.install(attach)
 

@@ -77,6 +77,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
         "evicted as if it had no earlier turns. Default: resume.",
     },
+    "kv_session_ttl": {
+        "metavar": "SECONDS",
+        "help": "How long the server remembers a session (kv_session) that is not used: where its "
+        "turns ended. Default: 3600.",
+    },
     PAGE_KEY: {
         "action": "store_true",
         "help": "Serve a live page at /pyramid: the pool, and what each running request keeps "

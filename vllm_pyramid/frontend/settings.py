@@ -7,7 +7,7 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
      "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
      "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
-     "kv_turn_mode": "resume"}
+     "kv_turn_mode": "resume", "kv_session_ttl": 3600}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -26,11 +26,12 @@ from functools import cached_property
 from typing import Any
 
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
-from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.kept_spans import why_no_spans, why_only_leading
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request_keys import RESUME, parse_turn_mode
 from vllm_pyramid.policy.served_settings import (
+    DEFAULT_SESSION_TTL,
     NO_POLICY,
     SERVED_KEY,
     ServedSettings,
@@ -50,6 +51,7 @@ CONFIG_KEYS = (
     "kv_keep",
     "kv_host_cache",
     "kv_turn_mode",
+    "kv_session_ttl",
 )
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
@@ -57,7 +59,7 @@ REPORT_KEY = "kv_report_cached"
 PAGE_KEY = "kv_page"
 _FOR_SERVERS = {
     *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
-    "kv_turn_mode",
+    *("kv_turn_mode", "kv_session_ttl"),
 }
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
@@ -180,6 +182,8 @@ class KVSettings:
             prefix cache gives away; None for none.
         kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
             None for `resume`.
+        kv_session_ttl: seconds after which a session that is not used is forgotten; None for
+            `DEFAULT_SESSION_TTL`.
         kv_report_cached: whether each response says what the cache held for its request.
         kv_page: whether the API server shows the live page.
     """
@@ -196,6 +200,7 @@ class KVSettings:
     kv_keep: str | None = None
     kv_host_cache: float | str | None = None
     kv_turn_mode: str | None = None
+    kv_session_ttl: float | str | None = None
     kv_report_cached: bool = True
     kv_page: bool = False
 
@@ -235,6 +240,7 @@ class KVSettings:
         host_cache = _parse_gib(self.kv_host_cache, "kv_host_cache")
         object.__setattr__(self, "kv_host_cache", host_cache)
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
+        object.__setattr__(self, "kv_session_ttl", parse_session_ttl(self.kv_session_ttl))
         if self.kv_policy == NO_POLICY:
             given = [key for key in CONFIG_KEYS[1:] if getattr(self, key) not in (None, {})]
             if given:
@@ -348,5 +354,6 @@ class KVSettings:
             keep_template=parse_keep(self.kv_keep),
             host_cache_bytes=_bytes_of(self.kv_host_cache),
             turn_mode=self.kv_turn_mode or RESUME,
+            session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
         )

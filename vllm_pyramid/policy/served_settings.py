@@ -20,6 +20,8 @@ from vllm_pyramid.policy.request_keys import RESUME
 
 NO_POLICY = "none"
 SERVED_KEY = "vllm_pyramid"
+# Seconds for which a session that is not used is remembered.
+DEFAULT_SESSION_TTL = 3600.0
 
 
 def asks_for_policy(additional_config: object) -> bool:
@@ -50,6 +52,7 @@ class ServedSettings:
             many first tokens of each message with them; None if not.
         host_cache_bytes: host memory of each rank for the host cache; None without one.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
+        session_ttl_s: seconds after which a session (`kv_session`) that is not used is forgotten.
         page: whether the API server shows the live page.
     """
 
@@ -66,6 +69,7 @@ class ServedSettings:
     keep_template: int | None = None
     host_cache_bytes: int | None = None
     turn_mode: str = RESUME
+    session_ttl_s: float = DEFAULT_SESSION_TTL
     page: bool = False
 
     def as_data(self) -> dict[str, Any]:

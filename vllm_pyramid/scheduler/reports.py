@@ -176,6 +176,8 @@ class Reports(SchedulerPoints):
         if conversation is not None:
             report["kv_turns"] = [*conversation.turns, plan.prompt_len]
             report["kv_turn_mode"] = EXACT if conversation.exact else RESUME
+            if conversation.name is not None:
+                report["kv_session"] = conversation.name
             if shows_cached:
                 report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
         resolved = plans.confirmed(request.request_id)

@@ -7,7 +7,6 @@ import contextlib
 import csv
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +160,23 @@ def test_capacity_where_memory_is_shared_out_otherwise(tmp_path: Path) -> None:
 
 def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP, with the threads that were asked for: the worker has them, and is not bound. What
-    the server holds meanwhile is seen.
+    the server holds meanwhile is seen; on a busy machine the request may have to run again for it.
     """
     seen: list[tuple[str, set[int]]] = []
-    load = server_load.load
+    gauges: list[server_load.Gauges] = []
+    load, serve = server_load.load, server_load._vllm_bench_serve
+
+    class Often(server_load.Gauges):
+        def __init__(self, url: str) -> None:
+            super().__init__(url, interval=0.02)
+            gauges.append(self)
+
+    def until_seen(*args: Any) -> dict[str, Any]:
+        for _ in range(5):
+            result: dict[str, Any] = serve(*args)
+            if gauges[-1].largest:
+                break
+        return result
 
     def looking(*args: Any) -> dict[str, Any]:
         result: dict[str, Any] = load(*args)
@@ -172,8 +184,8 @@ def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return result
 
     monkeypatch.setattr(server_load, "load", looking)
-    often = partial(server_load.Gauges, interval=0.02)
-    monkeypatch.setattr(server_load, "Gauges", often)
+    monkeypatch.setattr(server_load, "Gauges", Often)
+    monkeypatch.setattr(server_load, "_vllm_bench_serve", until_seen)
     monkeypatch.setenv("SPT_NOENV", "1")  # a process that names itself leaves its variables alone
     command = ["bench", "latency", "--layers", str(LAYERS), "--policies", "pyramidkv"]
     output = 384  # so long that a busy machine comes to look while the request runs
