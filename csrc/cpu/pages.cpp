@@ -90,11 +90,9 @@ void extend(const Bits* query, int64_t D, bool spread, Bits* out) {
   }
 }
 
-// What a thread needs to score the heads of an item together.
 struct Layout {
   int64_t kernel, query, logits, out;  // bytes
   int64_t stride;                      // floats of a row of logits
-  int64_t heads;                       // KV heads of an item, a divisor of G
   size_t all() const { return size_t(kernel + query + logits + out); }
 };
 
@@ -109,58 +107,27 @@ void largest_of_pages(float* logits, int64_t pages, int64_t n, int64_t hidden) {
   }
 }
 
-bool extends_queries(const PyrPageScores& p) { return p.kind == PYR_BOX || p.kind == PYR_SPREAD; }
-
-// Extends the queries of `count` heads from `head` on.
-void extend_heads(const PyrPageScores& p, int64_t s, int64_t head, int64_t count, char* to) {
-  const int64_t bytes = item_size(p.query_dtype);
-  const bool spread = p.kind == PYR_SPREAD;
-  const auto* from = static_cast<const char*>(p.query) + (s * p.query_t + head * p.query_h) * bytes;
-  for (; count; --count, from += p.query_h * bytes, to += 2 * p.D * bytes)
-    if (bytes == 4)
-      extend(reinterpret_cast<const uint32_t*>(from), p.D, spread, reinterpret_cast<uint32_t*>(to));
-    else
-      extend(reinterpret_cast<const uint16_t*>(from), p.D, spread, reinterpret_cast<uint16_t*>(to));
-}
-
-// Fetches a part of the summaries of `count` pages: those of `heads` KV heads from `g` on.
-void fetch_pages(const PyrPageScores& p, const int32_t* blocks, int64_t count, int64_t g,
-                 int64_t heads, int64_t width) {
-  const int64_t size = item_size(p.pool_dtype), bytes = width * size;
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t h = g; h < g + heads; ++h) {
-      const auto* row =
-          static_cast<const char*>(p.pool) + (blocks[i] * p.pool_p + h * p.pool_g) * size;
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-    }
-}
-
-// Scores the pages of row s for layout.heads KV heads from g0 on. Their summaries of a page lie next
-// to each other, so some pages are read for all of these heads before the next ones.
-void score_heads(const PyrPageScores& p, const Kernels& kernels, const Layout& layout, int64_t s,
-                 int64_t g0, char* memory) {
-  constexpr int64_t kPages = 2 * kTileKeys;  // that are read for all heads
+void score_row(const PyrPageScores& p, const Kernels& kernels, const Layout& layout, int64_t s,
+               int64_t g, char* memory) {
   const Row row = row_of(p, s);
   const int64_t candidates = row.visible - 1, group = p.H / p.G;
-  float* out = p.out + (s * p.G + g0) * p.out_len;
-  for (int64_t i = 0; i < layout.heads; ++i)
-    std::fill(out + i * p.out_len + candidates, out + (i + 1) * p.out_len, -INFINITY);
+  float* out = p.out + (s * p.G + g) * p.out_len;
+  std::fill(out + candidates, out + p.out_len, -INFINITY);
   if (!candidates) return;
   const int64_t hidden = p.kind == PYR_SCORE_EXACT ? row.hidden : 0;
-  const bool two = extends_queries(p);
-  const int64_t query_bytes = item_size(p.query_dtype), pool_bytes = item_size(p.pool_dtype);
+  const bool two = p.kind == PYR_BOX || p.kind == PYR_SPREAD, spread = p.kind == PYR_SPREAD;
+  const int64_t query_bytes = item_size(p.query_dtype);
   char* extended = memory + layout.kernel;
   auto* logits = reinterpret_cast<float*>(extended + layout.query);
   auto* weights = reinterpret_cast<float*>(extended + layout.query + layout.logits);
-  const auto* query =
-      static_cast<const char*>(p.query) + (s * p.query_t + g0 * group * p.query_h) * query_bytes;
-  if (two) extend_heads(p, s, g0 * group, layout.heads * group, extended);
+  std::fill(weights, weights + (candidates + kLanes - 1) / kLanes * kLanes, 0.0f);
   // The pool as a cache of pages of n tokens and one KV head, of which a single query sees the
   // candidates.
   const int32_t query_start[2] = {0, 1};
   const int32_t seq_len = int32_t((row.first + candidates) * p.n);
   const int32_t skip = int32_t(row.first * p.n + hidden);
   PyrAttention one{};
+  one.key = one.value = static_cast<const char*>(p.pool) + g * p.pool_g * item_size(p.pool_dtype);
   one.table = row.table;
   one.query_start = query_start;
   one.seq_lens = &seq_len;
@@ -177,39 +144,27 @@ void score_heads(const PyrPageScores& p, const Kernels& kernels, const Layout& l
   one.key_n = one.value_n = p.pool_n;
   one.scale = p.scale;
   one.soft_cap = p.soft_cap;
-  const int64_t keys = seq_len - skip, step = p.n == 1 ? kPages : keys;
-  for (int64_t begin = 0; begin < keys; begin += step) {
-    const int64_t end = std::min(keys, begin + step), then = std::min(keys, end + step) - end;
-    for (int64_t i = 0; i < layout.heads; ++i) {
-      const int64_t from = then * i / layout.heads, to = then * (i + 1) / layout.heads;
-      if (to > from)
-        fetch_pages(p, row.table + row.first + end + from, to - from, g0, layout.heads, one.D);
-      one.key = one.value = static_cast<const char*>(p.pool) + (g0 + i) * p.pool_g * pool_bytes;
-      for (int64_t h = 0; h < group; h += kTopnRows) {
-        one.H = std::min(kTopnRows, group - h);
-        one.query = (two ? extended : query) + (i * group + h) * one.query_h * query_bytes;
-        const AttentionItem item{0, 0, 0, int32_t(one.H), int32_t(begin), int32_t(end), -1, -1};
-        kernels.topn_logits(one, item, logits + (i * group + h) * layout.stride + begin,
-                            layout.stride, memory);
-      }
+  for (int64_t h = 0; h < group; h += kTopnRows) {
+    const int64_t heads = std::min(kTopnRows, group - h), head = g * group + h;
+    const char* query =
+        static_cast<const char*>(p.query) + (s * p.query_t + head * p.query_h) * query_bytes;
+    for (int64_t i = 0; two && i < heads; ++i) {
+      const char* from = query + i * p.query_h * query_bytes;
+      char* to = extended + i * one.D * query_bytes;
+      if (query_bytes == 4)
+        extend(reinterpret_cast<const uint32_t*>(from), p.D, spread, reinterpret_cast<uint32_t*>(to));
+      else
+        extend(reinterpret_cast<const uint16_t*>(from), p.D, spread, reinterpret_cast<uint16_t*>(to));
     }
+    one.query = two ? extended : query;
+    one.H = heads;
+    const AttentionItem item{0, 0, 0, int32_t(heads), 0, seq_len - skip, -1, -1};
+    kernels.topn_logits(one, item, logits, layout.stride, memory);
+    for (int64_t i = 0; p.n > 1 && i < heads; ++i)
+      largest_of_pages(logits + i * layout.stride, candidates, p.n, hidden);
+    kernels.page_weights(p, head, heads, logits, layout.stride, candidates, weights);
   }
-  for (int64_t i = 0; i < layout.heads; ++i) {
-    float* of_heads = logits + i * group * layout.stride;
-    for (int64_t h = 0; p.n > 1 && h < group; ++h)
-      largest_of_pages(of_heads + h * layout.stride, candidates, p.n, hidden);
-    std::fill(weights, weights + (candidates + kLanes - 1) / kLanes * kLanes, 0.0f);
-    kernels.page_weights(p, (g0 + i) * group, group, of_heads, layout.stride, candidates, weights);
-    std::copy(weights, weights + candidates, out + i * p.out_len);
-  }
-}
-
-// How many KV heads of a row are one item: as many as leave two items or more to each thread.
-int64_t heads_together(const PyrPageScores& p, int64_t threads) {
-  if (threads == 1) return p.G;
-  for (int64_t heads = p.G; heads > 1; --heads)
-    if (p.G % heads == 0 && p.S * (p.G / heads) >= 2 * threads) return heads;
-  return 1;
+  std::copy(weights, weights + candidates, out);
 }
 
 int run(const PyrPageScores& p) {
@@ -224,27 +179,23 @@ int run(const PyrPageScores& p) {
     work += candidates * p.n * p.H * p.D;
   }
   const Kernels& kernels = kernels_for(p.query_dtype, p.pool_dtype);
-  const int64_t threads = work < kSerialWork ? 1 : p.threads;
   PyrAttention shape{};
-  shape.D = extends_queries(p) ? 2 * p.D : p.D;
+  shape.D = p.kind == PYR_BOX || p.kind == PYR_SPREAD ? 2 * p.D : p.D;
   Layout layout;
-  layout.heads = p.n == 1 ? heads_together(p, threads) : 1;
-  const int64_t rows = layout.heads * (p.H / p.G);
   layout.kernel = aligned(int64_t(kernels.topn_scratch(shape)));
-  layout.query = aligned(rows * shape.D * item_size(p.query_dtype));
+  layout.query = aligned(kTopnRows * shape.D * item_size(p.query_dtype));
   layout.stride = (most * p.n + 2 * kTileKeys + kLanes) / kLanes * kLanes;
-  layout.logits = aligned(rows * layout.stride * 4);
+  layout.logits = aligned(kTopnRows * layout.stride * 4);
   layout.out = aligned((most + kLanes) * 4);
   std::atomic<bool> out_of_memory{false};
-  const int64_t items = p.G / layout.heads;
   const auto task = [&](int64_t i) {
     auto* memory = static_cast<char*>(scratch(Scratch::kWork, layout.all()));
     if (memory)
-      score_heads(p, kernels, layout, i / items, i % items * layout.heads, memory);
+      score_row(p, kernels, layout, i / p.G, i % p.G, memory);
     else
       out_of_memory = true;
   };
-  for_each_item(threads, p.S * items, task);
+  for_each_item(work < kSerialWork ? 1 : p.threads, p.S * p.G, task);
   return out_of_memory ? fail("no memory for %zu bytes of page scores", layout.all()) : 0;
 }
 
