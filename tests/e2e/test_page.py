@@ -224,7 +224,9 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
         running.find_element(By.ID, "close").click()
         body.send_keys("p")
         # An opened request that ends stays open and says so.
-        opened = "const b = document.querySelector('#requests button'); if (b) b.click(); return !!b"
+        opened = (
+            "const b = document.querySelector('#requests button'); if (b) b.click(); return !!b"
+        )
         wait_for("a request to open", lambda: running.execute_script(opened))
         wait_for("its end", lambda: text("#title").startswith("ended: "), seconds=400)
         assert len(running.find_elements(By.CSS_SELECTOR, "#layers tr")) == LAYERS + 1
