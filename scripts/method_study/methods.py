@@ -11,7 +11,8 @@ and defaults (`presses.py`). Further arguments that the engine does not have:
 - "floor": 32 keeps that many of each message of a chat, the best by their scores;
 - "static": "echo" lets some heads keep everything and the others stream (`static_heads.py`).
 
-Where a policy selects pages (`attend`), the budget is what is read, and "keep" what is kept.
+Where a policy selects pages (`attend`), the budget is what is read, and "keep" what is kept;
+"asks": true lets later questions attend to everything, as prompts do.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 BLOCK = 16
-OWN = ("heads", "press", "keep", "static", "ends", "floor")  # arguments of the study alone
+OWN = ("heads", "press", "keep", "static", "ends", "floor", "asks")  # arguments of the study alone
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Prompt:
 
     Attributes:
         messages: where the messages of a chat begin; none of a plain text.
+        asked: tokens behind it that lead to the answer, a later question's among them.
     """
 
     model: Model
@@ -52,6 +54,7 @@ class Prompt:
     recorded: Recorded
     probes: HeadProbes
     messages: list[int]
+    asked: int
     _memory: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -123,6 +126,7 @@ class Method:
     static: str | None = None
     ends: float | None = None
     floor: int | None = None
+    asks: bool | None = None
 
     @classmethod
     def parse(cls, label: str, preset: str, args: dict[str, Any]) -> Method:
@@ -151,7 +155,7 @@ class Method:
     def definition(self) -> str:
         """Return a short name for all that decides what is kept, but for the budget."""
         what = f"{self.press}{self.args}" if self.press else self.policy.as_data()
-        own = {key: getattr(self, key) for key in ("static", "ends", "floor")}
+        own = {key: getattr(self, key) for key in ("static", "ends", "floor", "asks")}
         more = "".join(f"{key}{value}" for key, value in own.items() if value is not None)
         return f"{zlib.crc32(f'{what}{self.heads}None{more}'.encode()):08x}"
 
@@ -163,7 +167,7 @@ class Method:
         assert isinstance(policy.attend, SelectPages)
         pages = policy.attend.pages(prompt.tokens, prompt.model.layers, BLOCK)
         kept = self._places(policy, prompt) if policy.evicts else None
-        return Selected(policy.attend, pages, kept)
+        return Selected(policy.attend, pages, kept, prompt.asked if self.asks else 0)
 
     def kept(self, prompt: Prompt, budget: str) -> Kept | None:
         """Return what stays at a budget; None for everything."""

@@ -3,8 +3,8 @@
 
 It is the rule of the engine (docs/select.md) for each token behind the prompt: its own page, the
 first and the latest pages, and of the rest those with the best scores, as many as a policy plans.
-A question that follows reads pages alone too, where an engine would compute it as a prompt, with
-attention to everything.
+A later question reads pages alone too, unless it is said to be a prompt: engines compute it as one,
+with attention to everything.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ PAGE = 16
 
 
 class Selected:
-    """A way that reads some pages, of everything or of what an eviction has kept."""
+    """A way that reads some pages, of everything or of what an eviction has kept.
 
-    def __init__(self, attend: SelectPages, pages: IntArray, kept: Kept | None) -> None:
-        self.part, self.pages, self.kept = attend, pages, kept
+    Args:
+        pages: that each layer reads at most. asked: tokens behind the prompt that are one too.
+    """
+
+    def __init__(
+        self, attend: SelectPages, pages: IntArray, kept: Kept | None = None, asked: int = 0
+    ) -> None:
+        self.part, self.pages, self.kept, self.asked = attend, pages, kept, asked
 
     def attend(self, step: Step, cache: LayerCache) -> torch.Tensor:
         """Return `[H, n, D]`."""
@@ -57,7 +63,8 @@ class Selected:
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & before
         # The page that is not full yet has no score, and is the own one where it is seen at all.
         chosen = F.pad(chosen, (0, int(page_of[-1]) + 1 - chosen.shape[-1]))
-        return (chosen[..., page_of] | (page_of == own[:, None])) & causal
+        asked = torch.arange(len(places))[:, None] < self.asked
+        return (chosen[..., page_of] | (page_of == own[:, None]) | asked) & causal
 
     def _scores(self, step: Step, keys: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Return the combined weights of the full pages, `[G, n, P]`; 0 from the own one on."""

@@ -21,7 +21,7 @@ import torch
 from code_task import load_task
 from gates import Gates
 from methods import Method, Prompt
-from model import Model
+from model import Model, Recorded
 from static_heads import HeadProbes
 
 from vllm_pyramid.tools.eval.haystack import Tokens
@@ -112,8 +112,9 @@ class Study:
         sample = task.numbered(self.tokens, place.length, place.index, place.seed)
         ids = self.tokens.encode(sample.prompt)
         recorded, logits = self.model.prefill(ids)
-        prompt = Prompt(self.model, ids, recorded, self.probes, self._messages(ids))
-        following, skip = self._continuation(sample, prompt, logits)
+        following, asked = self._continuation(sample, ids, recorded, logits)
+        skip = asked or 1  # the first token comes from the prefill
+        prompt = Prompt(self.model, ids, recorded, self.probes, self._messages(ids), asked)
         (full,) = self.model.continued(recorded, following)
         left = iter(wanted)
         while some := list(islice(left, max(1, ROWS // len(following)))):
@@ -128,18 +129,17 @@ class Study:
             self.gates.measure(self._about(place), prompt, following, skip, full)
 
     def _continuation(
-        self, sample: Sample, prompt: Prompt, logits: torch.Tensor
+        self, sample: Sample, prompt: list[int], recorded: Recorded, logits: torch.Tensor
     ) -> tuple[list[int], int]:
-        """Return the tokens that follow the prompt, and how many of the first do not count."""
+        """Return the tokens that follow the prompt, and how many of them lead to the answer."""
         if sample.follows_full:
-            return self.model.greedy(prompt.recorded, logits, sample.max_tokens), 1
+            return self.model.greedy(recorded, logits, sample.max_tokens), 0
         before = sample.prompt + sample.lead
         space = "" if sample.forced or before.endswith((" ", "\n")) else " "
         ids = self.tokens.encode(before + space + sample.answers[0])
         begun = self.tokens.encode(before)
-        assert ids[: len(begun)] == begun and begun[: prompt.tokens] == prompt.ids, before[-50:]
-        lead = len(begun) - prompt.tokens
-        return ids[prompt.tokens :], lead or 1  # the first comes from the prefill
+        assert ids[: len(begun)] == begun and begun[: len(prompt)] == prompt, before[-50:]
+        return ids[len(prompt) :], len(begun) - len(prompt)
 
 
 def measured(full: torch.Tensor, logits: torch.Tensor, ids: list[int], skip: int) -> list[float]:

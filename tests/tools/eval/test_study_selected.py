@@ -98,6 +98,18 @@ def test_the_whole_budget_and_dense_layers_are_the_whole_cache(
     torch.testing.assert_close(few.attend(dense, cache), whole)
 
 
+def test_a_question_that_is_a_prompt_sees_everything(
+    modules: dict[str, ModuleType], made: Any
+) -> None:
+    step, cache = made
+    keys = torch.cat([cache.keys, step.k], dim=1)
+    few = selected(modules, "select", "12%")
+    asked = modules["selected"].Selected(few.part, few.pages, asked=5)
+    seen, plain = asked._seen(step, keys), few._seen(step, keys)
+    assert seen[:, :5].sum(-1).tolist() == [[TOKENS + 1 + i for i in range(5)]] * KV_HEADS
+    assert torch.equal(seen[:, 5:], plain[:, 5:]) and not torch.equal(seen, plain)
+
+
 def test_pages_of_what_was_kept(modules: dict[str, ModuleType], made: Any) -> None:
     """All pages of the kept are the kept; some are fewer."""
     step, cache = made
@@ -139,7 +151,7 @@ def test_reserves_and_floors_stay(modules: dict[str, ModuleType], monkeypatch: A
     model = SimpleNamespace(layers=LAYERS)
     recorded = SimpleNamespace(tokens=TOKENS)
     monkeypatch.setattr(methods.Prompt, "scores", lambda self, policy: [scores] * LAYERS)
-    prompt = methods.Prompt(model, list(range(TOKENS)), recorded, None, [0, 100, 160, 800])
+    prompt = methods.Prompt(model, list(range(TOKENS)), recorded, None, [0, 100, 160, 800], 0)
     plain, ends, floor = (
         methods.Method.parse("one", "snapkv-expected", own).kept(prompt, "25%")[0][0]
         for own in ({}, {"ends": 0.2}, {"floor": 16})
