@@ -15,6 +15,7 @@ import os
 
 import openai
 from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 
 TEXT = "Every attention layer has its own budget and its own block table. " * 60
 
@@ -29,7 +30,7 @@ def main() -> None:
         chat = ChatOpenAI(
             model=model,
             base_url=args.base_url,
-            api_key=key,  # type: ignore[arg-type]
+            api_key=SecretStr(key),
             max_completion_tokens=16,
             extra_body={"vllm_xargs": {"kv_budget": budget}, "cache_salt": f"chain {budget}"},
         )
