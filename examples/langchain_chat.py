@@ -35,8 +35,9 @@ def main() -> None:
             extra_body={"vllm_xargs": {"kv_budget": budget}, "cache_salt": f"chain {budget}"},
         )
         answer = chat.invoke([("system", TEXT), ("human", "What has a budget of its own?")])
-        used = answer.usage_metadata or {}
-        print(f"budget {budget}: {used.get('input_tokens')} tokens in the prompt")
+        used = answer.usage_metadata
+        assert used is not None, "the server counts tokens"
+        print(f"budget {budget}: {used['input_tokens']} tokens in the prompt")
 
 
 if __name__ == "__main__":
