@@ -36,7 +36,7 @@ def _complete(server: Server, model: Path, length: int) -> list[int]:
         extra_body={"return_token_ids": True},
         timeout=2 * LONGEST_SECONDS,
     )
-    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    tokens: list[int] = (answer.choices[0].model_extra or {})["token_ids"]
     return tokens
 
 
