@@ -36,8 +36,8 @@ def main() -> None:
         )
         answer = chat.invoke([("system", TEXT), ("human", "What has a budget of its own?")])
         used = answer.usage_metadata
-        tokens = used["input_tokens"] if used else "an unknown number of"
-        print(f"budget {budget}: {tokens} tokens in the prompt")
+        assert used is not None, "the server counts tokens"
+        print(f"budget {budget}: {used['input_tokens']} tokens in the prompt")
 
 
 if __name__ == "__main__":
