@@ -35,6 +35,8 @@ class LLM(vllm.LLM):
         kv_max_request_budget: the most that a request may have its prompt keep: `2048` or `"25%"`.
         kv_keep: what of every chat stays in every layer and head: `"template"` or `"template+16"`.
         kv_host_cache: GiB of host memory for prefixes and sessions that leave the device's cache.
+        kv_host_cache_dir: folder in which these survive a restart.
+        kv_host_cache_dir_gib: the most GiB of its files; by default as many as `kv_host_cache`.
         kv_turn_mode: how later turns of conversations continue: `"resume"` (the default) or
             `"exact"`.
         kv_session_ttl: seconds after which a session that is not used is forgotten.
@@ -59,6 +61,8 @@ class LLM(vllm.LLM):
         kv_max_request_budget: int | str | None = None,
         kv_keep: str | None = None,
         kv_host_cache: float | None = None,
+        kv_host_cache_dir: str | None = None,
+        kv_host_cache_dir_gib: float | None = None,
         kv_turn_mode: str | None = None,
         kv_session_ttl: float | None = None,
         additional_config: dict[str, Any] | str | None = None,

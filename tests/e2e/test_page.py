@@ -71,8 +71,10 @@ def load(server: Server, requests: int) -> Iterator[None]:
     stop = threading.Event()
     failures: list[Exception] = []
 
+    prompts = [build_prompt(model_path(), 300 + 150 * index)[0] for index in range(6)]
+
     def ask(number: int) -> None:
-        prompt, _ = build_prompt(model_path(), 300 + 150 * (number % 6))
+        prompt = prompts[number % 6]
         while not stop.is_set():
             try:
                 with client(server).completions.create(
@@ -211,14 +213,25 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
             "for (let i = 0; i < d.length; i += 4) s.add(d.slice(i, i + 4).join()); return s.size"
         )
         assert colours >= 3
+        # The keyboard, on a page that stands still: a request may end at any time.
         body = running.find_element(By.TAG_NAME, "body")
+        body.send_keys("p")
+        wait_for("a pause", lambda: text("#state") == "paused" and buttons())
         body.send_keys(Keys.ARROW_DOWN)
         running.switch_to.active_element.send_keys(Keys.ENTER)
         wait_for("an opened request", lambda: "budget" in text("#title"))
         assert len(running.find_elements(By.CSS_SELECTOR, "#layers tr")) == LAYERS + 1
         running.find_element(By.ID, "close").click()
         body.send_keys("p")
-        assert text("#state") == "paused"
+        # An opened request that ends stays open and says so.
+        opened = (
+            "const b = document.querySelector('#requests button'); if (b) b.click(); return !!b"
+        )
+        wait_for("a request to open", lambda: running.execute_script(opened))
+        wait_for("its end", lambda: text("#title").startswith("ended: "), seconds=400)
+        assert len(running.find_elements(By.CSS_SELECTOR, "#layers tr")) == LAYERS + 1
+        running.find_element(By.ID, "close").click()
+        assert not running.find_element(By.ID, "one").is_displayed()
         said = [line for line in complaints(running) if "401" not in line]
         assert said == []
 

@@ -71,6 +71,16 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "sessions that leave the device's cache: they are copied back in place of being computed "
         "again. Default: none.",
     },
+    "kv_host_cache_dir": {
+        "metavar": "DIR",
+        "help": "Folder in which what the host cache finds survives a restart, readable by its "
+        "owner only. Default: none.",
+    },
+    "kv_host_cache_dir_gib": {
+        "metavar": "GiB",
+        "help": "The most that the files in --kv-host-cache-dir may take; the least recently used "
+        "go first. Default: as much as --kv-host-cache.",
+    },
     "kv_turn_mode": {
         "metavar": "resume|exact",
         "help": "How a request with kv_turns continues that does not say it (kv_turn_mode): "

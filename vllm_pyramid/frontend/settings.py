@@ -51,6 +51,8 @@ CONFIG_KEYS = (
     "kv_max_request_budget",
     "kv_keep",
     "kv_host_cache",
+    "kv_host_cache_dir",
+    "kv_host_cache_dir_gib",
     "kv_turn_mode",
     "kv_session_ttl",
 )
@@ -62,7 +64,7 @@ PAGE_KEY = "kv_page"
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
 _FOR_SERVERS = {
     *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
-    *("kv_turn_mode", "kv_session_ttl"),
+    *("kv_host_cache_dir", "kv_host_cache_dir_gib", "kv_turn_mode", "kv_session_ttl"),
 }
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
@@ -129,7 +131,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _parse_gib(value: object, name: str) -> float | None:
-    """Parse `kv_swap_space` or `kv_host_cache`: a number of GiB above 0, or its text."""
+    """Parse a setting in GiB, a number above 0 or its text; None is none."""
     if value is None:
         return None
     number = math.nan
@@ -183,6 +185,8 @@ class KVSettings:
             what the policy keeps.
         kv_host_cache: GiB of host memory of an engine, all ranks together, for what the device's
             prefix cache gives away; None for none.
+        kv_host_cache_dir: folder in which that survives a restart; None for none.
+        kv_host_cache_dir_gib: the most GiB of its files; None for as many as `kv_host_cache`.
         kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
             None for `resume`.
         kv_session_ttl: seconds after which a session that is not used is forgotten; None for
@@ -204,6 +208,8 @@ class KVSettings:
     kv_max_request_budget: int | str | None = None
     kv_keep: str | None = None
     kv_host_cache: float | str | None = None
+    kv_host_cache_dir: str | None = None
+    kv_host_cache_dir_gib: float | str | None = None
     kv_turn_mode: str | None = None
     kv_session_ttl: float | str | None = None
     kv_report_cached: bool = True
@@ -246,8 +252,9 @@ class KVSettings:
         object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
         object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space, "kv_swap_space"))
-        host_cache = _parse_gib(self.kv_host_cache, "kv_host_cache")
-        object.__setattr__(self, "kv_host_cache", host_cache)
+        for key in ("kv_host_cache", "kv_host_cache_dir_gib"):
+            object.__setattr__(self, key, _parse_gib(getattr(self, key), key))
+        self._check_folder()
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
         object.__setattr__(self, "kv_session_ttl", parse_session_ttl(self.kv_session_ttl))
         if self.kv_policy == NO_POLICY:
@@ -274,6 +281,19 @@ class KVSettings:
                 f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
                 "token: leave it out"
             )
+
+    def _check_folder(self) -> None:
+        """Raise ValueError unless the settings of the host cache's folder go together."""
+        folder = self.kv_host_cache_dir
+        if folder is not None and not (isinstance(folder, str) and folder):
+            raise ValueError(f"kv_host_cache_dir must be the path of a folder, not {folder!r}")
+        if folder is not None and self.kv_host_cache is None:
+            raise ValueError(
+                "kv_host_cache_dir keeps what the host cache finds, and its files are read into "
+                "host memory: give kv_host_cache, too"
+            )
+        if folder is None and self.kv_host_cache_dir_gib is not None:
+            raise ValueError("kv_host_cache_dir_gib without a kv_host_cache_dir has no effect")
 
     def _check_keep(self, policy: Policy) -> None:
         """Raise ValueError unless chats' templates can be kept with the policy."""
@@ -366,6 +386,8 @@ class KVSettings:
             reports_cached=self.kv_report_cached,
             keep_template=parse_keep(self.kv_keep),
             host_cache_bytes=_bytes_of(self.kv_host_cache),
+            host_cache_dir=self.kv_host_cache_dir,
+            host_cache_dir_bytes=_bytes_of(self.kv_host_cache_dir_gib),
             turn_mode=self.kv_turn_mode or RESUME,
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,

@@ -118,6 +118,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         """Store bundles in host memory before their blocks are reused, and find them there."""
         self.host_cache = self.prefixes.host = self._session_cache.host = host_cache
         self.block_pool.before_reuse = host_cache.store
+        if host_cache.files is not None:
+            self.block_pool.when_idle = host_cache.files.save
 
     # vLLM's contract --------------------------------------------------------------------------
 

@@ -304,8 +304,7 @@ class SessionCache:
         heads = self.heads(skip).tolist()
         parts = [table[head : first + 1] for table, head in zip(tables, heads, strict=True)]
         name = _name(hashes[first], key)
-        if self._pool.add_idle(name, list(chain.from_iterable(parts))):
-            self._pool.bundles[name].origin = origin
+        if self._pool.add_idle(name, list(chain.from_iterable(parts)), origin):
             for table, head in zip(tables, heads, strict=True):
                 table[head : first + 1] = [null] * (first + 1 - head)
 

@@ -51,6 +51,8 @@ class ServedSettings:
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
         host_cache_bytes: host memory of each rank for the host cache; None without one.
+        host_cache_dir: folder in which what the host cache finds survives a restart; None without.
+        host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
         session_ttl_s: seconds after which a session (`kv_session`) that is not used is forgotten.
         shadow: the share of requests whose answers are compared with the whole cache's; None: none.
@@ -71,6 +73,8 @@ class ServedSettings:
     reports_cached: bool = True
     keep_template: int | None = None
     host_cache_bytes: int | None = None
+    host_cache_dir: str | None = None
+    host_cache_dir_bytes: int | None = None
     turn_mode: str = RESUME
     session_ttl_s: float = DEFAULT_SESSION_TTL
     shadow: float | None = None
