@@ -16,6 +16,7 @@ import os
 from typing import Any
 
 import openai
+from openai.types.chat import ChatCompletionMessageParam
 
 TEXT = "Every attention layer has its own budget and its own block table. " * 60
 QUESTIONS = ("What has a budget of its own?", "And what else?", "Who shares it?")
@@ -28,14 +29,14 @@ def main() -> None:
     key = os.environ.get("OPENAI_API_KEY", "none")
     client = openai.OpenAI(base_url=args.base_url, api_key=key)
     model = client.models.list().data[0].id
-    messages: list[dict[str, Any]] = [{"role": "system", "content": TEXT}]
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": TEXT}]
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         # A salt keeps this conversation apart, and lets the report say what was found.
         settings = {"vllm_xargs": {"kv_session": "example"}, "cache_salt": "conversation.py"}
         answer: Any = client.chat.completions.create(
             model=model,
-            messages=messages,  # type: ignore[arg-type]
+            messages=messages,
             max_tokens=32,
             temperature=0,
             extra_body=settings,

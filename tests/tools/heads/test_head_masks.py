@@ -105,7 +105,7 @@ def test_the_command_writes_scores_that_it_can_try(
     first = capsys.readouterr().out
     assert "4 of 16 KV heads keep everything, the others 16 sinks and 32 recent tokens" in first
     assert "Kept with a length for each head: 25.4% at 8,192 tokens" in first
-    assert re.search(r"greedy choice of whole attention \d+\.\d% of the time", first)
+    assert re.search(r"of whole attention for \d+\.\d% of them with the mask, \d+\.\d%", first)
     assert len((tmp_path / "out" / SCORES).read_text().splitlines()) == 8
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert config["tried"]["whole"]["agreement"] == 1.0 and len(config["tried"]["random"]) == 3
@@ -124,6 +124,7 @@ def test_the_command_writes_scores_that_it_can_try(
         (["--lengths", "100"], "--lengths without --risk would have no effect"),
         (["--mask", "m", "--sinks", "3"], "--sinks, --output does not go with --mask"),
         (["--prompts", "/nowhere.jsonl"], "cannot read the prompts"),
+        (["-o", "/proc/out"], "cannot write /proc/out"),
         (["--recent", "9000"], "2 copies of 18256 tokens do not fit into the model's 8192"),
     ],
 )
@@ -156,6 +157,8 @@ def test_flags_of_heads_alone_change_nothing_and_are_refused(
     argv = ["calibrate", "--model", str(MODEL), "--share", "0.5", "-o", "x.yaml"]
     assert main(argv) == 2
     assert "--share without --heads would have no effect" in capsys.readouterr().err
+    assert main([*argv, "--mask", "m"]) == 2
+    assert "--mask, --share without --heads" in capsys.readouterr().err
     assert main(["calibrate", "--model", str(MODEL)]) == 2
     assert "calibrate needs --prompts and --output" in capsys.readouterr().err
 

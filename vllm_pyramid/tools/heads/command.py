@@ -12,11 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_pyramid.tools.command_parts import Progress
+from vllm_pyramid.tools.command_parts import Progress, check_writable
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pyramid.tools.head_probe import Repeated
+    from vllm_pyramid.tools.heads.model import HeadModel
     from vllm_pyramid.tools.heads.scores import HeadScores
     from vllm_pyramid.tools.heads.trial import Trial
 
@@ -62,7 +64,7 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: naming them.
     """
     unused: tuple[str, ...] = _OTHERS if args.heads else OWN_FLAGS
-    if args.mask is not None:
+    if args.heads and args.mask is not None:
         unused += ("sinks", "recent", "output")  # the folder has its own, and is the output
     given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]
     if given and not args.heads:
@@ -90,34 +92,30 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
     """
     from rich.console import Console
 
-    from vllm_pyramid.tools.head_probe import Repeated
     from vllm_pyramid.tools.heads.model import HeadModel
-    from vllm_pyramid.tools.heads.scores import HeadScores
+    from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
     from vllm_pyramid.tools.heads.trial import check_texts, copies, random_masks, try_masks
 
     published = None if args.mask is None else HeadScores.read(Path(args.mask))
     share = SHARE if args.share is None else args.share
     model = HeadModel(args.model)
-    if published is None:
-        sinks = SINKS if args.sinks is None else args.sinks
-        recent = RECENT if args.recent is None else args.recent
-        probe = Repeated()
-        _check_room(probe, model)
-        scores = HeadScores(model.probe(probe), sinks, recent)
-    else:
-        scores = published
-        if scores.scores.shape != (model.layers, model.kv_heads):
-            raise ValueError(
-                f"{args.mask} is for {scores.scores.shape[0]} layers of {scores.scores.shape[1]} "
-                f"KV heads, and {args.model} has {model.layers} of {model.kv_heads}"
-            )
+    scores = _probed(args, model) if published is None else published
+    if scores.scores.shape != (model.layers, model.kv_heads):
+        layers, heads = scores.scores.shape
+        raise ValueError(
+            f"{args.mask} is for {layers} layers of {heads} KV heads, and {args.model} has "
+            f"{model.layers} of {model.kv_heads}"
+        )
     _check_room(copies(scores), model)
     texts = _token_ids(args.model, prompts)
     check_texts(texts, scores, model)
     mask = scores.mask(share)
     masks = [None, mask, *random_masks(mask)]
+    if published is None:
+        folder = Path(args.output)
+        check_writable(folder, [folder / SCORES, folder / CONFIG])
     console = Console()
-    with Progress(console, len(masks) * (1 + len(texts)) + len(texts)) as progress:
+    with Progress(console, len(masks) * (1 + len(texts))) as progress:
         progress.stage("masks")
         trials = try_masks(model, scores, masks, texts, progress.advance)
     if published is None:
@@ -145,6 +143,8 @@ def report(
     Args:
         mask: `[L, G]` bool. trials: of whole attention, the mask, and random masks.
     """
+    from vllm_pyramid.tools.heads.trial import LAST
+
     layers, heads = mask.shape
     count, streaming = int(mask.sum()), int((~mask).all(dim=1).sum())
     held = " and ".join(
@@ -168,14 +168,27 @@ def report(
     )
     if tried.divergence is not None and tried.agreement is not None:
         lines.append(
-            f"Your prompts' last tokens: the greedy choice of whole attention {tried.agreement:.1%}"
-            f" of the time, {mean('agreement'):.1%} with random masks; divergence "
-            f"{tried.divergence:.4f} nats, {mean('divergence'):.4f} with random masks."
+            f"Your prompts' last {LAST} tokens: the greedy choice is that of whole attention for "
+            f"{tried.agreement:.1%} of them with the mask, {mean('agreement'):.1%} with random "
+            f"masks; divergence {tried.divergence:.4f} and {mean('divergence'):.4f} nats."
         )
     return lines
 
 
-def _check_room(probe: Any, model: Any) -> None:
+def _probed(args: argparse.Namespace, model: HeadModel) -> HeadScores:
+    """Return the scores of the model's own heads."""
+    from vllm_pyramid.tools.head_probe import Repeated
+    from vllm_pyramid.tools.heads.scores import HeadScores
+
+    probe = Repeated()
+    _check_room(probe, model)
+    sinks = SINKS if args.sinks is None else args.sinks
+    recent = RECENT if args.recent is None else args.recent
+    return HeadScores(model.probe(probe), sinks, recent)
+
+
+def _check_room(probe: Repeated, model: HeadModel) -> None:
+    """Raise ValueError if the model cannot read the repeated tokens."""
     tokens = probe.period * probe.copies
     if tokens > model.longest or probe.period > len(model.ordinary_ids()):
         raise ValueError(
@@ -191,7 +204,13 @@ def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[in
         return [list(prompt["prompt_token_ids"]) for prompt in prompts]
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{model} has no tokenizer, so prompts must be prompt_token_ids: {line}"
+        ) from error
     return [
         list(prompt.get("prompt_token_ids") or tokenizer.encode(prompt["prompt"]))
         for prompt in prompts

@@ -71,8 +71,7 @@ def try_masks(
 
     Args:
         texts: token ids, which `check_texts` has seen.
-        on_run: called after each of the `len(masks) * (1 + len(texts)) + len(texts)` runs of the
-            model.
+        on_run: called after each run of the model.
     """
     sequence = copies(scores).tokens(model.ordinary_ids(), seed=1)
     following = torch.tensor(sequence[-LAST:])
@@ -91,7 +90,7 @@ def try_masks(
     for ids in texts:
         whole = run(ids, None)
         for row, mask in enumerate(masks):
-            figures[row] += _compared(whole, run(ids, mask))
+            figures[row] += _compared(whole, whole if mask is None else run(ids, mask))
     pairs = (figures / len(texts)).tolist()
     return [Trial(share, *pair) for share, pair in zip(copied, pairs, strict=True)]
 
