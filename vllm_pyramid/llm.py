@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm
 
-from vllm_pyramid.frontend.settings import CONFIG_KEYS, PAGE_KEY, KVSettings
+from vllm_pyramid.frontend.settings import CONFIG_KEYS, PAGE_KEY, SHADOW_KEYS, KVSettings
 from vllm_pyramid.plugin import register
 
 
@@ -84,5 +84,7 @@ class LLM(vllm.LLM):
         merged = {**base, **given}
         if merged.get(PAGE_KEY):
             raise ValueError(f"{PAGE_KEY} is a page of the API server, which LLM has not")
+        if any(merged.get(key) is not None for key in SHADOW_KEYS):
+            raise ValueError(f"{' and '.join(SHADOW_KEYS)} are for servers, which LLM is not")
         KVSettings.from_additional_config(merged)  # refuse wrong values before anything is loaded
         super().__init__(model, *args, additional_config=merged, **kwargs)

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def load(server: Server, requests: int) -> Iterator[None]:
                 with client(server).completions.create(
                     model=str(model_path()),
                     prompt=f"Number {number}. {prompt}",
-                    max_tokens=600,
+                    max_tokens=500 + 30 * number,  # so that they do not end together
                     stream=True,
                     extra_body={"ignore_eos": True},
                 ) as answer:
@@ -103,7 +104,7 @@ def load(server: Server, requests: int) -> Iterator[None]:
     assert not failures, failures
 
 
-def wait_for(what: str, found: Any, seconds: float = 120) -> Any:
+def wait_for(what: str, found: Any, seconds: float = 400) -> Any:
     """What `found()` returns once it is true."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -168,10 +169,9 @@ def test_the_numbers_are_those_of_the_requests(server: Server) -> None:
 
 
 def test_viewers_share_an_answer(server: Server) -> None:
-    first, second = data_of(server), data_of(server)
-    if first["time"] != second["time"]:  # the half second ended between the two
-        first, second = second, data_of(server)
-    assert first["time"] == second["time"]
+    with ThreadPoolExecutor(8) as viewers:
+        answers = list(viewers.map(lambda _: data_of(server), range(8)))
+    assert len({answer["time"] for answer in answers}) < 8
 
 
 def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
@@ -195,10 +195,17 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
 
         wait_for("twelve strips", lambda: len(buttons()) >= 12)
         wait_for("an eviction", lambda: re.search(r"[1-9]\d? % held", text("#requests")))
-        tiles = running.find_elements(By.CSS_SELECTOR, "#tiles div")
-        shown = dict(tile.text.split("\n") for tile in tiles)
-        assert int(shown["running"]) >= 1 and shown["failed"] == "0"
-        assert float(shown["pool in use"].removesuffix(" %")) > 0
+
+        def tiles() -> dict[str, str]:
+            """All of one moment."""
+            pairs: list[list[str]] = running.execute_script(
+                "return [...document.querySelectorAll('#tiles div')]"
+                ".map(tile => [...tile.children].map(part => part.textContent))"
+            )
+            return dict(pairs)
+
+        busy = wait_for("requests that run", lambda: (t := tiles())["running"] != "0" and t)
+        assert float(busy["pool in use"].removesuffix(" %")) > 0 and busy["failed"] == "0"
         time.sleep(8)  # so that the picture has a history
         for theme in ("light", "dark"):
             now = running.execute_script("return document.documentElement.dataset.theme")
@@ -206,17 +213,40 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
                 running.find_element(By.TAG_NAME, "body").send_keys("d")
             time.sleep(1.5)
             take_picture(running, f"page-{theme}.png", tmp_path)
-        # Something is drawn: strips have more than one colour.
-        colours = running.execute_script(
-            "const c = document.querySelector('#requests canvas'), d = c.getContext('2d')"
-            ".getImageData(0, 0, c.width, c.height).data, s = new Set();"
-            "for (let i = 0; i < d.length; i += 4) s.add(d.slice(i, i + 4).join()); return s.size"
+        # Something is drawn: the strip of a request that evicted and decodes has three colours.
+        colours = (
+            "return Math.max(0, ...[...document.querySelectorAll('#requests canvas')].map(c => {"
+            "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+            "const s = new Set();"
+            "for (let i = 0; i < d.length; i += 4) s.add(d.slice(i, i + 4).join());"
+            "return s.size}))"
         )
-        assert colours >= 3
-        # The keyboard, on a page that stands still: a request may end at any time.
+        wait_for("three colours", lambda: running.execute_script(colours) >= 3)
+        # An answer on its way when a pause begins neither ends it nor changes what is seen.
         body = running.find_element(By.TAG_NAME, "body")
+        running.execute_script(
+            "window.answers = 0; window.real = fetch; window.fetch = async (...of) => {"
+            "const answer = await window.real(...of); if (!paused) pause(); window.seen ??="
+            "at('requests').textContent; window.answers++; return answer}"
+        )
+        wait_for("an answer while paused", lambda: running.execute_script("return window.answers"))
+        time.sleep(1)
+        still = "return window.seen === at('requests').textContent"
+        assert text("#state") == "paused" and running.execute_script(still)
+        running.execute_script("window.fetch = window.real")
         body.send_keys("p")
-        wait_for("a pause", lambda: text("#state") == "paused" and buttons())
+        wait_for("live again", lambda: text("#state") == "live")
+        # The keyboard, on a page that stands still: a request may end at any time.
+
+        def paused_with_requests() -> bool:
+            body.send_keys("p")
+            assert text("#state") == "paused"
+            if buttons():
+                return True
+            body.send_keys("p")
+            return False
+
+        wait_for("a request that runs", paused_with_requests)
         body.send_keys(Keys.ARROW_DOWN)
         running.switch_to.active_element.send_keys(Keys.ENTER)
         wait_for("an opened request", lambda: "budget" in text("#title"))
@@ -228,11 +258,12 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
             "const b = document.querySelector('#requests button'); if (b) b.click(); return !!b"
         )
         wait_for("a request to open", lambda: running.execute_script(opened))
-        wait_for("its end", lambda: text("#title").startswith("ended: "), seconds=400)
+        wait_for("its end", lambda: text("#title").startswith("ended: "))
         assert len(running.find_elements(By.CSS_SELECTOR, "#layers tr")) == LAYERS + 1
         running.find_element(By.ID, "close").click()
         assert not running.find_element(By.ID, "one").is_displayed()
-        said = [line for line in complaints(running) if "401" not in line]
+        # 503: on a machine this slow a step may take longer than the page waits; it asks again.
+        said = [line for line in complaints(running) if not re.search(r"status of (401|503)", line)]
         assert said == []
 
 

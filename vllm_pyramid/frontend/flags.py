@@ -92,6 +92,16 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "How long the server remembers a session (kv_session) that is not used: where its "
         "turns ended. Default: 3600.",
     },
+    "kv_shadow": {
+        "metavar": "P%%",
+        "help": "Share of the greedy requests whose answers are compared with those of the whole "
+        "cache, while the engine is idle, such as 1%%. Default: none.",
+    },
+    "kv_shadow_floor": {
+        "metavar": "P%%",
+        "help": "With --kv-shadow: an application (kv_application) of whose answers fewer tokens "
+        "agree runs with policy 'full' until they do again. Default: none does.",
+    },
     PAGE_KEY: {
         "action": "store_true",
         "help": "Serve a live page at /pyramid: the pool, and what each running request keeps "

@@ -16,6 +16,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm_pyramid.compat.input_processor import check_images, check_whole
 from vllm_pyramid.frontend.follow_sessions import SessionFollower, with_header
 from vllm_pyramid.frontend.layer_kinds import BOTH, FULL, has_other_layers, layer_kinds
+from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.kept_spans import check_spans_fit
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
@@ -32,12 +33,14 @@ class _Engine:
     Attributes:
         settings: None if no policy is served.
         sessions: follows requests that name their session.
+        shadow: compares answers with the whole cache; None if it was not asked for.
         pool: the pool of blocks; None if only the scheduler knows it. has_pool: whether `pool` has
             been computed.
     """
 
     settings: ServedSettings | None
     sessions: SessionFollower
+    shadow: Shadow | None
     pool: Pool | None = None
     has_pool: bool = False
 
@@ -51,7 +54,8 @@ class PolicyRequestChecks:
     def _engine(self, processor: InputProcessor) -> _Engine:
         if (engine := self._engines.get(processor)) is None:
             settings = ServedSettings.of(processor.vllm_config)
-            engine = _Engine(settings, SessionFollower.of(processor, settings))
+            sessions = SessionFollower.of(processor, settings)
+            engine = _Engine(settings, sessions, Shadow.of(processor, settings))
             self._engines[processor] = engine
         return engine
 
@@ -79,6 +83,8 @@ class PolicyRequestChecks:
             params = with_header(params)
             settings.overrides.check_keys(params.extra_args)
             params = engine.sessions.begin(params)
+            if engine.shadow is not None:
+                params = engine.shadow.begin(params)
             if template is not None and settings.keep_template is not None:
                 params = copy.copy(params)  # the object may be the client's
                 params.extra_args = {**(params.extra_args or {}), TEMPLATE_KEY: template}
@@ -106,6 +112,8 @@ class PolicyRequestChecks:
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
             found = turn.served
+        if engine.shadow is not None:
+            found = engine.shadow.choose(request, found)
         self._check_prompt(processor, engine, engine.settings, request, found)
         if turn is not None:
             engine.sessions.record(turn)

@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A session's name among those of one tenant."""
+    """The name of a session, or of an application, among those of one tenant."""
 
     tenant: str
     name: str
@@ -65,6 +65,20 @@ class Key(NamedTuple):
     def replica(self, count: int) -> int:
         """Return which of `count` replicas serves the session: always the same one."""
         return crc32(f"{self.tenant} {self.name}".encode()) % count
+
+
+class Tenants:
+    """Names tenants, those who share a salt, so that a name does not lead to the salt."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)  # a salt may be a word that could be tried out
+
+    def name(self, salt: str | None) -> str:
+        """Return the name of the tenant with this salt, another one in each process."""
+        if not salt:
+            return NO_TENANT
+        text = salt.encode("utf-8", "surrogatepass")
+        return blake2b(text, key=self._secret, digest_size=8).hexdigest()
 
 
 class Found(NamedTuple):
@@ -135,18 +149,14 @@ class Sessions:
     def __init__(self, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._ttl_s, self._clock = ttl_s, clock
         self._lock = threading.Lock()  # prompts of Python programs are read in threads
-        # The name of a tenant must not lead to its salt, which may be a word.
-        self._secret = secrets.token_bytes(32)
+        self._tenants = Tenants()
         self._sessions: OrderedDict[Key, _Session] = OrderedDict()  # least recently used first
         self._num_sessions: Counter[str] = Counter()
         self._num_turns: Counter[str] = Counter()
 
     def key(self, name: str, salt: str | None) -> Key:
         """Return the key of a session: another salt is another tenant."""
-        if not salt:
-            return Key(NO_TENANT, name)
-        digest = blake2b(salt.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=8)
-        return Key(digest.hexdigest(), name)
+        return Key(self._tenants.name(salt), name)
 
     def find(self, key: Key, prompt: Prompt) -> Found:
         """Return the turns that a prompt of the session continues; none in an unknown session.

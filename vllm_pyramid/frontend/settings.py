@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from vllm_pyramid.frontend.shadow_settings import check_shadow, parse_share
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.kept_spans import why_no_spans, why_only_leading
@@ -59,6 +60,8 @@ CONFIG_KEYS = (
 REPORT_KEY = "kv_report_cached"
 # The flag `--kv-page` of a server: the live page. An engine without a server has none.
 PAGE_KEY = "kv_page"
+# The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
+SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
 _FOR_SERVERS = {
     *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
     *("kv_host_cache_dir", "kv_host_cache_dir_gib", "kv_turn_mode", "kv_session_ttl"),
@@ -190,6 +193,8 @@ class KVSettings:
             `DEFAULT_SESSION_TTL`.
         kv_report_cached: whether each response says what the cache held for its request.
         kv_page: whether the API server shows the live page.
+        kv_shadow: the share of requests whose answers are compared with the whole cache's.
+        kv_shadow_floor: the agreement below which an application runs with the whole cache.
     """
 
     kv_policy: str = NO_POLICY
@@ -209,6 +214,8 @@ class KVSettings:
     kv_session_ttl: float | str | None = None
     kv_report_cached: bool = True
     kv_page: bool = False
+    kv_shadow: float | str | None = None
+    kv_shadow_floor: float | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -229,6 +236,8 @@ class KVSettings:
             raise ValueError(
                 "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
             )
+        for key in SHADOW_KEYS:
+            object.__setattr__(self, key, parse_share(getattr(self, key), key))
         if self.kv_request_overrides is not None:
             overrides = parse_overrides(self.kv_request_overrides)
             object.__setattr__(self, "kv_request_overrides", overrides)
@@ -263,6 +272,8 @@ class KVSettings:
             )
         else:
             self._overrides.check_policy(self._loaded_policy)
+        if self.kv_shadow is not None or self.kv_shadow_floor is not None:
+            check_shadow(self, self._loaded_policy, self._overrides)
         if self.kv_keep is not None:
             self._check_keep(self._loaded_policy)
         if self.kv_min_tokens and not self._loaded_policy.evicts:
@@ -305,7 +316,7 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY)
+        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, *SHADOW_KEYS)
         refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
@@ -325,6 +336,8 @@ class KVSettings:
         given = {key: value for key, value in values.items() if value not in (None, {})}
         if self.kv_page:
             given[PAGE_KEY] = True
+        shadow = {key: getattr(self, key) for key in SHADOW_KEYS}
+        given |= {key: value for key, value in shadow.items() if value is not None}
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
@@ -378,4 +391,6 @@ class KVSettings:
             turn_mode=self.kv_turn_mode or RESUME,
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
+            shadow=parse_share(self.kv_shadow, "kv_shadow"),
+            shadow_floor=parse_share(self.kv_shadow_floor, "kv_shadow_floor"),
         )

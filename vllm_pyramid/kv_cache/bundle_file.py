@@ -45,8 +45,7 @@ class BundleFile(NamedTuple):
 
     def begin(self) -> bytes:
         """Return the bytes that come before those of the blocks."""
-        head = self._replace(name=self.name.hex())._asdict()  # type: ignore[arg-type]
-        text = json.dumps(head).encode()
+        text = json.dumps({**self._asdict(), "name": self.name.hex()}).encode()
         return _BEGIN.pack(_MAGIC, FORMAT, len(text)) + text
 
 

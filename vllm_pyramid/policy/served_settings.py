@@ -55,6 +55,9 @@ class ServedSettings:
         host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
         session_ttl_s: seconds after which a session (`kv_session`) that is not used is forgotten.
+        shadow: the share of requests whose answers are compared with the whole cache's; None: none.
+        shadow_floor: the agreement below which an application runs with the whole cache;
+            None: none does.
         page: whether the API server shows the live page.
     """
 
@@ -74,6 +77,8 @@ class ServedSettings:
     host_cache_dir_bytes: int | None = None
     turn_mode: str = RESUME
     session_ttl_s: float = DEFAULT_SESSION_TTL
+    shadow: float | None = None
+    shadow_floor: float | None = None
     page: bool = False
 
     def as_data(self) -> dict[str, Any]:

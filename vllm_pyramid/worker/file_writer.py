@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 
 import torch
@@ -46,7 +47,7 @@ class FileWriter:
             pages: `[P, words]` all blocks of the device.
         """
         for path in orders.removed:
-            self._queue.put(lambda path=path: _remove(path))  # type: ignore[misc]
+            self._queue.put(partial(_remove, path))
         size = pages.shape[1] * pages.element_size()
         saves: list[FileSave] = []
         with self._counts:
@@ -60,9 +61,7 @@ class FileWriter:
         if saves:
             contents, ready = _copy_of(pages, [save.blocks for save in saves])
             for save, content in zip(saves, contents, strict=True):
-                self._queue.put(
-                    lambda save=save, content=content: self._write(save, content, ready)  # type: ignore[misc]
-                )
+                self._queue.put(partial(self._write, save, content, ready))
 
     def take_failed(self) -> int:
         """Return how many files could not be written since the last call."""
