@@ -102,7 +102,8 @@ void largest_of_pages(float* logits, int64_t pages, int64_t n, int64_t hidden) {
     const float* of = logits + (page ? page * n - hidden : 0);
     const int64_t count = page ? n : n - hidden;
     float most = of[0];
-    for (int64_t i = 1; i < count; ++i) most = std::max(most, of[i]);
+    for (int64_t i = 1; i < count; ++i)
+      if (of[i] > most || std::isnan(of[i])) most = of[i];
     logits[page] = most;
   }
 }

@@ -13,9 +13,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.frontend.requests import PolicyRequestChecks
-from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
+from vllm_pyramid.tools.command_parts import parse_engine_args
 
 pytestmark = pytest.mark.cpu
 

@@ -14,7 +14,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.plans import plan_for
-from vllm_pyramid.frontend.settings import KVSettings, parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.plan import Budget
 from vllm_pyramid.policy import load_policy, policy_names

@@ -179,6 +179,12 @@ def fewer_blocks(path: Path) -> None:
     bundle_file.write_file(str(path), begin, path.read_bytes()[-32 - 1536 : -32])
 
 
+def text_for_a_number(path: Path) -> None:
+    few: Any = str(LAYERS)
+    begin = bundle_file.BundleFile("one", NAME, few, None).begin()
+    bundle_file.write_file(str(path), begin, path.read_bytes()[-32 - 1536 : -32])
+
+
 def a_link(path: Path) -> None:
     other = path.with_name("other")
     path.rename(other)
@@ -199,7 +205,7 @@ def a_folder(path: Path) -> None:
     "damage",
     [
         *(flip, cut, nearly_all, nothing, later_format, another, elsewhere, fewer_blocks),
-        *(a_link, too_large, a_folder),
+        *(text_for_a_number, a_link, too_large, a_folder),
     ],
 )
 def test_damage_is_a_miss(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,15 +16,17 @@ open no file and check nothing again.
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from vllm_pyramid.frontend.setting_values import (
+    bytes_of,
+    parse_gib,
+    parse_keep,
+    parse_policy_args,
+)
 from vllm_pyramid.frontend.shadow_settings import check_shadow, parse_share
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
@@ -62,106 +64,10 @@ REPORT_KEY = "kv_report_cached"
 PAGE_KEY = "kv_page"
 # The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
-_FOR_SERVERS = {
-    *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
-    *("kv_host_cache_dir", "kv_host_cache_dir_gib", "kv_turn_mode", "kv_session_ttl"),
-}
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
-
-
-def parse_policy_args(value: object) -> dict[str, Any]:
-    """Parse `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
-
-    Raises:
-        ValueError: malformed JSON (with its line and column), a key given twice, or not an
-            object.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(
-                value, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
-            )
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"kv_policy_args is not valid JSON: {error.msg} at line {error.lineno}, column "
-                f"{error.colno} of {error.doc!r}; write for example '{{\"beta\": 14}}'"
-            ) from None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(
-            f'kv_policy_args must be a JSON object such as {{"beta": 14}}, not {value!r}'
-        )
-    return dict(value)
-
-
-def parse_engine_args(text: str | None) -> dict[str, Any]:
-    """Parse `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
-
-    Raises:
-        ValueError: malformed JSON, not an object, or an argument that the command sets itself.
-    """
-    try:
-        values = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
-    if not isinstance(values, dict):
-        raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
-    if taken := values.keys() & ({"model", *CONFIG_KEYS} - _FOR_SERVERS):
-        raise ValueError(
-            f"--engine-args: leave {', '.join(sorted(taken))} out, which has its own flag"
-        )
-    return values
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"kv_policy_args gives {key!r} twice")
-        result[key] = value
-    return result
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"kv_policy_args holds {text}, which is not a JSON number")
-
-
-def _parse_gib(value: object, name: str) -> float | None:
-    """Parse a setting in GiB, a number above 0 or its text; None is none."""
-    if value is None:
-        return None
-    number = math.nan
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        with suppress(ValueError):
-            number = float(value)
-    if not 0 < number < 2**20:
-        raise ValueError(f"{name} must be a number of GiB above 0, such as 4 or 0.5, not {value!r}")
-    return number
-
-
-def parse_keep(value: object) -> int | None:
-    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: neither.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if value is None:
-        return None
-    match = re.fullmatch(r"template(?:\+([0-9]{1,6}))?", value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(
-            "kv_keep must be template, or template+N for the first N tokens of each message too, "
-            f"such as template+16, not {value!r}"
-        )
-    return int(match[1] or 0)
-
-
-def _bytes_of(gib: float | str | None) -> int | None:
-    return None if gib is None else int(float(gib) * 2**30)
 
 
 @dataclass(frozen=True)
@@ -251,9 +157,9 @@ class KVSettings:
         min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
         object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
-        object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space, "kv_swap_space"))
+        object.__setattr__(self, "kv_swap_space", parse_gib(self.kv_swap_space, "kv_swap_space"))
         for key in ("kv_host_cache", "kv_host_cache_dir_gib"):
-            object.__setattr__(self, key, _parse_gib(getattr(self, key), key))
+            object.__setattr__(self, key, parse_gib(getattr(self, key), key))
         self._check_folder()
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
         object.__setattr__(self, "kv_session_ttl", parse_session_ttl(self.kv_session_ttl))
@@ -380,14 +286,14 @@ class KVSettings:
         return ServedSettings(
             policy,
             self.kv_trace,
-            _bytes_of(self.kv_swap_space),
+            bytes_of(self.kv_swap_space),
             forecasts,
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
             keep_template=parse_keep(self.kv_keep),
-            host_cache_bytes=_bytes_of(self.kv_host_cache),
+            host_cache_bytes=bytes_of(self.kv_host_cache),
             host_cache_dir=self.kv_host_cache_dir,
-            host_cache_dir_bytes=_bytes_of(self.kv_host_cache_dir_gib),
+            host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),
             turn_mode=self.kv_turn_mode or RESUME,
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,

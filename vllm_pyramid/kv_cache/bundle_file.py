@@ -110,6 +110,8 @@ def read_file(path: str, largest: int) -> tuple[BundleFile, memoryview]:
     try:
         head = json.loads(bytes(body[_BEGIN.size : content]))
         found = BundleFile(**head)._replace(name=bytes.fromhex(head["name"]))
+        if not isinstance(found.num_blocks, int) or not isinstance(found.origin, str | None):
+            raise TypeError("not what `begin` writes")
     except (ValueError, TypeError, KeyError):
         raise DamagedFileError("its head cannot be read") from None
     return found, body[content:]

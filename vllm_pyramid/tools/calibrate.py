@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args, parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.served_settings import NO_POLICY
 from vllm_pyramid.tools.certified import command as certified
-from vllm_pyramid.tools.command_parts import Progress, has_matplotlib
+from vllm_pyramid.tools.command_parts import Progress, has_matplotlib, parse_engine_args
 from vllm_pyramid.tools.heads import command as heads
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 _PATH = "/pyramid/sessions"
@@ -54,7 +55,7 @@ def _ask(method: str, url: str, key: str | None) -> Any:
         except (ValueError, KeyError, TypeError):
             reason = "it has no such list: start the server with --kv-page"
         raise ValueError(f"the server answers {error.code}: {reason}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise ValueError(f"{url} does not answer: {error}") from None
 
 

@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.frontend.settings import parse_engine_args
 from vllm_pyramid.tools.bench.shapes import SHAPES
+from vllm_pyramid.tools.command_parts import parse_engine_args
 
 
 def _split(value: Any) -> Any:
