@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.request_record import NoBlocks, RequestTerms
+from vllm_pyramid.kv_cache.new_blocks import NoBlocks
+from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.plan import DeferredPlan, Eviction, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import load_policy
 

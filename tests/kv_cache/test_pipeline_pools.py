@@ -129,7 +129,7 @@ def test_a_stage_never_holds_more_than_its_peak(prompt_len: int, chunk: dict[str
 
 def test_blocks_go_back_to_their_own_stage() -> None:
     pools = PipelinePools(9, False, 16, stages=PipelineLayout((1, 3)))
-    blocks = pools.get_blocks_of_layers(np.array([2, 3, 1]))
+    blocks = pools.get_blocks_of_layers([2, 5, 6])
     of_pools = [pools.pools[0]] * 2 + [pools.pools[1]] * 4
     for pool, block in zip(of_pools, blocks, strict=True):
         assert pool.blocks[block.block_id] is block
@@ -187,7 +187,7 @@ def _pools_with_rows(count: int) -> PipelinePools:
     """Of 10 blocks each for 1 and 2 layers, with so many idle rows, named by their numbers."""
     pools = PipelinePools(11, False, 16, stages=PipelineLayout((1, 3)))
     for number in range(count):
-        blocks = pools.get_blocks_of_layers(np.array([1, 1, 1]))
+        blocks = pools.get_blocks_of_layers([1, 2, 3])
         assert pools.add_idle(_name(number), blocks)
     return pools
 

@@ -35,6 +35,8 @@ import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
+from vllm_pyramid.kv_cache.free_blocks import FreeBlockStack
+
 
 class BlockBundle:
     """The blocks of all layers at one range of positions; no step writes to them any more.
@@ -93,6 +95,7 @@ class BundlePool(BlockPool):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert not self.enable_caching, "bundles replace vLLM's prefix cache"
+        self.free_block_queue = FreeBlockStack(self.free_block_queue.get_all_free_blocks())
         self.bundles: dict[BlockHash, BlockBundle] = {}
         self.idle: dict[BlockBundle, None] = {}
         self.twins: dict[BlockHash, list[BlockBundle]] = {}
@@ -271,9 +274,9 @@ class BundlePool(BlockPool):
         """Return `[stages]` needed blocks as one number to compare with `get_num_free_blocks`."""
         return int(needed[0])
 
-    def get_blocks_of_layers(self, counts: npt.NDArray[np.int64]) -> list[KVCacheBlock]:
-        """Return new blocks, layer by layer, for `[layers]` counts."""
-        return self.get_new_blocks(int(counts.sum()))
+    def get_blocks_of_layers(self, ends: Sequence[int]) -> list[KVCacheBlock]:
+        """Return new blocks, layer by layer; those of a layer end at its number in `ends`."""
+        return self.get_new_blocks(ends[-1])
 
     def get_blocks_of_stages(self, counts: npt.NDArray[np.int64]) -> list[KVCacheBlock]:
         """Return new blocks, stage by stage, for `[stages]` counts."""

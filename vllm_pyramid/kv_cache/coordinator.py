@@ -31,6 +31,7 @@ from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.layer_groups import LayerGroups
+from vllm_pyramid.kv_cache.new_blocks import extend_tables
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_sharing import PrefixSharing
@@ -80,6 +81,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         found = self._own = LayerGroups.of(self.single_type_managers)
         specs = self.layer_specs = found.specs
         self.layer_managers, self._groups, self.layers = found.managers, found.groups, found.layers
+        self._tables = [manager.req_to_blocks for manager in self.layer_managers]
+        self._zeroes = any(manager.records_new_block_ids for manager in self.layer_managers)
         self.stock_groups = StockGroups(found.others, self.block_pool)
         self.layer_blocks = LayerBlocks(
             [spec.block_size for spec in specs],
@@ -162,6 +165,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             )
         by_stage = self.layer_blocks.missing(have, need)
         pool, plan = self.block_pool, record.terms.plan
+        if not (hit or apply_admission_cap):
+            return pool.bottleneck(by_stage) + of_stock
         most = _NO_BOUND
         if apply_admission_cap and plan is not None:
             most = self.layer_blocks.most(plan, num_tokens)
@@ -217,17 +222,15 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             return ()
         if record is None:  # without a plan
             record = self._records[request_id] = SchedulerRequest()
-        missing = self.layer_blocks.of_units(need) - self.layer_blocks.of_units(have)
-        ends = missing.cumsum().tolist()
-        pool_blocks = self.block_pool.get_blocks_of_layers(missing)
+        missing, ends = self.layer_blocks.growth(have, need)
+        pool_blocks = self.block_pool.get_blocks_of_layers(ends)
         record.num_blocks = need
         self.counters.held_blocks += missing
-        new_blocks = tuple(
-            pool_blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)
-        )
-        for manager, blocks in zip(self.layer_managers, new_blocks, strict=True):
-            manager.req_to_blocks[request_id].extend(blocks)
-            if manager.records_new_block_ids:
+        if not record.tables:
+            record.tables = [tables[request_id] for tables in self._tables]
+        new_blocks = extend_tables(record.tables, pool_blocks, ends, units=need - have)
+        if self._zeroes:
+            for manager, blocks in zip(self.layer_managers, new_blocks, strict=True):
                 manager.new_block_ids.extend(block.block_id for block in blocks)
         if not self.stock_groups:
             return new_blocks

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +62,8 @@ class LayerBlocks:
                 "--kv-policy none"
             )
         self.ratios = self.block_sizes // self.unit
+        self._period = lcm(*self.ratios.tolist())
+        self._grown = lru_cache(maxsize=256)(self._grow)
         # Count layers by block-size ratio, per pipeline stage.
         self._layers_by_ratio = [
             list(Counter(self.ratios[start:end].tolist()).items())
@@ -77,6 +81,20 @@ class LayerBlocks:
             sum(layers * (cdiv(need, ratio) - cdiv(have, ratio)) for ratio, layers in by_ratio)
             for by_ratio in self._layers_by_ratio
         ]
+
+    def growth(self, have: int, need: int) -> tuple[Numbers, list[int]]:
+        """Return what extends tables from `have` to `need` units.
+
+        Returns:
+            `[layers]` blocks, and `[layers]` sums of them up to and with each layer; not to be
+            written to.
+        """
+        start = have % self._period
+        return self._grown(start, start + need - have)
+
+    def _grow(self, have: int, need: int) -> tuple[Numbers, list[int]]:
+        missing = self.of_units(need) - self.of_units(have)
+        return missing, missing.cumsum().tolist()
 
     def of_units(self, units: int) -> Numbers:
         """Return the table entries of each layer, `[layers]`, for `units`."""

@@ -136,9 +136,10 @@ class PipelinePools(BundlePool):
         free = self.free_by_stage()
         return int(free.min() + (needed - free).max())
 
-    def get_blocks_of_layers(self, counts: Numbers) -> list[KVCacheBlock]:
+    def get_blocks_of_layers(self, ends: Sequence[int]) -> list[KVCacheBlock]:
         """Return new blocks, layer by layer, each from its stage's pool."""
-        return self.get_blocks_of_stages(self.stages.sums(counts))
+        of_stages = [ends[end - 1] for end in self.stages.ends]
+        return self.get_blocks_of_stages(np.diff(of_stages, prepend=0))
 
     def get_blocks_of_stages(self, counts: Numbers) -> list[KVCacheBlock]:
         """Return new blocks, stage by stage, for `[stages]` counts."""

@@ -4,27 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.session_cache import Conversation, SessionSnapshot
 from vllm_pyramid.plan import Plan, RetentionPlan
 from vllm_pyramid.policy.kept_spans import Spans
-
-
-class NoBlocks(KVCacheBlocks):
-    """The blocks of a request that needs none in a step: nearly every request, every step.
-
-    vLLM's own class looks into the empty list of every layer to find that it is empty.
-    """
-
-    def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
-        """Return None where that is allowed, else an empty list per layer, as vLLM does."""
-        return None if allow_none else super().get_block_ids(**kwargs)
 
 
 class PendingPrefixCopy(NamedTuple):
@@ -107,6 +95,8 @@ class SchedulerRequest:
         session_to_save: the session that is saved when its blocks are freed.
         pending_copy: the blocks reserved for what its eviction overwrites.
         num_blocks: entries of its longest tables, null blocks included.
+        tables: `[layers]` its tables in the layers' managers, once they have grown: looking all of
+            them up again would cost more than a block for each.
         resolved: the plan by which the worker moved its survivors, once the worker has reported.
         confirmed: number of the latest eviction that the worker has reported.
         released: number of the latest eviction whose head has been given back.
@@ -123,6 +113,7 @@ class SchedulerRequest:
     session_to_save: SessionToSave | None = None
     pending_copy: PendingPrefixCopy | None = None
     num_blocks: int = 0
+    tables: list[list[KVCacheBlock]] = field(default_factory=list)
     resolved: RetentionPlan | None = None
     confirmed: int = 0
     released: int = 0

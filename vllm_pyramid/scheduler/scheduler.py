@@ -25,7 +25,7 @@ from vllm_pyramid.compat.side_channel import (
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.host_files import HostFiles
-from vllm_pyramid.kv_cache.request_record import NoBlocks
+from vllm_pyramid.kv_cache.new_blocks import NoBlocks, kv_cache_blocks
 from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.fit import Pool
@@ -63,7 +63,11 @@ class PyramidSchedulerMixin(Reports):
         assert isinstance(coordinator, LockstepCoordinator)
         self.coordinator = coordinator
         manager = self.kv_cache_manager
-        manager.empty_kv_cache_blocks = NoBlocks(manager.empty_kv_cache_blocks.blocks)
+        empty = NoBlocks(manager.empty_kv_cache_blocks.blocks)
+        manager.empty_kv_cache_blocks = empty
+        manager.create_kv_cache_blocks = (  # type: ignore[method-assign]
+            lambda blocks: kv_cache_blocks(blocks, empty)
+        )
         # vLLM's would look for the hashes of blocks, layer by layer; these blocks have none.
         manager.estimate_cached_tokens = (  # type: ignore[method-assign]
             lambda request: coordinator.prefixes.findable_tokens(request.request_id)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The free blocks of a pool as a stack.
+
+vLLM links its free blocks in both directions, to take any of them out of the middle when its prefix
+cache finds it again. Here bundles replace that cache and keep their blocks out of the free ones, so
+blocks go to the front and are taken from the front only. A slice of a list does both, which counts
+where a step takes a block of every layer for a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+
+class FreeBlockStack(FreeKVCacheBlockQueue):
+    """Free blocks in the order of vLLM's queue.
+
+    Args:
+        blocks: the free blocks; the first is taken first.
+
+    Attributes:
+        num_free_blocks: how many there are; vLLM reads it.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:  # vLLM's queue has linked them
+            block.prev_free_block = block.next_free_block = None
+        self._stack = list(reversed(blocks))
+        self.num_free_blocks = len(self._stack)
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the first block.
+
+        Raises:
+            ValueError: none is free.
+        """
+        if not self._stack:
+            raise ValueError("No free blocks available")
+        self.num_free_blocks -= 1
+        return self._stack.pop()
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the first `n` blocks; the caller has seen that there are as many."""
+        assert 0 <= n <= self.num_free_blocks, (n, self.num_free_blocks)
+        if not n:
+            return []
+        taken = self._stack[: -n - 1 : -1]
+        del self._stack[-n:]
+        self.num_free_blocks -= n
+        return taken
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put blocks at the front; the first of them is taken next."""
+        self._stack.extend(reversed(blocks))
+        self.num_free_blocks += len(blocks)
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put blocks at the end."""
+        self._stack[:0] = reversed(blocks)
+        self.num_free_blocks += len(blocks)
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the end."""
+        self.append_n([block])
+
+    def remove(self, block: KVCacheBlock) -> NoReturn:
+        """Refuse: only vLLM's prefix cache takes a block out of the middle."""
+        raise RuntimeError(f"block {block.block_id} is not at the front of the free blocks")
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """Return all blocks, the first to be taken first."""
+        return self._stack[::-1]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request gets in a step: no block, one in every layer, or more.
+
+vLLM makes a list of new blocks for each group, and a list of their ids. With a group for each layer
+these lists are most of a step's objects, and Python's garbage collector walks them several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast, overload
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class NoBlocks(KVCacheBlocks):
+    """The blocks of a request that needs none in a step: nearly every request, every step.
+
+    vLLM's own class looks into the empty list of every layer to find that it is empty.
+    """
+
+    def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
+        """Return None where that is allowed, else an empty list per layer, as vLLM does."""
+        return None if allow_none else super().get_block_ids(**kwargs)
+
+
+class OneInEach(Sequence[list[KVCacheBlock]]):
+    """One new block for each layer, `[layers][1]`; the lists are made when they are asked for.
+
+    Attributes:
+        column: `[layers]` the blocks.
+    """
+
+    def __init__(self, column: list[KVCacheBlock]) -> None:
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    @overload
+    def __getitem__(self, index: int) -> list[KVCacheBlock]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[KVCacheBlock]]: ...
+    def __getitem__(self, index: int | slice) -> list[KVCacheBlock] | list[list[KVCacheBlock]]:
+        if isinstance(index, slice):
+            return [[block] for block in self.column[index]]
+        return [self.column[index]]
+
+
+def extend_tables(
+    tables: Sequence[list[KVCacheBlock]],
+    blocks: list[KVCacheBlock],
+    ends: Sequence[int],
+    *,
+    units: int,
+) -> tuple[list[KVCacheBlock], ...]:
+    """Append new blocks to a request's tables, `[layers]`.
+
+    Args:
+        blocks: those of all layers in turn. ends: where each layer's end among them.
+        units: by how many boundaries the tables grow; a layer gets at most one block at each.
+
+    Returns:
+        The new blocks, `[layers][new blocks]`, in the shape of vLLM's contract.
+    """
+    if units == 1 and len(blocks) == len(ends):  # most allocations of a decode step
+        for table, block in zip(tables, blocks, strict=True):
+            table.append(block)
+        return cast("tuple[list[KVCacheBlock], ...]", OneInEach(blocks))
+    of_layers = tuple([blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)])
+    for table, new in zip(tables, of_layers, strict=True):
+        table.extend(new)
+    return of_layers
+
+
+class NewBlocks(KVCacheBlocks):
+    """The new blocks of a request."""
+
+    def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
+        """Return the ids, `[groups][blocks]`, as vLLM does."""
+        if kwargs or not isinstance(self.blocks, OneInEach):
+            return super().get_block_ids(**kwargs)
+        return tuple([[block.block_id] for block in self.blocks.column])
+
+
+def kv_cache_blocks(blocks: tuple[list[KVCacheBlock], ...], none: NoBlocks) -> KVCacheBlocks:
+    """Return new blocks as vLLM's scheduler expects them.
+
+    Args:
+        blocks: `[groups][blocks]`, or an empty tuple.
+        none: the answer where there are none.
+    """
+    return NewBlocks(blocks) if any(blocks) else none
