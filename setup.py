@@ -131,12 +131,19 @@ class BuildKernels(build_ext):
         """
         if self.inplace or self.editable_mode:
             return super().get_ext_filename(fullname)
+        return self._name_in_wheel(fullname)
+
+    def _name_in_wheel(self, fullname: str) -> str:
         return f"{fullname.replace('.', os.sep)}.abi3.so"
 
     def copy_extensions_to_source(self) -> None:
         # A running process may have the old library mapped: replace the file, never write into it.
         for ext in self.extensions:
-            built = Path(self.build_lib) / self.get_ext_filename(ext.name)
+            # While it builds, setuptools says that a build in place is none.
+            name = self._name_in_wheel(ext.name)
+            if self.editable_mode:
+                name = self.get_ext_filename(ext.name)
+            built = Path(self.build_lib) / name
             if not built.exists():
                 continue
             target = Path(self.get_finalized_command("build_py").get_package_dir("")) / (

@@ -15,6 +15,7 @@ import os
 
 import openai
 from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 
 TEXT = "Every attention layer has its own budget and its own block table. " * 60
 
@@ -29,13 +30,14 @@ def main() -> None:
         chat = ChatOpenAI(
             model=model,
             base_url=args.base_url,
-            api_key=key,  # type: ignore[arg-type]
+            api_key=SecretStr(key),
             max_completion_tokens=16,
             extra_body={"vllm_xargs": {"kv_budget": budget}, "cache_salt": f"chain {budget}"},
         )
         answer = chat.invoke([("system", TEXT), ("human", "What has a budget of its own?")])
-        used = answer.usage_metadata or {}
-        print(f"budget {budget}: {used.get('input_tokens')} tokens in the prompt")
+        used = answer.usage_metadata
+        assert used is not None, "the server counts tokens"
+        print(f"budget {budget}: {used['input_tokens']} tokens in the prompt")
 
 
 if __name__ == "__main__":

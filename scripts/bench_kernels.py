@@ -189,11 +189,10 @@ def bench_select(
     chosen = PageSelection.empty(requests, args.kv_heads, count, query.device)
     scores = torch.empty(requests, args.kv_heads, pages)
 
-    def choose(pool: torch.Tensor) -> None:
-        cpu.score_pages(rows, softmax, pool, kind=kind, out=scores)
+    def choose() -> None:
         cpu.select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
 
-    dense, choosing, reading = [], [], []
+    dense, scoring, choosing, reading = [], [], [], []
     deadline = time.perf_counter() + args.case_seconds
     for turn in range(max(args.rounds * copies, 8)):
         if turn >= 5 and time.perf_counter() > deadline:
@@ -201,18 +200,22 @@ def bench_select(
         batch = AttentionBatch(query, *split(caches[turn % copies][0]), table, starts, lens, skips)
         dense.append(timed(cpu.paged_attention, out, batch, softmax))
         cache, pool = caches[(turn + copies // 2) % copies]
-        choosing.append(timed(choose, pool))
+        scoring.append(timed(cpu.score_pages, rows, softmax, pool, kind=kind, out=scores))
+        choosing.append(timed(choose))
         lists = (chosen.block_table, starts, chosen.seq_lens, chosen.skips)
         reading.append(
             timed(cpu.paged_attention, out, AttentionBatch(query, *split(cache), *lists), softmax)
         )
-    mine = statistics.median(a + b for a, b in zip(choosing, reading, strict=True)) * 1e3
-    theirs, part = statistics.median(dense) * 1e3, statistics.median(choosing) * 1e3
+    parts = [1e3 * statistics.median(times) for times in (scoring, choosing, reading)]
+    mine, theirs = sum(parts), statistics.median(dense) * 1e3
     shape_of = (torch.get_num_threads(), args.dtype, head_size, group, requests, context)
     common = (*shape_of, used / 1e6, "ms")
     return [
         Row(f"select {args.select:g} % / dense", *common, mine, theirs, 100 * theirs / mine),
-        Row("choosing / select", *common, part, mine, 100 * part / mine),
+        *(
+            Row(f"{name} / select", *common, part, mine, 100 * part / mine)
+            for name, part in zip(("scoring", "choosing", "attending"), parts, strict=True)
+        ),
     ]
 
 

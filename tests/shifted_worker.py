@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a worker whose attention reads shifted tables, as on CUDA, without vLLM.
 
-The kernels are the reference, and vLLM's attention is left out where nobody looks at it.
+The kernels are the reference; vLLM's attention runs only in tests that compare its output.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ The server and the offline example write traces, which the plotting example read
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -124,7 +123,7 @@ def test_server_client_and_trace(
 
 
 def check_other_clients(url: str, model: Path, folder: Path) -> None:
-    """A conversation, LangChain where it is installed, and vLLM's load generator."""
+    """A conversation, LangChain, and vLLM's load generator."""
     place = ("--base-url", f"{url}/v1")
     printed = run(sys.executable, str(EXAMPLES / "conversation.py"), *place, folder=folder)
     turns = re.findall(r"turn (\d): (\d+) tokens in the prompt, (\d+) resumed", printed)
@@ -132,9 +131,8 @@ def check_other_clients(url: str, model: Path, folder: Path) -> None:
     # A random model's answers are other tokens when they come back: tests/e2e/test_page.py has a
     # conversation that resumes.
     assert turns[0][2] == "0", printed
-    if importlib.util.find_spec("langchain_openai") is not None:
-        printed = run(sys.executable, str(EXAMPLES / "langchain_chat.py"), *place, folder=folder)
-        assert re.findall(r"budget (\S+): [1-9]\d+ tokens", printed) == ["12%", "50%"]
+    printed = run(sys.executable, str(EXAMPLES / "langchain_chat.py"), *place, folder=folder)
+    assert re.findall(r"budget (\S+): [1-9]\d+ tokens", printed) == ["12%", "50%"]
     few = {"INPUT": "500", "OUTPUT": "8", "PROMPTS": "4"}
     command = ("env", *(f"{name}={value}" for name, value in few.items()))
     printed = run(*command, str(EXAMPLES / "bench_serve.sh"), url, str(model), folder=folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm
 
-from vllm_pyramid.frontend.settings import CONFIG_KEYS, PAGE_KEY, KVSettings
+from vllm_pyramid.frontend.settings import CONFIG_KEYS, PAGE_KEY, SHADOW_KEYS, KVSettings
 from vllm_pyramid.plugin import register
 
 
@@ -35,8 +35,11 @@ class LLM(vllm.LLM):
         kv_max_request_budget: the most that a request may have its prompt keep: `2048` or `"25%"`.
         kv_keep: what of every chat stays in every layer and head: `"template"` or `"template+16"`.
         kv_host_cache: GiB of host memory for prefixes and sessions that leave the device's cache.
+        kv_host_cache_dir: folder in which these survive a restart.
+        kv_host_cache_dir_gib: the most GiB of its files; by default as many as `kv_host_cache`.
         kv_turn_mode: how later turns of conversations continue: `"resume"` (the default) or
             `"exact"`.
+        kv_session_ttl: seconds after which a session that is not used is forgotten.
         **kwargs: as for `vllm.LLM`.
 
     Raises:
@@ -58,7 +61,10 @@ class LLM(vllm.LLM):
         kv_max_request_budget: int | str | None = None,
         kv_keep: str | None = None,
         kv_host_cache: float | None = None,
+        kv_host_cache_dir: str | None = None,
+        kv_host_cache_dir_gib: float | None = None,
         kv_turn_mode: str | None = None,
+        kv_session_ttl: float | None = None,
         additional_config: dict[str, Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -78,5 +84,7 @@ class LLM(vllm.LLM):
         merged = {**base, **given}
         if merged.get(PAGE_KEY):
             raise ValueError(f"{PAGE_KEY} is a page of the API server, which LLM has not")
+        if any(merged.get(key) is not None for key in SHADOW_KEYS):
+            raise ValueError(f"{' and '.join(SHADOW_KEYS)} are for servers, which LLM is not")
         KVSettings.from_additional_config(merged)  # refuse wrong values before anything is loaded
         super().__init__(model, *args, additional_config=merged, **kwargs)

@@ -102,7 +102,8 @@ void largest_of_pages(float* logits, int64_t pages, int64_t n, int64_t hidden) {
     const float* of = logits + (page ? page * n - hidden : 0);
     const int64_t count = page ? n : n - hidden;
     float most = of[0];
-    for (int64_t i = 1; i < count; ++i) most = std::max(most, of[i]);
+    for (int64_t i = 1; i < count; ++i)
+      if (of[i] > most || std::isnan(of[i])) most = of[i];
     logits[page] = most;
   }
 }
@@ -239,18 +240,8 @@ void select_row(const PyrPageSelect& p, int64_t s, int64_t g, uint32_t* memory) 
     const int64_t k = count - choice.sinks - p.recent, n = row.visible - choice.sinks - p.recent;
     if (k > 0) {
       const float* scores = p.scores + s * p.scores_s + g * p.scores_g + choice.sinks;
-      for (int64_t i = 0; i < n; ++i) memory[i] = ordered(scores[i]);
-      int64_t equal;
-      const uint32_t threshold = kth_largest(memory, n, k, memory + n + 1, &equal);
-      for (int64_t i = 0; written < choice.sinks + k; ++i) {
-        bool take = memory[i] > threshold;
-        if (memory[i] == threshold && equal) {  // ties: the lowest pages
-          take = true;
-          --equal;
-        }
-        pages[written] = int32_t(row.first + choice.sinks + i);
-        written += take;
-      }
+      choose_largest(scores, n, k, int32_t(row.first + choice.sinks), memory, pages + written);
+      written += k;
     }
     for (int64_t i = row.visible - p.recent; i < row.visible; ++i)
       pages[written++] = int32_t(row.first + i);

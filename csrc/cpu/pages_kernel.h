@@ -26,8 +26,8 @@ void summarise(const PyrSummaries& p, int64_t block, int64_t kv_head, int64_t fr
       for (int64_t i = from + 1; i < to; ++i) {
         row += p.key_n;
         const V x = v_load_row(row, D - d);
-        most = v_max(most, x);
-        least = v_min(least, x);
+        most = v_max_or_nan(most, x);
+        least = v_min_or_nan(least, x);
       }
       v_store(first + d, most);
       v_store(second + d, least);
@@ -73,7 +73,7 @@ void page_weights(const PyrPageScores& p, int64_t head, int64_t heads, float* lo
     const V factor = v_set(v_first(v_exp2(v_set(before - max))) * share / sum);
     for (int64_t i = 0; i < pages; i += W) {
       const V x = v_mul(v_load(logits + i), factor), held = v_load(out + i);
-      v_store(out + i, largest ? v_max(x, held) : v_add(x, held));
+      v_store(out + i, largest ? v_max_or_nan(x, held) : v_add(x, held));
     }
   }
 }

@@ -21,4 +21,9 @@ inline uint32_t ordered(float score) {
 // among the k largest. `spare` holds n + 1 keys: one is written behind the last.
 uint32_t kth_largest(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare, int64_t* equal);
 
+// Writes first + i for the k largest of n scores, 1 <= k <= n, in ascending order; of equal ones the
+// lowest i. `memory` holds 2 * (n + 1) keys, `out` k numbers.
+void choose_largest(const float* scores, int64_t n, int64_t k, int32_t first, uint32_t* memory,
+                    int32_t* out);
+
 }  // namespace pyr

@@ -8,12 +8,10 @@
 namespace pyr {
 namespace {
 
-constexpr int kBins = 2048;
-
 // The bin, from the top, in which the k-th largest lies; `above` counts what lies higher.
-int find_bin(const uint32_t* bins, int64_t k, int64_t* above) {
+int find_bin(const uint32_t* bins, int count, int64_t k, int64_t* above) {
   int64_t seen = 0;
-  for (int bin = kBins - 1;; --bin) {
+  for (int bin = count - 1;; --bin) {
     if (seen + bins[bin] >= k) {
       *above = seen;
       return bin;
@@ -22,17 +20,17 @@ int find_bin(const uint32_t* bins, int64_t k, int64_t* above) {
   }
 }
 
-}  // namespace
-
-uint32_t kth_largest(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare, int64_t* equal) {
-  // 11 + 11 + 10 bits from the top; after each, only the keys of one bin remain.
+// Digits of at most `Bits` bits from the top; after each, only the keys of one bin remain.
+template <int Bits>
+uint32_t search(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare, int64_t* equal) {
+  constexpr int kBins = 1 << Bits;
   uint32_t prefix = 0;
-  for (int shift = 21, width = 11;;) {
+  for (int shift = 32 - Bits, width = Bits;;) {
     uint32_t bins[kBins] = {0};
     const uint32_t mask = (1u << width) - 1;
     for (int64_t i = 0; i < n; ++i) ++bins[keys[i] >> shift & mask];
     int64_t above;
-    const uint32_t bin = uint32_t(find_bin(bins, k, &above));
+    const uint32_t bin = uint32_t(find_bin(bins, 1 << width, k, &above));
     k -= above;
     prefix |= bin << shift;
     if (shift == 0) {
@@ -46,8 +44,32 @@ uint32_t kth_largest(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare
     }
     keys = spare;
     n = count;
-    width = shift == 21 ? 11 : 10;
+    width = shift < Bits ? shift : Bits;
     shift -= width;
+  }
+}
+
+}  // namespace
+
+uint32_t kth_largest(const uint32_t* keys, int64_t n, int64_t k, uint32_t* spare, int64_t* equal) {
+  // A pass over the bins must not cost more than one over the keys.
+  return n < 4096 ? search<8>(keys, n, k, spare, equal) : search<11>(keys, n, k, spare, equal);
+}
+
+void choose_largest(const float* scores, int64_t n, int64_t k, int32_t first, uint32_t* memory,
+                    int32_t* out) {
+  for (int64_t i = 0; i < n; ++i) memory[i] = ordered(scores[i]);
+  int64_t equal;
+  const uint32_t threshold = kth_largest(memory, n, k, memory + n + 1, &equal);
+  int64_t written = 0;
+  for (int64_t i = 0; written < k; ++i) {
+    bool take = memory[i] > threshold;
+    if (memory[i] == threshold && equal) {  // ties: the lowest
+      take = true;
+      --equal;
+    }
+    out[written] = first + int32_t(i);
+    written += take;
   }
 }
 
@@ -77,20 +99,8 @@ void select_row(const PyrSelect& p, int64_t r, int64_t g, uint32_t* memory) {
   if (k == n) {
     for (; written < keep - p.window; ++written) out[written] = int32_t(written);
   } else if (k > 0) {
-    uint32_t* spare = memory + n + 1;
-    for (int64_t i = 0; i < n; ++i) memory[i] = ordered(scores[p.sinks + i]);
-    int64_t equal;
-    const uint32_t threshold = kth_largest(memory, n, k, spare, &equal);
-    int64_t i = 0;
-    for (; written < keep - p.window; ++i) {
-      bool take = memory[i] > threshold;
-      if (memory[i] == threshold && equal) {  // ties: the lowest positions
-        take = true;
-        --equal;
-      }
-      out[written] = int32_t(p.sinks + i);
-      written += take;
-    }
+    choose_largest(scores + p.sinks, n, k, int32_t(p.sinks), memory, out + written);
+    written += k;
   }
   for (int64_t i = 0; i < p.window; ++i) out[written++] = int32_t(candidates + i);
   for (; written < p.out_len; ++written) out[written] = -1;

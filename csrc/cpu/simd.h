@@ -375,9 +375,13 @@ constexpr float kLog2e = 1.44269504f;
 // What stands for the maximum of scores none of which is visible: times a scale it is still finite.
 constexpr float kLowest = -1.0e30f;
 
-// The greater of two numbers, NaN where either is NaN. (v_max and v_min return the second one there.)
+// The greater and the lesser of two numbers, NaN where either is NaN. (v_max and v_min return the
+// second one there.)
 PYR_INLINE V v_max_or_nan(V a, V b) {
   return v_mul(v_add(v_max(a, b), v_max(b, a)), v_set(0.5f));
+}
+PYR_INLINE V v_min_or_nan(V a, V b) {
+  return v_mul(v_add(v_min(a, b), v_min(b, a)), v_set(0.5f));
 }
 
 // cap * tanh(x / cap)

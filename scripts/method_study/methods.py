@@ -5,7 +5,14 @@ A method is written as a policy with arguments, as `vllm-pyramid eval --policies
 by the project's own parts in PyTorch. The argument `"heads": 0.2` is AdaKV, which the engine does
 not have: a layer's heads share its tokens by their scores, 0.2 of them equally. The policy
 `kvpress` with {"press": "snapkv_press.SnapKVPress", ...} is a press of kvpress with its own code
-and defaults (`presses.py`).
+and defaults (`presses.py`). Further arguments that the engine does not have:
+
+- "ends": 0.1 keeps that share of each layer's tokens at either end of the prompt;
+- "floor": 32 keeps that many of each message of a chat, the best by their scores;
+- "static": "echo" lets some heads keep everything and the others stream (`static_heads.py`).
+
+Where a policy selects pages (`attend`), the budget is what is read, and "keep" what is kept;
+"asks": true lets later questions attend to everything, as prompts do.
 """
 
 from __future__ import annotations
@@ -13,28 +20,41 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import yaml
-from model import Kept, Model, Recorded
+from model import Kept, Model, Recorded, Way, way_of
+from selected import Selected
+from static_heads import PROBES, HeadProbes
 
 from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
+from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 BLOCK = 16
+OWN = ("heads", "press", "keep", "static", "ends", "floor", "asks")  # arguments of the study alone
 
 
 @dataclass
 class Prompt:
-    """A prompt and what was recorded of it; scores are computed once."""
+    """A prompt and what was recorded of it; scores are computed once.
+
+    Attributes:
+        messages: where the messages of a chat begin; none of a plain text.
+        asked: tokens behind it that lead to the answer, a later question's among them.
+    """
 
     model: Model
     ids: list[int]
     recorded: Recorded
+    probes: HeadProbes
+    messages: list[int]
+    asked: int
     _memory: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -102,44 +122,71 @@ class Method:
     args: dict[str, Any]
     heads: float | None = None
     press: str | None = None
+    keep: str | None = None
+    static: str | None = None
+    ends: float | None = None
+    floor: int | None = None
+    asks: bool | None = None
 
     @classmethod
     def parse(cls, label: str, preset: str, args: dict[str, Any]) -> Method:
         """Take the study's own keys out of the arguments."""
-        own = {key: args[key] for key in ("heads", "press") if key in args}
+        own = {key: args[key] for key in OWN if key in args}
         rest = {key: value for key, value in args.items() if key not in own}
         if preset == "kvpress" and "press" not in own:
             raise ValueError(f"the method {label!r} names no press of kvpress")
+        if own.get("static") not in (None, *PROBES):
+            raise ValueError(f"the method {label!r} names no probe: one of {', '.join(PROBES)}")
         return cls(label, preset, rest, **own)
 
     @property
     def evicts(self) -> bool:
         """Return whether budgets mean anything."""
-        return self.press is not None or self.policy.evicts
+        if self.press is not None or self.static is not None:
+            return True
+        return self.policy.evicts or self.policy.attend.selects
 
     @cached_property
     def policy(self) -> Policy:
         """Return the policy, whose budget is not the one that is measured."""
-        return load_policy(self.preset, None, self.args)
+        return load_policy(self.preset, self.keep, self.args)
 
     @property
     def definition(self) -> str:
         """Return a short name for all that decides what is kept, but for the budget."""
         what = f"{self.press}{self.args}" if self.press else self.policy.as_data()
-        return f"{zlib.crc32(f'{what}{self.heads}None'.encode()):08x}"
+        own = {key: getattr(self, key) for key in ("static", "ends", "floor", "asks")}
+        more = "".join(f"{key}{value}" for key, value in own.items() if value is not None)
+        return f"{zlib.crc32(f'{what}{self.heads}None{more}'.encode()):08x}"
+
+    def way(self, prompt: Prompt, budget: str) -> Way:
+        """Return how the tokens behind a prompt attend at a budget."""
+        if not self.policy.attend.selects:
+            return way_of(self.kept(prompt, budget))
+        policy = load_policy(self.preset, self.keep, {**self.args, "attend.budget": budget})
+        assert isinstance(policy.attend, SelectPages)
+        pages = policy.attend.pages(prompt.tokens, prompt.model.layers, BLOCK)
+        kept = self._places(policy, prompt) if policy.evicts else None
+        return Selected(policy.attend, pages, kept, prompt.asked if self.asks else 0)
 
     def kept(self, prompt: Prompt, budget: str) -> Kept | None:
         """Return what stays at a budget; None for everything."""
         if not self.evicts:
             return None
-        if self.press is not None:
-            from presses import kept_by
+        if self.press is None and self.static is None:
+            return self._places(load_policy(self.preset, budget, self.args), prompt)
+        # As many tokens as a policy with equal layers holds, its last block filled.
+        plan = load_policy("snapkv", budget).plan(prompt.tokens, prompt.model.layers, BLOCK)
+        keep = prompt.tokens - int(plan.end.skip[0])
+        if self.static is not None:
+            return prompt.probes.kept(self.static, prompt.ids, keep)
+        from presses import kept_by
 
-            # As many tokens as a policy with equal layers holds, its last block filled.
-            plan = load_policy("snapkv", budget).plan(prompt.tokens, prompt.model.layers, BLOCK)
-            keep = prompt.tokens - int(plan.end.skip[0])
-            return kept_by(self.press, self.args, self.heads, prompt.model, prompt.recorded, keep)
-        policy = load_policy(self.preset, budget, self.args)
+        assert self.press is not None
+        return kept_by(self.press, self.args, self.heads, prompt.model, prompt.recorded, keep)
+
+    def _places(self, policy: Policy, prompt: Prompt) -> Kept:
+        """Return what a policy keeps, by the scores of its scorer."""
         window, sinks, tokens = policy.window, policy.sinks, prompt.tokens
         scores = [layer.clone() for layer in prompt.scores(policy)]
         plan = policy.plan(tokens, prompt.model.layers, BLOCK)
@@ -153,8 +200,11 @@ class Method:
             lengths = policy.allocator.allocate(measured.double().numpy(), plan.mean, plan.capacity)
             plan = plan.resolved((plan.floor + lengths).tolist())
         held = tokens - plan.end.skip
-        for layer in scores:
-            layer[:, :sinks] = layer[:, tokens - window :] = torch.inf
+        for layer, keep in zip(scores, held, strict=True):
+            end = 0 if self.ends is None else round(self.ends * int(keep))
+            layer[:, : max(sinks, end)] = layer[:, tokens - max(window, end) :] = torch.inf
+            if self.floor is not None:
+                _raise_floor(layer, prompt.messages, self.floor)
         if self.heads is None:
             return [
                 list(layer.topk(int(keep)).indices.sort().values)
@@ -164,6 +214,13 @@ class Method:
             _by_heads(layer, int(keep), max(int(keep * self.heads), window + sinks))
             for layer, keep in zip(scores, held, strict=True)
         ]
+
+
+def _raise_floor(scores: torch.Tensor, messages: list[int], floor: int) -> None:
+    """Make the best `floor` tokens of each message stay in any case."""
+    for begin, end in pairwise([*messages, scores.shape[1]]):
+        own = scores[:, begin:end]
+        own.scatter_(1, own.topk(min(floor, end - begin)).indices, torch.inf)
 
 
 def load_methods(path: Path) -> dict[str, Method]:

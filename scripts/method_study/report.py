@@ -115,6 +115,20 @@ class Rows:
             ratios = (np.exp(spread(by_task(nats[m] - nats["full"]))) for m in order)
             yield "perplexity, times the whole cache's", [cell(tuple(r), 3) for r in ratios]
 
+    def lines(self, order: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield a title and a table a length, of methods at the only budget in this order."""
+        (budget,) = self.budgets
+        for length in self.lengths():
+            divergence = self.wide("divergence", length, budget)
+            right = self.wide("right", length, budget)
+            tasks = sorted(set(RIGHT) & set(self.rows["task"]), key=RIGHT.index)
+            found = []
+            for method in order:
+                answers = [cell(spread(by_task(right[method].loc[[task]]))) for task in tasks]
+                found.append([method, cell(spread(by_task(divergence[method])), 3), *answers])
+            head = ["", "divergence", *(f"{task}: right" for task in tasks)]
+            yield f"Divergence and right answers at {length:,} tokens", markdown(head, found)
+
     def _order(self, length: int) -> list[str]:
         """The methods, least divergence first."""
         wide = [self.wide("divergence", length, budget) for budget in self.budgets]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
@@ -20,7 +21,8 @@ import torch
 from code_task import load_task
 from gates import Gates
 from methods import Method, Prompt
-from model import Model, way_of
+from model import Model, Recorded
+from static_heads import HeadProbes
 
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.task import GeneratedTask, Sample
@@ -70,6 +72,16 @@ class Study:
             path.write_bytes(whole)
         self.known |= {tuple(row[key] for key in KEY) for row in rows}
 
+    @cached_property
+    def probes(self) -> HeadProbes:
+        """Return what decides on the heads of static masks."""
+        return HeadProbes(self.model, self.tokens)
+
+    def _messages(self, ids: list[int]) -> list[int]:
+        """Return where a chat's messages begin, if the template is that of ChatML."""
+        begin = self.tokens.encode("<|im_start|>")
+        return [place for place, token in enumerate(ids) if begin == [token]]
+
     def _key(self, place: Place, method: Method, budget: str) -> tuple[str, ...]:
         return (*self._about(place), method.label, method.definition, budget)
 
@@ -100,12 +112,13 @@ class Study:
         sample = task.numbered(self.tokens, place.length, place.index, place.seed)
         ids = self.tokens.encode(sample.prompt)
         recorded, logits = self.model.prefill(ids)
-        prompt = Prompt(self.model, ids, recorded)
-        following, skip = self._continuation(sample, prompt, logits)
+        following, asked = self._continuation(sample, ids, recorded, logits)
+        skip = asked or 1  # the first token comes from the prefill
+        prompt = Prompt(self.model, ids, recorded, self.probes, self._messages(ids), asked)
         (full,) = self.model.continued(recorded, following)
         left = iter(wanted)
         while some := list(islice(left, max(1, ROWS // len(following)))):
-            ways = [way_of(method.kept(prompt, budget)) for method, budget in some]
+            ways = [method.way(prompt, budget) for method, budget in some]
             got = self.model.continued(recorded, following, ways)
             for (method, budget), its in zip(some, got, strict=True):
                 key = self._key(place, method, budget)
@@ -116,18 +129,17 @@ class Study:
             self.gates.measure(self._about(place), prompt, following, skip, full)
 
     def _continuation(
-        self, sample: Sample, prompt: Prompt, logits: torch.Tensor
+        self, sample: Sample, prompt: list[int], recorded: Recorded, logits: torch.Tensor
     ) -> tuple[list[int], int]:
-        """Return the tokens that follow the prompt, and how many of the first do not count."""
+        """Return the tokens that follow the prompt, and how many of them lead to the answer."""
         if sample.follows_full:
-            return self.model.greedy(prompt.recorded, logits, sample.max_tokens), 1
+            return self.model.greedy(recorded, logits, sample.max_tokens), 0
         before = sample.prompt + sample.lead
         space = "" if sample.forced or before.endswith((" ", "\n")) else " "
         ids = self.tokens.encode(before + space + sample.answers[0])
         begun = self.tokens.encode(before)
-        assert ids[: len(begun)] == begun and begun[: prompt.tokens] == prompt.ids, before[-50:]
-        lead = len(begun) - prompt.tokens
-        return ids[prompt.tokens :], lead or 1  # the first comes from the prefill
+        assert ids[: len(begun)] == begun and begun[: len(prompt)] == prompt, before[-50:]
+        return ids[len(prompt) :], len(begun) - len(prompt)
 
 
 def measured(full: torch.Tensor, logits: torch.Tensor, ids: list[int], skip: int) -> list[float]:

@@ -14,15 +14,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import pandas as pd
 import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from report import Rows
 
 HERE = Path(__file__).parent
 app = typer.Typer(
@@ -38,24 +42,52 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StudyTable(_Strict):
-    """Methods on the same prompts, `samples` of each task and length.
+class _Prompts(_Strict):
+    """Some prompts, `samples` of each task and length.
 
     Attributes:
         gates: tasks on whose prompts the gates are measured too.
     """
 
-    methods: list[str] = Field(min_length=2)
     tasks: list[str] = Field(min_length=1)
     lengths: list[int] = Field(min_length=1)
-    budgets: list[str] = Field(min_length=1)
     samples: int = Field(gt=0)
     seed: int
     gates: list[str] = []
 
 
+class StudyTable(_Prompts):
+    """Methods on the same prompts, each at all budgets."""
+
+    methods: list[str] = Field(min_length=2)
+    budgets: list[str] = Field(min_length=1)
+
+    def pairs(self) -> list[tuple[list[str], list[str]]]:
+        """Return methods and their budgets."""
+        return [(self.methods, self.budgets)]
+
+
+class LinesTable(_Prompts):
+    """A line for each of some methods, each at a budget of its own, on the same prompts.
+
+    Attributes:
+        ways: what a line is called, its method and budget.
+    """
+
+    ways: dict[str, tuple[str, str]] = Field(min_length=2)
+
+    @property
+    def methods(self) -> list[str]:
+        """Return the methods of the lines."""
+        return [method for method, _ in self.ways.values()]
+
+    def pairs(self) -> list[tuple[list[str], list[str]]]:
+        """Return methods and their budgets."""
+        return [([method], [budget]) for method, budget in self.ways.values()]
+
+
 class Table(_Strict):
-    """One entry of the file: `study`, or flags of `vllm-pyramid eval` in `engine`.
+    """One entry of the file: `study`, `lines`, or flags of `vllm-pyramid eval` in `engine`.
 
     Attributes:
         against: the method that others are compared with. tasks_at: budgets to show task by task.
@@ -64,6 +96,7 @@ class Table(_Strict):
 
     title: str
     study: StudyTable | None = None
+    lines: LinesTable | None = None
     engine: dict[str, str | int] | None = None
     against: str | None = None
     tasks_at: list[str] = []
@@ -71,8 +104,8 @@ class Table(_Strict):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Table:
-        if (self.study is None) == (self.engine is None):
-            raise ValueError("a table has either `study` or `engine`")
+        if sum(kind is not None for kind in (self.study, self.lines, self.engine)) != 1:
+            raise ValueError("a table has either `study`, `lines` or `engine`")
         if self.study is not None:
             if "full" not in self.study.methods:
                 raise ValueError("the methods of a study begin with `full`")
@@ -159,16 +192,17 @@ def _run_studies(
     places: dict[Place, list[tuple[list[Method], list[str]]]] = {}
     with_gates: set[Place] = set()
     for name, table in tables.items():
-        if (spec := table.study) is None:
+        spec = table.study or table.lines
+        if spec is None:
             continue
         if unknown := set(spec.methods) - set(known):
             raise typer.BadParameter(f"table {name!r}: no method {sorted(unknown)} in {methods}")
-        wanted = ([known[label] for label in spec.methods], spec.budgets)
+        wanted = [([known[label] for label in some], budgets) for some, budgets in spec.pairs()]
         for which in product(
             range(min(samples, spec.samples)), [spec.seed], spec.lengths, spec.tasks
         ):
             place = Place(*which)
-            places.setdefault(place, []).append(wanted)
+            places.setdefault(place, []).extend(wanted)
             if place.task in spec.gates:
                 with_gates.add(place)
     if not places:
@@ -235,7 +269,9 @@ def show(
             parts += gate_parts(out, spec.lengths, spec.seed, spec.gates)
         elif table.study is not None and rows is not None:
             parts += _study_parts(table, table.study, rows)
-        elif table.study is None and file.exists():
+        elif table.lines is not None and rows is not None:
+            parts += _line_parts(table.lines, rows)
+        elif table.engine is not None and file.exists():
             parts.append(file.read_text(encoding="utf-8"))
         else:
             parts.append("Not there yet.\n")
@@ -263,7 +299,30 @@ def _study_parts(table: Table, spec: StudyTable, rows: pd.DataFrame) -> list[str
     else:
         assert table.against is not None
         titled = found.tables(table.against, table.tasks_at)
-    parts = [part for title, text in titled for part in (f"{title}:\n", f"{text}\n")]
+    return _titled(found, titled)
+
+
+def _line_parts(spec: LinesTable, rows: pd.DataFrame) -> list[str]:
+    from report import Rows
+
+    some = rows[
+        rows["task"].isin(spec.tasks)
+        & rows["length"].isin(spec.lengths)
+        & (rows["seed"] == spec.seed)
+        & (rows["index"] < spec.samples)
+    ]
+    named = []
+    for label, (method, budget) in spec.ways.items():
+        own = some[(some["method"] == method) & some["budget"].isin([budget, "100%"])]
+        named.append(own.assign(method=label, budget="0%"))
+    found = Rows(pd.concat(named))
+    if found.rows.empty or len(found.methods) < len(spec.ways):
+        return ["Not there yet.\n"]
+    return _titled(found, found.lines(list(spec.ways)))
+
+
+def _titled(found: Rows, tables: Iterable[tuple[str, str]]) -> list[str]:
+    parts = [part for title, text in tables for part in (f"{title}:\n", f"{text}\n")]
     return [f"Prompts: {found.prompts()}.\n", *parts]
 
 

@@ -78,6 +78,7 @@ OUR_KEYS = (
     "kv_keep",
     "kv_attend_budget",
     "kv_turn_mode",
+    "kv_session",
 )
 # Fields of both endpoints. A value of `HOSTILE` makes none of them a request for hours of work.
 FIELDS = (
@@ -149,6 +150,8 @@ def _served(source: random.Random, kind: str, model: str) -> Attack:
         {"kv_policy": "pyramidkv"},
         {"kv_turns": []},
         {"kv_turns": [], "kv_turn_mode": "exact"},
+        {"kv_session": f"session-{source.randint(0, 9)}"},
+        {"kv_session": "one", "kv_turn_mode": "exact"},
     ]
     if path == COMPLETIONS:
         ends = range(1, len(body["prompt"]))
@@ -179,6 +182,7 @@ def _wrong_settings(source: random.Random, kind: str, model: str) -> Attack:
                 ("kv_policy", WRONG_POLICIES),
                 ("kv_turns", WRONG_TURNS),
                 ("kv_turn_mode", ("", "Exact", "exact ", 1, ["exact"], "exact")),
+                ("kv_session", ("", "-a", "a b", "é", "a" * 129, 1, ["a"], {"a": 1}, "a\n", True)),
                 ("kv_min_tokens", WRONG_FLOORS),
                 ("kv_keep", WRONG_SPANS),
                 ("kv_application", (1, "a" * 257, ["a"], "a")),

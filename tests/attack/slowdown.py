@@ -40,6 +40,7 @@ MOST = 1.03  # times as long as without the attack
 ATTACKS_PER_SECOND = 2.0
 HONEST_TOKENS = 256
 ATTACK_PROMPT = 1200
+PREPARED = 128  # attacks of a round; an answer that takes longer than these is not measured
 HEADERS = {"Content-Type": "application/json"}
 # What is compared with what.
 PAIRS = {"refused": "quiet", "accepted": "plain"}
@@ -61,7 +62,7 @@ def settings(kind: str, number: int) -> dict[str, Any]:
     choices: list[dict[str, Any]] = [
         {"kv_budget": f"12.{number}{'3' * 4200}%"},
         {"kv_budget": "9" * 60_000},
-        {f"kv_{number}_{index:04d}": 1 for index in range(3500)},
+        {f"kv_{number}_{index:04d}": 1 for index in range(3200)},
         {f"kv_budge{index}{number}": 1 for index in range(2500)},
         {"kv_" + "y" * 60_000: number},
         {"kv_turns": [*range(1, 9000), number]},
@@ -101,22 +102,26 @@ class Attacker:
         self._numbers = itertools.count()
 
     async def round(self, kind: str) -> float:
-        """The mean time of a token of an honest answer, with attacks of a kind."""
-        attacks = asyncio.create_task(self._attack(kind))
+        """The mean time of a token of an honest answer, with attacks of a kind.
+
+        The attacks are written before the round, since the client shares the server's cores.
+        """
+        numbers = range(PREPARED if kind != "quiet" else 0)
+        bodies = [attack_body(self.model, kind, next(self._numbers)) for _ in numbers]
+        attacks = asyncio.create_task(self._attack(kind, bodies))
         try:
-            return await self._honest()
+            taken = await self._honest()
+            assert kind == "quiet" or not attacks.done(), "the answer outlived the attacks"
+            return taken
         finally:
             attacks.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await attacks
 
-    async def _attack(self, kind: str) -> None:
-        if kind == "quiet":
-            return
+    async def _attack(self, kind: str, bodies: Sequence[bytes]) -> None:
         expected = 400 if kind == "refused" else 200
-        while True:
+        for body in bodies:
             start = time.monotonic()
-            body = attack_body(self.model, kind, next(self._numbers))
             assert len(body) < 1 << 16, f"{len(body)} bytes"
             async with self.session.post(self.url, data=body, headers=HEADERS) as got:
                 assert got.status == expected, (kind, got.status, await got.text())

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -130,6 +131,34 @@ def test_requests_are_shared_out(
         for replica in (0, 1)
     ]
     assert sum(evictions) == 8 and all(evictions), evictions
+
+
+def test_all_turns_of_a_session_go_to_one_replica(
+    server: Server, client: openai.OpenAI, random_model: Path
+) -> None:
+    """The second turn finds what the first one left there; the sessions use both replicas."""
+    before = server.metrics_by_engine()
+    for number in range(6):
+        tokens = [*range(100 + number, 400 + number)]
+        for turn in (1, 2):
+            answer: Any = client.completions.create(
+                model=str(random_model),
+                prompt=tokens,
+                max_tokens=24,
+                temperature=0,
+                extra_headers={"X-KV-Session": f"session-{number}"},
+                extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": "a"},
+            )
+            report = answer.kv_transfer_params
+            assert len(report["kv_turns"]) == turn
+            tokens = [*tokens, *answer.choices[0].token_ids, *range(500, 600)]
+        assert report["resumed_tokens"] > 0, number
+    after = _wait_until_idle(server)
+    assert all(
+        after[replica]["vllm_pyramid:evictions_total"][-1]
+        > before[replica]["vllm_pyramid:evictions_total"].get(-1, 0)
+        for replica in (0, 1)
+    )
 
 
 def test_killing_a_replica_ends_the_server(

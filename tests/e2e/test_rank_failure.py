@@ -36,7 +36,9 @@ def _complete(server: Server, model: Path, length: int) -> list[int]:
         extra_body={"return_token_ids": True},
         timeout=2 * LONGEST_SECONDS,
     )
-    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    extra = answer.choices[0].model_extra
+    assert extra is not None
+    tokens: list[int] = extra["token_ids"]
     return tokens
 
 

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from tests.plumbing.children import greedy as plain_greedy
 pytestmark = pytest.mark.engine
 
 BLOCK, LAYERS, LONGEST, WINDOW = 16, 4, 1024, 8
+KILLED = Path(__file__).parents[1] / "plumbing/killed.py"
 # One sequence of the greatest length, and the null block.
 SMALL_POOL = LAYERS * LONGEST // BLOCK + 1
 SNAPKV = {"kv_policy": "snapkv", "kv_budget": 64, "kv_policy_args": {"window": WINDOW}}
@@ -243,3 +249,42 @@ def test_memory_that_the_machine_does_not_have(tiny_model: Callable[[str], Path]
 
     with pytest.raises(ValueError, match=r"--kv-host-cache 1e\+05 \(GiB\) does not fit into"):
         LLM(str(tiny_model("mistral")), skip_tokenizer_init=True, **SNAPKV, kv_host_cache=100000)
+
+
+def test_a_conversation_goes_on_after_kill_9(
+    tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """Its second turn resumes the state in the folder: tokens and hits as without the kill."""
+    llm = {
+        "model": str(tiny_model("mistral")),
+        "dtype": "float32",
+        "max_model_len": LONGEST,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": SMALL_POOL,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "additional_config": {**SNAPKV, "kv_min_tokens": 0, "kv_host_cache": 0.0625},
+    }
+    request = tmp_path / "request.json"
+    said = random_prompts([400, 80], seed=6)
+    request.write_text(json.dumps({"llm": llm, "folder": str(tmp_path / "kv"), "said": said}))
+    turns: list[dict[str, Any]] = []
+    for life, status in (("first", -signal.SIGKILL), ("second", 0)):
+        with (tmp_path / "log").open("w+") as log:
+            done = subprocess.run(
+                [sys.executable, str(KILLED), str(request), life],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+                start_new_session=True,
+                timeout=400,
+            )
+            log.seek(0)
+            lines = [line for line in log if "leaked" not in line]
+            assert done.returncode == status, "".join(lines)[-8000:]
+        turns += json.loads(request.with_suffix(f".{life}").read_text())["turns"]
+    first, without_kill, after = turns
+    assert (first["cached"], without_kill["cached"]) == (0, (400 + 39) // BLOCK * BLOCK)
+    assert after == without_kill

@@ -175,6 +175,32 @@ def test_what_the_host_cache_cannot_store(
         _config(random_model, {"kv_policy": policy, "kv_host_cache": 0.01}, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo xxhash"),
+    ],
+)
+def test_what_does_not_survive_a_restart(
+    random_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    reason: str,
+) -> None:
+    """A hash that begins with a random number does where the number is set."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    own = {"kv_policy": "pyramidkv", "kv_host_cache": 0.01, "kv_host_cache_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match=f"--kv-host-cache-dir and {reason}"):
+        _config(random_model, own, **arguments)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    if "prefix_caching_hash_algo" in arguments:
+        served = ServedSettings.of(_config(random_model, own, **arguments))
+        assert served is not None and served.host_cache_dir == str(tmp_path)
+
+
 def test_models_that_the_host_cache_cannot_store(tmp_path: Path, random_model: Path) -> None:
     """Windows, states and a draft model's layers; drafts without a cache are no reason."""
     own = {"kv_policy": "pyramidkv", "kv_host_cache": 0.01}

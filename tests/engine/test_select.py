@@ -335,32 +335,48 @@ def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:
     drafted.check_whole()
 
 
-def test_evicted_and_selected(engines: EnginePool, model: Path, tmp_path: Path) -> None:
-    """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's."""
+@pytest.mark.parametrize("span", [None, (20, 28)], ids=["alone", "with kv_keep"])
+def test_evicted_and_selected(
+    engines: EnginePool,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    span: tuple[int, int] | None,
+) -> None:
+    """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's.
+
+    Tokens that a request keeps by `kv_keep` are in the cache, and are read where they are chosen.
+    """
+    folder = tmp_path_factory.getbasetemp() / "evicted-and-selected"
+    folder.mkdir(exist_ok=True)
     engine = engines.get(
         model,
         kv_policy="select-evicted",
         kv_policy_args={"attend": ATTEND},
-        kv_trace=str(tmp_path),
+        kv_trace=str(folder),
         **SETTINGS,
     )
-    engine.shuffle_blocks()
+    _fresh(engine).shuffle_blocks()
     check = SummaryCheck()
+    own = {} if span is None else {"kv_keep": list(span)}
     with pages_read(engine) as pages:
-        outcomes = engine.run(_jobs(lengths=(97, 512, 700)), check)
+        outcomes = engine.run(_jobs(lengths=(160, 512, 700), **own), check)
     assert check.pages > 1000
     engine.run(_jobs(lengths=(16,)))
     oracle = PagedModel(str(model))
     oracle.pages = pages
+    left_out = 0
     for outcome in outcomes:
         prompt, generated = outcome.job.prompt, outcome.token_ids
         kept = outcome.report["kept_tokens"]
         skips = {(len(prompt) - held) // N for held in kept}
         assert len(skips) == 1 and outcome.report["evicted_tokens"] > 0
         _assert_read([outcome], skips=skips.pop())
-        with np.load(tmp_path / f"{outcome.request_id}.npz") as file:
+        with np.load(folder / f"{outcome.request_id}.npz") as file:
             layers = [torch.from_numpy(file[f"kept_{layer}"]).long() for layer in range(LAYERS)]
-        with np.load(tmp_path / f"{outcome.request_id}~pages.npz") as file:  # by the next step
+        for heads in layers:
+            for held in heads.tolist():
+                left_out += len({*range(20, 28)} - {*held})
+        with np.load(folder / f"{outcome.request_id}~pages.npz") as file:  # by the next step
             assert int(file["pages_read"].sum()) == outcome.report["pages_read"]
         # Page j of the cache holds the survivors that moved there.
         oracle.name = outcome.request_id
@@ -369,6 +385,7 @@ def test_evicted_and_selected(engines: EnginePool, model: Path, tmp_path: Path) 
         assert logprobs.argmax(dim=-1).tolist() == generated
         for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
             assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+    assert (left_out == 0) == (span is not None)
     engine.check_whole()
 
 

@@ -75,10 +75,13 @@ def test_the_host_cache_counts_differences() -> None:
     from vllm_pyramid.frontend import metrics
 
     names = ("queries", "hits", "evictions", "dropped", "bytes_stored", "bytes_loaded")
+    of_files = ("file_bytes_written", "file_bytes_read", "files_damaged", "files_unwritten")
 
     def totals(number: int) -> dict[str, Any]:
         host = {name: number * (index + 1) for index, name in enumerate(names)}
         host |= {"bytes_used": 10 * number, "bytes": 1000}
+        host |= {name: number * (index + 1) for index, name in enumerate(of_files)}
+        host |= {"file_evictions": number, "file_bytes_used": 20 * number}
         return {**_totals(0, [0], [0]), "host_cache": host}
 
     engine = 102
@@ -93,3 +96,8 @@ def test_the_host_cache_counts_differences() -> None:
     assert value("bytes_total", direction="stored") == 10
     assert value("bytes_total", direction="loaded") == 12
     assert (value("used_bytes"), value("size_bytes")) == (40, 1000)
+    assert value("file_bytes_total", direction="written") == 2
+    assert value("file_bytes_total", direction="read") == 4
+    assert value("file_failures_total", kind="damaged") == 6
+    assert value("file_failures_total", kind="unwritten") == 8
+    assert (value("file_evictions_total"), value("file_used_bytes")) == (2, 80)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.frontend.requests import PolicyRequestChecks
-from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
+from vllm_pyramid.tools.command_parts import parse_engine_args
 
 pytestmark = pytest.mark.cpu
 
@@ -110,16 +112,16 @@ class Processor:
 
 
 def _check(settings: ServedSettings, prompt_len: int, extra: dict[str, Any] | None) -> None:
-    checks, processor = PolicyRequestChecks(), Processor(settings)
+    checks, processor = PolicyRequestChecks(), cast(InputProcessor, Processor(settings))
     params = SamplingParams(max_tokens=8, extra_args=extra)
-    request = SimpleNamespace(
+    request: Any = SimpleNamespace(
         mm_features=None,
         prompt_token_ids=[1] * prompt_len,
         prompt_embeds=None,
         sampling_params=params,
     )
-    found, _ = checks.before(processor, params, None, resumable=False)  # type: ignore[arg-type]
-    checks.after(processor, request, found)  # type: ignore[arg-type]
+    found, _ = checks.before(processor, params, None, resumable=False)
+    checks.after(processor, request, found)
 
 
 def test_the_front_end_answers_what_is_forbidden() -> None:

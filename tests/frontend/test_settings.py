@@ -14,7 +14,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.plans import plan_for
-from vllm_pyramid.frontend.settings import KVSettings, parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.plan import Budget
 from vllm_pyramid.policy import load_policy, policy_names
@@ -57,6 +58,32 @@ def test_there_and_back() -> None:
 def test_wrong_sizes_of_the_host_cache(value: Any) -> None:
     with pytest.raises(ValueError, match="kv_host_cache must be a number of GiB above 0"):
         KVSettings("pyramidkv", kv_host_cache=value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_host_cache_dir": "kv"}, "give kv_host_cache, too"),
+        ({"kv_host_cache": 1, "kv_host_cache_dir": ""}, "must be the path of a folder, not ''"),
+        ({"kv_host_cache": 1, "kv_host_cache_dir": 5}, "must be the path of a folder, not 5"),
+        ({"kv_host_cache": 1, "kv_host_cache_dir_gib": 1}, "without a kv_host_cache_dir"),
+        (
+            {"kv_host_cache": 1, "kv_host_cache_dir": "kv", "kv_host_cache_dir_gib": 0},
+            "kv_host_cache_dir_gib must be a number of GiB above 0",
+        ),
+    ],
+)
+def test_wrong_folders_of_the_host_cache(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVSettings("pyramidkv", **given)
+
+
+def test_the_folder_of_the_host_cache_and_its_limit() -> None:
+    given: dict[str, Any] = {"kv_host_cache": 1, "kv_host_cache_dir": "kv"}
+    served = KVSettings("full", **given, kv_host_cache_dir_gib="2").served()
+    assert served is not None
+    assert (served.host_cache_dir, served.host_cache_dir_bytes) == ("kv", 2**31)
+    assert KVSettings("full", **given).to_additional_config() == {"kv_policy": "full", **given}
 
 
 def test_the_host_cache_and_the_mode_of_turns() -> None:

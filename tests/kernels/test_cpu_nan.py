@@ -14,6 +14,7 @@ import torch
 
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.page_records import SUMMARY_ROWS, PageBatch
 from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax
 
 pytestmark = pytest.mark.cpu
@@ -167,7 +168,7 @@ def test_window_scores(
     knows_lse: bool,
 ) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
-    reduction = Reduction(gqa_reduce, pooling=pooling, kernel_size=5)  # type: ignore[arg-type]
+    reduction = Reduction(gqa_reduce, pooling=pooling, kernel_size=5)
     # Keys that all queries of the window see; and only the last one, among many.
     places = {0: range(250, 251), 2: range(1299, 1300), 3: range(95)}
     lens, queries = [300, 700, 1300, 95], [90, 40, 40, 40]
@@ -272,3 +273,46 @@ def test_selection_takes_nan_first(module: Any) -> None:
     assert module.select(scores, lens, keeps, window=1).tolist() == [[[3, 7, 11, 19]]]
     keeps = torch.tensor([3], dtype=torch.int32)
     assert module.select(scores, lens, keeps, window=1).tolist() == [[[3, 11, 19]]]
+
+
+@pytest.mark.parametrize("kind", list(SUMMARY_ROWS))
+def test_summaries_of_pages(each_isa: Callable[[], Iterator[str]], kind: str) -> None:
+    """Of a page whose sixth token has a NaN in one key, in one of its numbers."""
+    keys = torch.randn(8, 2, 16, 64)
+    keys[3, 0, 5, 7] = torch.nan
+    (table, zeros), lens = pages_of(8), torch.tensor([8 * 16], dtype=torch.int32)
+
+    def summaries(module: Any) -> torch.Tensor:
+        pool = torch.zeros(8, 2, SUMMARY_ROWS[kind] * 64)
+        module.summarise_pages(pool, keys, table, zeros, lens, zeros, kind=kind, max_pages=8)
+        return pool
+
+    wrong = summaries(reference).isnan()
+    assert wrong.any() and not wrong[3, 1].any(), "the test spoils nothing"
+    for isa in each_isa():
+        assert torch.equal(summaries(cpu).isnan(), wrong), isa
+
+
+@pytest.mark.parametrize("combine", ["mean", "max"])
+def test_scores_of_pages(each_isa: Callable[[], Iterator[str]], combine: str) -> None:
+    """All pages of the KV head have NaN, since a softmax divides by the sum over them."""
+    keys = torch.randn(8, 2, 16, 64)
+    keys[3, 0, 5, 7] = torch.nan
+    (table, zeros), last = pages_of(8), torch.tensor([8 * 16 - 1], dtype=torch.int32)
+    rows = PageBatch(torch.randn(1, 4, 64), table, zeros, last, zeros, 16, max_pages=8)
+
+    def scores(module: Any) -> torch.Tensor:
+        found: torch.Tensor = module.score_pages(
+            rows, Softmax(SCALE), keys, kind="exact", combine=combine
+        )
+        return found
+
+    wrong = scores(reference).isnan()
+    assert wrong[0, 0, :7].all() and not wrong[0, 1].any()
+    for isa in each_isa():
+        assert torch.equal(scores(cpu).isnan(), wrong), isa
+
+
+def pages_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table of one request that holds the pages in order; and where its tokens begin."""
+    return torch.arange(count, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.free_blocks import FreeBlockStack
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.new_blocks import NewBlocks, NoBlocks, kv_cache_blocks, one_in_each
+from vllm_pyramid.kv_cache.new_blocks import NewBlocks, NoBlocks, extend_tables, kv_cache_blocks
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 
 pytestmark = pytest.mark.cpu
@@ -75,7 +75,10 @@ def test_one_block_in_each_layer_looks_like_vllms_lists() -> None:
     column = [KVCacheBlock(i) for i in (7, 3, 5)]
     lists = tuple([block] for block in column)
     none = NoBlocks(((), (), ()))
-    stock, ours = KVCacheBlocks(lists), kv_cache_blocks(one_in_each(column), none)
+    tables: list[list[KVCacheBlock]] = [[], [], []]
+    stock = KVCacheBlocks(lists)
+    ours = kv_cache_blocks(extend_tables(tables, column, [1, 2, 3], units=1), none)
+    assert tables == list(lists)
     assert type(ours) is NewBlocks
     assert ours.get_block_ids() == stock.get_block_ids() == ([7], [3], [5])
     assert ours.get_block_ids(allow_none=True) == stock.get_block_ids(allow_none=True)
@@ -83,7 +86,9 @@ def test_one_block_in_each_layer_looks_like_vllms_lists() -> None:
     assert list(ours.blocks) == list(lists)
     assert list(ours.blocks[1:]) == list(lists[1:])
     assert (ours + stock).blocks == (stock + stock).blocks
-    mixed = ([column[0], column[1]], [], [column[2]])
+    mixed = extend_tables(tables, column, [2, 2, 3], units=2)
+    assert mixed == ([column[0], column[1]], [], [column[2]])
+    assert tables[0] == [column[0], column[0], column[1]] and tables[1] == [column[1]]
     assert kv_cache_blocks(mixed, none).get_block_ids() == ([7, 3], [], [5])
     assert kv_cache_blocks((), none) is none
     assert kv_cache_blocks(([], []), none) is none

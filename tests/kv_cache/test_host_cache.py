@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.harness import make_request
@@ -16,19 +15,21 @@ from vllm_pyramid.kv_cache.host_cache import HostCache
 pytestmark = pytest.mark.cpu
 
 
-class Blocks:
-    """A bundle that a pool gives away, by its first block's id."""
+def named(name: str) -> BlockHash:
+    return BlockHash(name.encode())
 
-    def __init__(self, first: int, count: int) -> None:
-        self.blocks: Any = [type("Block", (), {"block_id": first + i})() for i in range(count)]
+
+def names(*given: str) -> list[BlockHash]:
+    return [named(name) for name in given]
+
+
+def blocks(first: int, count: int = 3) -> list[KVCacheBlock]:
+    return [KVCacheBlock(block_id) for block_id in range(first, first + count)]
 
 
 def bundle(name: str, first: int, count: int = 3) -> BlockBundle:
-    return BlockBundle(name.encode(), Blocks(first, count).blocks, refs=0)  # type: ignore[arg-type]
-
-
-def names(*given: str) -> Any:
-    return [name.encode() for name in given]
+    """A bundle that a pool gives away, by its first block's id."""
+    return BlockBundle(named(name), blocks(first, count), refs=0)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -57,16 +58,16 @@ def test_what_a_step_loads_is_not_overwritten_by_it() -> None:
     host.take()
     host.pin(names("a", "b"))
     host.store(bundle("c", 6))
-    assert host.counters.dropped == 1 and b"c" not in host  # type: ignore[comparison-overlap]
+    assert host.counters.dropped == 1 and named("c") not in host
     (name,) = names("a")
-    host.load(name, Blocks(9, 3).blocks)
+    host.load(name, blocks(9))
     copies = host.take()
     assert copies is not None and not copies.stored
     assert copies.loaded == [(0, [9, 10, 11])]
     host.store(bundle("c", 6))  # the next step may
-    assert b"c" in host and host.used_slots == 2  # type: ignore[comparison-overlap]
+    assert named("c") in host and host.used_slots == 2
     with pytest.raises(RuntimeError, match="into 2 blocks"):
-        host.load(*names("c"), Blocks(0, 2).blocks)
+        host.load(named("c"), blocks(0, 2))
 
 
 def test_parts_of_two_bundles_of_one_name_are_not_mixed() -> None:
@@ -78,13 +79,13 @@ def test_parts_of_two_bundles_of_one_name_are_not_mixed() -> None:
     assert copies is not None and [len(copy.blocks) for copy in copies.stored] == [3, 3, 1]
     host.store(bundle("a", 20))
     host.store(bundle("b", 30))  # takes a slot of the base
-    assert b"base" not in host and host.used_slots == 4  # type: ignore[comparison-overlap]
+    assert named("base") not in host and host.used_slots == 4
     host.take()
     host.store(bundle("base", 40, 7))
     copies = host.take()
     assert copies is not None
     assert [copy.blocks for copy in copies.stored] == [[40, 41, 42], [43, 44, 45], [46]]
-    assert b"base" in host and host.used_slots == 4  # type: ignore[comparison-overlap]
+    assert named("base") in host and host.used_slots == 4
     host.store(bundle("large", 0, 13))
     assert host.counters.dropped == 1, "more than all slots"
 

@@ -23,6 +23,7 @@ from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.page_scorer import PageScorer
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.failures import Failure
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.trace import TraceWriter
 
@@ -147,9 +148,12 @@ class _Context:
     specs = (_Spec(),) * LAYERS
 
 
-def _selector(part: SelectPages, blocks: int, context: Any = None) -> PageSelector:
-    policy = load_policy("select")
-    selector = PageSelector(policy, part, context or _Context())  # type: ignore[arg-type]
+_CONTEXT: Any = _Context()
+
+
+def _selector(part: Any, blocks: int, context: Any = _CONTEXT) -> PageSelector:
+    assert isinstance(part, SelectPages)
+    selector = PageSelector(load_policy("select"), part, context)
     selector.allocate(blocks)
     return selector
 
@@ -229,7 +233,9 @@ def _part(scorer: Any, **fields: Any) -> SelectPages:
 def _scorer(name: str) -> PageScorer:
     if name == "own":
         return OwnMean()
-    return load_policy("select", args={"attend.scorer": name}).attend.scorer  # type: ignore[attr-defined,no-any-return]
+    part = load_policy("select", args={"attend.scorer": name}).attend
+    assert isinstance(part, SelectPages)
+    return part.scorer
 
 
 @pytest.mark.parametrize("name", ["spread", "box", "mean", "own"])
@@ -239,11 +245,12 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
     """Chunks, rejected drafts, reused blocks, copies and evictions; full pages at every step."""
     scorer = _scorer(name)
     policy = load_policy("select").model_copy(update={"attend": _part(scorer)})
-    selector = _selector(policy.attend, 40)  # type: ignore[arg-type]
+    selector = _selector(policy.attend, 40)
     source = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     cache = torch.full((40, KV_HEADS, N, SIZE), torch.nan)
     selector.summaries.fill_(torch.nan)
-    free, lives = list(range(1, 40)), {}
+    free = list(range(1, 40))
+    lives: dict[int, tuple[list[int], int]] = {}
 
     def check() -> None:
         for blocks, length in lives.values():
@@ -304,7 +311,7 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
 def test_mixed_rows_attend_as_each_by_itself() -> None:
     """A prompt's chunk, a token with drafts that choose, and a short answer, in one call."""
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
-    selector = _selector(policy.attend, 64)  # type: ignore[arg-type]
+    selector = _selector(policy.attend, 64)
     source = torch.Generator().manual_seed(1)
     cache = torch.randn(64, KV_HEADS, N, SIZE, generator=source)
     table = torch.randperm(63, generator=source)[:48].view(3, 16).int() + 1
@@ -320,9 +327,9 @@ def test_mixed_rows_attend_as_each_by_itself() -> None:
     selector.begin_step(step)
     selector.before_attention(_inputs(cache, table, step, 0, query))
     chosen = selector.before_attention(inputs)
-    selector.before_attention(_inputs(cache, table, step, 2, query))
     out, dense = torch.empty_like(query), torch.empty_like(query)
     reference.paged_attention(out, chosen.batch, chosen.softmax)
+    selector.before_attention(_inputs(cache, table, step, 2, query))
     reference.paged_attention(dense, inputs.batch, inputs.softmax)
     assert torch.equal(out[:20], dense[:20]) and torch.equal(out[23], dense[23])
     assert not torch.isclose(out[20:23], dense[20:23]).all()
@@ -346,7 +353,7 @@ def test_mixed_rows_attend_as_each_by_itself() -> None:
 def test_a_layer_that_ran_dense_stops_the_engine(tmp_path: Path) -> None:
     """What was read is counted from the tables that attention was given, not from the plan."""
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("mean"))})
-    selector = _selector(policy.attend, 64)  # type: ignore[arg-type]
+    selector = _selector(policy.attend, 64)
     selector.trace = TraceWriter(str(tmp_path), [KV_HEADS] * LAYERS, 0, 1)
     cache = torch.zeros(64, KV_HEADS, N, SIZE)
     table = torch.arange(1, 17, dtype=torch.int32)[None]
@@ -364,7 +371,7 @@ def test_a_layer_that_ran_dense_stops_the_engine(tmp_path: Path) -> None:
             continue
         with pytest.raises(PlanMismatchError, match=message):
             selector.end_step(step)
-    step.failures.of["r0"] = ("method", "raised")  # type: ignore[assignment]
+    step.failures.of["r0"] = Failure("method", "raised")
     selector.begin_step(step)
     assert selector.end_step(step) is not None, "a request that fails anyway"
     selector.trace.forget("r0")
@@ -375,7 +382,7 @@ def test_a_layer_that_ran_dense_stops_the_engine(tmp_path: Path) -> None:
 
 def test_a_request_without_numbers_fails_alone() -> None:
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
-    selector = _selector(policy.attend, 64)  # type: ignore[arg-type]
+    selector = _selector(policy.attend, 64)
     cache = torch.randn(64, KV_HEADS, N, SIZE, generator=torch.Generator().manual_seed(2))
     table = torch.arange(1, 33, dtype=torch.int32).view(2, 16)
     cache[3] = torch.nan

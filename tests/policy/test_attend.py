@@ -29,10 +29,13 @@ PRESETS = ("infllm", "quest", "select", "select-evicted")
 SIZE = 16
 
 
+def _part(policy: Policy) -> SelectPages:
+    assert isinstance(policy.attend, SelectPages)
+    return policy.attend
+
+
 def _attend(**fields: Any) -> SelectPages:
-    part = load_policy("select", args={"attend": fields}).attend
-    assert isinstance(part, SelectPages)
-    return part
+    return _part(load_policy("select", args={"attend": fields}))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -51,7 +54,8 @@ def test_other_policies_read_everything() -> None:
     for name in ("full", "snapkv", "kcache"):
         part = load_policy(name).attend
         assert not part.selects and (part.pages(4096, 8, SIZE) == ALL_PAGES).all()
-    assert not load_policy("snapkv-chunked").inner_policy.attend.selects  # type: ignore[union-attr]
+    inner = load_policy("snapkv-chunked").inner_policy
+    assert inner is not None and not inner.attend.selects
 
 
 def test_pages_of_a_budget() -> None:
@@ -120,7 +124,8 @@ def test_a_request_has_a_budget_of_its_own() -> None:
         load_policy("select-evicted"),
         SamplingParams(extra_args={"kv_budget": "30%", "kv_attend_budget": "6%"}),
     )
-    assert both.budget == Budget.parse("30%") and both.policy.attend.budget.value == "6%"  # type: ignore[attr-defined]
+    assert both.budget == Budget.parse("30%")
+    assert _part(both.policy).budget == Budget.parse("6%")
 
 
 def test_answers_are_not_shared() -> None:
@@ -251,7 +256,7 @@ def test_the_page_scorer_of_the_documents(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     (args,) = re.findall(r"--kv-policy-args '(.*HalvesScorer.*)'", page)
     policy = load_policy("select", args=json.loads(args))
-    scorer = policy.attend.scorer  # type: ignore[attr-defined]
+    scorer: Any = _part(policy).scorer
     assert scorer.weight == 0.5 and scorer.rows == 2
     try_scorer(scorer, 4, 2, 8, SIZE)
     assert Policy.model_validate(policy.as_data()) == policy
@@ -259,7 +264,7 @@ def test_the_page_scorer_of_the_documents(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_page_scorer_of_the_users_own(own: str) -> None:
     policy = load_policy("select", args={"attend.scorer": {"kind": f"{own}:First", "power": 2.0}})
-    scorer = policy.attend.scorer  # type: ignore[attr-defined]
+    scorer: Any = _part(policy).scorer
     assert scorer.power == 2.0 and not scorer.has_kernels
     assert Policy.model_validate(policy.as_data()) == policy
     try_scorer(scorer, 4, 2, 8, SIZE)

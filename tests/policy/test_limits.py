@@ -116,6 +116,7 @@ def test_no_hostile_value_is_accepted_or_repeated(key: str) -> None:
         "kv_keep": [[], None],
         "kv_attend_budget": [None],
         "kv_turn_mode": [None],
+        "kv_session": [None],
     }.get(key)
 
 

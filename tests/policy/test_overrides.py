@@ -24,6 +24,7 @@ GIVEN: dict[str, Any] = {
     "kv_keep": [0, 4],
     "kv_attend_budget": "6%",
     "kv_turn_mode": "exact",
+    "kv_session": "a",
 }
 
 

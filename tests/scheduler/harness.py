@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.beside import FIRST_LAYER, Beside, compute, seen
 from vllm_pyramid.compat.side_channel import (
+    FileOrders,
     HostCopies,
+    HostFill,
     StepReport,
     attach_report,
     read_block_copies,
@@ -44,6 +47,7 @@ from vllm_pyramid.compat.side_channel import (
     read_host_copies,
     read_origins,
 )
+from vllm_pyramid.kv_cache.bundle_file import write_file
 from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
@@ -118,6 +122,7 @@ class Setup:
     drafts: int = 0  # of a request in a step, at most
     stages: tuple[int, ...] = ()  # layers of each pipeline stage
     host_slots: int = 0  # of the host cache
+    host_folder: bool = False  # whether it survives a restart
     further: tuple[tuple[str, Any], ...] = ()  # settings of the engine
 
     @property
@@ -134,7 +139,7 @@ class Setup:
 
     @property
     def host_cache(self) -> dict[str, Any]:
-        """The setting of a host cache with so many slots."""
+        """Return the setting of a host cache with `host_slots` slots; empty without one."""
         if not self.host_slots:
             return {}
         page = 2 * self.block_size * 8 * 4  # K and V of one head of 8, in float32
@@ -298,6 +303,7 @@ def solved_lengths(source: random.Random, plan: DeferredPlan) -> np.ndarray:
 
 
 # A tag: the writer's serial, whether attention missed anything, the layer, the position.
+FILE_WORDS = 32  # of a block in a file: K and V of four tokens of a head of 8, in float32
 SERIAL, INEXACT, LAYER = 25, 24, 16
 
 
@@ -350,6 +356,7 @@ class PlainWorker:
     num_resumed_beside: int = 0  # of these with a state
     num_copied: int = 0  # blocks
     num_stored: int = 0  # slots of the host cache
+    num_filled: int = 0  # of these from files
     num_loaded: int = 0
     num_resumed: int = 0  # requests
     num_left: int = 0  # requests that left copies behind
@@ -376,10 +383,18 @@ class PlainWorker:
         totals = self._update(output)
         self.tracker.copies = read_copies(output)
         of_host = read_host_copies(output) or HostCopies([], [])
-        for slot, blocks in of_host.stored:
-            self.host_SLN[slot] = -1
-            self.host_SLN[slot, : len(blocks)] = self.memory_PN[blocks]
-            self.num_stored += 1
+        if of_host.files is not None:
+            self._write_files(of_host.files)
+        for copy in of_host.stored:
+            self.host_SLN[copy.slot] = -1
+            if isinstance(copy, HostFill):
+                rows = np.frombuffer(copy.content, np.int64).reshape(-1, FILE_WORDS)
+                rows = rows[:, : self.host_SLN.shape[2]]
+                self.num_filled += 1
+            else:
+                rows = self.memory_PN[copy.blocks]
+                self.num_stored += 1
+            self.host_SLN[copy.slot, : len(rows)] = rows
         for stage in range(max(len(self.setup.stages), 1)):
             first = stage * (self.num_blocks + 1)
             for source, own in read_block_copies(output, stage):
@@ -455,6 +470,15 @@ class PlainWorker:
             ),
             StepReport(*self.tracker.end_step(), {}, 0),
         )
+
+    def _write_files(self, orders: FileOrders) -> None:
+        """Do at once what a worker's thread does later."""
+        for path in orders.removed:
+            Path(path).unlink(missing_ok=True)
+        for path, begin, blocks in orders.saved:
+            content = np.full((len(blocks), FILE_WORDS), -1, np.int64)
+            content[:, : self.memory_PN.shape[1]] = self.memory_PN[blocks]
+            write_file(path, begin, content)
 
     def _sample(self, request_id: str, row: Row, drafts: int) -> list[int]:
         """The step's tokens; of rejected drafts nothing that is of use stays in the cache."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +31,7 @@ from tests.plans import plan_for
 from tests.scheduler.beside import FIRST_LAYER, Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import (
+    FILE_WORDS,
     ORDINARY_TOKEN,
     SERIAL,
     PlainWorker,
@@ -38,6 +41,7 @@ from tests.scheduler.harness import (
 )
 from tests.scheduler.harness import Row as WorkerRow
 from vllm_pyramid.compat.side_channel import read_report
+from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.scheduler import SampledShares
@@ -98,11 +102,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(spare=st.integers(0, 60), seed=st.integers(0, 2**16))
     def start(self, spare: int, seed: int) -> None:
-        num_blocks = self.setup.blocks_of_longest + spare
+        self.folder = TemporaryDirectory() if self.setup.host_folder else None
+        self.begin(self.setup.blocks_of_longest + spare, seed)
+
+    def begin(self, num_blocks: int, seed: int) -> None:
+        """Start an engine."""
         self.scheduler = make_scheduler(self.setup, num_blocks)
         self.coordinator = self.scheduler.coordinator
         self.sampled = [h for h in self.scheduler.hooks if isinstance(h, SampledShares)]
         self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
+        if self.folder is not None:
+            host, page = self.coordinator.host_cache, FILE_WORDS * np.dtype(np.int64).itemsize
+            assert host is not None
+            most = self.setup.host_slots * self.setup.num_layers * page
+            host.files = HostFiles(self.folder.name, "one", page, 2 * most, most, patience=0)
+            self.coordinator.use_host_cache(host)
         if self.scheduler._admission is not None:
             self.watch(self.scheduler._admission)
         if self.setup.beside and self.setup.prefix_caching:
@@ -114,9 +128,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Count the states of which something comes from the host."""
         enter = self.coordinator.sessions.enter
 
-        def entered(request_id: str, record: Any, session: Any) -> None:
-            self.resumed_from_host += bool(session.in_host)
-            enter(request_id, record, session)
+        def entered(request_id: str, record: Any, tokens: int) -> None:
+            self.resumed_from_host += bool(record.session_hit.in_host)
+            enter(request_id, record, tokens)
 
         self.coordinator.sessions.enter = entered  # type: ignore[method-assign]
 
@@ -265,6 +279,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.seen[how] += 1
 
+    @precondition(lambda self: self.folder is not None)
+    @rule(damaged=st.integers(0, 3), seed=st.integers(0, 2**16))
+    def kill(self, damaged: int, seed: int) -> None:
+        """Start again: running requests and both tiers are lost, files are not, save some."""
+        assert self.folder is not None
+        host = self.coordinator.host_cache
+        assert host is not None and host.files is not None
+        host.files.close()
+        files = sorted(Path(self.folder.name).rglob("*.kv"))
+        for path in files[seed % 7 :: 7][:damaged]:
+            path.write_bytes(path.read_bytes()[: seed % 1000])
+        self.seen["filled"] += self.worker.num_filled
+        for name in list(self.scheduler.requests):
+            self.requests[name].status = RequestStatus.FINISHED_ABORTED
+        self.in_flight.clear()
+        before = self.worker
+        self.begin(before.num_blocks, seed)
+        self.worker.writers, self.worker.serial = before.writers, before.serial
+        self.worker.ended, self.worker.salts = before.ended, before.salts
+        self.looked_at = {}
+        self.seen["killed"] += bool(files)
+
     @precondition(lambda self: self.in_flight)
     @rule()
     def process(self) -> None:
@@ -360,8 +396,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.looked_at = looked_at
 
     def check_host_rows(self) -> None:
-        """Every slot holds what the whole cache holds of its tokens; those of states, what was
-        evicted. Whoever loads a state looks at its survivors."""
+        """Check that every slot holds what the whole cache holds of its tokens.
+
+        Slots of states hold what was evicted; the request that loads a state checks its survivors.
+        """
         host = self.coordinator.host_cache
         if host is None:
             return
@@ -629,6 +667,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler._admission is None or not len(scheduler._admission.table)
         assert not self.worker.rows and not self.worker.tracker._requests
         assert self.worker.tracker._num_open == 0
+        if self.folder is not None:
+            assert host is not None and host.files is not None
+            host.files.close()
+            self.folder.cleanup()
 
 
 # Evictions inside prompts, which are longer than the pool.
@@ -1078,6 +1120,12 @@ VARIANTS |= {
     ),
     "sync-turns-host": Setup(host_slots=150, reserve_full_prompt=False, **TALKS),
     "async-turns-host": Setup(host_slots=60, asynchronous=True, **TALKS, **SMALL),
+    "async-shared-host-folder": Setup(
+        prefix_caching=True, asynchronous=True, host_slots=40, host_folder=True
+    ),
+    "sync-turns-host-folder": Setup(
+        host_slots=60, host_folder=True, reserve_full_prompt=False, **TALKS
+    ),
 }
 
 
@@ -1111,6 +1159,7 @@ def test_machine(variant: str, seed: int) -> None:
     if setup.host_slots:
         happenings += ["host loaded", "host hits", "host evictions"]
         happenings += ["host states", "resumed from the host"] if setup.turns else []
+    happenings += ["killed", "filled"] if setup.host_folder else []
     if setup.beside:
         slides = any(layer.kind != "draft" for layer in setup.beside)
         happenings += ["slid"] if slides else []

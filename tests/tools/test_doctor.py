@@ -12,8 +12,8 @@ import yaml
 
 from vllm_pyramid.compat.versions import vllm_version
 from vllm_pyramid.kernels.cpu import library
-from vllm_pyramid.tools import doctor
 from vllm_pyramid.tools.cli import main
+from vllm_pyramid.tools.doctor import checks as doctor
 
 pytestmark = pytest.mark.cpu
 

@@ -16,7 +16,7 @@ platform/cpu_platform
     Target: the class of vllm.platforms.current_platform.
     Why: vLLM chooses it before it knows of a policy. Remove when a configuration can name it.
 input_processor
-    Target: InputProcessor.process_inputs.
+    Target: InputProcessor.process_inputs, ParallelConfig._api_process_count.
     Why: a wrong request must be answered with status 400. Remove when plugins can validate
     requests.
 chat_renderer
@@ -56,12 +56,18 @@ side_channel
 stats
     Target: StatLoggerManager.record.
     Why: show our counters in Prometheus and the log. Remove with side_channel.
+finished_requests
+    Target: OutputProcessor.process_outputs, .request_states and what they hold,
+    AsyncLLM.output_processor.
+    Why: sampled answers are replayed with the whole cache. Only with --kv-shadow. Remove when a
+    plugin can see finished requests.
 page_server
     Target: launchers.app.attach_endpoint_plugins, a method added to EngineCore,
-    AsyncMPClient.call_utility_all_async.
-    Why: the live page needs routes in the API server and the scheduler's state on request; vLLM's
-    own endpoint plugins are loaded only where VLLM_PLUGINS names them. Only with --kv-page. Remove
-    when a plugin can add routes by a flag of its own.
+    AsyncMPClient.call_utility_all_async, AsyncLLM.input_processor.
+    Why: the live page and the list of sessions need routes in the API server and the scheduler's
+    state on request, and the header of sessions a middleware; vLLM's own endpoint plugins are
+    loaded only where VLLM_PLUGINS names them. The routes only with --kv-page. Remove when a plugin
+    can add routes by a flag of its own.
 runner
     Target: class of worker.model_runner (V1 and V2), assigned when the worker has built it: a class
     made of an adapter (worker/adapter*.py) and the runner's own; static_forward_context.

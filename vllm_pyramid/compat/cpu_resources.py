@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and cores of the host that this process may use.
+"""Memory, cores and units of the host that this process may use.
 
 Target: `vllm.utils.cpu_resource_utils`: get_cgroup_memory_limit, get_cgroup_memory_usage,
 get_allowed_cpu_list, get_visible_memory_node, get_memory_node_info. Why: a container's limit is
 below the machine's memory, and vLLM sizes its own share by that limit; cores and nodes must be the
-same that vLLM's worker will find. Remove when vLLM reports free memory.
+same that vLLM's worker will find. `torch.cpu._is_amx_tile_supported` decides in vLLM how attention
+packs K. Remove when vLLM reports free memory.
 """
 
 from __future__ import annotations
 
 import psutil
+import torch
 from vllm.utils.cpu_resource_utils import (
     get_allowed_cpu_list,
     get_cgroup_memory_limit,
@@ -52,3 +54,9 @@ def memory_of_worker_node(workers: int) -> tuple[int, int, int]:
     node = get_allowed_cpu_list()[0].numa_node
     info = get_memory_node_info(node if node in nodes else nodes[0])
     return info.total_memory, info.available_memory, -(-workers // max(1, len(cores_by_node())))
+
+
+def units_of_processor() -> str:
+    """Return the processor's vector and matrix units, on which the layout of a cache depends."""
+    tiles = "tiles" if torch.cpu._is_amx_tile_supported() else "no tiles"
+    return f"{torch.backends.cpu.get_cpu_capability()}, {tiles}"

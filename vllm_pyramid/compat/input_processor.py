@@ -77,6 +77,11 @@ def check_images(model_config: ModelConfig, request: Any) -> None:
         )
 
 
+def api_servers(parallel_config: Any) -> int:
+    """Return how many API servers share the engines of this one's configuration."""
+    return int(getattr(parallel_config, "_api_process_count", 1))
+
+
 def install(checks: RequestChecks) -> None:
     """Wrap `process_inputs` so that it calls `checks`. Idempotent."""
     if getattr(InputProcessor, "_vllm_pyramid", False):

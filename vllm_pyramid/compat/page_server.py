@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add routes to vLLM's API server, and let them ask the scheduler for its state.
+"""Add routes and a middleware to vLLM's API server, and let them ask the scheduler for its state.
 
 Target: `vllm.entrypoints.launchers.app.attach_endpoint_plugins`, which is called when all routes of
 the server are in place; a method that is added to `EngineCore`, which front ends call as they call
-its others; `AsyncMPClient.call_utility_all_async`. Why: vLLM loads plugins with endpoints only
-where `VLLM_PLUGINS` names them, and then no others. Remove when a plugin can add routes by a flag.
+its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`. Why: vLLM loads
+plugins with endpoints only where `VLLM_PLUGINS` names them, and then no others. Remove when a
+plugin can add routes by a flag.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +20,16 @@ from typing import Any
 _METHOD = "vllm_pyramid_page"
 
 
-def install(attach: Callable[[Any], None]) -> None:
-    """Call `attach(app)` when the API server of this process is built. Idempotent.
+def is_server() -> bool:
+    """Return whether this process has loaded vLLM's API server, as one that starts it has."""
+    return "vllm.entrypoints.launchers.app" in sys.modules
+
+
+def install(attach: Callable[[Any, bool], None]) -> None:
+    """Call `attach` when the API server of this process is built. Idempotent.
+
+    Args:
+        attach: called with the application, and whether it was started with `--kv-page`.
 
     Raises:
         ValueError: this vLLM has no place for it.
@@ -38,8 +48,7 @@ def install(attach: Callable[[Any], None]) -> None:
     @functools.wraps(attach_endpoint_plugins)
     def attach_page_too(app: Any, *args: Any, **kwargs: Any) -> None:
         attach_endpoint_plugins(app, *args, **kwargs)
-        if asks_for_page(app.state.args):
-            attach(app)
+        attach(app, asks_for_page(app.state.args))
 
     attach_page_too._vllm_pyramid = True  # type: ignore[attr-defined]
     module.attach_endpoint_plugins = attach_page_too
@@ -80,3 +89,8 @@ def is_authorized(app: Any, headers: Any) -> bool:
 
     keys = [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
     return not keys or AuthenticationMiddleware(app, keys).verify_token(headers)
+
+
+def input_processor_of(engine_client: Any) -> Any:
+    """Return what reads the requests of an API server; None in one that has no engine."""
+    return getattr(engine_client, "input_processor", None)

@@ -36,12 +36,14 @@ class StepReport(NamedTuple):
         methods: the reports of the methods' hooks, by their names.
         failures: the requests that must end with an error, by id: the kind and the reason.
         dropped_traces: how many traces could not be written.
+        unwritten_files: how many files of the host cache could not be written.
     """
 
     evictions: dict[str, Eviction]
     methods: dict[str, Any]
     failures: dict[str, tuple[str, str]]
     dropped_traces: int
+    unwritten_files: int = 0
 
 
 class HostCopy(NamedTuple):
@@ -57,16 +59,55 @@ class HostCopy(NamedTuple):
     blocks: list[int]
 
 
+class HostFill(NamedTuple):
+    """What a slot of the host cache gets from a file.
+
+    Attributes:
+        slot: its number.
+        content: the bytes of its first blocks.
+    """
+
+    slot: int
+    content: bytes
+
+
+class FileSave(NamedTuple):
+    """A file that a worker writes.
+
+    Attributes:
+        path: of the file. begin: its first bytes.
+        blocks: ids of the device's blocks, whose bytes come behind these.
+    """
+
+    path: str
+    begin: bytes
+    blocks: list[int]
+
+
+class FileOrders(NamedTuple):
+    """What a worker does with files of the host cache, in order.
+
+    Attributes:
+        removed: paths of files that have to go.
+        saved: files to write, with the content of the blocks before the step.
+    """
+
+    removed: list[str]
+    saved: list[FileSave]
+
+
 class HostCopies(NamedTuple):
     """What a step copies between the device and the host cache, in order.
 
     Attributes:
-        stored: from the device to the host, before all else that the step does.
+        stored: from the device or a file to the host, before all else that the step does.
         loaded: from the host to the device, when blocks of the device have been copied.
+        files: what is done with files, first of all; None without any.
     """
 
-    stored: list[HostCopy]
+    stored: list[HostCopy | HostFill]
     loaded: list[HostCopy]
+    files: FileOrders | None = None
 
 
 def attach_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.cpu_resources import available_host_memory
+from vllm_pyramid.compat.input_processor import api_servers
 from vllm_pyramid.compat.step_limits import step_limits
 from vllm_pyramid.frontend.backends import (
     check_backend,
@@ -162,11 +163,32 @@ def finish_config(
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
-    if served.page:
-        from vllm_pyramid.compat import page_server
-        from vllm_pyramid.frontend.page import attach
+    from vllm_pyramid.compat import page_server
+
+    if served.shadow is not None:
+        _check_shadow(config, is_server=page_server.is_server())
+    if served.page or page_server.is_server():
+        from vllm_pyramid.frontend.server import attach
 
         page_server.install(attach)
+
+
+def _check_shadow(config: VllmConfig, *, is_server: bool) -> None:
+    """Raise ValueError unless an engine's answers can be compared with the whole cache's."""
+    parallel, reason = config.parallel_config, None
+    if not is_server:
+        reason = "it is for vllm serve, which replays answers while it is idle"
+    elif (servers := api_servers(parallel)) > 1 or parallel.data_parallel_size > 1:
+        reason = (
+            f"one front end has to see all requests of one engine; there are {servers} API servers "
+            f"and {parallel.data_parallel_size} replicas"
+        )
+    elif parallel.pipeline_parallel_size > 1:
+        reason = "it has not been tried with pipeline stages"
+    elif config.num_speculative_tokens:
+        reason = "it has not been tried with drafts"
+    if reason is not None:
+        raise ValueError(f"--kv-shadow does not work here: {reason}; leave it out")
 
 
 def why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:

@@ -71,11 +71,36 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "sessions that leave the device's cache: they are copied back in place of being computed "
         "again. Default: none.",
     },
+    "kv_host_cache_dir": {
+        "metavar": "DIR",
+        "help": "Folder in which what the host cache finds survives a restart, readable by its "
+        "owner only. Default: none.",
+    },
+    "kv_host_cache_dir_gib": {
+        "metavar": "GiB",
+        "help": "The most that the files in --kv-host-cache-dir may take; the least recently used "
+        "go first. Default: as much as --kv-host-cache.",
+    },
     "kv_turn_mode": {
         "metavar": "resume|exact",
         "help": "How a request with kv_turns continues that does not say it (kv_turn_mode): "
         "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
         "evicted as if it had no earlier turns. Default: resume.",
+    },
+    "kv_session_ttl": {
+        "metavar": "SECONDS",
+        "help": "How long the server remembers a session (kv_session) that is not used: where its "
+        "turns ended. Default: 3600.",
+    },
+    "kv_shadow": {
+        "metavar": "P%%",
+        "help": "Share of the greedy requests whose answers are compared with those of the whole "
+        "cache, while the engine is idle, such as 1%%. Default: none.",
+    },
+    "kv_shadow_floor": {
+        "metavar": "P%%",
+        "help": "With --kv-shadow: an application (kv_application) of whose answers fewer tokens "
+        "agree runs with policy 'full' until they do again. Default: none does.",
     },
     PAGE_KEY: {
         "action": "store_true",

@@ -20,6 +20,15 @@ class HostCacheMetrics:
         vllm_pyramid:host_cache_dropped_total    bundles for which there was no slot
         vllm_pyramid:host_cache_used_bytes       bytes that hold something now
         vllm_pyramid:host_cache_size_bytes       bytes that can
+
+    With a folder:
+        vllm_pyramid:host_cache_file_bytes_total      bytes of files (and the label direction:
+                                                      `written`, those included that could not be,
+                                                      or `read`)
+        vllm_pyramid:host_cache_file_failures_total   files that were a miss (and the label kind:
+                                                      `damaged` or `unwritten`)
+        vllm_pyramid:host_cache_file_evictions_total  files that had to go
+        vllm_pyramid:host_cache_file_used_bytes       bytes of all files now
     """
 
     def __init__(self) -> None:
@@ -39,6 +48,22 @@ class HostCacheMetrics:
         )
         self.used = _gauge("used", "Bytes of the host cache that hold something.")
         self.size = _gauge("size", "Bytes of the host cache.")
+        self.file_bytes = Counter(
+            "vllm_pyramid:host_cache_file_bytes",
+            "Bytes of the host cache's files, written and read.",
+            ["engine", "direction"],
+        )
+        self.file_failures = Counter(
+            "vllm_pyramid:host_cache_file_failures",
+            "Files of the host cache that were damaged or could not be written.",
+            ["engine", "kind"],
+        )
+        self.file_evictions = Counter(
+            "vllm_pyramid:host_cache_file_evictions",
+            "Files that had to go from the host cache's folder.",
+            ["engine"],
+        )
+        self.file_used = _gauge("file_used", "Bytes of the host cache's files.")
 
     def observe(self, now: dict[str, Any], before: dict[str, Any], engine: str) -> None:
         """Add the difference of two totals of an engine's scheduler to the metrics."""
@@ -49,6 +74,19 @@ class HostCacheMetrics:
             self.bytes.labels(engine, direction).inc(now[key] - before.get(key, 0))
         self.used.labels(engine).set(now["bytes_used"])
         self.size.labels(engine).set(now["bytes"])
+        if "file_bytes_used" in now:
+            self._observe_files(now, before, engine)
+
+    def _observe_files(self, now: dict[str, Any], before: dict[str, Any], engine: str) -> None:
+        for direction in ("written", "read"):
+            key = f"file_bytes_{direction}"
+            self.file_bytes.labels(engine, direction).inc(now[key] - before.get(key, 0))
+        for kind in ("damaged", "unwritten"):
+            key = f"files_{kind}"
+            self.file_failures.labels(engine, kind).inc(now[key] - before.get(key, 0))
+        key = "file_evictions"
+        self.file_evictions.labels(engine).inc(now[key] - before.get(key, 0))
+        self.file_used.labels(engine).set(now["file_bytes_used"])
 
 
 def _gauge(name: str, text: str) -> Gauge:

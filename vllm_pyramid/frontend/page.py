@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live page of the API server: `/pyramid`, and its numbers at `/pyramid/data`.
 
+With the page come the operator's lists: sessions (`/pyramid/sessions`) and applications whose
+answers are compared (`/pyramid/shadow`). `DELETE` forgets the former, and restores the latter.
+
 The page itself holds no data and loads nothing from elsewhere. While it is open it asks for the
 numbers; these come from the schedulers when they are asked for, so a closed page costs nothing.
 """
@@ -9,19 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from vllm_pyramid.compat.page_server import ask_engines, is_authorized
+from vllm_pyramid.compat.page_server import ask_engines, input_processor_of, is_authorized
+from vllm_pyramid.frontend.follow_sessions import sessions_of
+from vllm_pyramid.frontend.shadow import shadow_of
 from vllm_pyramid.version import __version__
 
 PATH = "/pyramid"
 # All viewers of a moment share one answer, so that their number costs the engines nothing.
 SHARED_S = 0.5
 _TIMEOUT_S = 10.0
+_T = TypeVar("_T")
+_NEEDS_KEY = "this server needs its API key: Authorization: Bearer KEY"
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -68,18 +76,68 @@ def attach(app: FastAPI) -> None:
     @router.get(f"{PATH}/data")
     async def data(request: Request) -> Response:
         if not is_authorized(request.app, request.headers):
-            return _refuse(401, "this server needs its API key: Authorization: Bearer KEY")
+            return _refuse(401, _NEEDS_KEY)
         try:
             answer = await live.get(request.app.state.engine_client)
         except Exception as error:  # vLLM's own for an engine that has ended
             return _refuse(503, f"the engine does not answer: {error}")
         return JSONResponse(answer, headers=_HEADERS)
 
+    @router.get(f"{PATH}/sessions")
+    async def sessions(request: Request) -> Response:
+        if not is_authorized(request.app, request.headers):
+            return _refuse(401, _NEEDS_KEY)
+        known = _found(request.app, sessions_of)
+        answer = {"sessions": [] if known is None else known.listing()}
+        return JSONResponse(answer, headers=_HEADERS)
+
+    @router.delete(f"{PATH}/sessions")
+    async def forget(request: Request) -> Response:
+        if not is_authorized(request.app, request.headers):
+            return _refuse(401, _NEEDS_KEY)
+        asked = dict(request.query_params)
+        if unknown := asked.keys() - {"session", "tenant"}:
+            return _refuse(400, _wrong(unknown, "session and tenant"))
+        known = _found(request.app, sessions_of)
+        gone = 0 if known is None else known.forget(asked.get("session"), asked.get("tenant"))
+        return JSONResponse({"forgotten": gone}, headers=_HEADERS)
+
+    @router.get(f"{PATH}/shadow")
+    async def compared(request: Request) -> Response:
+        if not is_authorized(request.app, request.headers):
+            return _refuse(401, _NEEDS_KEY)
+        shadow = _found(request.app, shadow_of)
+        answer = {"applications": [] if shadow is None else shadow.judge.listing()}
+        return JSONResponse(answer, headers=_HEADERS)
+
+    @router.delete(f"{PATH}/shadow")
+    async def restore(request: Request) -> Response:
+        if not is_authorized(request.app, request.headers):
+            return _refuse(401, _NEEDS_KEY)
+        asked = dict(request.query_params)
+        if unknown := asked.keys() - {"application", "tenant"}:
+            return _refuse(400, _wrong(unknown, "application and tenant"))
+        shadow = _found(request.app, shadow_of)
+        names = asked.get("application"), asked.get("tenant")
+        count = 0 if shadow is None else shadow.judge.restore(*names)
+        return JSONResponse({"restored": count}, headers=_HEADERS)
+
     @router.get(PATH + "/{rest:path}")
     async def elsewhere(rest: str) -> Response:
-        return _refuse(404, f"there are {PATH} and {PATH}/data, and no {rest[:80]!r}")
+        there = f"there are {PATH}, {PATH}/data, {PATH}/sessions and {PATH}/shadow"
+        return _refuse(404, f"{there}, and no {rest[:80]!r}")
 
     app.include_router(router)
+
+
+def _found(app: FastAPI, of: Callable[[Any], _T | None]) -> _T | None:
+    """Return what belongs to the server's engine; None before its first request."""
+    processor = input_processor_of(app.state.engine_client)
+    return None if processor is None else of(processor)
+
+
+def _wrong(unknown: Iterable[str], known: str) -> str:
+    return f"the parameters are {known}, not {min(unknown)[:80]!r}"
 
 
 def _refuse(status: int, reason: str) -> Response:

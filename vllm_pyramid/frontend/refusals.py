@@ -91,10 +91,10 @@ def _has_scaled_rows(config: VllmConfig) -> bool:
     return config.cache_config.cache_dtype in SCALED_ROWS
 
 
-def asks_for_host_cache(additional_config: object) -> bool:
-    """Return whether `kv_host_cache` was given; its value is checked elsewhere."""
+def asks_for_host_cache(additional_config: object, key: str = "kv_host_cache") -> bool:
+    """Return whether this key was given; its value is checked elsewhere."""
     given = additional_config if isinstance(additional_config, Mapping) else {}
-    return given.get("kv_host_cache") is not None
+    return given.get(key) is not None
 
 
 def _has_host_cache(config: VllmConfig) -> bool:

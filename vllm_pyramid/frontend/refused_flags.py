@@ -6,6 +6,7 @@ They are refused before anything is loaded; the table of docs/limits.md begins w
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING, fields
 
 from vllm.engine.arg_utils import EngineArgs
@@ -33,6 +34,17 @@ def _changed(args: EngineArgs, name: str) -> bool:
 
 def _has_host_cache(args: EngineArgs) -> bool:
     return asks_for_host_cache(args.additional_config)
+
+
+def _has_host_folder(args: EngineArgs) -> bool:
+    return asks_for_host_cache(args.additional_config, "kv_host_cache_dir")
+
+
+def _has_hashes_of_one_process(args: EngineArgs) -> str | None:
+    """Return the hash algorithm if it begins with a random number in each process."""
+    if os.environ.get("PYTHONHASHSEED") is not None:
+        return None
+    return unless(args.prefix_caching_hash_algo, ("sha256", "sha256_cbor"))
 
 
 OF_ARGUMENTS = (
@@ -92,6 +104,23 @@ OF_ARGUMENTS = (
         "each pipeline stage has a block pool of its own, whose blocks are not stored yet; use "
         "--tensor-parallel-size",
         lambda args, _: _has_host_cache(args) and args.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "--kv-host-cache-dir and --tensor-parallel-size",
+        "each rank would read files of its own, and one that is damaged for one of them must be "
+        "missed by all; leave one of them out",
+        lambda args, _: _has_host_folder(args) and args.tensor_parallel_size > 1,
+    ),
+    Refusal(
+        "--kv-host-cache-dir and --enable-lora",
+        "an adapter is known by its name, which another one may have after a restart; leave one of "
+        "them out",
+        lambda args, _: _has_host_folder(args) and args.enable_lora,
+    ),
+    Refusal(
+        "--kv-host-cache-dir and --prefix-caching-hash-algo",
+        "its hashes are others after a restart; choose sha256, or set PYTHONHASHSEED",
+        lambda args, _: _has_host_folder(args) and _has_hashes_of_one_process(args),
     ),
     Refusal(
         "--distributed-executor-backend external_launcher",

@@ -14,7 +14,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_pyramid.compat.input_processor import check_images, check_whole
+from vllm_pyramid.frontend.follow_sessions import SessionFollower, with_header
 from vllm_pyramid.frontend.layer_kinds import BOTH, FULL, has_other_layers, layer_kinds
+from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.kept_spans import check_spans_fit
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
@@ -30,11 +32,15 @@ class _Engine:
 
     Attributes:
         settings: None if no policy is served.
+        sessions: follows requests that name their session.
+        shadow: compares answers with the whole cache; None if it was not asked for.
         pool: the pool of blocks; None if only the scheduler knows it. has_pool: whether `pool` has
             been computed.
     """
 
     settings: ServedSettings | None
+    sessions: SessionFollower
+    shadow: Shadow | None
     pool: Pool | None = None
     has_pool: bool = False
 
@@ -47,7 +53,9 @@ class PolicyRequestChecks:
 
     def _engine(self, processor: InputProcessor) -> _Engine:
         if (engine := self._engines.get(processor)) is None:
-            engine = _Engine(ServedSettings.of(processor.vllm_config))
+            settings = ServedSettings.of(processor.vllm_config)
+            sessions = SessionFollower.of(processor, settings)
+            engine = _Engine(settings, sessions, Shadow.of(processor, settings))
             self._engines[processor] = engine
         return engine
 
@@ -62,7 +70,8 @@ class PolicyRequestChecks:
         Raises:
             VLLMValidationError: a wrong setting, or streaming input.
         """
-        settings = self._engine(processor).settings
+        engine = self._engine(processor)
+        settings = engine.settings
         if settings is None:
             return None, params
         check_whole(resumable)
@@ -71,7 +80,11 @@ class PolicyRequestChecks:
         try:
             if params.extra_args and TEMPLATE_KEY in params.extra_args:
                 raise ValueError(f"{TEMPLATE_KEY} cannot be set by requests: leave it out")
+            params = with_header(params)
             settings.overrides.check_keys(params.extra_args)
+            params = engine.sessions.begin(params)
+            if engine.shadow is not None:
+                params = engine.shadow.begin(params)
             if template is not None and settings.keep_template is not None:
                 params = copy.copy(params)  # the object may be the client's
                 params.extra_args = {**(params.extra_args or {}), TEMPLATE_KEY: template}
@@ -92,10 +105,32 @@ class PolicyRequestChecks:
         check_images(processor.model_config, request)
         if found is None:
             return
+        turn = None
+        if found.session is not None:
+            try:
+                turn = engine.sessions.follow(request, found.session)
+            except ValueError as error:
+                raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+            found = turn.served
+        if engine.shadow is not None:
+            found = engine.shadow.choose(request, found)
+        self._check_prompt(processor, engine, engine.settings, request, found)
+        if turn is not None:
+            engine.sessions.record(turn)
+
+    def _check_prompt(
+        self,
+        processor: InputProcessor,
+        engine: _Engine,
+        settings: ServedSettings,
+        request: Any,
+        found: ServedRequest,
+    ) -> None:
+        """Check turns, budget and room, as `after` says."""
         length = length_from_prompt_token_ids_or_embeds(
             request.prompt_token_ids, request.prompt_embeds
         )
-        params, settings = request.sampling_params, engine.settings
+        params = request.sampling_params
         try:
             found.check_turns(length)
             settings.overrides.check_kept(found, settings.policy, length, params.max_tokens)

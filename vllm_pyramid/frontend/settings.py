@@ -7,7 +7,7 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
      "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
      "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
-     "kv_turn_mode": "resume"}
+     "kv_turn_mode": "resume", "kv_session_ttl": 3600}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -16,21 +16,25 @@ open no file and check nothing again.
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from vllm_pyramid.frontend.setting_values import (
+    bytes_of,
+    parse_gib,
+    parse_keep,
+    parse_policy_args,
+)
+from vllm_pyramid.frontend.shadow_settings import check_shadow, parse_share
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
-from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
+from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.kept_spans import why_no_spans, why_only_leading
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request_keys import RESUME, parse_turn_mode
 from vllm_pyramid.policy.served_settings import (
+    DEFAULT_SESSION_TTL,
     NO_POLICY,
     SERVED_KEY,
     ServedSettings,
@@ -49,112 +53,21 @@ CONFIG_KEYS = (
     "kv_max_request_budget",
     "kv_keep",
     "kv_host_cache",
+    "kv_host_cache_dir",
+    "kv_host_cache_dir_gib",
     "kv_turn_mode",
+    "kv_session_ttl",
 )
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
 # The flag `--kv-page` of a server: the live page. An engine without a server has none.
 PAGE_KEY = "kv_page"
-_FOR_SERVERS = {
-    *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
-    "kv_turn_mode",
-}
+# The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
+SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
-
-
-def parse_policy_args(value: object) -> dict[str, Any]:
-    """Parse `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
-
-    Raises:
-        ValueError: malformed JSON (with its line and column), a key given twice, or not an
-            object.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(
-                value, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
-            )
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"kv_policy_args is not valid JSON: {error.msg} at line {error.lineno}, column "
-                f"{error.colno} of {error.doc!r}; write for example '{{\"beta\": 14}}'"
-            ) from None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(
-            f'kv_policy_args must be a JSON object such as {{"beta": 14}}, not {value!r}'
-        )
-    return dict(value)
-
-
-def parse_engine_args(text: str | None) -> dict[str, Any]:
-    """Parse `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
-
-    Raises:
-        ValueError: malformed JSON, not an object, or an argument that the command sets itself.
-    """
-    try:
-        values = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
-    if not isinstance(values, dict):
-        raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
-    if taken := values.keys() & ({"model", *CONFIG_KEYS} - _FOR_SERVERS):
-        raise ValueError(
-            f"--engine-args: leave {', '.join(sorted(taken))} out, which has its own flag"
-        )
-    return values
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"kv_policy_args gives {key!r} twice")
-        result[key] = value
-    return result
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"kv_policy_args holds {text}, which is not a JSON number")
-
-
-def _parse_gib(value: object, name: str) -> float | None:
-    """Parse `kv_swap_space` or `kv_host_cache`: a number of GiB above 0, or its text."""
-    if value is None:
-        return None
-    number = math.nan
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        with suppress(ValueError):
-            number = float(value)
-    if not 0 < number < 2**20:
-        raise ValueError(f"{name} must be a number of GiB above 0, such as 4 or 0.5, not {value!r}")
-    return number
-
-
-def parse_keep(value: object) -> int | None:
-    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: neither.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if value is None:
-        return None
-    match = re.fullmatch(r"template(?:\+([0-9]{1,6}))?", value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(
-            "kv_keep must be template, or template+N for the first N tokens of each message too, "
-            f"such as template+16, not {value!r}"
-        )
-    return int(match[1] or 0)
-
-
-def _bytes_of(gib: float | str | None) -> int | None:
-    return None if gib is None else int(float(gib) * 2**30)
 
 
 @dataclass(frozen=True)
@@ -178,10 +91,16 @@ class KVSettings:
             what the policy keeps.
         kv_host_cache: GiB of host memory of an engine, all ranks together, for what the device's
             prefix cache gives away; None for none.
+        kv_host_cache_dir: folder in which that survives a restart; None for none.
+        kv_host_cache_dir_gib: the most GiB of its files; None for as many as `kv_host_cache`.
         kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
             None for `resume`.
+        kv_session_ttl: seconds after which a session that is not used is forgotten; None for
+            `DEFAULT_SESSION_TTL`.
         kv_report_cached: whether each response says what the cache held for its request.
         kv_page: whether the API server shows the live page.
+        kv_shadow: the share of requests whose answers are compared with the whole cache's.
+        kv_shadow_floor: the agreement below which an application runs with the whole cache.
     """
 
     kv_policy: str = NO_POLICY
@@ -195,9 +114,14 @@ class KVSettings:
     kv_max_request_budget: int | str | None = None
     kv_keep: str | None = None
     kv_host_cache: float | str | None = None
+    kv_host_cache_dir: str | None = None
+    kv_host_cache_dir_gib: float | str | None = None
     kv_turn_mode: str | None = None
+    kv_session_ttl: float | str | None = None
     kv_report_cached: bool = True
     kv_page: bool = False
+    kv_shadow: float | str | None = None
+    kv_shadow_floor: float | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_policy, str) or not self.kv_policy:
@@ -218,6 +142,8 @@ class KVSettings:
             raise ValueError(
                 "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
             )
+        for key in SHADOW_KEYS:
+            object.__setattr__(self, key, parse_share(getattr(self, key), key))
         if self.kv_request_overrides is not None:
             overrides = parse_overrides(self.kv_request_overrides)
             object.__setattr__(self, "kv_request_overrides", overrides)
@@ -231,10 +157,12 @@ class KVSettings:
         min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
         object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
-        object.__setattr__(self, "kv_swap_space", _parse_gib(self.kv_swap_space, "kv_swap_space"))
-        host_cache = _parse_gib(self.kv_host_cache, "kv_host_cache")
-        object.__setattr__(self, "kv_host_cache", host_cache)
+        object.__setattr__(self, "kv_swap_space", parse_gib(self.kv_swap_space, "kv_swap_space"))
+        for key in ("kv_host_cache", "kv_host_cache_dir_gib"):
+            object.__setattr__(self, key, parse_gib(getattr(self, key), key))
+        self._check_folder()
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
+        object.__setattr__(self, "kv_session_ttl", parse_session_ttl(self.kv_session_ttl))
         if self.kv_policy == NO_POLICY:
             given = [key for key in CONFIG_KEYS[1:] if getattr(self, key) not in (None, {})]
             if given:
@@ -250,6 +178,8 @@ class KVSettings:
             )
         else:
             self._overrides.check_policy(self._loaded_policy)
+        if self.kv_shadow is not None or self.kv_shadow_floor is not None:
+            check_shadow(self, self._loaded_policy, self._overrides)
         if self.kv_keep is not None:
             self._check_keep(self._loaded_policy)
         if self.kv_min_tokens and not self._loaded_policy.evicts:
@@ -257,6 +187,19 @@ class KVSettings:
                 f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
                 "token: leave it out"
             )
+
+    def _check_folder(self) -> None:
+        """Raise ValueError unless the settings of the host cache's folder go together."""
+        folder = self.kv_host_cache_dir
+        if folder is not None and not (isinstance(folder, str) and folder):
+            raise ValueError(f"kv_host_cache_dir must be the path of a folder, not {folder!r}")
+        if folder is not None and self.kv_host_cache is None:
+            raise ValueError(
+                "kv_host_cache_dir keeps what the host cache finds, and its files are read into "
+                "host memory: give kv_host_cache, too"
+            )
+        if folder is None and self.kv_host_cache_dir_gib is not None:
+            raise ValueError("kv_host_cache_dir_gib without a kv_host_cache_dir has no effect")
 
     def _check_keep(self, policy: Policy) -> None:
         """Raise ValueError unless chats' templates can be kept with the policy."""
@@ -279,7 +222,7 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY)
+        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, *SHADOW_KEYS)
         refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
@@ -299,6 +242,8 @@ class KVSettings:
         given = {key: value for key, value in values.items() if value not in (None, {})}
         if self.kv_page:
             given[PAGE_KEY] = True
+        shadow = {key: getattr(self, key) for key in SHADOW_KEYS}
+        given |= {key: value for key, value in shadow.items() if value is not None}
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
@@ -341,12 +286,17 @@ class KVSettings:
         return ServedSettings(
             policy,
             self.kv_trace,
-            _bytes_of(self.kv_swap_space),
+            bytes_of(self.kv_swap_space),
             forecasts,
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
             keep_template=parse_keep(self.kv_keep),
-            host_cache_bytes=_bytes_of(self.kv_host_cache),
+            host_cache_bytes=bytes_of(self.kv_host_cache),
+            host_cache_dir=self.kv_host_cache_dir,
+            host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),
             turn_mode=self.kv_turn_mode or RESUME,
+            session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
+            shadow=parse_share(self.kv_shadow, "kv_shadow"),
+            shadow_floor=parse_share(self.kv_shadow_floor, "kv_shadow_floor"),
         )

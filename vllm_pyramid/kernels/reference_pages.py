@@ -8,13 +8,16 @@ import math
 import torch
 
 from vllm_pyramid.kernels.gather_tokens import gather_tokens
-from vllm_pyramid.kernels.page_records import (
-    PageBatch,
-    PageSelection,
-    check_page_counts,
-    check_pool,
+from vllm_pyramid.kernels.page_checks import (
+    check_scoring,
+    check_selecting,
+    check_starts,
     check_summaries,
+    scores_to_fill,
+    selected_counts,
+    selection_to_fill,
 )
+from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.kernels.records import Softmax
 
 __all__ = ["extend_query", "score_pages", "select_pages", "summarise_keys", "summarise_pages"]
@@ -55,10 +58,9 @@ def summarise_pages(
     """Summarise page by page the keys that the cache holds."""
     check_summaries(summaries, key_cache, kind)
     size = key_cache.shape[2]
+    check_starts(starts, seq_lens)
     rows = zip(starts.tolist(), seq_lens.tolist(), skips.tolist(), strict=True)
     for r, (start, length, skip) in enumerate(rows):
-        if not 0 <= start <= length:
-            raise ValueError(f"starts of request {r} is {start}, outside 0 .. seq_lens = {length}")
         for page in range(max(start, skip) // size, -(-length // size)):
             begin, end = max(skip, page * size), min(length, (page + 1) * size)
             if begin < end and start < length:
@@ -78,14 +80,10 @@ def score_pages(
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Score row by row against the pool's entries of the row's candidates."""
-    check_pool(batch, pool, kind, combine)
-    check_no_window(softmax)
+    check_scoring(batch, softmax, pool, kind, combine)
     first, visible = pages_of(batch)
-    count, heads, size = len(first), pool.shape[1], batch.block_size
-    most = max(visible, default=1) if batch.max_pages is None else batch.max_pages
-    if out is None:
-        out = pool.new_empty((count, heads, max(most, 1) - 1), dtype=torch.float32)
-    out = out[:count].fill_(-math.inf)
+    heads, size = pool.shape[1], batch.block_size
+    out = scores_to_fill(batch, heads, out).fill_(-math.inf)
     query = extend_query(batch.query.to(compute_dtype), kind).unflatten(1, (heads, -1))
     skips = batch.skips.tolist()
     for s, request in enumerate(batch.requests.tolist()):
@@ -121,27 +119,20 @@ def select_pages(
     out: PageSelection | None = None,
 ) -> PageSelection:
     """Sort each row's scores stably, so that equal ones keep the order of pages."""
-    check_page_counts(sinks, recent)
     first, visible = pages_of(batch)
     rows, heads, size = len(first), scores.shape[1], batch.block_size
-    positions, skips, requests = (
-        x.tolist() for x in (batch.positions, batch.skips, batch.requests)
-    )
-    counts = []
-    for s, budget in enumerate(budgets.tolist()):
-        if budget < 1:
-            raise ValueError(f"budgets of row {s} is {budget}, not positive")
-        always = max(sinks, int(skips[s] % size > 0)) + recent
-        counts.append(min(visible[s], max(budget, always)))
+    check_selecting(scores, rows, sinks, recent)
+    counts = selected_counts(batch, budgets, sinks, recent).tolist()
     most = max(counts, default=0)
     if out is None:
         width = most if max_selected is None else max_selected
         out = PageSelection.empty(rows, heads, width, scores.device)
-    out = PageSelection(
-        *(x[:rows] for x in (out.block_table, out.pages, out.counts, out.seq_lens, out.skips))
-    )
+    out = selection_to_fill(rows, heads, out)
     if most > out.pages.shape[2]:
         raise ValueError(f"a row chooses {most} pages, more than the {out.pages.shape[2]} of out")
+    positions, skips, requests = (
+        x.tolist() for x in (batch.positions, batch.skips, batch.requests)
+    )
     out.block_table.zero_()
     out.pages.fill_(-1)
     for s, count in enumerate(counts):
@@ -176,12 +167,3 @@ def pages_of(batch: PageBatch) -> tuple[list[int], list[int]]:
         first.append(skip // batch.block_size)
         visible.append(position // batch.block_size - first[-1] + 1)
     return first, visible
-
-
-def check_no_window(softmax: Softmax) -> None:
-    """Raise ValueError for a sliding window, whose layers read few pages anyway."""
-    if softmax.sliding_window:
-        raise ValueError(
-            f"pages are chosen in layers with full attention, got sliding_window "
-            f"{softmax.sliding_window}"
-        )

@@ -85,10 +85,12 @@ class BundlePool(BlockPool):
         bundle_counts: `BlockBundle.counts` of every bundle with a hash.
         before_reuse: called with a computed bundle whose blocks are about to be given to requests,
             if no other bundle has its hash (`host_cache.py`).
+        when_idle: called with a bundle that no request uses any more (`host_files.py`).
     """
 
     bundle_counts: tuple[int, ...] = ()
     before_reuse: Callable[[BlockBundle], None] | None = None
+    when_idle: Callable[[BlockBundle], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,8 +162,13 @@ class BundlePool(BlockPool):
             self.touch_bundle(bundle.hash)
         return ended
 
-    def add_idle(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> bool:
+    def add_idle(
+        self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock], origin: str | None = None
+    ) -> bool:
         """Make an idle bundle of blocks that the caller owns.
+
+        Args:
+            origin: see `BlockBundle`.
 
         Returns:
             False if the hash has a bundle already; the blocks then remain the caller's.
@@ -170,7 +177,7 @@ class BundlePool(BlockPool):
             self.touch_bundle(block_hash)
             return False
         bundle = BlockBundle(block_hash, blocks, self.bundle_counts, refs=0)
-        bundle.scheduled = True
+        bundle.scheduled, bundle.origin = True, origin
         self.bundles[block_hash] = bundle
         self._make_idle(bundle)
         return True
@@ -213,6 +220,8 @@ class BundlePool(BlockPool):
     def _make_idle(self, bundle: BlockBundle) -> None:
         self.idle[bundle] = None
         self._idle_blocks += len(bundle.blocks)
+        if self.when_idle is not None:
+            self.when_idle(bundle)
 
     def _take_from_idle(self, bundle: BlockBundle) -> None:
         del self.idle[bundle]

@@ -30,8 +30,8 @@ from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
-from vllm_pyramid.kv_cache.new_blocks import one_in_each
+from vllm_pyramid.kv_cache.layer_groups import LayerGroups
+from vllm_pyramid.kv_cache.new_blocks import extend_tables
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_sharing import PrefixSharing
@@ -39,7 +39,7 @@ from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache
 from vllm_pyramid.kv_cache.session_resume import SessionResume
-from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec, layout_of
+from vllm_pyramid.kv_cache.spec import layout_of
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import RetentionPlan
 
@@ -78,29 +78,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         make = BundlePool if len(stages) == 1 else partial(PipelinePools, stages=stages)
         with block_pool(make):
             super().__init__(hash_block_size=hash_block_size, **kwargs)
-        own = [
-            (spec, group, manager)
-            for group, manager in enumerate(self.single_type_managers)
-            if isinstance(manager, LayerKVCacheManager)
-            and isinstance(spec := manager.kv_cache_spec, LayerKVCacheSpec)
-        ]
-        own.sort(key=lambda layer: layer[0].layer_idx)
-        specs = [spec for spec, _, _ in own]
-        assert [spec.layer_idx for spec in specs] == list(range(len(own))), "layers are missing"
-        self.layer_managers = tuple(manager for _, _, manager in own)
+        found = self._own = LayerGroups.of(self.single_type_managers)
+        specs = self.layer_specs = found.specs
+        self.layer_managers, self._groups, self.layers = found.managers, found.groups, found.layers
         self._tables = [manager.req_to_blocks for manager in self.layer_managers]
         self._zeroes = any(manager.records_new_block_ids for manager in self.layer_managers)
-        self._groups = [group for _, group, _ in own]
-        self.layers = [spec.model_layer for spec in specs]
-        self.layer_specs = specs
-        others = [
-            (group, manager)
-            for group, manager in enumerate(self.single_type_managers)
-            if group not in self._groups
-        ]
-        self.stock_groups = StockGroups(others, self.block_pool)
-        if not others:  # blocks of layers are then given out as those of groups
-            assert self._groups == list(range(len(own))), "groups are not in the order of layers"
+        self.stock_groups = StockGroups(found.others, self.block_pool)
         self.layer_blocks = LayerBlocks(
             [spec.block_size for spec in specs],
             stages,
@@ -109,9 +92,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         )
         self._unit = self.layer_blocks.unit
         # With stock groups and without prefix caching, vLLM may choose any size of a hash.
-        self._hashes_fit = not others or self.layer_blocks.largest % hash_block_size == 0
+        self._hashes_fit = not found.others or self.layer_blocks.largest % hash_block_size == 0
         self._hash_tokens = hash_block_size if self._hashes_fit else self.layer_blocks.largest
-        self.counters = CacheCounters(len(own))
+        self.counters = CacheCounters(len(specs))
         self.plans = RequestPlans(self.counters)
         self._records = self.plans.records
         self.block_copies = BlockCopies(stages)
@@ -138,6 +121,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         """Store bundles in host memory before their blocks are reused, and find them there."""
         self.host_cache = self.prefixes.host = self._session_cache.host = host_cache
         self.block_pool.before_reuse = host_cache.store
+        if host_cache.files is not None:
+            self.block_pool.when_idle = host_cache.files.save
 
     # vLLM's contract --------------------------------------------------------------------------
 
@@ -213,25 +198,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             )
         record = self._records[request_id]
         if record.session_hit is not None:
-            if num_local_computed_tokens != record.session_hit.tokens:
-                raise RuntimeError(
-                    f"request {request_id}: a session of {record.session_hit.tokens} tokens was "
-                    f"found, and vLLM begins with {num_local_computed_tokens}; report this"
-                )
-            self.sessions.enter(request_id, record, record.session_hit)
+            self.sessions.enter(request_id, record, num_local_computed_tokens)
             return
-        found = (len(record.prefix_hit) + len(record.host_hit)) * self._bundle_tokens
-        if found != num_local_computed_tokens:
-            raise RuntimeError(
-                f"request {request_id}: a prefix of {found} tokens was found, and vLLM begins "
-                f"with {num_local_computed_tokens}; report this"
-            )
-        if record.num_blocks or record.bundles:
-            raise RuntimeError(
-                f"request {request_id}: it begins with a prefix and holds {record.num_blocks} "
-                "blocks of each layer already; report this"
-            )
-        sources = self.prefixes.enter(request_id, record)
+        sources = self.prefixes.enter(request_id, record, num_local_computed_tokens)
         if sources or record.host_hit:
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens
@@ -259,16 +228,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.counters.held_blocks += missing
         if not record.tables:
             record.tables = [tables[request_id] for tables in self._tables]
-        if need == have + 1 and len(pool_blocks) == len(ends):  # most allocations of a decode step
-            for table, block in zip(record.tables, pool_blocks, strict=True):
-                table.append(block)
-            new_blocks = one_in_each(pool_blocks)
-        else:
-            new_blocks = tuple(
-                [pool_blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-            )
-            for table, blocks in zip(record.tables, new_blocks, strict=True):
-                table.extend(blocks)
+        new_blocks = extend_tables(record.tables, pool_blocks, ends, units=need - have)
         if self._zeroes:
             for manager, blocks in zip(self.layer_managers, new_blocks, strict=True):
                 manager.new_block_ids.extend(block.block_id for block in blocks)
@@ -305,14 +265,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         shared = self.prefixes.cache.blocks * len(record.bundles)
         kept = self.prefixes.keep_evicted(request_id, record, resolved)
         unused = kept + self.prefixes.leave(request_id, record)
-        heads = (skip // self.layer_blocks.block_sizes).tolist()
-        own = np.array(
-            [
-                manager.release_head(request_id, head)
-                for manager, head in zip(self.layer_managers, heads, strict=True)
-            ],
-            np.int64,
-        )
+        own = self._own.release_heads(request_id, skip // self.layer_blocks.block_sizes)
         counters = self.counters
         counters.num_releases += 1
         counters.held_blocks -= unused + own

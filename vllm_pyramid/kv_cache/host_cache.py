@@ -15,6 +15,9 @@ The order of a step's copies is enough to keep them right: no step writes to a b
 their content is the one before the step, and slots that are loaded are not given to others before
 the step has been scheduled. Workers make the copies of a step in this order, and steps in theirs.
 Every tensor-parallel rank copies its own part of the blocks, by the same message.
+
+With a folder (`host_files.py`) a bundle that is in a file, and not in host memory, gets a slot when
+it is looked for, and the step fills the slot from the file's bytes. Then it is like any other.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from vllm_pyramid.compat.offloading import SlotTable
-from vllm_pyramid.compat.side_channel import HostCopies, HostCopy
+from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, HostFill
 from vllm_pyramid.kv_cache.bundles import BlockBundle
+from vllm_pyramid.kv_cache.host_files import HostFiles
 
 
 @dataclass(slots=True)
@@ -74,14 +78,15 @@ class HostCache:
     Args:
         num_slots: bundles that the host memory of each rank holds.
         slot_blocks: blocks of a slot, one for each layer.
+        files: bundles that survive a restart; None without a folder.
 
     Attributes:
-        num_slots, slot_blocks: as above.
+        num_slots, slot_blocks, files: as above.
         counters: what has happened.
     """
 
-    def __init__(self, num_slots: int, slot_blocks: int) -> None:
-        self.num_slots, self.slot_blocks = num_slots, slot_blocks
+    def __init__(self, num_slots: int, slot_blocks: int, files: HostFiles | None = None) -> None:
+        self.num_slots, self.slot_blocks, self.files = num_slots, slot_blocks, files
         self.counters = HostCounters()
         self._table = SlotTable(num_slots)
         self._entries: dict[BlockHash, HostEntry] = {}
@@ -99,12 +104,39 @@ class HostCache:
     # Looking up -------------------------------------------------------------------------------
 
     def __contains__(self, name: BlockHash) -> bool:
-        return name in self._entries
+        return name in self._entries or (self.files is not None and name in self.files)
 
     def longest_prefix(self, names: Sequence[BlockHash]) -> int:
-        """Return how many of these bundles, from the first one on, are in the host cache."""
+        """Return how many of these bundles, from the first one on, are in the host cache.
+
+        Those of files are read for it, as far as there are slots.
+        """
         entries = self._entries
-        return next((n for n, name in enumerate(names) if name not in entries), len(names))
+        found = next((n for n, name in enumerate(names) if name not in entries), len(names))
+        if self.files is None or found == len(names) or names[found] not in self.files:
+            return found
+        self.pin(names[:found])  # what is read must not push these out
+        for name in names[found:]:
+            if name not in entries and not self._read(self.files, name):
+                break
+            self.pin([name])
+            found += 1
+        return found
+
+    def _read(self, files: HostFiles, name: BlockHash) -> bool:
+        """Give slots to a bundle in a file; return False if it has none that can be read."""
+        if (read := files.read(name)) is None:
+            return False
+        found, content = read
+        slots = self._give_slots(name, found.num_blocks, found.origin)
+        if slots is None:
+            return False
+        size = len(content) // found.num_blocks * self.slot_blocks
+        self._copies.stored.extend(
+            HostFill(slot, bytes(content[part * size : (part + 1) * size]))
+            for part, slot in enumerate(slots)
+        )
+        return True
 
     def origin(self, name: BlockHash) -> str | None:
         """Return the request that evicted what a bundle of the host holds."""
@@ -122,15 +154,24 @@ class HostCache:
         if (entry := self._entries.get(name)) is not None:
             self._table.touch(self._keys(entry))
             return
+        slots = self._give_slots(name, len(bundle.blocks), bundle.origin)
+        if slots is not None:
+            self._copies.stored.extend(self._copies_of(slots, bundle.blocks))
+            self.counters.stored += len(bundle.blocks)
+
+    def _give_slots(
+        self, name: BlockHash, num_blocks: int, origin: str | None
+    ) -> Sequence[int] | None:
+        """Make an entry for a bundle that has none; return its slots, None if too few are free."""
         stem: bytes = name
-        if len(bundle.blocks) != self.slot_blocks:
+        if num_blocks != self.slot_blocks:
             self._number += 1
             stem += b"#" + self._number.to_bytes(8, "big")
-        entry = HostEntry(stem, len(bundle.blocks), bundle.origin)
+        entry = HostEntry(stem, num_blocks, origin)
         stored = self._table.store(self._keys(entry))
         if stored is None:
             self.counters.dropped += 1
-            return
+            return None
         self._used += len(stored.slots)
         for gone in stored.evicted:
             self._used -= 1
@@ -138,8 +179,7 @@ class HostCache:
                 del self._entries[other]
                 self.counters.evictions += 1
         self._entries[name], self._names[stem] = entry, name
-        self._copies.stored.extend(self._copies_of(stored.slots, bundle.blocks))
-        self.counters.stored += len(bundle.blocks)
+        return stored.slots
 
     # Loading ----------------------------------------------------------------------------------
 
@@ -171,9 +211,10 @@ class HostCache:
         """Return the copies of the step that has just been scheduled; None if there are none."""
         self._table.unpin(self._pinned)
         self._pinned = []
-        if not self._copies.stored and not self._copies.loaded:
+        files = None if self.files is None else self.files.take()
+        if not self._copies.stored and not self._copies.loaded and files is None:
             return None
-        copies, self._copies = self._copies, HostCopies([], [])
+        copies, self._copies = self._copies._replace(files=files), HostCopies([], [])
         return copies
 
     def clear(self) -> None:
@@ -183,6 +224,8 @@ class HostCache:
         self._entries.clear()
         self._names.clear()
         self._pinned, self._copies, self._used = [], HostCopies([], []), 0
+        if self.files is not None:
+            self.files.clear()
 
     def _keys(self, entry: HostEntry) -> list[Any]:
         parts = cdiv(entry.num_blocks, self.slot_blocks)

@@ -48,9 +48,30 @@ class OneInEach(Sequence[list[KVCacheBlock]]):
         return [self.column[index]]
 
 
-def one_in_each(column: list[KVCacheBlock]) -> tuple[list[KVCacheBlock], ...]:
-    """Return one new block for each layer in the shape of vLLM's contract, without its lists."""
-    return cast("tuple[list[KVCacheBlock], ...]", OneInEach(column))
+def extend_tables(
+    tables: Sequence[list[KVCacheBlock]],
+    blocks: list[KVCacheBlock],
+    ends: Sequence[int],
+    *,
+    units: int,
+) -> tuple[list[KVCacheBlock], ...]:
+    """Append new blocks to a request's tables, `[layers]`.
+
+    Args:
+        blocks: those of all layers in turn. ends: where each layer's end among them.
+        units: by how many boundaries the tables grow; a layer gets at most one block at each.
+
+    Returns:
+        The new blocks, `[layers][new blocks]`, in the shape of vLLM's contract.
+    """
+    if units == 1 and len(blocks) == len(ends):  # most allocations of a decode step
+        for table, block in zip(tables, blocks, strict=True):
+            table.append(block)
+        return cast("tuple[list[KVCacheBlock], ...]", OneInEach(blocks))
+    of_layers = tuple([blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)])
+    for table, new in zip(tables, of_layers, strict=True):
+        table.extend(new)
+    return of_layers
 
 
 class NewBlocks(KVCacheBlocks):

@@ -102,12 +102,31 @@ class PrefixSharing:
             return record.prefix_hit
         return record.prefix_hit[: shareable // self.cache.tokens]
 
-    def enter(self, request_id: str, record: SchedulerRequest) -> Sequence[Sequence[KVCacheBlock]]:
-        """Begin a request's tables with the bundles that it shares.
+    def enter(
+        self, request_id: str, record: SchedulerRequest, tokens: int
+    ) -> Sequence[Sequence[KVCacheBlock]]:
+        """Begin the tables of a request without blocks with the bundles that it shares.
+
+        Args:
+            tokens: with which vLLM begins.
 
         Returns:
             `[layers][bundles]` blocks behind them, to be copied into blocks of its own.
+
+        Raises:
+            RuntimeError: the prefix has another number of tokens, or the request has blocks.
         """
+        found = (len(record.prefix_hit) + len(record.host_hit)) * self.cache.tokens
+        if found != tokens:
+            raise RuntimeError(
+                f"request {request_id}: a prefix of {found} tokens was found, and vLLM begins "
+                f"with {tokens}; report this"
+            )
+        if record.num_blocks or record.bundles:
+            raise RuntimeError(
+                f"request {request_id}: it begins with a prefix and holds {record.num_blocks} "
+                "blocks of each layer already; report this"
+            )
         hit, shared = record.prefix_hit, self.shared_hit(record)
         copied = hit[len(shared) :]
         sources = self.cache.blocks_of(copied)

@@ -48,6 +48,7 @@ class Conversation:
         points: the same keys in order, each with the tokens that are computed at its eviction.
         exact: whether the request keeps what it would keep without earlier turns; it then neither
             continues a session nor leaves one.
+        name: of the session, if the front end remembers its turns.
     """
 
     turns: tuple[int, ...]
@@ -55,6 +56,7 @@ class Conversation:
     keys: dict[int, bytes] = field(default_factory=dict)
     points: tuple[tuple[int, bytes], ...] = ()
     exact: bool = False
+    name: str | None = None
 
     def suffix(self, end: int) -> bytes | None:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.
@@ -77,7 +79,7 @@ class Conversation:
         if served.turns is None:
             return None
         if not keeps or served.exact:
-            return cls(served.turns, exact=served.exact)
+            return cls(served.turns, exact=served.exact, name=served.session)
         assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
         keys: dict[int, bytes] = {}
         points: list[tuple[int, bytes]] = []
@@ -90,7 +92,7 @@ class Conversation:
             key.update(f" {point}".encode())
             keys[number] = key.digest()
             points.append((point, keys[number]))
-        return cls(served.turns, plan, keys, tuple(points))
+        return cls(served.turns, plan, keys, tuple(points), name=served.session)
 
 
 @dataclass(frozen=True)
@@ -302,8 +304,7 @@ class SessionCache:
         heads = self.heads(skip).tolist()
         parts = [table[head : first + 1] for table, head in zip(tables, heads, strict=True)]
         name = _name(hashes[first], key)
-        if self._pool.add_idle(name, list(chain.from_iterable(parts))):
-            self._pool.bundles[name].origin = origin
+        if self._pool.add_idle(name, list(chain.from_iterable(parts)), origin):
             for table, head in zip(tables, heads, strict=True):
                 table[head : first + 1] = [null] * (first + 1 - head)
 

@@ -112,8 +112,22 @@ class SessionResume:
             request_id, num_tokens, capped=capped, hit=session.tokens
         )
 
-    def enter(self, request_id: str, record: SchedulerRequest, session: SessionSnapshot) -> None:
-        """Begin the tables of a request without blocks with a session, as if it had evicted."""
+    def enter(self, request_id: str, record: SchedulerRequest, tokens: int) -> None:
+        """Begin the tables of a request without blocks with its session, as if it had evicted.
+
+        Args:
+            tokens: with which vLLM begins.
+
+        Raises:
+            RuntimeError: the session has another number of tokens, or the request has blocks.
+        """
+        session = record.session_hit
+        assert session is not None
+        if tokens != session.tokens:
+            raise RuntimeError(
+                f"request {request_id}: a session of {session.tokens} tokens was found, and vLLM "
+                f"begins with {tokens}; report this"
+            )
         if record.num_blocks:
             raise RuntimeError(
                 f"request {request_id} has {record.num_blocks} blocks already, where its tables "
@@ -129,7 +143,7 @@ class SessionResume:
             sources, [blocks[: len(source)] for source, blocks in zip(sources, own, strict=True)]
         )
         if self._cache.host is not None:
-            tokens = session.tokens  # the base is of all that was evicted, too
+            # The base is of all that was evicted, too.
             if session.bundles:
                 tokens = len(session.in_host) * self._prefix_cache.tokens
             self._cache.host.counters.queries += tokens

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 from vllm_pyramid.plan.budget import MAX_TEXT, MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
@@ -61,5 +63,24 @@ def parse_min_tokens(value: object, where: str) -> int | None:
         raise ValueError(
             f"{where} must be a number of tokens such as 256, or 0 for no floor, not "
             f"{quoted(value)}"
+        )
+    return number
+
+
+def parse_session_ttl(value: object) -> float | None:
+    """Parse `kv_session_ttl`: a number of seconds above 0, or its text; None if it is not given.
+
+    Raises:
+        ValueError: anything else, or more than ten years.
+    """
+    if value is None:
+        return None
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            number = float(value)
+    if not 0 < number <= 315_360_000:
+        raise ValueError(
+            f"kv_session_ttl must be a number of seconds above 0, such as 3600, not {quoted(value)}"
         )
     return number

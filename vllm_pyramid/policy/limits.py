@@ -21,6 +21,12 @@ MAX_APPLICATIONS = 1024
 MAX_TOP_N = MAX_TOKENS
 # Turns in `kv_turns`.
 MAX_TURNS = 512
+# Characters of a session's name.
+MAX_SESSION_NAME = 128
+# Sessions that a front end remembers, the turns of each (branches included), and of all together.
+MAX_SESSIONS = 4096
+MAX_SESSION_TURNS = 1024
+MAX_SESSIONS_TURNS = 1 << 18
 # Spans in `kv_keep`, and spans of a chat's template that a server keeps (`--kv-keep`).
 MAX_SPANS = 1024
 # Turn ends of a prompt that may evict, whatever its length, and the tokens that buy one more.
@@ -63,5 +69,11 @@ TABLE: tuple[tuple[str, str], ...] = (
         f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; all of them within the "
         "budget of the smallest layer, next to window and sinks",
     ),
-    ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns`"),
+    ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns` or `kv_session`"),
+    (
+        "`kv_session`",
+        f"1 to {MAX_SESSION_NAME} letters, digits and `._:@/+=~-`, a letter or digit first; at "
+        f"most {MAX_TURNS} turns in a row and {MAX_SESSION_TURNS:,} with branches; a server "
+        f"remembers {MAX_SESSIONS:,} sessions with {MAX_SESSIONS_TURNS:,} turns in all",
+    ),
 )

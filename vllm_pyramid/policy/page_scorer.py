@@ -41,9 +41,19 @@ class PageScorer(Component):
     needs_queries: ClassVar[bool] = False
 
     @property
+    def summary_rows(self) -> int:
+        """Return r: `rows`, unless the scorer's settings decide."""
+        return self.rows
+
+    @property
+    def score_kernel(self) -> str:
+        """Return the kernel that scores: `score_kind`, unless the scorer's settings decide."""
+        return self.score_kind
+
+    @property
     def has_kernels(self) -> bool:
         """Whether kernels do what `summarise` and `extend` say."""
-        return self.summary_kind is not None or self.rows == 0
+        return self.summary_kind is not None or self.summary_rows == 0
 
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the summaries of pages: `[B, G, r * D]` float32.

@@ -41,7 +41,7 @@ class ServedRequest(NamedTuple):
     Attributes:
         policy: the served policy, perhaps with parts changed by the request, or `full`.
         budget: the request's own, perhaps with its own floor; None: the policy's.
-        application, turns: see `RequestKeys`.
+        application, turns, session: see `RequestKeys`.
         keep: spans that stay in every layer and head, in order and apart: the request's own, and
             those of a chat's template (`--kv-keep`).
         exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
@@ -57,6 +57,7 @@ class ServedRequest(NamedTuple):
     keep: Spans = ()
     exact: bool = False
     error: str | None = None
+    session: str | None = None
 
     @property
     def resumed_turns(self) -> tuple[int, ...] | None:
@@ -137,15 +138,27 @@ def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> Serve
     own = {"kv_top_n": keys.top_n, "kv_attend_budget": keys.attend_budget}
     if given := tuple((key, value) for key, value in own.items() if value is not None):
         chosen = _with_keys(chosen, given)
+    if keys.session is not None and keys.turns is None:
+        raise ValueError(
+            "kv_session of a request is answered by the front end, which adds kv_turns, and this "
+            "request came another way: send kv_turns"
+        )
     exact = keys.turns is not None and (keys.turn_mode or turn_mode) == EXACT
     if keys.turns is not None and not exact and (reason := chosen.why_not_resumable) is not None:
         raise ValueError(
-            f"kv_turns does not go with policy {chosen.name!r} yet: {reason}; leave it out, or "
-            f"send kv_turn_mode {EXACT!r}"
+            f"{_asked(keys.session)} does not go with policy {chosen.name!r} yet: {reason}; leave "
+            f"it out, or send kv_turn_mode {EXACT!r}"
         )
-    served = ServedRequest(chosen, budget, keys.application, keys.turns, keys.keep, exact)
+    served = ServedRequest(
+        chosen, budget, keys.application, keys.turns, keys.keep, exact, session=keys.session
+    )
     check_spans(chosen, keys.keep, served.resumed_turns)
     return served
+
+
+def _asked(session: str | None) -> str:
+    """Return the key with which a request asked for turns."""
+    return "kv_turns" if session is None else "kv_session"
 
 
 # Of a key that no part of a policy takes: what the policy does.
@@ -214,13 +227,13 @@ def check_request(
     served = with_template(served, params.extra_args)
     if served.resumed_turns is not None and why_no_turns is not None:
         raise ValueError(
-            f"kv_turns does not work on this server: {why_no_turns}; leave it out, or send "
-            f"kv_turn_mode {EXACT!r}"
+            f"{_asked(served.session)} does not work on this server: {why_no_turns}; leave it "
+            f"out, or send kv_turn_mode {EXACT!r}"
         )
     if served.resumed_turns and params.prompt_logprobs is not None:
         raise ValueError(
             "prompt_logprobs would be those of an evicted cache: the prompt is evicted from where "
-            "its earlier turns ended (kv_turns); leave one of them out"
+            f"its earlier turns ended ({_asked(served.session)}); leave one of them out"
         )
     for part in served.policy.parts:
         part.check_request(served.policy, params)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,18 +14,26 @@ from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
 from vllm_pyramid.policy.kept_spans import Spans, merged, parse_spans
-from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_TOP_N, MAX_TURNS
+from vllm_pyramid.policy.limits import (
+    MAX_KEYS,
+    MAX_NAME,
+    MAX_SESSION_NAME,
+    MAX_TOP_N,
+    MAX_TURNS,
+)
 
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
     "kv_keep",
     "kv_attend_budget",
     "kv_turn_mode",
+    "kv_session",
 )
 # How a later turn of a conversation continues: with the evicted state of the turn before, or with
 # the KV of the whole prompt, evicted again as if it had never been.
 RESUME, EXACT = "resume", "exact"
 TURN_MODES = (RESUME, EXACT)
+_SESSION = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@/+=~-]{{0,{MAX_SESSION_NAME - 1}}}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class RequestKeys:
         keep: spans of the prompt that every layer and head keeps (`kept_spans`).
         attend_budget: what a generated token reads in a layer; None for the policy's.
         turn_mode: one of `TURN_MODES`; None for the server's.
+        session: the name under which the front end remembers `turns`; None if the client does.
     """
 
     policy: str | None = None
@@ -54,6 +64,7 @@ class RequestKeys:
     keep: Spans = ()
     attend_budget: Budget | None = None
     turn_mode: str | None = None
+    session: str | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
@@ -92,13 +103,16 @@ class RequestKeys:
         floor = parse_min_tokens(extra_args.get("kv_min_tokens"), "kv_min_tokens of a request")
         turns = _parse_turns(extra_args.get("kv_turns"))
         mode = parse_turn_mode(extra_args.get("kv_turn_mode"), "kv_turn_mode of a request")
-        if mode is not None and turns is None:
+        session = _parse_session(extra_args.get("kv_session"))
+        if mode is not None and turns is None and session is None:
             raise ValueError(
                 "kv_turn_mode of a request says how kv_turns are continued, and there are none: "
-                "leave it out, or send kv_turns"
+                "leave it out, or send kv_turns or kv_session"
             )
         keep = merged(parse_spans(extra_args.get("kv_keep"), "kv_keep of a request"))
-        return cls(policy, budget, floor, application, top_n, turns, keep, attend_budget, mode)
+        return cls(
+            policy, budget, floor, application, top_n, turns, keep, attend_budget, mode, session
+        )
 
 
 def _parse_budget(extra_args: Mapping[str, Any], key: str) -> Budget | None:
@@ -136,6 +150,17 @@ def parse_turn_mode(value: object, name: str) -> str | None:
     if value not in TURN_MODES:
         raise ValueError(f"{name} must be {' or '.join(TURN_MODES)}, not {quoted(value)}")
     assert isinstance(value, str)
+    return value
+
+
+def _parse_session(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _SESSION.fullmatch(value):
+        raise ValueError(
+            f"kv_session of a request must be a name of 1 to {MAX_SESSION_NAME} letters, digits "
+            f"and ._:@/+=~-, a letter or digit first, not {quoted(value)}"
+        )
     return value
 
 

@@ -20,6 +20,8 @@ from vllm_pyramid.policy.request_keys import RESUME
 
 NO_POLICY = "none"
 SERVED_KEY = "vllm_pyramid"
+# Seconds for which a session that is not used is remembered.
+DEFAULT_SESSION_TTL = 3600.0
 
 
 def asks_for_policy(additional_config: object) -> bool:
@@ -49,7 +51,13 @@ class ServedSettings:
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
         host_cache_bytes: host memory of each rank for the host cache; None without one.
+        host_cache_dir: folder in which what the host cache finds survives a restart; None without.
+        host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
+        session_ttl_s: seconds after which a session (`kv_session`) that is not used is forgotten.
+        shadow: the share of requests whose answers are compared with the whole cache's; None: none.
+        shadow_floor: the agreement below which an application runs with the whole cache;
+            None: none does.
         page: whether the API server shows the live page.
     """
 
@@ -65,7 +73,12 @@ class ServedSettings:
     reports_cached: bool = True
     keep_template: int | None = None
     host_cache_bytes: int | None = None
+    host_cache_dir: str | None = None
+    host_cache_dir_bytes: int | None = None
     turn_mode: str = RESUME
+    session_ttl_s: float = DEFAULT_SESSION_TTL
+    shadow: float | None = None
+    shadow_floor: float | None = None
     page: bool = False
 
     def as_data(self) -> dict[str, Any]:

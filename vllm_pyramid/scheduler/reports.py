@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
@@ -176,6 +177,8 @@ class Reports(SchedulerPoints):
         if conversation is not None:
             report["kv_turns"] = [*conversation.turns, plan.prompt_len]
             report["kv_turn_mode"] = EXACT if conversation.exact else RESUME
+            if conversation.name is not None:
+                report["kv_session"] = conversation.name
             if shows_cached:
                 report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
         resolved = plans.confirmed(request.request_id)
@@ -266,5 +269,20 @@ class Reports(SchedulerPoints):
                 "bytes_loaded": counters.loaded * self.host_block_bytes,
                 "bytes_used": host.used_slots * slot_bytes,
                 "bytes": host.num_slots * slot_bytes,
+                **self._file_stats(host.files),
             }
+        }
+
+    def _file_stats(self, files: HostFiles | None) -> dict[str, Any]:
+        """Return the counters of the host cache's folder; none without."""
+        if files is None:
+            return {}
+        counters = files.counters
+        return {
+            "file_bytes_written": counters.ordered,
+            "file_bytes_read": counters.read,
+            "file_evictions": counters.evictions,
+            "files_damaged": counters.damaged,
+            "files_unwritten": counters.unwritten,
+            "file_bytes_used": files.used_bytes,
         }

@@ -24,6 +24,7 @@ from vllm_pyramid.compat.side_channel import (
 )
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.host_cache import HostCache
+from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.kv_cache.new_blocks import NoBlocks, kv_cache_blocks
 from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.plan import Plan
@@ -31,6 +32,7 @@ from vllm_pyramid.policy.fit import Pool
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
+from vllm_pyramid.scheduler.host_folder import files_of
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
 from vllm_pyramid.step.failures import METHOD, Failure
@@ -87,7 +89,7 @@ class PyramidSchedulerMixin(Reports):
             manager.enable_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
         if settings.host_cache_bytes is not None:
-            self._add_host_cache(settings.host_cache_bytes)
+            self._add_host_cache(settings.host_cache_bytes, settings)
         self.kv_policy = settings.policy
         self.reports_cached = settings.reports_cached
         self._min_last_chunk = settings.min_last_chunk
@@ -131,11 +133,12 @@ class PyramidSchedulerMixin(Reports):
             page_server.install_engine()
         self.log_capacity(self._pool.block_size)
 
-    def _add_host_cache(self, num_bytes: int) -> None:
-        """Let bundles live on in host memory, of which each rank has `num_bytes`.
+    def _add_host_cache(self, num_bytes: int, settings: ServedSettings) -> None:
+        """Let bundles live on in host memory, of which each rank has `num_bytes`, and in files.
 
         Raises:
-            ValueError: requests find no prefixes, or the memory holds no bundle.
+            ValueError: requests find no prefixes, the memory holds no bundle, or a folder is not
+                to be used.
         """
         if not self.kv_cache_manager.enable_caching:
             raise ValueError(
@@ -145,7 +148,8 @@ class PyramidSchedulerMixin(Reports):
         coordinator, config = self.coordinator, self.vllm_config.parallel_config
         num_layers = coordinator.layer_blocks.num_layers
         slots = HostSlots.of(num_bytes, coordinator.layer_specs)
-        coordinator.use_host_cache(HostCache(slots.count, num_layers))
+        files = files_of(self.vllm_config, settings, coordinator.layer_specs, slots)
+        coordinator.use_host_cache(HostCache(slots.count, num_layers, files))
         ranks = config.tensor_parallel_size
         self.host_block_bytes = slots.num_bytes // num_layers * ranks
         logger.info(
@@ -279,6 +283,8 @@ class PyramidSchedulerMixin(Reports):
         """Record the worker's evictions before blocks are given back; end what has failed there."""
         report = read_report(model_runner_output)
         self.failed.dropped_traces += report.dropped_traces
+        if report.unwritten_files:
+            self._host_files().failed_to_write(report.unwritten_files)
         for hooks in self.hooks:
             if hooks.name in report.methods:
                 with self.failed.dropping(f"the report of {hooks.name!r} on a step"):
@@ -302,6 +308,17 @@ class PyramidSchedulerMixin(Reports):
                 number = self.coordinator.plans.confirmed_number(request_id)
                 self._admission.evicted(request_id, resolved, number)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _host_files(self) -> HostFiles:
+        host = self.coordinator.host_cache
+        assert host is not None and host.files is not None, "nothing else writes files"
+        return host.files
+
+    def shutdown(self) -> None:
+        """End as vLLM does, and leave the folder of the host cache to others."""
+        super().shutdown()
+        if self.coordinator.host_cache is not None and self.coordinator.host_cache.files:
+            self._host_files().close()
 
     def _is_current(self, request_id: str) -> bool:
         """Return whether a step's report counts: not if the request has finished, nor if it was

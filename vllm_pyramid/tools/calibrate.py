@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.frontend.settings import KVSettings, parse_engine_args, parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.served_settings import NO_POLICY
 from vllm_pyramid.tools.certified import command as certified
-from vllm_pyramid.tools.command_parts import Progress, has_matplotlib
+from vllm_pyramid.tools.command_parts import Progress, has_matplotlib, parse_engine_args
+from vllm_pyramid.tools.heads import command as heads
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy
@@ -36,12 +38,12 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "calibrate",
-        help="fit a policy to your prompts: average solved budgets, or certify a budget (--risk)",
+        help="fit a policy to your prompts: average solved budgets, or certify a budget (--risk); "
+        "or measure which KV heads look far back (--heads)",
     )
     parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
     parser.add_argument(
         "--prompts",
-        required=True,
         metavar="FILE.jsonl",
         help='one JSON object a line, with "prompt" (text) or "prompt_token_ids"',
     )
@@ -51,7 +53,7 @@ def add_parser(commands: Any) -> None:
         help="a policy that solves budgets (default xkv); with --risk, one that evicts (auto)",
     )
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE.yaml", help="the policy")
+    parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
     parser.add_argument("--picture", metavar="FILE", help="the shares and their spread (PNG, SVG)")
     parser.add_argument(
         "--engine-args",
@@ -59,6 +61,7 @@ def add_parser(commands: Any) -> None:
         help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
     )
     certified.add_flags(parser)
+    heads.add_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -228,9 +231,23 @@ def _checked_output(args: argparse.Namespace) -> Path:
     return output
 
 
+def _check_needed(args: argparse.Namespace) -> None:
+    """Raise ValueError if a file is missing that the flags ask for."""
+    needed = [] if args.heads else ["prompts"]
+    if args.mask is None:
+        needed.append("output")
+    missing = [f"--{name}" for name in needed if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"calibrate needs {' and '.join(missing)}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns 0 on success."""
+    heads.check_flags(args)
     certified.check_flags(args)
+    _check_needed(args)
+    if args.heads:
+        return heads.run(args, read_prompts(Path(args.prompts)) if args.prompts else [])
     if args.risk is not None:
         return certified.run(args, read_prompts(Path(args.prompts)), _checked_output(args))
     args.kv_policy = args.kv_policy or "xkv"

@@ -15,9 +15,10 @@ from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.tools import calibrate
 from vllm_pyramid.tools.bench.command import add_command as add_bench
 from vllm_pyramid.tools.budgets.command import add_command as add_budgets
-from vllm_pyramid.tools.doctor import add_command as add_doctor
+from vllm_pyramid.tools.doctor.command import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 from vllm_pyramid.tools.models import MODELS, gguf_folder, model_folder
+from vllm_pyramid.tools.sessions import add_command as add_sessions
 from vllm_pyramid.tools.show.command import add_command as add_show
 from vllm_pyramid.tools.top.command import add_command as add_top
 
@@ -37,6 +38,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
     add_doctor(commands)
     add_top(commands)
+    add_sessions(commands)
     add_show(commands)
     add_budgets(commands)
     add_eval(commands)

@@ -4,9 +4,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from vllm_pyramid.frontend.settings import CONFIG_KEYS
+
+# Settings that a command leaves to `--engine-args`.
+_ALSO_FOR_COMMANDS = {
+    *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
+    *("kv_host_cache_dir", "kv_host_cache_dir_gib", "kv_turn_mode", "kv_session_ttl"),
+}
 
 
 def names(text: str, what: str) -> tuple[str, ...]:
@@ -32,6 +41,25 @@ def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
         if not name.isascii() or not name.isdigit() or int(name) < least:
             raise ValueError(f"{what}: {name!r} is not a whole number of at least {least}")
     return tuple(map(int, found))
+
+
+def parse_engine_args(text: str | None) -> dict[str, Any]:
+    """Parse `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
+
+    Raises:
+        ValueError: malformed JSON, not an object, or an argument that the command sets itself.
+    """
+    try:
+        values = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
+    if not isinstance(values, dict):
+        raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
+    if taken := values.keys() & ({"model", *CONFIG_KEYS} - _ALSO_FOR_COMMANDS):
+        raise ValueError(
+            f"--engine-args: leave {', '.join(sorted(taken))} out, which has its own flag"
+        )
+    return values
 
 
 def split_cache_dtype(policy: str) -> tuple[str, str | None]:

@@ -16,13 +16,21 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, read_host_copies
+from vllm_pyramid.compat.side_channel import (
+    HostCopies,
+    HostCopy,
+    HostFill,
+    read_host_copies,
+)
 from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
 from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.step.upload import upload
+from vllm_pyramid.worker.file_writer import FileWriter
 
 _NOTHING = HostCopies([], [])
 _WORD = torch.int64  # blocks are copied in larger units than bytes where these fit
+# Bytes that may wait to be written to files: a pause of the disk is not to take the host's memory.
+_MOST_WAITING = 1 << 30
 
 
 class HostPool:
@@ -48,6 +56,7 @@ class HostPool:
         self._memory = allocate(slots.count * slots.num_bytes)
         self.slots = self._memory.bytes.view(slots.count, len(specs), -1)
         self._pages: torch.Tensor | None = None
+        self.writer: FileWriter | None = None
 
     def bind(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         """Take the device's blocks, which have been allocated, perhaps again.
@@ -71,8 +80,19 @@ class HostPool:
 
     def store(self, output: SchedulerOutput) -> None:
         """Copy to the host what the step's other copies, and the step itself, may overwrite."""
-        copies = (read_host_copies(output) or _NOTHING).stored
-        for blocks, slot in self._of(copies):
+        copies = read_host_copies(output) or _NOTHING
+        if copies.files is not None:
+            if self.writer is None:
+                self.writer = FileWriter(min(_MOST_WAITING, self.slots.nbytes))
+            self.writer.put(copies.files, self._words)
+        of_device = iter(self._of([copy for copy in copies.stored if isinstance(copy, HostCopy)]))
+        for copy in copies.stored:  # in order: a slot may get something twice
+            if isinstance(copy, HostFill):
+                content = torch.frombuffer(bytearray(copy.content), dtype=torch.uint8)
+                slot = self.slots[copy.slot].view(-1)[: content.shape[0]]
+                slot.copy_(content.to(slot.device))
+                continue
+            blocks, slot = next(of_device)
             _copy(self._words, blocks, slot, to_host=True)
 
     def load(self, output: SchedulerOutput) -> None:
@@ -88,7 +108,9 @@ class HostPool:
             output.new_block_ids_to_zero = [block for block in to_zero if block not in filled]
 
     def release(self) -> None:
-        """Give the memory back, once the device has finished its work."""
+        """Give the memory back, once the device has finished its work and files are written."""
+        if self.writer is not None:
+            self.writer.finish()
         self._memory.release()
 
     @property

@@ -242,4 +242,6 @@ class WorkerRuntime:
         failed = failures.take()
         if not self.pipeline.is_last:
             return output
-        return send_report(output, StepReport(evicted, reports, {}, dropped), failed)
+        writer = None if self.host_pool is None else self.host_pool.writer
+        unwritten = 0 if writer is None else writer.take_failed()
+        return send_report(output, StepReport(evicted, reports, {}, dropped, unwritten), failed)

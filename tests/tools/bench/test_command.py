@@ -404,7 +404,7 @@ def test_flags_of_a_server() -> None:
 
 
 def test_what_is_kept_of_a_result_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = {f"p{p}_{m}_ms": float(p) for p in (50, 90, 99) for m in ("ttft", "tpot")}
+    result = {f"p{p}_{m}_ms": float(p) for p in (50, 90, 95, 99) for m in ("ttft", "tpot")}
     monkeypatch.setattr(server_load, "_vllm_bench_serve", lambda *_: result)
     prepared: Any = SimpleNamespace(model="model")
     server: Any = SimpleNamespace(url="http://127.0.0.1:9", has_ended=False)

@@ -7,7 +7,6 @@ import contextlib
 import csv
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +101,24 @@ def test_conversations_resume_what_was_kept(tmp_path: Path) -> None:
     )
 
 
+def test_agents_find_what_was_said_before_they_branched(tmp_path: Path) -> None:
+    """Two agents, of two branches each, in a pool for one and a half."""
+    command = ["bench", "agents", "--layers", str(LAYERS), "--policies", "full", "--threads", "1"]
+    command += ["--prompt-len", "64", "--shared-len", "128", "--turns", "4", "--output-len", "16"]
+    command += ["--num-prompts", "2", "--branches", "2", "--host-cache", "0.05"]
+    command += ["--repetitions", "1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (row,) = json.loads((tmp_path / "agents.json").read_text())["rows"]
+    # Turns 1 to 4 of each agent, and 3 and 4 once more: 192, 272, 352, 432 tokens.
+    tokens = 2 * (192 + 272 + 2 * (352 + 432))
+    computed = [192, 64]  # of the first turns: the second agent finds the system prompt
+    later = 2 * 5 * (64 + 1)  # new words, and the answer's last token, which was not computed
+    most = (tokens - sum(computed) - later) / tokens
+    assert row["prompt_len"] == 128 + 4 * 64 + 3 * 16 and row["turns"] == 4
+    assert most - 0.06 < row["cached_share"] <= most + 1e-9
+    assert row["ttft_p50_ms"] <= row["ttft_p95_ms"]
+
+
 def test_decode_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All hold requests at once and decode in turns; none of ours is preempted meanwhile."""
     command = ["bench", "throughput", "--decode-only", "--layers", str(LAYERS)]
@@ -161,10 +178,23 @@ def test_capacity_where_memory_is_shared_out_otherwise(tmp_path: Path) -> None:
 
 def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP, with the threads that were asked for: the worker has them, and is not bound. What
-    the server holds meanwhile is seen.
+    the server holds meanwhile is seen; on a busy machine the request may have to run again for it.
     """
     seen: list[tuple[str, set[int]]] = []
-    load = server_load.load
+    gauges: list[server_load.Gauges] = []
+    load, serve = server_load.load, server_load._vllm_bench_serve
+
+    class Often(server_load.Gauges):
+        def __init__(self, url: str) -> None:
+            super().__init__(url, interval=0.02)
+            gauges.append(self)
+
+    def until_seen(*args: Any) -> dict[str, Any]:
+        for _ in range(5):
+            result: dict[str, Any] = serve(*args)
+            if gauges[-1].largest:
+                break
+        return result
 
     def looking(*args: Any) -> dict[str, Any]:
         result: dict[str, Any] = load(*args)
@@ -172,8 +202,8 @@ def test_latency_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return result
 
     monkeypatch.setattr(server_load, "load", looking)
-    often = partial(server_load.Gauges, interval=0.02)
-    monkeypatch.setattr(server_load, "Gauges", often)
+    monkeypatch.setattr(server_load, "Gauges", Often)
+    monkeypatch.setattr(server_load, "_vllm_bench_serve", until_seen)
     monkeypatch.setenv("SPT_NOENV", "1")  # a process that names itself leaves its variables alone
     command = ["bench", "latency", "--layers", str(LAYERS), "--policies", "pyramidkv"]
     output = 384  # so long that a busy machine comes to look while the request runs

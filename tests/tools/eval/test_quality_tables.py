@@ -53,10 +53,20 @@ SMALL = {
         },
         "figure": "agreement",
     },
+    "apart": {
+        "title": "Budgets of their own",
+        "lines": {
+            "ways": {"all": ["full", "100%"], "half": ["snapkv", "50%"], "read": ["select", "25%"]},
+            "tasks": ["needle"],
+            "lengths": [256],
+            "samples": 1,
+            "seed": 3,
+        },
+    },
 }
 # Prompts, by methods and budgets that evict and one row of the whole cache; `short` shares one
-# prompt with `small` and adds a budget of one method there.
-ROWS = 4 * (3 * 2 + 1) + (1 + 1) + 1
+# prompt with `small` and adds a budget of one method there, `apart` a method.
+ROWS = 4 * (3 * 2 + 1) + (1 + 1) + 1 + 1
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +76,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     names = ("code_task", "methods", "report", "tables")
     yield {name: importlib.import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
-    for name in (*names, "model", "study", "gates"):
+    for name in (*names, "model", "study", "gates", "selected", "static_heads"):
         sys.modules.pop(name, None)
 
 
@@ -122,6 +132,8 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "tables.md").read_text()
     for part in (
         "## A small table",
+        "## Budgets of their own\n\nPrompts: 1 of needle at 256.",
+        "| all | 0.000 | 1.00 |",
         "Prompts: 2 of needle at 256, 2 of perplexity at 256.",
         "Divergence less that of `snapkv`, paired, prompts of 256 tokens:",
         "Agreement less that of `snapkv`, paired, prompts of 256 tokens:",
@@ -156,7 +168,7 @@ def test_gates_are_measured_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"study": None}, "either `study` or `engine`"),
+        ({"study": None}, "either `study`, `lines` or `engine`"),
         ({"against": "nobody"}, "`against: nobody` is none of its methods"),
         ({"sample": 1}, "Extra inputs are not permitted"),
     ],
@@ -181,7 +193,7 @@ def test_rows_of_something_else_are_left_alone(tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     done = command(tmp_path, "larger")
     assert done.returncode == 2
-    assert "there are: short, small" in done.stderr
+    assert "there are: apart, short, small" in done.stderr
     spec = SMALL["small"]["study"] | {"methods": ["full", "snapkv", "snapkw"]}
     done = command(tmp_path, tables={"small": SMALL["small"] | {"study": spec}})
     assert done.returncode == 2
@@ -194,9 +206,9 @@ def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) 
     used = set()
     for table in tables.values():
         load = load_task
-        if table.study is not None:
-            used |= set(table.study.methods)
-            names = table.study.tasks
+        if (spec := table.study or table.lines) is not None:
+            used |= set(spec.methods)
+            names = spec.tasks
             load = modules["code_task"].load_task
         else:
             flags = [p for key, value in table.engine.items() for p in (f"--{key}", str(value))]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ COUNTS = [[2, 1, 1, 0, 0, 2], [1, 0, 0, 0, 1, 2]]
 
 
 def write(path: Path, kept: dict[int, list[list[int]]], held: list[int], **changes: object) -> None:
-    arrays = {f"kept_{layer}": np.array(rows, np.int32) for layer, rows in kept.items()}
+    arrays: dict[str, Any] = {
+        f"kept_{layer}": np.array(rows, np.int32) for layer, rows in kept.items()
+    }
     common = {"request_id": "r", "prompt_len": TOKENS, "layers": [1, 3], "held": held}
-    np.savez(path, **arrays, **(common | changes))  # type: ignore[arg-type]
+    np.savez(path, **(arrays | common | changes))
 
 
 def test_counts_of_one_file(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def test_several_servers_and_one_that_is_down(
     assert "13,200/16,383" in out and "refused" in out.lower()
     assert main(["top", "--once", f"{server}/elsewhere"]) == 1
     assert "404" in capsys.readouterr().out
+    assert main(["top", "--once", "http://127.0.0.1:port"]) == 1
+    assert "nonnumeric port" in capsys.readouterr().out
 
 
 def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,14 @@ from vllm_pyramid.kernels.cpu.checks import (
 )
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrPageScores, PyrPageSelect, PyrSummaries, packer
+from vllm_pyramid.kernels.page_checks import (
+    check_scoring,
+    check_selecting,
+    check_summaries,
+    most_selected,
+    scores_to_fill,
+    selection_to_fill,
+)
 from vllm_pyramid.kernels.page_records import (
     COMBINES,
     SCORE_KINDS,
@@ -26,12 +34,8 @@ from vllm_pyramid.kernels.page_records import (
     SUMMARY_ROWS,
     PageBatch,
     PageSelection,
-    check_page_counts,
-    check_pool,
-    check_summaries,
 )
 from vllm_pyramid.kernels.records import Softmax
-from vllm_pyramid.kernels.reference_pages import check_no_window
 
 _pack_summaries = packer(PyrSummaries)
 _pack_scores = packer(PyrPageScores)
@@ -85,8 +89,7 @@ def score_pages(
 
     A row's scores have the same bits in every batch and on every number of threads.
     """
-    check_pool(batch, pool, kind, combine)
-    check_no_window(softmax)
+    check_scoring(batch, softmax, pool, kind, combine)
     check_scale("key_scale", batch.key_scale)
     if not softmax.scale > 0:
         raise ValueError(f"scale must be positive, got {softmax.scale}")
@@ -101,7 +104,7 @@ def score_pages(
     if query.stride(2) != 1:
         raise ValueError(f"query must have unit stride in its last dimension, {query.stride()}")
     kv_heads = pool.shape[1]
-    out = _scores(batch, kv_heads, out)
+    out = scores_to_fill(batch, kv_heads, out)
     if not rows:
         return out
     entries = pool if pool.dim() == 4 else pool[:, :, None]
@@ -136,24 +139,21 @@ def select_pages(
     out: PageSelection | None = None,
 ) -> PageSelection:
     """Select with one thread for each row and KV head, by a search for the last score chosen."""
-    check_page_counts(sinks, recent)
     rows, kv_heads = batch.positions.shape[0], scores.shape[1]
-    if scores.dtype != torch.float32 or scores.dim() != 3 or scores.shape[0] < rows:
-        raise ValueError(
-            f"scores must be float32 [>= {rows}, G, pages], got {scores.dtype} {list(scores.shape)}"
-        )
-    if scores.shape[2] > 1 and scores.stride(2) != 1:
-        raise ValueError(f"scores must have unit stride in its last dimension, {scores.stride()}")
+    check_selecting(scores, rows, sinks, recent)
     if out is None:
         if max_selected is None:
-            max_selected = _most_selected(batch, budgets, sinks, recent)
+            max_selected = most_selected(batch, budgets, sinks, recent)
         out = PageSelection.empty(rows, kv_heads, max_selected, scores.device)
-    parts = _parts(out, rows, kv_heads)
-    found = PageSelection(*parts)
+    found = selection_to_fill(rows, kv_heads, out)
     if not rows:
         return found
     record = _pack_select(
-        *(part.data_ptr() for part in parts),
+        found.block_table.data_ptr(),
+        found.pages.data_ptr(),
+        found.counts.data_ptr(),
+        found.seq_lens.data_ptr(),
+        found.skips.data_ptr(),
         scores.data_ptr(),
         *_addresses(batch),
         vector_address("budgets", budgets, rows),
@@ -175,46 +175,3 @@ def _addresses(batch: PageBatch) -> tuple[int, ...]:
         vector_address("positions", batch.positions, rows),
         vector_address("skips", batch.skips, rows),
     )
-
-
-def _scores(batch: PageBatch, kv_heads: int, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the memory of the scores: that which was given, or new memory."""
-    rows, most = batch.query.shape[0], batch.max_pages
-    if out is None:
-        if most is None:
-            most = int(_visible(batch).max()) if rows else 1
-        return torch.empty((rows, kv_heads, max(most, 1) - 1))
-    if out.dtype != torch.float32 or out.dim() != 3 or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous float32 [>= {rows}, {kv_heads}, pages]")
-    if out.shape[0] < rows or out.shape[1] != kv_heads:
-        raise ValueError(f"out must be [>= {rows}, {kv_heads}, pages], got {list(out.shape)}")
-    return out[:rows]
-
-
-def _visible(batch: PageBatch) -> torch.Tensor:
-    """Count the pages that each row sees."""
-    return batch.positions // batch.block_size - batch.skips // batch.block_size + 1
-
-
-def _most_selected(batch: PageBatch, budgets: torch.Tensor, sinks: int, recent: int) -> int:
-    """Return the largest number of pages that a row chooses."""
-    if not batch.positions.shape[0]:
-        return 0
-    always = (batch.skips % batch.block_size > 0).int().clamp(min=sinks) + recent
-    return int(torch.minimum(_visible(batch), torch.maximum(budgets, always)).max())
-
-
-def _parts(out: PageSelection, rows: int, kv_heads: int) -> list[torch.Tensor]:
-    """Check the memory of a selection, and return its first rows in the order of its fields."""
-    lists = (out.pages.shape[0], kv_heads, out.pages.shape[-1])
-    parts = [out.block_table, out.pages, out.counts, out.seq_lens, out.skips]
-    for i, part in enumerate(parts):
-        shape = lists if i < 2 else lists[:1]
-        if part.dtype != torch.int32 or part.shape != shape or not part.is_contiguous():
-            raise ValueError(
-                f"a selection must be contiguous int32 {list(lists)} and {list(lists[:1])}, got "
-                f"{part.dtype} {list(part.shape)}"
-            )
-        if part.shape[0] < rows:
-            raise ValueError(f"the selection has {part.shape[0]} rows, fewer than {rows}")
-    return [part[:rows] for part in parts]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_pyramid.kernels.triton.device_functions import LOG2_E, dot, soft_capped, with_sink
-from vllm_pyramid.kernels.triton.select import ordered_bits
+from vllm_pyramid.kernels.triton.select import kth_largest, next_chosen
 
 # A part of a batch may begin at any address in these tensors.
 OF_REQUESTS = ["block_table", "starts", "seq_lens", "skips"]
@@ -264,41 +264,19 @@ def select_pages_kernel(
     table_row = block_table + tl.load(requests + s).to(tl.int64) * stride_table + first
     pages_at = pages_out + tl.program_id(0).to(tl.int64) * width
     blocks_at = blocks_out + tl.program_id(0).to(tl.int64) * width
-    offsets, bins = tl.arange(0, BLOCK), tl.arange(0, 256)
+    offsets = tl.arange(0, BLOCK)
 
-    wanted = count - recent
-    prefix = tl.full([], 0, tl.uint32)
-    for i in tl.static_range(4):
-        counted = tl.zeros([256], tl.int32)
-        for begin in range(0, candidates, BLOCK):
-            columns = begin + offsets
-            inside = columns < candidates
-            bits = ordered_bits(tl.load(row + columns, mask=inside, other=0.0), columns, always)
-            if i > 0:
-                inside &= (bits >> (32 - 8 * i)) == prefix
-            digits = ((bits >> (24 - 8 * i)) & 0xFF).to(tl.int32)
-            counted += tl.histogram(digits, 256, mask=inside)
-        at_least = tl.sum(counted, 0) - tl.cumsum(counted, 0) + counted
-        digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
-        wanted -= tl.sum(tl.where(bins > digit, counted, 0), 0)
-        prefix = prefix * 256 + digit.to(tl.uint32)
-
+    prefix, wanted = kth_largest(row, candidates, always, count - recent, BLOCK)
     taken = tl.full([], 0, tl.int32)
     equal_before = tl.full([], 0, tl.int32)
     for begin in range(0, candidates, BLOCK):
         columns = begin + offsets
-        inside = columns < candidates
-        bits = ordered_bits(tl.load(row + columns, mask=inside, other=0.0), columns, always)
-        equal = (inside & (bits == prefix)).to(tl.int32)
-        equal_rank = equal_before + tl.cumsum(equal, 0) - equal
-        chosen = inside & ((bits > prefix) | ((equal == 1) & (equal_rank < wanted)))
-        ones = chosen.to(tl.int32)
-        place = taken + tl.cumsum(ones, 0) - ones
+        chosen, place, taken, equal_before = next_chosen(
+            row, columns, candidates, always, prefix, wanted, taken, equal_before
+        )
         chosen &= place < width
         tl.store(pages_at + place, first + columns, mask=chosen)
         tl.store(blocks_at + place, tl.load(table_row + columns, mask=chosen, other=0), mask=chosen)
-        taken += tl.sum(ones, 0)
-        equal_before += tl.sum(equal, 0)
 
     for begin in range(count - recent, width, BLOCK):
         place = begin + offsets

@@ -6,15 +6,17 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.kernels.page_records import (
-    PageBatch,
-    PageSelection,
-    check_page_counts,
-    check_pool,
+from vllm_pyramid.kernels.page_checks import (
+    check_scoring,
+    check_selecting,
+    check_starts,
     check_summaries,
+    most_selected,
+    scores_to_fill,
+    selection_to_fill,
 )
+from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax
-from vllm_pyramid.kernels.reference_pages import check_no_window
 from vllm_pyramid.kernels.triton.checks import CACHE_DTYPES, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.page_selection import (
     page_logits_kernel,
@@ -49,13 +51,7 @@ def summarise_pages(
         return
     heads, block_size, head_size = key_cache.shape[1:]
     if max_pages is None:
-        wrong = (starts < 0) | (starts > seq_lens)
-        if wrong.any():
-            r = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"starts of request {r} is {int(starts[r])}, outside 0 .. seq_lens = "
-                f"{int(seq_lens[r])}"
-            )
+        check_starts(starts, seq_lens)
         first = torch.maximum(starts, skips) // block_size
         max_pages = int(((seq_lens + block_size - 1) // block_size - first).max())
     if max_pages < 1:
@@ -79,29 +75,13 @@ def score_pages(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score in two launches; the logits of all query heads are in scratch memory between them."""
-    check_pool(batch, pool, kind, combine)
-    check_no_window(softmax)
+    check_scoring(batch, softmax, pool, kind, combine)
     check_unit_stride("query", batch.query)
     rows, num_heads, head_size = batch.query.shape
     kv_heads, device = pool.shape[1], batch.query.device
     check_table(batch.block_table, 0)
-    most = batch.max_pages
-    if most is None:
-        most = _most_pages(batch)
-    columns = max(most, 1) - 1
-    if out is None:
-        out = torch.empty((rows, kv_heads, columns), dtype=torch.float32, device=device)
-    elif (
-        out.dtype != torch.float32
-        or not out.is_contiguous()
-        or out.dim() != 3
-        or (out.shape[0] < rows or out.shape[1] != kv_heads or out.shape[2] < columns)
-    ):
-        raise ValueError(
-            f"out must be contiguous float32 [>= {rows}, {kv_heads}, >= {columns}], got "
-            f"{out.dtype} {list(out.shape)}"
-        )
-    out = out[:rows]
+    out = scores_to_fill(batch, kv_heads, out)
+    columns = out.shape[2] if batch.max_pages is None else max(batch.max_pages, 1) - 1
     if not rows:
         return out
     group = num_heads // kv_heads
@@ -149,66 +129,23 @@ def select_pages(
 
     Without `max_selected` and `out` the largest number of pages is read back from the device.
     """
-    check_page_counts(sinks, recent)
-    check_unit_stride("scores", scores)
     check_table(batch.block_table, 0)
     rows, kv_heads = batch.positions.shape[0], scores.shape[1]
-    if scores.dtype != torch.float32 or scores.dim() != 3 or scores.shape[0] < rows:
-        raise ValueError(
-            f"scores must be float32 [>= {rows}, G, pages], got {scores.dtype} {list(scores.shape)}"
-        )
-    if max_selected is None and out is None:
-        max_selected = _most_selected(batch, budgets, sinks, recent)
+    check_selecting(scores, rows, sinks, recent)
     if out is None:
-        out = PageSelection.empty(rows, kv_heads, max_selected or 0, scores.device)
-    lists, numbers = (out.block_table, out.pages), (out.counts, out.seq_lens, out.skips)
-    wanted = (kv_heads, out.pages.shape[-1])
-    for part in (*lists, *numbers):
-        of_rows = wanted if part.dim() == 3 else ()
-        fits = part.shape[0] >= rows and part.shape[1:] == of_rows
-        if part.dtype != torch.int32 or not part.is_contiguous() or not fits:
-            raise ValueError(
-                f"a selection must be contiguous int32 [>= {rows}, {wanted[0]}, {wanted[1]}] and "
-                f"[>= {rows}], got {part.dtype} {list(part.shape)}"
-            )
-    found = PageSelection(*(part[:rows] for part in (*lists, *numbers)))
-    if not rows or not wanted[1]:
+        if max_selected is None:
+            max_selected = most_selected(batch, budgets, sinks, recent)
+        out = PageSelection.empty(rows, kv_heads, max_selected, scores.device)
+    found = selection_to_fill(rows, kv_heads, out)
+    lists, numbers = (found.block_table, found.pages), (found.counts, found.seq_lens, found.skips)
+    width = found.pages.shape[2]
+    if not rows or not width:
         return found
     block = min(1024, max(128, triton.next_power_of_2(scores.shape[2])))
     select_pages_kernel[(rows * kv_heads,)](
         *lists, *numbers, scores, batch.block_table, batch.requests, batch.positions, batch.skips,
-        budgets, sinks, recent, wanted[1], *scores.stride()[:2], batch.block_table.stride(0),
+        budgets, sinks, recent, width, *scores.stride()[:2], batch.block_table.stride(0),
         NUM_KV_HEADS=kv_heads, BLOCK=block, BLOCK_SIZE=batch.block_size,
         num_warps=8 if block >= 1024 else 4,
     )  # fmt: skip
     return found
-
-
-def _visible(batch: PageBatch) -> torch.Tensor:
-    """Count the pages that each row sees."""
-    return batch.positions // batch.block_size - batch.skips // batch.block_size + 1
-
-
-def _most_pages(batch: PageBatch) -> int:
-    """Read back the largest number of pages that a row sees, and check the rows' skips."""
-    if not batch.positions.shape[0]:
-        return 1
-    wrong = (batch.skips < 0) | (batch.skips > batch.positions)
-    if wrong.any():
-        s = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"skips of row {s} is {int(batch.skips[s])}, outside 0 .. positions = "
-            f"{int(batch.positions[s])}"
-        )
-    return int(_visible(batch).max())
-
-
-def _most_selected(batch: PageBatch, budgets: torch.Tensor, sinks: int, recent: int) -> int:
-    """Read back the largest number of pages that a row chooses."""
-    if not batch.positions.shape[0]:
-        return 0
-    if (wrong := budgets < 1).any():
-        s = int(wrong.nonzero()[0])
-        raise ValueError(f"budgets of row {s} is {int(budgets[s])}, not positive")
-    always = (batch.skips % batch.block_size > 0).int().clamp(min=sinks) + recent
-    return int(torch.minimum(_visible(batch), torch.maximum(budgets, always)).max())

@@ -22,6 +22,53 @@ def ordered_bits(scores, positions, num_sinks):
     return signed.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
+@triton.jit
+def kth_largest(row, count, num_sinks, wanted, BLOCK: tl.constexpr):
+    """Find the `wanted`-th largest of `count` scores: its bits, and how many equal ones belong.
+
+    The first `num_sinks` scores count as +inf.
+    """
+    offsets, bins = tl.arange(0, BLOCK), tl.arange(0, 256)
+    # `wanted` counts the scores still to be found among those that share the prefix.
+    prefix = tl.full([], 0, tl.uint32)
+    for i in tl.static_range(4):
+        counts = tl.zeros([256], tl.int32)
+        for start in range(0, count, BLOCK):
+            columns = start + offsets
+            inside = columns < count
+            bits = ordered_bits(tl.load(row + columns, mask=inside, other=0.0), columns, num_sinks)
+            if i > 0:
+                inside &= (bits >> (32 - 8 * i)) == prefix
+            digits = ((bits >> (24 - 8 * i)) & 0xFF).to(tl.int32)
+            counts += tl.histogram(digits, 256, mask=inside)
+        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
+        wanted -= tl.sum(tl.where(bins > digit, counts, 0), 0)
+        prefix = prefix * 256 + digit.to(tl.uint32)
+    return prefix, wanted
+
+
+@triton.jit
+def next_chosen(row, columns, count, num_sinks, prefix, wanted, taken, equal_before):
+    """Tell which of the scores at `columns` are among the largest, and where they go.
+
+    Args:
+        prefix, wanted: of `kth_largest`. taken, equal_before: chosen scores, and scores equal to
+            the last one chosen, before these columns.
+
+    Returns:
+        Masks of the chosen columns, their places, and the last two arguments for the next columns.
+    """
+    inside = columns < count
+    bits = ordered_bits(tl.load(row + columns, mask=inside, other=0.0), columns, num_sinks)
+    equal = (inside & (bits == prefix)).to(tl.int32)
+    equal_rank = equal_before + tl.cumsum(equal, 0) - equal
+    chosen = inside & ((bits > prefix) | ((equal == 1) & (equal_rank < wanted)))
+    ones = chosen.to(tl.int32)
+    place = taken + tl.cumsum(ones, 0) - ones
+    return chosen, place, taken + tl.sum(ones, 0), equal_before + tl.sum(equal, 0)
+
+
 # Rows of a larger tensor begin at any multiple of four bytes, and lengths change with every step.
 @triton.jit(
     do_not_specialize=["num_sinks", "max_keep", "stride_scores_request", "stride_scores_head"],
@@ -49,42 +96,16 @@ def select_kernel(
     row = scores + r.to(tl.int64) * stride_scores_request + g.to(tl.int64) * stride_scores_head
     target = kept + tl.program_id(0).to(tl.int64) * max_keep
     offsets = tl.arange(0, BLOCK)
-    bins = tl.arange(0, 256)
 
-    # `wanted` counts the positions still to be found among the scores that share the prefix.
-    wanted = keep - WINDOW
-    prefix = tl.full([], 0, tl.uint32)
-    for i in tl.static_range(4):
-        counts = tl.zeros([256], tl.int32)
-        for start in range(0, candidates, BLOCK):
-            positions = start + offsets
-            inside = positions < candidates
-            bits = ordered_bits(
-                tl.load(row + positions, mask=inside, other=0.0), positions, num_sinks
-            )
-            if i > 0:
-                inside &= (bits >> (32 - 8 * i)) == prefix
-            digits = ((bits >> (24 - 8 * i)) & 0xFF).to(tl.int32)
-            counts += tl.histogram(digits, 256, mask=inside)
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
-        wanted -= tl.sum(tl.where(bins > digit, counts, 0), 0)
-        prefix = prefix * 256 + digit.to(tl.uint32)
-
+    prefix, wanted = kth_largest(row, candidates, num_sinks, keep - WINDOW, BLOCK)
     taken = tl.full([], 0, tl.int32)
     equal_before = tl.full([], 0, tl.int32)
     for start in range(0, candidates, BLOCK):
         positions = start + offsets
-        inside = positions < candidates
-        bits = ordered_bits(tl.load(row + positions, mask=inside, other=0.0), positions, num_sinks)
-        equal = (inside & (bits == prefix)).to(tl.int32)
-        equal_rank = equal_before + tl.cumsum(equal, 0) - equal
-        chosen = inside & ((bits > prefix) | ((equal == 1) & (equal_rank < wanted)))
-        ones = chosen.to(tl.int32)
-        place = taken + tl.cumsum(ones, 0) - ones
+        chosen, place, taken, equal_before = next_chosen(
+            row, positions, candidates, num_sinks, prefix, wanted, taken, equal_before
+        )
         tl.store(target + place, positions, mask=chosen)
-        taken += tl.sum(ones, 0)
-        equal_before += tl.sum(equal, 0)
 
     for start in range(keep - WINDOW, max_keep, BLOCK):
         place = start + offsets

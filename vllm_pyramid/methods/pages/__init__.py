@@ -100,7 +100,7 @@ class SelectPages(Attend):
 
     @property
     def summary_rows(self) -> int:
-        return self.scorer.rows
+        return self.scorer.summary_rows
 
     def sink_pages(self, block_size: int) -> int:
         """Return how many first pages are always read."""

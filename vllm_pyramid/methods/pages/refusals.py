@@ -68,7 +68,7 @@ def try_scorer(
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, kv_heads, page_size, head_size, generator=generator)
     query = torch.randn(2, heads, head_size, generator=generator)
-    width = scorer.rows * head_size
+    width = scorer.summary_rows * head_size
     makes, given = "summarise", [keys]
     if scorer.needs_queries:
         makes = "represent"

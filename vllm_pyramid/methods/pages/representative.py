@@ -34,12 +34,12 @@ class RepresentativeScorer(PageScorer):
     needs_queries: ClassVar[bool] = True
 
     @property
-    def rows(self) -> int:  # type: ignore[override]
+    def summary_rows(self) -> int:
         """The mean of the keys, whose product is the sum but for a factor; or all of them."""
         return 1 if self.reduce == "sum" else self.count
 
     @property
-    def score_kind(self) -> str:  # type: ignore[override]
+    def score_kernel(self) -> str:
         return "mean" if self.reduce == "sum" else "rows"
 
     @property

@@ -79,7 +79,10 @@ class StepReadsPlan:
 
     def note(self, layer: int, counts: IntArray) -> None:
         """Take note of the pages that the choosing tokens' tables have in a layer."""
-        self.read[layer] = np.where(self.chooses, 0, self.visible[layer])
+        if len(counts) == len(self.chooses):
+            self.read[layer] = counts
+            return
+        self.read[layer] = self.visible[layer]
         self.read[layer, self.chooses] = counts
 
     def check(self, failed: npt.NDArray[np.bool_], request_ids: list[str]) -> None:

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's selection of pages: summaries of keys, and a table of pages for each KV head.
 
-Shape legend: P blocks, G KV heads, N tokens of a block, D head size, M table entries, R requests of
-the step, S rows of attention, W pages of a selected table, L layers.
+Shape legend: P blocks, G KV heads, N tokens of a block, D head size, R requests of the step, S rows
+of attention, L layers.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_pyramid.kernels.page_records import PageBatch
+from vllm_pyramid.methods.pages.choosing import Choosing
 from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.refusals import check_result
@@ -76,13 +77,13 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         # Of the current step; None in steps without requests.
         self._step: Step | None = None
         self._plan: StepReadsPlan | None = None
-        self._rows: RowsOfStep | None = None
+        self._choosing: Choosing | None = None
         self._filled: FullPages | None = None
 
     # Memory ---------------------------------------------------------------------------------------
 
     def bytes_per_block(self) -> int:
-        return self._kv_heads * self.scorer.rows * self._head_size * self._dtype.itemsize
+        return self._kv_heads * self.scorer.summary_rows * self._head_size * self._dtype.itemsize
 
     def bytes_of_buffers(self) -> int:
         if self._queries is None:
@@ -92,7 +93,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def allocate(self, num_blocks: int) -> None:
         self.summaries = torch.empty(0)  # two generations never exist together
-        shape = num_blocks, self._kv_heads, self.scorer.rows * self._head_size
+        shape = num_blocks, self._kv_heads, self.scorer.summary_rows * self._head_size
         with torch.inference_mode(False):
             self.summaries = torch.zeros(shape, dtype=self._dtype, device=self.context.device)
 
@@ -106,7 +107,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         budgets = np.stack([self._pages_of(request) for request in step.requests])
         self._step = step
         self._plan = plan = StepReadsPlan(step, budgets, self._bounds)
-        self._rows = RowsOfStep.of(step, plan) if plan.chooses.any() else None
+        self._choosing = Choosing.of(step, plan, self._kv_heads, self.selection.dense_layers)
         self._filled = FullPages.of(step, self._bounds.block_size)
         if self._queries is not None:
             self._queries.begin_step(step, self._filled)
@@ -135,12 +136,12 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         queries = None
         if self._queries is not None:
             queries = self._queries.take(inputs, fills=self._filled is not None)
-        if self._filled is not None and self.scorer.rows:
+        if self._filled is not None and self.scorer.summary_rows:
             self._summarise(inputs, self._filled, queries)
-        if self._rows is None:
+        if self._choosing is None:
             self._plan.note_dense(inputs.layer)
             return inputs
-        return self._select(inputs, self._step, self._plan, self._rows)
+        return self._select(inputs, self._step, self._plan, self._choosing)
 
     def _summarise(
         self, inputs: AttentionInputs, filled: FullPages, queries: torch.Tensor | None
@@ -178,79 +179,64 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             found = self.scorer.summarise(keys)
         else:
             found = self.scorer.represent(keys, queries)
-        shape = len(blocks), self._kv_heads, self.scorer.rows * self._head_size
+        shape = len(blocks), self._kv_heads, self.scorer.summary_rows * self._head_size
         check_result(self.scorer, "summarise", found, shape)
         self.summaries[blocks] = found.to(self._dtype)
 
     def _select(
-        self, inputs: AttentionInputs, step: Step, plan: StepReadsPlan, rows: RowsOfStep
+        self, inputs: AttentionInputs, step: Step, plan: StepReadsPlan, choosing: Choosing
     ) -> AttentionInputs:
+        """Choose the layer's pages, and return tables of them, until the next layer's call."""
         layer, batch, bounds = inputs.layer, inputs.batch, self._bounds
-        skips = step.skips[layer][rows.requests]
-        chosen, starts = rows.chosen, rows.starts
-        query = batch.query
-        if len(chosen) != len(query):
-            query = query[torch.from_numpy(starts[chosen]).long()]
+        query = batch.query if choosing.tokens is None else batch.query[choosing.tokens]
         if not self.scorer.has_kernels:
             found = self.scorer.extend(query.float())
-            shape = *query.shape[:2], self.scorer.rows * self._head_size
+            shape = *query.shape[:2], self.scorer.summary_rows * self._head_size
             check_result(self.scorer, "extend", found, shape)
             query = found
-        pages = PageBatch(
-            query,
-            batch.block_table,
-            torch.from_numpy(rows.requests[chosen]),
-            torch.from_numpy(rows.seq_lens[chosen] - 1),
-            torch.from_numpy(skips[chosen]),
-            bounds.block_size,
-            max_pages=int(plan.visible[layer, plan.chooses].max()),
-            key_scale=batch.key_scale,
-        )
+        pages = choosing.batch(inputs, query, bounds.block_size)
         scores = inputs.ops.score_pages(
             pages,
             inputs.softmax,
             self._pool(inputs),
-            kind=self.scorer.score_kind,
+            kind=self.scorer.score_kernel,
             combine=self.selection.combine,
+            out=choosing.scores,
         )
-        self._fail_unless_ranked(step, rows, scores)
-        planned = plan.planned[layer, plan.chooses].astype(np.int32)
-        selected = inputs.ops.select_pages(
+        # Scores are weights, or -inf, so no sum of them is NaN unless one of them is.
+        if math.isnan(scores.sum()):
+            self._fail_unranked(step, choosing.rows, scores)
+        chosen = inputs.ops.select_pages(
             pages,
             scores,
-            torch.from_numpy(planned),
+            choosing.budgets[layer],
             sinks=bounds.sinks,
             recent=bounds.recent,
-            max_selected=int(planned.max()),
+            out=choosing.selection,
         )
-        plan.note(layer, selected.counts.numpy())
-        table, seq_lens, offsets = selected.block_table, selected.seq_lens, selected.skips
-        if len(rows.whole):
-            table, seq_lens, offsets = self._with_whole_rows(
-                inputs, rows, skips, table, seq_lens, offsets
-            )
+        plan.note(layer, chosen.counts.numpy())
+        table, seq_lens, skips = choosing.tables(inputs, bounds.block_size)
         return replace(
             inputs,
             batch=replace(
                 batch,
                 block_table=table,
-                query_start_loc=torch.from_numpy(starts),
+                query_start_loc=choosing.starts,
                 seq_lens=seq_lens,
-                skips=offsets,
+                skips=skips,
                 max_query_len=None,
                 max_seq_len=None,
             ),
         )
 
-    def _fail_unless_ranked(self, step: Step, rows: RowsOfStep, scores: torch.Tensor) -> None:
+    @staticmethod
+    def _fail_unranked(step: Step, rows: RowsOfStep, scores: torch.Tensor) -> None:
         """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
 
         Args:
             scores: `[S, G, pages]` of the rows that choose.
         """
         wrong = scores.isnan().flatten(1).any(dim=1)
-        if not wrong.any():
-            return
         requests = {int(request) for request in rows.requests[rows.chosen][wrong.numpy()]}
         names = [step.requests[request].request_id for request in sorted(requests)]
         step.failures.add(names, Failure(SCORES, _NO_NUMBERS))
@@ -258,36 +244,11 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def _pool(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
-        if not self.scorer.rows:
+        if not self.scorer.summary_rows:
             return inputs.key_cache
-        if self.scorer.score_kind == "rows":
-            return self.summaries.unflatten(2, (self.scorer.rows, self._head_size))
+        if self.scorer.score_kernel == "rows":
+            return self.summaries.unflatten(2, (self.scorer.summary_rows, self._head_size))
         return self.summaries
-
-    def _with_whole_rows(
-        self,
-        inputs: AttentionInputs,
-        rows: RowsOfStep,
-        skips: IntArray,
-        selected: torch.Tensor,
-        selected_lens: torch.Tensor,
-        selected_skips: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tables, lengths and skips of all rows: those that read everything have their own.
-
-        Returns:
-            `[S, G, W]`, `[S]` and `[S]` int32.
-        """
-        chosen, whole = torch.from_numpy(rows.chosen), torch.from_numpy(rows.whole)
-        entries = -(-int(rows.seq_lens[rows.whole].max()) // self._bounds.block_size)
-        heads, width = selected.shape[1:]
-        table = selected.new_zeros((len(rows.requests), heads, max(width, entries)))
-        table[chosen, :, :width] = selected
-        requests = torch.from_numpy(rows.requests[rows.whole]).long()
-        table[whole, :, :entries] = inputs.block_table[requests, None, :entries]
-        seq_lens, offsets = torch.from_numpy(rows.seq_lens.copy()), torch.from_numpy(skips.copy())
-        seq_lens[chosen], offsets[chosen] = selected_lens, selected_skips
-        return table, seq_lens, offsets
 
     def end_step(self, step: Step) -> StepReads | None:
         """Return what the tokens behind the prompts read.
@@ -296,7 +257,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             PlanMismatchError: it is not what was planned.
         """
         begun, plan = self._step, self._plan
-        self._step = self._plan = self._rows = self._filled = None
+        self._step = self._plan = self._choosing = self._filled = None
         if begun is None or plan is None or not len(plan.requests):
             return None
         names = [request.request_id for request in begun.requests]
@@ -321,7 +282,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
         """Summarise the pages of the survivors, which hold other keys now."""
         inputs = batch.call
-        if inputs.layer < self.selection.dense_layers or not self.scorer.rows:
+        if inputs.layer < self.selection.dense_layers or not self.scorer.summary_rows:
             return
         starts, ends = batch.lens - batch.keeps, batch.lens
         if self.scorer.summary_kind is not None:

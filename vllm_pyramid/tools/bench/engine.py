@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,11 +33,19 @@ class Talk:
 
     Attributes:
         prompt: its latest. turns: what the user adds after that. ends: tokens of earlier prompts.
+        forks: what is said in other branches, `[branches][turns]`. They begin where as many turns
+            are left.
     """
 
     prompt: list[int]
     turns: list[list[int]]
+    forks: list[list[list[int]]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+
+    def go_on(self, answer: Sequence[int], turns: list[list[int]]) -> Talk:
+        """Return the conversation behind an answer, whose next turn is the first of `turns`."""
+        ends = [*self.ends, len(self.prompt)]
+        return Talk([*self.prompt, *answer, *turns[0]], turns[1:], [], ends)
 
 
 def _sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
@@ -137,6 +145,7 @@ class Engine:
         later: list[list[list[int]]] | None = None,
         concurrency: int | None = None,
         resume: bool = False,
+        forks: list[list[list[list[int]]]] | None = None,
     ) -> Sample:
         """Run a whole job of requests or conversations.
 
@@ -146,14 +155,17 @@ class Engine:
             concurrency: prompts under way at once; None: all.
             on_finish: called when the last turn of a prompt has been answered.
             resume: requests say where the turns before them ended.
+            forks: of each prompt, further branches (see `Talk`).
 
         Raises:
             RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
         self._log.preemptions = 0
         later = later or [[] for _ in prompts]
+        forks = forks or [[] for _ in prompts]
         expected = len(prompts) + sum(map(len, later))
-        waiting = [Talk(*one) for one in zip(prompts, map(list, later), strict=True)]
+        expected += sum(len(turns) for branches in forks for turns in branches)
+        waiting = [Talk(*one) for one in zip(prompts, later, forks, strict=True)]
         talks: dict[str, Talk] = {}
         first: dict[str, float] = {}
         requests: list[Request] = []
@@ -175,11 +187,15 @@ class Engine:
             requests.append(
                 Request(first[name] - sent, now - sent, len(tokens), prompt_len, cached, evicted)
             )
-            talk = talks[name]
+            talk = talks.pop(name)
+            begin = [turns for turns in talk.forks if len(turns) == len(talk.turns)]
             if talk.turns:
-                talk.ends.append(prompt_len)
-                talk.prompt = [*talk.prompt, *tokens, *talk.turns.pop(0)]
-                send(talk)
+                next_turn = talk.go_on(tokens, talk.turns)
+                next_turn.forks = [turns for turns in talk.forks if turns not in begin]
+                send(next_turn)
+            for turns in begin:
+                send(talk.go_on(tokens, turns))
+            if talk.turns:
                 return
             on_finish()
             if waiting:

@@ -20,6 +20,7 @@ from vllm_pyramid.tools.command_parts import split_cache_dtype
 WARM_UP_SEED = 1 << 40
 # vLLM without this plugin: its own attention, its own block size.
 STOCK, STOCK_CACHING = "stock", "stock-prefix-caching"
+STOCK_OFFLOADING = "stock-offloading"  # with prefix caching, and a second tier in host memory
 STOCK_BLOCK_SIZE = 128  # on the CPU; a multiple of the 16 on a GPU
 
 
@@ -55,7 +56,7 @@ class Variant:
     @property
     def is_stock(self) -> bool:
         """Whether it is vLLM without this plugin."""
-        return self.policy in (STOCK, STOCK_CACHING)
+        return self.policy in (STOCK, STOCK_CACHING, STOCK_OFFLOADING)
 
     def in_cache(self, shape: Shape) -> Shape:
         """Return the shape with the variant's type of KV cache, if it names one."""
@@ -115,6 +116,8 @@ class Job:
         concurrency: requests or conversations under way at once; None: all.
         resume: whether turns go on with what our policies have kept of the turn before.
         prefix_caching: whether our policies share prefixes, those that can.
+        branches: ways in which each conversation goes on after half of its turns.
+        host_cache: GiB of host memory for a second tier, where a variant has one; None: none has.
 
     Raises:
         ValueError: the requests are longer than the model allows.
@@ -132,6 +135,8 @@ class Job:
     concurrency: int | None = None
     resume: bool = False
     prefix_caching: bool = False
+    branches: int = 1
+    host_cache: float | None = None
 
     def __post_init__(self) -> None:
         if (tokens := self.prompt_len + self.output_len) > self.shape.positions:
@@ -167,6 +172,18 @@ class Job:
         tokens = self._draw(f"later {seed}", self.num_prompts * count * self.turn_len)
         made = self._turns(tokens)
         return [made[i * count : (i + 1) * count] for i in range(self.num_prompts)]
+
+    def forks(self, seed: int) -> list[list[list[list[int]]]]:
+        """Return what users say in the further branches, `[num_prompts][branches - 1][turns / 2]`.
+
+        A branch begins behind the answer that half of the turns have had.
+        """
+        count, others = self.turns // 2, self.branches - 1
+        made = []
+        for number in range(self.num_prompts):
+            names = [f"branch {seed} {number} {branch}" for branch in range(others)]
+            made.append([self._turns(self._draw(name, count * self.turn_len)) for name in names])
+        return made
 
     def _draw(self, seed: int | str, count: int) -> list[int]:
         # Above the special ones; those that the built-in tokenizer has too.
@@ -235,7 +252,7 @@ class Job:
         """Return the arguments of an engine besides its policy; the user's take precedence."""
         made: dict[str, Any] = {
             "max_model_len": self.prompt_len + self.output_len,
-            "max_num_seqs": self.num_prompts,
+            "max_num_seqs": self.num_prompts * self.branches,
             # A prompt is one chunk if it is not too long: then no step both prefills and decodes.
             "max_num_batched_tokens": max(2048, min(self.prompt_len + self.num_prompts, 16384)),
             "kv_cache_memory_bytes": self.pool_bytes,
@@ -256,8 +273,12 @@ class Job:
             blocks = self.pool_blocks(variant, self.pool_prompts) + spare
             made["kv_cache_memory_bytes"] = blocks * self.block_bytes(variant)
             given = {name: v for name, v in self.engine_args.items() if name not in CONFIG_KEYS}
-            caching = {"enable_prefix_caching": variant.policy == STOCK_CACHING}
+            caching: dict[str, Any] = {"enable_prefix_caching": variant.policy != STOCK}
+            if variant.policy == STOCK_OFFLOADING:
+                caching["kv_offloading_size"] = self.host_cache
             return made | {"block_size": None} | given | caching
+        if self.host_cache is not None:
+            made["kv_host_cache"] = self.host_cache
         # Budgets as they are given, of short prompts too, but for a floor of the policy's own.
         made["kv_min_tokens"] = load_policy(variant.policy).min_tokens or 0
         if self.kv_swap_space is not None and self.v_on_host(variant):

@@ -73,7 +73,7 @@ def whole_jobs(
         for variant in prepared.variants:
             progress.stage(f"{variant.label}, {number + 1}")
             task = _job_of(variant, prompts, job.output_len)
-            task |= {"later": later, "concurrency": job.concurrency}
+            task |= {"later": later, "concurrency": job.concurrency, "forks": job.forks(number)}
             task["resume"] = job.resume and not variant.is_stock
             sample = engines.ask(variant, "run", progress.advance, **task)
             samples.append((variant, sample | {"pool_prompts": pool}))

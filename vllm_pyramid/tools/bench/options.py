@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.frontend.settings import parse_engine_args
 from vllm_pyramid.tools.bench.shapes import SHAPES
+from vllm_pyramid.tools.command_parts import parse_engine_args
 
 
 def _split(value: Any) -> Any:
@@ -200,6 +200,34 @@ class Prefix(EngineOptions):
         return self.shared_len + self.turns * self.prompt_len + answers
 
 
+class Agents(Prefix):
+    """agents: loops of tool calls with one system prompt, which branch, in a small pool"""
+
+    policies: Names = Field(
+        ("stock-prefix-caching", "full"),
+        description="names, .yaml files, `stock-prefix-caching`, and `stock-offloading` for vLLM "
+        "with --kv-offloading-size (not on the CPU); the others are compared with the first",
+    )
+    prompt_len: PositiveInt = Field(350, description="tokens of a tool's result, in each turn")
+    output_len: AtLeastTwo = Field(24, description="tokens of a tool call")
+    num_prompts: PositiveInt = Field(4, description="agents, all at once")
+    turns: AtLeastTwo = Field(16, description="of an agent")
+    shared_len: Annotated[int, Field(ge=0)] = Field(
+        2048, description="tokens of the system prompt and the tools, the same for all agents"
+    )
+    branches: PositiveInt = Field(
+        2, description="ways in which each agent goes on after half of its turns"
+    )
+    pools: Annotated[Pools, Field(min_length=1)] = Field(
+        (1.5,),
+        validation_alias="pool_prompts",
+        description="numbers of whole agents that the cache has room for without eviction",
+    )
+    host_cache: PositiveFloat = Field(
+        1.0, description="GiB of host memory: --kv-host-cache, and --kv-offloading-size"
+    )
+
+
 class SchedulerSteps(MeasureOptions):
     """step cost of the scheduler against layers and requests"""
 
@@ -228,6 +256,7 @@ MEASURES: dict[str, type[_Options]] = {
     "latency": Latency,
     "pressure": Pressure,
     "prefix": Prefix,
+    "agents": Agents,
     "scheduler": SchedulerSteps,
     "cost": Cost,
 }

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from vllm_pyramid.compat.versions import runs_without_plugins
-from vllm_pyramid.tools.bench.job import Job, Variant, variants_of
-from vllm_pyramid.tools.bench.options import EngineOptions, Latency, Prefix, Throughput
+from vllm_pyramid.tools.bench.job import STOCK_OFFLOADING, Job, Variant, variants_of
+from vllm_pyramid.tools.bench.options import Agents, EngineOptions, Latency, Prefix, Throughput
 from vllm_pyramid.tools.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
 
 BUILT_IN = "built-in"
@@ -63,6 +65,8 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
     if isinstance(options, Prefix):
         names = ("turns", "shared_len", "concurrency", "resume")
         talks = {name: getattr(options, name) for name in names} | {"prefix_caching": True}
+    if isinstance(options, Agents):
+        talks |= {"branches": options.branches, "host_cache": options.host_cache}
     job = Job(
         shape=shape,
         prompt_len=options.longest_prompt,
@@ -109,6 +113,14 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
             "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "
             "out, or add kcache or a .yaml file with `values: host`"
         )
+    offloads = any(variant.policy == STOCK_OFFLOADING for variant in variants)
+    if offloads and current_platform.is_cpu():
+        raise ValueError(
+            f"{STOCK_OFFLOADING}: vLLM's --kv-offloading-size is for GPUs, and this is a CPU: "
+            "leave it out of --policies"
+        )
+    if offloads and job.host_cache is None:
+        raise ValueError(f"{STOCK_OFFLOADING} takes part in `bench agents` alone: leave it out")
     for memory in map(job.memory, variants) if job.resume else ():
         if memory is not None and (reason := memory.policy.why_not_resumable) is not None:
             raise ValueError(f"--resume and {memory.policy.name}: {reason}; leave out one of them")

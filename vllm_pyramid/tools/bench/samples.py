@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Sample = dict[str, Any]
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 # Of fewer requests the 99th percentile says no more than the slowest, and is left out.
 FEWEST_FOR_P99 = 20
 

@@ -38,6 +38,7 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 900
 TEXT_SLACK = 64  # tokens by which a text may be longer than configured
 LOOK_SECONDS = 0.5
+ANSWER_SECONDS = 60  # within which a busy server answers
 _LOG_TAIL = 4000
 _GAUGES = {"resident_max": "vllm:num_requests_running", "peak_blocks": "vllm_pyramid:blocks_held"}
 # The servers are on this machine, whatever proxy the environment names.
@@ -67,7 +68,7 @@ def evictions(url: str) -> int:
         ChildError: it does not answer.
     """
     try:
-        return int(metrics(url, 60).get("vllm_pyramid:evictions_total", 0))
+        return int(metrics(url, ANSWER_SECONDS).get("vllm_pyramid:evictions_total", 0))
     except OSError as error:
         raise ChildError(f"the server does not say what it has evicted: {error}") from error
 
@@ -102,7 +103,7 @@ class Gauges:
         while not self._end.wait(self._interval):
             # A server that has ended is noticed by those who send requests to it.
             with contextlib.suppress(OSError):
-                totals = metrics(self._url, 10 * LOOK_SECONDS)  # a busy server answers late
+                totals = metrics(self._url, ANSWER_SECONDS)
                 for name, metric in _GAUGES.items():
                     if value := int(totals.get(metric, 0)):
                         self.largest[name] = max(self.largest.get(name, 0), value)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid.frontend.cache_shape import CACHE_BYTES, CacheShape
 from vllm_pyramid.frontend.model_shape import shape_of_model, with_drafts
-from vllm_pyramid.frontend.settings import KVSettings, parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.frontend.settings import KVSettings
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy, RetentionPlan

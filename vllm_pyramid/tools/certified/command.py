@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_pyramid.frontend.settings import parse_engine_args, parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.policy import AUTO, DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.limits import MAX_NAME
 from vllm_pyramid.tools.certified.groups import (
@@ -28,7 +28,7 @@ from vllm_pyramid.tools.certified.groups import (
     group_prompts,
 )
 from vllm_pyramid.tools.certified.risk import Losses
-from vllm_pyramid.tools.command_parts import Progress, names, numbers
+from vllm_pyramid.tools.command_parts import Progress, names, numbers, parse_engine_args
 
 BUDGETS = "75%,50%,35%,25%,18%,12%,9%,6%"
 CONFIDENCE = 0.9

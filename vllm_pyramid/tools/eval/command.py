@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm_pyramid
-from vllm_pyramid.frontend.settings import parse_engine_args
 from vllm_pyramid.tools.command_parts import (
     Progress,
     check_writable,
     has_matplotlib,
     names,
     numbers,
+    parse_engine_args,
 )
 from vllm_pyramid.tools.models import MODELS, model_folder
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_pyramid.frontend.settings import parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.tools.command_parts import split_cache_dtype
 

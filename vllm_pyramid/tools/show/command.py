@@ -7,9 +7,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.frontend.settings import parse_engine_args, parse_policy_args
+from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.tools.command_parts import Progress, check_writable, names
+from vllm_pyramid.tools.command_parts import Progress, check_writable, names, parse_engine_args
 
 
 def add_command(commands: Any) -> None:

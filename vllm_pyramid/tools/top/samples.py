@@ -6,6 +6,7 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http.client import HTTPException
 
 # Counters and gauges of one number, by the name that the table uses.
 SIMPLE = {
@@ -121,7 +122,7 @@ def read(url: str, clock: Callable[[], float]) -> Reading:
     try:
         with urllib.request.urlopen(metrics_url(url), timeout=_TIMEOUT_S) as answer:
             engines = parse(answer.read().decode())
-    except (OSError, ValueError) as error:  # refused, timed out, no metrics
+    except (OSError, ValueError, HTTPException) as error:  # refused, timed out, no metrics
         return Reading(url, clock(), error=str(error))
     if not engines:
         return Reading(url, clock(), error="no metrics of vLLM there")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid doctor`: what is installed, what an engine with a policy will use, what is missing.
+"""The checks of `vllm-pyramid doctor`: what is installed, what will be used, what is missing.
 
 Nothing is started and nothing is downloaded. Each check stands for itself: one that fails becomes a
 line of the report, with what to do.
@@ -7,18 +7,15 @@ line of the report, with what to do.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from vllm_pyramid.compat.versions import (
     WrongVLLMError,
@@ -55,7 +52,7 @@ class Finding:
 
 def of_package() -> Iterator[Finding]:
     """Find this package, Python and the entry point through which vLLM loads the plugin."""
-    yield Finding("package", "vllm-pyramid", f"{__version__} in {Path(__file__).parents[1]}")
+    yield Finding("package", "vllm-pyramid", f"{__version__} in {Path(__file__).parents[2]}")
     yield Finding("package", "Python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("package", "system", platform.platform())
     there = metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)
@@ -257,15 +254,14 @@ def of_use() -> Iterator[Finding]:
         yield Finding("will be used", "attention", "vLLM's FlashAttention or Triton kernels")
         yield Finding("will be used", "eviction", "Triton kernels")
     elif found == "cpu":
-        from vllm_pyramid.kernels import get_ops
+        from vllm_pyramid.kernels import get_ops, reference
 
         yield Finding("will be used", "device", "CPU")
         try:
-            kernels = get_ops("cpu").__name__  # type: ignore[attr-defined]
+            slow = get_ops("cpu") is reference
         except (RuntimeError, ValueError) as error:
             yield Finding("will be used", "kernels", "none", MISSING, str(error))
             return
-        slow = kernels.endswith("reference")
         yield Finding(
             *("will be used", "attention and eviction"),
             "PyTorch's reference kernels, many times slower" if slow else "C++ kernels",
@@ -319,48 +315,3 @@ def examine() -> list[Finding]:
             reason = f"{type(error).__name__}: {error}"
             found.append(Finding(section, "check", "failed", MISSING, reason))
     return found
-
-
-def _show(findings: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console, section = Console(highlight=False, soft_wrap=True), ""
-    marks = {OK: ("  ", ""), NOTE: ("! ", "yellow"), MISSING: ("✗ ", "bold red")}
-    for finding in findings:
-        if finding.section != section:
-            section = finding.section
-            console.print(Text(section, style="bold"))
-        mark, style = marks[finding.status]
-        line = Text.assemble(f"  {mark}{finding.name}: ", (finding.value, style))
-        console.print(line)
-        if finding.advice:
-            console.print(Text(f"      {finding.advice}", style="dim"))
-    lacking = [finding for finding in findings if finding.status == MISSING]
-    if lacking:
-        names = ", ".join(f"{finding.section} ({finding.name})" for finding in lacking)
-        console.print(Text(f"An engine with a policy will not start here: {names}", "bold red"))
-    else:
-        console.print(Text("An engine with a policy can start here.", style="bold green"))
-
-
-def add_command(commands: Any) -> None:
-    """Add `vllm-pyramid doctor` to the commands."""
-    parser = commands.add_parser(
-        "doctor",
-        help="say what is installed, what will be used and what is missing",
-        description="Looks at vLLM, the processor, the compiled kernels, GPUs, memory and extras, "
-        "without starting an engine. Exit status: 0 if an engine with a policy can start here, 1 "
-        "if not. Paste its output into a report of a fault.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
-    findings = examine()
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        _show(findings)
-    return int(any(finding.status == MISSING for finding in findings))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With `--kv-shadow` a bad scorer is found, and its application runs with `full`."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.plumbing.server import Server, serving
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.demo.run import build_prompt
+
+pytestmark = pytest.mark.engine
+
+FLAGS = (
+    *("--kv-policy", "random", "--kv-budget", "3%", "--kv-min-tokens", "0", "--kv-page"),
+    *("--kv-shadow", "100%", "--kv-shadow-floor", "85%", "--enforce-eager"),
+    *("--max-model-len", "2048", "--max-num-seqs", "16", "--dtype", "float32"),
+    *("--kv-cache-memory-bytes", str(48 << 20)),
+)
+
+
+def shadow_of(server: Server, application: str, method: str = "GET") -> Any:
+    url = f"{server.url}/pyramid/shadow"
+    if method == "DELETE":
+        url += f"?application={application}"
+    with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=60) as answer:
+        found = json.loads(answer.read())
+    if method == "DELETE":
+        return found
+    return next(row for row in found["applications"] if row["application"] == application)
+
+
+def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
+    with serving(model_path(), *FLAGS, log=tmp_path / "server.log") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def ask(application: str, number: int, **settings: Any) -> dict[str, Any]:
+            prompt, _ = build_prompt(model_path(), 500 + 40 * number)
+            answer: Any = client.completions.create(
+                model=str(model_path()),
+                prompt=f"Number {number} of {application}. {prompt}",
+                max_tokens=32,
+                temperature=0,
+                extra_body={
+                    "ignore_eos": True,
+                    "vllm_xargs": {"kv_application": application, **settings},
+                },
+            )
+            report: dict[str, Any] = answer.kv_transfer_params
+            return report
+
+        def compared(application: str, count: int) -> dict[str, Any]:
+            """What is known once so many answers were compared, or the policy was given up."""
+            end = time.monotonic() + 120
+            while time.monotonic() < end:
+                row: dict[str, Any] = shadow_of(server, application)
+                if row["runs_full"] or row["compared"] >= count:
+                    return row
+                time.sleep(0.1)
+            raise AssertionError(row)
+
+        for number in range(4):
+            report = ask("bad", number)
+            assert report["kv_policy"] == "random" and "kv_shadow" not in report
+            row = compared("bad", number + 1)
+        assert row["runs_full"], row
+        report = ask("bad", 4)
+        assert report["kv_policy"] == "full" and report["kv_shadow"] == "full"
+        assert report["evicted_tokens"] == 0
+
+        for number in range(5):
+            assert ask("good", number, kv_budget="90%")["kv_policy"] == "random"
+            row = compared("good", number + 1)
+        assert not row["runs_full"] and row["agreement"] > 0.85
+
+        log = (tmp_path / "server.log").read_text()
+        assert log.count("its requests run with policy 'full' from now on") == 1
+        metrics = server.metrics_text()
+        assert 'vllm_pyramid:shadow_full{application="bad"} 1.0' in metrics
+        assert 'shadow_requests_total{application="bad",cache="evicted"} 4.0' in metrics
+
+        assert shadow_of(server, "bad", "DELETE") == {"restored": 1}
+        assert ask("bad", 5)["kv_policy"] == "random"

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions by name in the front end: branches, edits, tenants, bounds, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from tests.frontend.test_overrides import served
+from vllm_pyramid.frontend import sessions as module
+from vllm_pyramid.frontend.follow_sessions import SessionHeader, sessions_of
+from vllm_pyramid.frontend.requests import PolicyRequestChecks
+from vllm_pyramid.frontend.sessions import NO_TENANT, Prompt, Sessions
+from vllm_pyramid.policy.limits import MAX_SESSION_NAME, MAX_TURNS
+from vllm_pyramid.policy.served_settings import SERVED_KEY
+
+pytestmark = pytest.mark.cpu
+
+FIRST, SECOND = [7] * 400, [*[7] * 400, *[8] * 300]
+THIRD = [*SECOND, *[9] * 200]
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def say(known: Sessions, name: str, tokens: list[int], salt: str | None = None, **how: Any) -> Any:
+    """Send a prompt in a session; the turns that it resumes."""
+    key, prompt = known.key(name, salt), Prompt(tokens, **how)
+    found = known.find(key, prompt)
+    known.record(key, len(tokens), found)
+    return list(found.turns)
+
+
+def test_a_prompt_resumes_the_longest_turn_that_it_begins_with() -> None:
+    known = Sessions(60)
+    assert say(known, "a", FIRST) == []
+    assert say(known, "a", SECOND) == [400]
+    assert say(known, "a", THIRD) == [400, 700]
+    assert say(known, "a", THIRD) == [400, 700], "sent again"
+    assert say(known, "a", [*SECOND[:-1], *THIRD]) == [400], "the second turn was edited"
+    branch = [*SECOND, *[5] * 90]
+    assert say(known, "a", branch) == [400, 700], "another third turn"
+    assert say(known, "a", [*branch, 1]) == [400, 700, 790]
+    assert say(known, "a", [*THIRD, 1]) == [400, 700, 900], "the first branch is still there"
+    assert say(known, "a", [1, *SECOND]) == [], "an edit of the beginning"
+    assert say(known, "b", THIRD) == [], "another name"
+
+
+def test_a_prompt_sent_again_resumes_what_it_resumed() -> None:
+    """Even if a turn in between was said since, so that the answer is the same."""
+    known = Sessions(60)
+    assert say(known, "a", THIRD) == []
+    assert say(known, "a", SECOND) == []
+    assert say(known, "a", THIRD) == []
+    assert say(known, "a", [*THIRD, 1]) == [900]
+
+
+def test_images_and_adapters_are_part_of_a_turn() -> None:
+    known = Sessions(60)
+    say(known, "a", FIRST, inputs=((10, "cat"),))
+    assert say(known, "a", SECOND, inputs=((10, "dog"),)) == []
+    assert say(known, "a", SECOND, inputs=((10, "cat"), (500, "dog"))) == [400]
+    assert say(known, "a", THIRD, inputs=((10, "cat"), (500, "cat"))) == [400]
+    assert say(known, "a", THIRD, adapter="poet", inputs=((10, "cat"),)) == []
+
+
+def test_salts_are_tenants_and_the_list_has_no_salt() -> None:
+    known = Sessions(60)
+    for salt in (None, "secret of one", "secret of another"):
+        assert say(known, "a", FIRST, salt) == []
+        assert say(known, "a", SECOND, salt) == [400]
+    listed = known.listing()
+    tenants = [row["tenant"] for row in listed]
+    assert len(set(tenants)) == 3 and NO_TENANT in tenants
+    assert "secret" not in repr(listed)
+    assert {(row["session"], row["turns"], row["tokens"]) for row in listed} == {("a", 2, 700)}
+    again = Sessions(60)
+    say(again, "a", FIRST, "secret of one")
+    assert again.listing()[0]["tenant"] not in tenants, "a salt cannot be tried out"
+    assert known.forget("a", tenants[0]) == 1 and known.forget("a", tenants[0]) == 0
+    assert say(known, "a", THIRD, "secret of another") == []
+    assert known.forget("b") == 0 and known.forget() == 3 and known.listing() == []
+
+
+def test_sessions_expire_when_they_are_not_used() -> None:
+    clock = Clock()
+    known = Sessions(60, clock)
+    say(known, "a", FIRST)
+    clock.now = 50
+    assert say(known, "a", SECOND) == [400]
+    say(known, "b", FIRST)
+    clock.now = 109
+    assert say(known, "a", THIRD) == [400, 700]
+    clock.now = 111
+    assert [row["session"] for row in known.listing()] == ["a"]
+    assert known.listing()[0]["expires_in_s"] == 58
+    assert say(known, "b", SECOND) == []
+    clock.now = 169
+    assert say(known, "a", THIRD) == []
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SESSIONS", 4)
+    monkeypatch.setattr(module, "MAX_SESSION_TURNS", 3)
+    monkeypatch.setattr(module, "MAX_SESSIONS_TURNS", 7)
+    known = Sessions(60)
+    say(known, "mine", FIRST, "me")
+    for number in range(9):  # another tenant loses its own
+        say(known, f"{number}", FIRST, "other")
+    assert {row["session"] for row in known.listing()} == {"mine", "6", "7", "8"}
+    for length in range(401, 405):  # branches of one turn: the oldest leaf goes, the trunk stays
+        assert say(known, "mine", [*FIRST, *[length] * (length - 400)], "me") == [400]
+    assert max(row["turns"] for row in known.listing()) == 3
+    assert say(known, "mine", [*FIRST, 404, 404, 404, 404, 1], "me") == [400, 404]
+    assert say(known, "mine", [*FIRST, 401, 1], "me") == [400], "its leaf had to go"
+    for number in range(9, 12):
+        for tokens in (FIRST, SECOND, THIRD):
+            say(known, f"{number}", tokens, "third")
+        assert sum(row["turns"] for row in known.listing()) <= 7
+        assert known.listing()[0]["session"] == f"{number}" and known.listing()[0]["turns"] == 3
+    assert sum(known._num_turns.values()) == sum(row["turns"] for row in known.listing())
+    assert sum(known._num_sessions.values()) == len(known.listing())
+
+
+def test_a_session_has_as_many_turns_as_a_request() -> None:
+    known = Sessions(60)
+    for length in range(1, MAX_TURNS + 1):
+        assert len(say(known, "a", [3] * length)) == length - 1
+    with pytest.raises(ValueError, match=f"has {MAX_TURNS} turns.*under another name"):
+        say(known, "a", [3] * (MAX_TURNS + 1))
+    assert say(known, "a", [4] * 5) == []
+
+
+class Front:
+    """The checks of one front end, with requests as vLLM makes them."""
+
+    def __init__(self, parallel: dict[str, Any] | None = None, **settings: Any) -> None:
+        own = served(**settings)
+        config = SimpleNamespace(additional_config={SERVED_KEY: own.as_data()})
+        if parallel is not None:
+            config.parallel_config = SimpleNamespace(**parallel)
+        self.processor: Any = Processor(config)
+        self.checks = PolicyRequestChecks()
+
+    def ask(
+        self, tokens: list[int], extra: dict[str, Any], salt: str | None = None, **changes: Any
+    ) -> SimpleNamespace:
+        """The engine's request; the client's own parameters stay as they are."""
+        params = SamplingParams(max_tokens=8, extra_args=extra)
+        before = dict(extra)
+        found, own = self.checks.before(self.processor, params, None, resumable=False)
+        assert params.extra_args == before
+        request = SimpleNamespace(
+            mm_features=None,
+            prompt_token_ids=tokens,
+            prompt_embeds=None,
+            sampling_params=own.clone(),
+            cache_salt=salt,
+            lora_request=None,
+            data_parallel_rank=None,
+        )
+        vars(request).update(changes)
+        self.checks.after(self.processor, request, found)
+        return request
+
+    def turns(self, tokens: list[int], extra: dict[str, Any], salt: str | None = None) -> Any:
+        """The turns that travel to the scheduler."""
+        sent = self.ask(tokens, extra, salt).sampling_params.extra_args
+        assert sent["kv_session"] == extra["kv_session"]
+        return sent["kv_turns"]
+
+
+class Processor:
+    """vLLM's `InputProcessor` as far as the checks of requests look into it."""
+
+    def __init__(self, config: Any) -> None:
+        self.vllm_config = config
+        self.model_config = SimpleNamespace(is_mm_prefix_lm=True)
+
+
+def test_the_front_end_adds_the_turns() -> None:
+    front = Front()
+    named = {"kv_session": "a", "other": 1}
+    assert front.turns(FIRST, named) == []
+    assert front.turns(SECOND, named) == [400]
+    assert front.turns(SECOND, named, "salt") == []
+    assert front.turns(THIRD, {**named, "kv_turn_mode": "exact"}) == [400, 700]
+    assert front.turns([*THIRD, 1], named) == [400, 700, 900]
+    known = sessions_of(front.processor)
+    assert known is not None and len(known.listing()) == 2
+    known.forget("a")
+    assert front.turns(THIRD, named) == []
+    assert "kv_turns" not in front.ask(FIRST, {"other": 1}).sampling_params.extra_args
+
+
+def test_a_request_that_is_refused_is_no_turn() -> None:
+    front = Front(kv_max_request_budget="25%")
+    assert front.turns(FIRST, {"kv_session": "a"}) == []
+    with pytest.raises(VLLMValidationError, match="this server allows"):
+        front.ask(SECOND, {"kv_session": "a", "kv_budget": "60%"})
+    assert front.turns(THIRD, {"kv_session": "a"}) == [400]
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "message"),
+    [
+        ({"kv_session": ""}, {}, "a name of 1 to 128 letters, digits"),
+        ({"kv_session": "x" * (MAX_SESSION_NAME + 1)}, {}, "a name of 1 to 128"),
+        ({"kv_session": "two words"}, {}, "not 'two words'"),
+        ({"kv_session": "a\n"}, {}, "a name of 1 to 128"),
+        ({"kv_session": "../x"}, {}, "a letter or digit first"),
+        ({"kv_session": 5}, {}, "not 5"),
+        ({"kv_session": "a", "kv_turns": []}, {}, "both kv_session and kv_turns"),
+        ({"kv_session": "a", "kv_turn_mode": "fast"}, {}, "resume or exact"),
+        ({"kv_session": "a", "kv_policy": "full"}, {}, "kv_session does not go with policy 'full'"),
+        ({"kv_session": "a"}, {"prompt_token_ids": None}, "given as embeddings: send kv_turns"),
+    ],
+)
+def test_wrong_sessions(extra: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    front = Front()
+    with pytest.raises(VLLMValidationError, match=message):
+        front.ask(FIRST, extra, **changes)
+    known = sessions_of(front.processor)
+    assert known is not None and known.listing() == []
+
+
+def test_the_operator_can_forbid_sessions() -> None:
+    with pytest.raises(VLLMValidationError, match="kv_session is not open to requests"):
+        Front(kv_request_overrides="budget,turns").ask(FIRST, {"kv_session": "a"})
+    assert Front(kv_request_overrides="session").turns(FIRST, {"kv_session": "a"}) == []
+
+
+def test_replicas_and_several_front_ends() -> None:
+    """With one front end a session stays at a replica; several would not know each other's."""
+    one = {"data_parallel_size": 4, "local_engines_only": False, "_api_process_count": 1}
+    front = Front(one)
+    ranks = set()
+    for name in "abcdefgh":
+        asked = {"kv_session": name}
+        at = {front.ask(tokens, asked).data_parallel_rank for tokens in (FIRST, SECOND, THIRD)}
+        assert len(at) == 1 and at < set(range(4))
+        ranks |= at
+    assert len(ranks) > 1
+    assert front.ask(FIRST, {"kv_session": "a"}, data_parallel_rank=3).data_parallel_rank == 3
+    assert front.ask(FIRST, {}).data_parallel_rank is None
+    with pytest.raises(VLLMValidationError, match=r"4 API servers.*--api-server-count 1"):
+        Front({**one, "_api_process_count": 4}).ask(FIRST, {"kv_session": "a"})
+    with pytest.raises(VLLMValidationError, match="front ends of their own"):
+        Front({**one, "local_engines_only": True}).ask(FIRST, {"kv_session": "a"})
+
+
+def test_the_header_names_a_session() -> None:
+    front = Front()
+
+    def ask(header: str | None, extra: dict[str, Any]) -> Any:
+        sent: list[Any] = []
+
+        async def endpoint(scope: Any, receive: Any, send: Any) -> None:
+            sent.append(front.ask(FIRST, extra).sampling_params.extra_args)
+
+        headers = [] if header is None else [(b"x-kv-session", header.encode("latin-1"))]
+        scope = {"type": "http", "headers": headers}
+        asyncio.run(SessionHeader(endpoint)(scope, None, None))
+        return sent[0]
+
+    assert ask("a", {"other": 1}) == {"other": 1, "kv_session": "a", "kv_turns": []}
+    assert ask("a", {"kv_session": "a"}) == {"kv_session": "a", "kv_turns": []}
+    assert ask(None, {"other": 1}) == {"other": 1}
+    for header, extra, message in (
+        ("a", {"kv_session": "b"}, "names two sessions, 'a' in X-KV-Session and 'b'"),
+        ("a", {"kv_turns": []}, "both kv_session and kv_turns"),
+        ("\xe9", {}, "a name of 1 to 128"),
+        ("", {}, "a name of 1 to 128"),
+    ):
+        with pytest.raises(VLLMValidationError, match=message):
+            ask(header, extra)

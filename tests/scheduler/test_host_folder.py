@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever the bytes of a bundle depend on changes the name of the folder that its file is in."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scheduler.harness import Setup, make_scheduler, vllm_config
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.scheduler import host_folder
+from vllm_pyramid.scheduler.host_folder import namespace_of
+
+pytestmark = pytest.mark.cpu
+
+SETUP = Setup(prefix_caching=True)
+
+
+def name_of(config: Any, specs: Any = None) -> str:
+    settings = ServedSettings.of(config)
+    assert settings is not None
+    return namespace_of(
+        config, settings, specs or make_scheduler(SETUP, 90).coordinator.layer_specs
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """A configuration of its own, of a model whose files may be changed."""
+    made = copy.deepcopy(vllm_config(SETUP))
+    shutil.copytree(made.model_config.model, tmp_path / "model")
+    made.model_config.model = str(tmp_path / "model")
+    return made
+
+
+def test_it_is_the_same_after_a_restart(config: Any) -> None:
+    assert name_of(config) == name_of(copy.deepcopy(config))
+
+
+def weights_written_again(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = next(Path(config.model_config.model).glob("*.safetensors"))
+    os.utime(path, (1, 1))
+
+
+def another_type_of_cache(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.cache_config.cache_dtype = "fp8"
+
+
+def another_rope(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.model_config.hf_config.update({"rope_theta": 123.0})
+
+
+def another_seed_of_the_hashes(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "77")
+
+
+def another_version(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folder, "__version__", "9.9")
+
+
+def another_processor(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folder, "units_of_processor", lambda: "other units")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(weights_written_again, another_type_of_cache, another_rope, another_version),
+        *(another_seed_of_the_hashes, another_processor),
+    ],
+)
+def test_what_changes_it(config: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    before = name_of(config)
+    change(config, monkeypatch)
+    assert name_of(config) != before
+
+
+def test_the_layout_changes_it(config: Any) -> None:
+    specs = make_scheduler(SETUP, 90).coordinator.layer_specs
+    larger = [replace(spec, head_size=2 * spec.head_size) for spec in specs]
+    assert name_of(config, specs) != name_of(config, larger)
+
+
+def test_weights_that_are_not_known(config: Any) -> None:
+    config.model_config.model = "somebody/model"
+    config.model_config.hf_config._commit_hash = None
+    with pytest.raises(ValueError, match="not known which weights somebody/model has"):
+        name_of(config)
+    config.model_config.hf_config._commit_hash = "abc"
+    first = name_of(config)
+    config.model_config.hf_config._commit_hash = "abd"
+    assert name_of(config) != first

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of the built-in model are probed and made to stream; the command says what it costs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_pyramid.tools.cli import main
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.head_probe import Repeated
+from vllm_pyramid.tools.heads import model as models
+from vllm_pyramid.tools.heads.model import HeadModel, streaming_attention, whole_attention
+from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
+from vllm_pyramid.tools.heads.trial import Trial, try_masks
+
+pytestmark = pytest.mark.cpu
+
+MODEL = model_path()
+SINKS, RECENT = 16, 32
+
+
+@pytest.fixture(scope="module")
+def model() -> HeadModel:
+    return HeadModel(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def scores(model: HeadModel) -> HeadScores:
+    return HeadScores(model.probe(Repeated(128, 2)), SINKS, RECENT)
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(3, 5), (0, 1), (40, 2), (3, 100)])
+@pytest.mark.parametrize("chunk", [7, 1024])
+def test_a_streaming_head_sees_what_a_mask_says(
+    monkeypatch: pytest.MonkeyPatch, sinks: int, recent: int, chunk: int
+) -> None:
+    monkeypatch.setattr(models, "_CHUNK", chunk)
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 33, 8, generator=source) for heads in (4, 2, 2))
+    found = streaming_attention(q, k, v, 0.3, sinks, recent)
+    at, of = torch.arange(33)[:, None], torch.arange(33)
+    seen = (of <= at) & ((of < sinks) | (of > at - recent))
+    logits = torch.einsum("gqtd,gsd->gqts", q[0].unflatten(0, (2, 2)), k[0]) * 0.3
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    wanted = torch.einsum("gqts,gsd->gqtd", weights, v[0]).flatten(0, 1)
+    torch.testing.assert_close(found[0], wanted)
+    same = torch.allclose(found, whole_attention(q, k, v, 0.3), atol=1e-5)
+    assert same == (sinks + recent >= 33)
+
+
+def test_a_mask_of_all_heads_is_the_model_itself(model: HeadModel, scores: HeadScores) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = Repeated(60, 2).tokens(model.ordinary_ids())
+    stock = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = stock(torch.tensor([ids])).logits[0, -5:]
+    every = torch.ones(model.layers, model.kv_heads, dtype=torch.bool)
+    for mask in (None, every):
+        found = model.logits(ids, 5, mask, scores)
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    assert torch.equal(model.logits(ids, 5, None, scores), model.logits(ids, 5, every, scores))
+
+
+def test_one_head_that_streams_changes_only_what_lies_behind_its_window(
+    model: HeadModel, scores: HeadScores
+) -> None:
+    ids = Repeated(60, 2).tokens(model.ordinary_ids())
+    mask = torch.ones(model.layers, model.kv_heads, dtype=torch.bool)
+    mask[-1, 0] = False
+    whole = model.logits(ids, 120, None, scores)
+    found = model.logits(ids, 120, mask, scores)
+    near = SINKS + RECENT
+    torch.testing.assert_close(found[:near], whole[:near], atol=1e-3, rtol=1e-3)
+    assert (found[near:] - whole[near:]).abs().max() > 0.05
+
+
+def test_heads_that_the_probe_finds_copy_and_the_others_do_not(
+    model: HeadModel, scores: HeadScores
+) -> None:
+    mask = scores.mask(0.5)
+    text = Repeated(200, 2).tokens(model.ordinary_ids(), seed=5)
+    whole, found, others = try_masks(model, scores, [None, mask, ~mask], [text])
+    assert whole.copied > 0.7 and whole.agreement == 1.0 and whole.divergence == 0.0
+    assert found.copied > 0.9 * whole.copied > 5 * others.copied
+    assert found.divergence is not None and others.divergence is not None
+    assert found.divergence < 0.5 * others.divergence
+    assert try_masks(model, scores, [mask], []) == [Trial(found.copied, None, None)]
+
+
+def test_the_command_writes_scores_that_it_can_try(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "A plain text of some words. " * 60}) + "\n")
+    own = ["--sinks", str(SINKS), "--recent", str(RECENT), "-o", str(tmp_path / "out")]
+    common = ["calibrate", "--heads", "--model", str(MODEL), "--share", "0.25"]
+    assert main([*common, *own, "--prompts", str(prompts)]) == 0
+    first = capsys.readouterr().out
+    assert "4 of 16 KV heads keep everything, the others 16 sinks and 32 recent tokens" in first
+    assert "Kept with a length for each head: 25.4% at 8,192 tokens" in first
+    assert re.search(r"of whole attention for \d+\.\d% of them with the mask, \d+\.\d%", first)
+    assert len((tmp_path / "out" / SCORES).read_text().splitlines()) == 8
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["tried"]["whole"]["agreement"] == 1.0 and len(config["tried"]["random"]) == 3
+    assert main([*common, "--mask", str(tmp_path / "out")]) == 0
+    second = capsys.readouterr().out
+    assert "Random tokens copied" in second and "Your prompts" not in second
+    assert second.splitlines() == first.splitlines()[: len(second.splitlines())]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--share", "50"], "--share 50 must be at least 0 and at most 1"),
+        (["--recent", "0"], "--recent 0 must be at least 1"),
+        (["--kv-policy", "xkv", "--risk", "0.1"], "--kv-policy, --risk does not go with --heads"),
+        (["--lengths", "100"], "--lengths without --risk would have no effect"),
+        (["--mask", "m", "--sinks", "3"], "--sinks, --output does not go with --mask"),
+        (["--prompts", "/nowhere.jsonl"], "cannot read the prompts"),
+        (["-o", "/proc/out"], "cannot write /proc/out"),
+        (["--recent", "9000"], "2 copies of 18256 tokens do not fit into the model's 8192"),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[str], message: str
+) -> None:
+    argv = ["calibrate", "--heads", "--model", str(MODEL), "-o", str(tmp_path / "out"), *more]
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_masks_and_prompts_must_fit_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    HeadScores(torch.rand(4, 2), SINKS, RECENT).write(tmp_path, {})
+    argv = ["calibrate", "--heads", "--model", str(MODEL), "--mask", str(tmp_path)]
+    assert main(argv) == 2
+    assert "is for 4 layers of 2 KV heads, and" in capsys.readouterr().err
+    HeadScores(torch.rand(8, 2), SINKS, RECENT).write(tmp_path, {})
+    for ids in ([5] * 303, [4096] * 304):
+        (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": ids}))
+        assert main([*argv, "--prompts", str(tmp_path / "p.jsonl")]) == 2
+        assert f"prompt 1 has {len(ids)} tokens: from 304" in capsys.readouterr().err
+
+
+def test_flags_of_heads_alone_change_nothing_and_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["calibrate", "--model", str(MODEL), "--share", "0.5", "-o", "x.yaml"]
+    assert main(argv) == 2
+    assert "--share without --heads would have no effect" in capsys.readouterr().err
+    assert main([*argv, "--mask", "m"]) == 2
+    assert "--mask, --share without --heads" in capsys.readouterr().err
+    assert main(["calibrate", "--model", str(MODEL)]) == 2
+    assert "calibrate needs --prompts and --output" in capsys.readouterr().err
+
+
+def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match="layers all have full attention with KV heads"):
+        HeadModel(str(tmp_path))
+    with pytest.raises(ValueError, match="Transformers cannot load the model /nowhere"):
+        HeadModel("/nowhere/at/all")

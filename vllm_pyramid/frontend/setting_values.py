@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse single values of an engine's settings."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+
+def parse_policy_args(value: object) -> dict[str, Any]:
+    """Parse `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
+
+    Raises:
+        ValueError: malformed JSON (with its line and column), a key given twice, or not an
+            object.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(
+                value, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
+            )
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"kv_policy_args is not valid JSON: {error.msg} at line {error.lineno}, column "
+                f"{error.colno} of {error.doc!r}; write for example '{{\"beta\": 14}}'"
+            ) from None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(
+            f'kv_policy_args must be a JSON object such as {{"beta": 14}}, not {value!r}'
+        )
+    return dict(value)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"kv_policy_args gives {key!r} twice")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"kv_policy_args holds {text}, which is not a JSON number")
+
+
+def parse_gib(value: object, name: str) -> float | None:
+    """Parse a setting in GiB, a number above 0 or its text; None is none.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value is None:
+        return None
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError):
+            number = float(value)
+    if not 0 < number < 2**20:
+        raise ValueError(f"{name} must be a number of GiB above 0, such as 4 or 0.5, not {value!r}")
+    return number
+
+
+def parse_keep(value: object) -> int | None:
+    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: neither.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value is None:
+        return None
+    match = re.fullmatch(r"template(?:\+([0-9]{1,6}))?", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(
+            "kv_keep must be template, or template+N for the first N tokens of each message too, "
+            f"such as template+16, not {value!r}"
+        )
+    return int(match[1] or 0)
+
+
+def bytes_of(gib: float | str | None) -> int | None:
+    """Return the bytes of a number of GiB, or of its text; None is none."""
+    return None if gib is None else int(float(gib) * 2**30)

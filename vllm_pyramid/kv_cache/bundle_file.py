@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of one bundle: what it holds, its bytes, and a checksum.
+
+    magic, version, length of the head | head: JSON | blocks, as they are in the cache | SHA-256
+
+A file is written under a temporary name and renamed, so a process that is killed leaves no half
+file under a name that is looked up. What a power failure may leave fails the checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from struct import Struct, error
+from typing import Any, NamedTuple
+
+FORMAT = 1
+TEMPORARY = ".part"
+_BEGIN = Struct("<12sHI")
+_MAGIC = b"pyramid-kv\r\n"
+_SUM_BYTES = sha256().digest_size
+
+
+class DamagedFileError(Exception):
+    """A file that does not hold what its name says."""
+
+
+class BundleFile(NamedTuple):
+    """What a bundle's file holds.
+
+    Attributes:
+        namespace: of whatever the bytes depend on apart from the bundle's name.
+        name: of the bundle.
+        num_blocks: blocks of all layers.
+        origin: see `BlockBundle.origin`.
+    """
+
+    namespace: str
+    name: bytes
+    num_blocks: int
+    origin: str | None
+
+    def begin(self) -> bytes:
+        """Return the bytes that come before those of the blocks."""
+        text = json.dumps({**self._asdict(), "name": self.name.hex()}).encode()
+        return _BEGIN.pack(_MAGIC, FORMAT, len(text)) + text
+
+
+def file_bytes(begin: bytes, content_bytes: int) -> int:
+    """Return the length of a file."""
+    return len(begin) + content_bytes + _SUM_BYTES
+
+
+def write_file(path: str, begin: bytes, content: Any) -> None:
+    """Write a bundle's file; its folder is made if it is missing.
+
+    Args:
+        begin: see `BundleFile.begin`. content: the bytes of the blocks, a buffer.
+
+    Raises:
+        OSError: as the system says; then there is no new file.
+    """
+    part = path + TEMPORARY
+    Path(path).parent.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileNotFoundError):
+        os.unlink(part)
+    try:
+        with open(part, "xb", buffering=0, opener=_open_own) as file:
+            total = sha256(begin)
+            total.update(content)
+            for data in (begin, content, total.digest()):
+                _write_all(file, memoryview(data).cast("B"))
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def read_file(path: str, largest: int) -> tuple[BundleFile, memoryview]:
+    """Read a bundle's file.
+
+    Args:
+        largest: the most bytes that it may have.
+
+    Returns:
+        What it holds, and the bytes of its blocks.
+
+    Raises:
+        DamagedFileError: it was not written like this, or has been changed or cut since.
+        OSError: as the system says, such as `FileNotFoundError`.
+    """
+    with open(path, "rb", buffering=0, opener=_open_own) as file:
+        if os.fstat(file.fileno()).st_size > largest:
+            raise DamagedFileError("it is too large")
+        data = memoryview(file.read())
+    try:
+        magic, version, length = _BEGIN.unpack_from(data)
+    except error:
+        raise DamagedFileError("it is too short") from None
+    if magic != _MAGIC or version != FORMAT:
+        raise DamagedFileError("it is of another format")
+    body, digest = data[:-_SUM_BYTES], data[-_SUM_BYTES:]
+    if sha256(body).digest() != digest:
+        raise DamagedFileError("its checksum is wrong")
+    content = _BEGIN.size + length
+    try:
+        head = json.loads(bytes(body[_BEGIN.size : content]))
+        found = BundleFile(**head)._replace(name=bytes.fromhex(head["name"]))
+        if not isinstance(found.num_blocks, int) or not isinstance(found.origin, str | None):
+            raise TypeError("not what `begin` writes")
+    except (ValueError, TypeError, KeyError):
+        raise DamagedFileError("its head cannot be read") from None
+    return found, body[content:]
+
+
+def _open_own(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's KV cache groups are the layers that evict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+
+
+class LayerGroups(NamedTuple):
+    """The layers that evict, from the bottom, each with its group; and the other groups.
+
+    Attributes:
+        managers: of the layers. specs: of the layers. groups: their groups' numbers.
+        others: number and manager of each group that does not evict.
+    """
+
+    managers: tuple[LayerKVCacheManager, ...]
+    specs: list[LayerKVCacheSpec]
+    groups: list[int]
+    others: list[tuple[int, SingleTypeKVCacheManager]]
+
+    @classmethod
+    def of(cls, managers: Sequence[SingleTypeKVCacheManager]) -> LayerGroups:
+        """Sort the managers of all groups."""
+        own, others = [], []
+        for group, manager in enumerate(managers):
+            spec = manager.kv_cache_spec
+            if isinstance(manager, LayerKVCacheManager) and isinstance(spec, LayerKVCacheSpec):
+                own.append((spec, group, manager))
+            else:
+                others.append((group, manager))
+        own.sort(key=lambda layer: layer[0].layer_idx)
+        specs, groups = [spec for spec, _, _ in own], [group for _, group, _ in own]
+        assert [spec.layer_idx for spec in specs] == list(range(len(own))), "layers are missing"
+        if not others:  # blocks of layers are then given out as those of groups
+            assert groups == list(range(len(own))), "groups are not in the order of layers"
+        return cls(tuple(manager for _, _, manager in own), specs, groups, others)
+
+    @property
+    def layers(self) -> list[int]:
+        """Return the model's own numbers of the layers."""
+        return [spec.model_layer for spec in self.specs]
+
+    def release_heads(self, request_id: str, heads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Give back the first `heads` blocks of a request's tables, `[layers]`.
+
+        Returns:
+            How many blocks went back to the pool, `[layers]`.
+        """
+        released = [
+            manager.release_head(request_id, head)
+            for manager, head in zip(self.managers, heads.tolist(), strict=True)
+        ]
+        return np.array(released, np.int64)

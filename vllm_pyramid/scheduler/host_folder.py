@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a host cache: which of its files fit this engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from vllm_pyramid.compat.cpu_resources import units_of_processor
+from vllm_pyramid.compat.versions import vllm_version
+from vllm_pyramid.kv_cache.bundle_file import FORMAT
+from vllm_pyramid.kv_cache.host_files import HostFiles
+from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.version import __version__
+
+_DIGITS = 32
+
+
+def files_of(
+    config: VllmConfig,
+    settings: ServedSettings,
+    specs: Sequence[LayerKVCacheSpec],
+    slots: HostSlots,
+) -> HostFiles | None:
+    """Open the folder of a host cache; None if none was given.
+
+    Args:
+        specs: of the layers that evict. slots: of the host memory.
+
+    Raises:
+        ValueError: as `HostFiles` says, or the weights cannot be told from others.
+    """
+    if settings.host_cache_dir is None:
+        return None
+    folder = Path(settings.host_cache_dir)
+    parallel = config.parallel_config
+    if parallel.data_parallel_index:  # each replica has its own
+        folder /= f"replica-{parallel.data_parallel_index}"
+    limit = settings.host_cache_dir_bytes or slots.count * slots.num_bytes
+    block_bytes = slots.num_bytes // len(specs)
+    largest = slots.count * slots.num_bytes
+    return HostFiles(
+        str(folder), namespace_of(config, settings, specs), block_bytes, limit, largest
+    )
+
+
+def namespace_of(
+    config: VllmConfig, settings: ServedSettings, specs: Sequence[LayerKVCacheSpec]
+) -> str:
+    """Return a name of all that the bytes of a bundle depend on, apart from the bundle's name.
+
+    The weights are told by the commit of their repository, or by the names, sizes and times of the
+    files in their folder.
+    """
+    model, cache = config.model_config, config.cache_config
+    algorithm = cache.prefix_caching_hash_algo
+    facts = {
+        "format": FORMAT,
+        "versions": [__version__, vllm_version(), torch.__version__],
+        "model": model.compute_hash(),
+        "architecture": model.hf_config.to_json_string(),
+        "weights": _weights(model),
+        "load": [str(config.load_config.load_format), model.seed],
+        "cache": [str(spec) for spec in specs],
+        "types": [str(model.dtype), cache.cache_dtype],
+        "hashes": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
+        "device": [current_platform.device_type, _device(), settings.backend],
+    }
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+
+
+def _weights(model: Any) -> list[Any]:
+    folder = Path(model.model)
+    if folder.is_dir():
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit is None:
+        raise ValueError(
+            f"--kv-host-cache-dir: it is not known which weights {model.model} has, so files of "
+            "others could not be told from its own: give the path of a folder as the model"
+        )
+    return [model.model, commit]
+
+
+def _device() -> str:
+    """Return what the layout and the numbers of a cache depend on."""
+    if current_platform.device_type == "cpu":
+        return units_of_processor()
+    return str(current_platform.get_device_name())
