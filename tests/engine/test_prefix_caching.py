@@ -31,6 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": "25%"},
     "snapkv": {"kv_policy": "snapkv", "kv_budget": 64, "kv_policy_args": {"window": WINDOW}},
     "auto": {"kv_policy": "auto", "kv_budget": "25%"},
+    "ridge": {"kv_policy": "auto", "kv_budget": "25%", "kv_policy_args": {"values": "ridge"}},
     "streaming-llm": {"kv_policy": "streaming-llm", "kv_budget": 64},
     "xkv": {"kv_policy": "xkv", "kv_budget": "25%"},
     "full": {"kv_policy": "full"},

@@ -40,7 +40,7 @@ KINDS = {
     "selector": {"top_k", "top_k_shared"},
     "schedule": {"prompt_end", "interval", "thin_generated"},
     "chunk": {"points"},
-    "values": {"device", "host"},
+    "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
 }
 

@@ -46,14 +46,18 @@ class EvictionHooks(WorkerHooks):
         return None
 
     def before_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        """Change what survives, before it moves: K and V of the kept places may be written.
+        """Look at what survives, or change it, before it moves.
+
+        Kept places may lie in blocks that other requests share, or find later as the full cache's.
+        Write to them only for a policy that gives a reason as `why_not_shareable`; others write
+        behind the move (`after_compact`), to blocks that are this request's alone.
 
         Args:
             kept: places that stay, as of `Ops.select`: `[S, G, K]` int32, -1 behind `batch.keeps`.
         """
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        """Let pools follow the tokens, which have moved as of `Ops.compact`.
+        """Let pools follow the tokens, which have moved as of `Ops.compact`, or change these.
 
         Args:
             kept: see `before_compact`.
