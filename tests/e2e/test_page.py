@@ -366,6 +366,8 @@ def test_top_shows_the_server(
 
 
 def test_every_query_of_grafana_finds_its_metrics(server: Server) -> None:
+    prompt, _ = build_prompt(model_path(), 300)  # a server exports them from its first request on
+    client(server).completions.create(model=str(model_path()), prompt=prompt, max_tokens=2)
     exported = {
         name + suffix
         for name in re.findall(r"^# TYPE (\S+)", server.metrics_text(), re.M)

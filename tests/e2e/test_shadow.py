@@ -57,7 +57,7 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
             return report
 
         def compared(application: str, count: int) -> dict[str, Any]:
-            """What is known once so many answers were compared, or the policy was given up."""
+            """Return what is known of `count` answers, or when the policy is given up."""
             end = time.monotonic() + 120
             while time.monotonic() < end:
                 row: dict[str, Any] = shadow_of(server, application)

@@ -35,6 +35,15 @@ KILLED = Path(__file__).parents[1] / "plumbing/killed.py"
 # One sequence of the greatest length, and the null block.
 SMALL_POOL = LAYERS * LONGEST // BLOCK + 1
 SNAPKV = {"kv_policy": "snapkv", "kv_budget": 64, "kv_policy_args": {"window": WINDOW}}
+OF_CHILDREN: dict[str, Any] = {  # of engines in processes of their own
+    "dtype": "float32",
+    "max_model_len": LONGEST,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": SMALL_POOL,
+    "kv_cache_memory_bytes": 64 << 20,
+    "additional_config": {**SNAPKV, "kv_min_tokens": 0, "kv_host_cache": 0.0625},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "snapkv": {**SNAPKV, "dtype": "float32"},
     "fp8": {"kv_policy": "full", "kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"},
@@ -216,15 +225,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iter
     waves = [[[prompt, params]], [[others[0], params]], [[others[1], params]], [[prompt, params]]]
     settings = {
         "model": str(tiny_model("llama-mha")),
-        "dtype": "float32",
-        "max_model_len": LONGEST,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 256,
-        "num_gpu_blocks_override": SMALL_POOL,
-        "kv_cache_memory_bytes": 64 << 20,
+        **OF_CHILDREN,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
-        "additional_config": {**SNAPKV, "kv_min_tokens": 0, "kv_host_cache": 0.0625},
     }
     child = Child(
         tmp_path_factory.mktemp("host-ranks"),
@@ -257,15 +260,9 @@ def test_a_conversation_goes_on_after_kill_9(
     """Its second turn resumes the state in the folder: tokens and hits as without the kill."""
     llm = {
         "model": str(tiny_model("mistral")),
-        "dtype": "float32",
-        "max_model_len": LONGEST,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 256,
-        "num_gpu_blocks_override": SMALL_POOL,
-        "kv_cache_memory_bytes": 64 << 20,
+        **OF_CHILDREN,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
-        "additional_config": {**SNAPKV, "kv_min_tokens": 0, "kv_host_cache": 0.0625},
     }
     request = tmp_path / "request.json"
     said = random_prompts([400, 80], seed=6)

@@ -88,9 +88,9 @@ def test_the_layout_changes_it(config: Any) -> None:
 
 
 def test_weights_that_are_not_known(config: Any) -> None:
-    config.model_config.model = "somebody/model"
+    config.model_config.model = "organisation/model"
     config.model_config.hf_config._commit_hash = None
-    with pytest.raises(ValueError, match="not known which weights somebody/model has"):
+    with pytest.raises(ValueError, match="not known which weights organisation/model has"):
         name_of(config)
     config.model_config.hf_config._commit_hash = "abc"
     first = name_of(config)

@@ -42,13 +42,18 @@ class Observer(Protocol):
         """Take a request that has ended."""
 
 
+# What this process tells; None before the first observer.
+_observer: Observer | None = None
+
+
 def install(observer: Observer) -> None:
     """Tell `observer` of all requests of this process that end with a report.
 
     A later observer replaces an earlier one.
     """
-    OutputProcessor._vllm_pyramid_observer = observer  # type: ignore[attr-defined]
-    if getattr(OutputProcessor.process_outputs, "_vllm_pyramid_shows", False):
+    global _observer
+    is_installed, _observer = _observer is not None, observer
+    if is_installed:
         return
     process_outputs = OutputProcessor.process_outputs
 
@@ -56,8 +61,8 @@ def install(observer: Observer) -> None:
     def process_outputs_and_show(
         self: OutputProcessor, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kw: Any
     ) -> Any:
-        told: Observer = OutputProcessor._vllm_pyramid_observer  # type: ignore[attr-defined]
-        ended = []
+        told, ended = _observer, []
+        assert told is not None
         for output in engine_core_outputs:
             report = output.kv_transfer_params
             if output.finish_reason is None or not isinstance(report, dict):
@@ -80,7 +85,6 @@ def install(observer: Observer) -> None:
             told.on_finished(finished)
         return result
 
-    process_outputs_and_show._vllm_pyramid_shows = True  # type: ignore[attr-defined]
     OutputProcessor.process_outputs = process_outputs_and_show  # type: ignore[method-assign]
 
 

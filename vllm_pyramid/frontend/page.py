@@ -11,8 +11,9 @@ numbers; these come from the schedulers when they are asked for, so a closed pag
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -40,11 +41,15 @@ _HEADERS = {
 
 
 class LiveData:
-    """The answer for `/pyramid/data`, asked for at most every `SHARED_S` seconds."""
+    """The answer for `/pyramid/data`, asked for at most every `SHARED_S` seconds.
+
+    Viewers share a failure, too, so that an engine that hangs keeps each of them waiting once.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._answer: dict[str, Any] = {}
+        self._failure: str | None = None
         self._until = 0.0
 
     async def get(self, engine_client: Any) -> dict[str, Any]:
@@ -58,9 +63,13 @@ class LiveData:
                 try:
                     engines = await asyncio.wait_for(ask_engines(engine_client), _TIMEOUT_S)
                 except TimeoutError:
-                    raise RuntimeError(f"no answer within {_TIMEOUT_S:.0f} seconds") from None
-                self._answer = {"version": __version__, "time": time.time(), "engines": engines}
+                    self._failure = f"no answer within {_TIMEOUT_S:.0f} seconds"
+                else:
+                    self._failure = None
+                    self._answer = {"version": __version__, "time": time.time(), "engines": engines}
                 self._until = time.monotonic() + SHARED_S
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
             return self._answer
 
 
@@ -74,53 +83,38 @@ def attach(app: FastAPI) -> None:
         return HTMLResponse(text, headers=_HEADERS)
 
     @router.get(f"{PATH}/data")
-    async def data(request: Request) -> Response:
-        if not is_authorized(request.app, request.headers):
-            return _refuse(401, _NEEDS_KEY)
+    @_with_key
+    async def data(request: Request) -> Any:
         try:
-            answer = await live.get(request.app.state.engine_client)
+            return await live.get(request.app.state.engine_client)
         except Exception as error:  # vLLM's own for an engine that has ended
             return _refuse(503, f"the engine does not answer: {error}")
-        return JSONResponse(answer, headers=_HEADERS)
 
     @router.get(f"{PATH}/sessions")
-    async def sessions(request: Request) -> Response:
-        if not is_authorized(request.app, request.headers):
-            return _refuse(401, _NEEDS_KEY)
+    @_with_key
+    async def sessions(request: Request) -> Any:
         known = _found(request.app, sessions_of)
-        answer = {"sessions": [] if known is None else known.listing()}
-        return JSONResponse(answer, headers=_HEADERS)
+        return {"sessions": [] if known is None else known.listing()}
 
     @router.delete(f"{PATH}/sessions")
-    async def forget(request: Request) -> Response:
-        if not is_authorized(request.app, request.headers):
-            return _refuse(401, _NEEDS_KEY)
-        asked = dict(request.query_params)
-        if unknown := asked.keys() - {"session", "tenant"}:
-            return _refuse(400, _wrong(unknown, "session and tenant"))
+    @_with_key
+    async def forget(request: Request) -> Any:
+        named = _parameters(request, "session", "tenant")
         known = _found(request.app, sessions_of)
-        gone = 0 if known is None else known.forget(asked.get("session"), asked.get("tenant"))
-        return JSONResponse({"forgotten": gone}, headers=_HEADERS)
+        return {"forgotten": 0 if known is None else known.forget(*named)}
 
     @router.get(f"{PATH}/shadow")
-    async def compared(request: Request) -> Response:
-        if not is_authorized(request.app, request.headers):
-            return _refuse(401, _NEEDS_KEY)
+    @_with_key
+    async def compared(request: Request) -> Any:
         shadow = _found(request.app, shadow_of)
-        answer = {"applications": [] if shadow is None else shadow.judge.listing()}
-        return JSONResponse(answer, headers=_HEADERS)
+        return {"applications": [] if shadow is None else shadow.judge.listing()}
 
     @router.delete(f"{PATH}/shadow")
-    async def restore(request: Request) -> Response:
-        if not is_authorized(request.app, request.headers):
-            return _refuse(401, _NEEDS_KEY)
-        asked = dict(request.query_params)
-        if unknown := asked.keys() - {"application", "tenant"}:
-            return _refuse(400, _wrong(unknown, "application and tenant"))
+    @_with_key
+    async def restore(request: Request) -> Any:
+        named = _parameters(request, "application", "tenant")
         shadow = _found(request.app, shadow_of)
-        names = asked.get("application"), asked.get("tenant")
-        count = 0 if shadow is None else shadow.judge.restore(*names)
-        return JSONResponse({"restored": count}, headers=_HEADERS)
+        return {"restored": 0 if shadow is None else shadow.judge.restore(*named)}
 
     @router.get(PATH + "/{rest:path}")
     async def elsewhere(rest: str) -> Response:
@@ -136,8 +130,35 @@ def _found(app: FastAPI, of: Callable[[Any], _T | None]) -> _T | None:
     return None if processor is None else of(processor)
 
 
-def _wrong(unknown: Iterable[str], known: str) -> str:
-    return f"the parameters are {known}, not {min(unknown)[:80]!r}"
+def _with_key(
+    answer: Callable[[Request], Awaitable[Any]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Answer requests with the server's API key alone: the others get 401, wrong parameters 400."""
+
+    @functools.wraps(answer)
+    async def route(request: Request) -> Response:
+        if not is_authorized(request.app, request.headers):
+            return _refuse(401, _NEEDS_KEY)
+        try:
+            found = await answer(request)
+        except _WrongParameterError as error:
+            return _refuse(400, str(error))
+        return found if isinstance(found, Response) else JSONResponse(found, headers=_HEADERS)
+
+    return route
+
+
+class _WrongParameterError(ValueError):
+    """A parameter that an endpoint does not have."""
+
+
+def _parameters(request: Request, *names: str) -> tuple[str | None, ...]:
+    """Return the parameters of a request by name, None where one is not given."""
+    given = request.query_params
+    if unknown := given.keys() - set(names):
+        known = " and ".join(names)
+        raise _WrongParameterError(f"the parameters are {known}, not {min(unknown)[:80]!r}")
+    return tuple(given.get(name) for name in names)
 
 
 def _refuse(status: int, reason: str) -> Response:

@@ -81,8 +81,6 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         found = self._own = LayerGroups.of(self.single_type_managers)
         specs = self.layer_specs = found.specs
         self.layer_managers, self._groups, self.layers = found.managers, found.groups, found.layers
-        self._tables = [manager.req_to_blocks for manager in self.layer_managers]
-        self._zeroes = any(manager.records_new_block_ids for manager in self.layer_managers)
         self.stock_groups = StockGroups(found.others, self.block_pool)
         self.layer_blocks = LayerBlocks(
             [spec.block_size for spec in specs],
@@ -227,11 +225,10 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         record.num_blocks = need
         self.counters.held_blocks += missing
         if not record.tables:
-            record.tables = [tables[request_id] for tables in self._tables]
+            record.tables = self._own.tables_of(request_id)
         new_blocks = extend_tables(record.tables, pool_blocks, ends, units=need - have)
-        if self._zeroes:
-            for manager, blocks in zip(self.layer_managers, new_blocks, strict=True):
-                manager.new_block_ids.extend(block.block_id for block in blocks)
+        for layer, manager in self._own.recording:
+            manager.new_block_ids.extend(block.block_id for block in new_blocks[layer])
         if not self.stock_groups:
             return new_blocks
         by_group = self.stock_groups.allocate(request_id, num_tokens)

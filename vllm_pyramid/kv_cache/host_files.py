@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from vllm.logger import init_logger
 
@@ -98,7 +98,7 @@ class HostFiles:
         self._removed: list[str] = []
         self._saved: dict[str, FileSave] = {}  # by path
         self._told: set[str] = set()
-        self._lock: Any = None
+        self._lock: BinaryIO | None = None
         self._is_open = True
         self._writes = self._prepare(patience)
         if self._is_open:
@@ -121,8 +121,9 @@ class HostFiles:
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_owner()
-            self._lock = open(self._root / "lock", "ab", opener=_private)  # noqa: SIM115
-            self._wait_for_lock(patience)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            self._lock = os.fdopen(os.open(self._root / "lock", flags, 0o600), "wb")
+            self._wait_for(self._lock, patience)
             self._own.mkdir(mode=0o700, exist_ok=True)
         except OSError as problem:
             self._tell("unwritten", f"the folder cannot be written to: {problem}")
@@ -142,11 +143,11 @@ class HostFiles:
                 "users: chmod 700, or choose another folder"
             )
 
-    def _wait_for_lock(self, patience: float) -> None:
+    def _wait_for(self, lock: BinaryIO, patience: float) -> None:
         end = time.monotonic() + patience
         while True:
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise ValueError(
@@ -298,10 +299,6 @@ class HostFiles:
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("kv-host-cache-dir: %s (a miss; later ones are only counted)", text)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _unlink(path: str) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
@@ -19,12 +20,14 @@ class LayerGroups(NamedTuple):
 
     Attributes:
         managers: of the layers. specs: of the layers. groups: their groups' numbers.
+        recording: layer and manager of those that note the ids of new blocks, to have them zeroed.
         others: number and manager of each group that does not evict.
     """
 
     managers: tuple[LayerKVCacheManager, ...]
     specs: list[LayerKVCacheSpec]
     groups: list[int]
+    recording: list[tuple[int, LayerKVCacheManager]]
     others: list[tuple[int, SingleTypeKVCacheManager]]
 
     @classmethod
@@ -42,12 +45,22 @@ class LayerGroups(NamedTuple):
         assert [spec.layer_idx for spec in specs] == list(range(len(own))), "layers are missing"
         if not others:  # blocks of layers are then given out as those of groups
             assert groups == list(range(len(own))), "groups are not in the order of layers"
-        return cls(tuple(manager for _, _, manager in own), specs, groups, others)
+        sorted_managers = tuple(manager for _, _, manager in own)
+        recording = [
+            (layer, manager)
+            for layer, manager in enumerate(sorted_managers)
+            if manager.records_new_block_ids
+        ]
+        return cls(sorted_managers, specs, groups, recording, others)
 
     @property
     def layers(self) -> list[int]:
         """Return the model's own numbers of the layers."""
         return [spec.model_layer for spec in self.specs]
+
+    def tables_of(self, request_id: str) -> list[list[KVCacheBlock]]:
+        """Return the tables of a request in the layers' managers, `[layers]`."""
+        return [manager.req_to_blocks[request_id] for manager in self.managers]
 
     def release_heads(self, request_id: str, heads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Give back the first `heads` blocks of a request's tables, `[layers]`.

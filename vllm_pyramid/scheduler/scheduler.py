@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
@@ -62,15 +63,13 @@ class PyramidSchedulerMixin(Reports):
         coordinator = self.kv_cache_manager.coordinator
         assert isinstance(coordinator, LockstepCoordinator)
         self.coordinator = coordinator
-        manager = self.kv_cache_manager
+        manager: Any = self.kv_cache_manager
         empty = NoBlocks(manager.empty_kv_cache_blocks.blocks)
         manager.empty_kv_cache_blocks = empty
-        manager.create_kv_cache_blocks = (  # type: ignore[method-assign]
-            lambda blocks: kv_cache_blocks(blocks, empty)
-        )
+        manager.create_kv_cache_blocks = partial(kv_cache_blocks, none=empty)
         # vLLM's would look for the hashes of blocks, layer by layer; these blocks have none.
-        manager.estimate_cached_tokens = (  # type: ignore[method-assign]
-            lambda request: coordinator.prefixes.findable_tokens(request.request_id)
+        manager.estimate_cached_tokens = lambda request: coordinator.prefixes.findable_tokens(
+            request.request_id
         )
         # Not empty to vLLM, so it lets the coordinator allocate what `cached_prefix` has found.
         self._hit = KVCacheBlocks(tuple(() for _ in coordinator.single_type_managers))

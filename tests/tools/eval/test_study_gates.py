@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,34 +11,24 @@ import pandas as pd
 import pytest
 import torch
 
+from tests.tools.eval.study_scripts import Sizes, step_of_noise, study_scripts
+
 pytestmark = pytest.mark.cpu
 
-FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
 NAMES = ("model", "gates_pages", "gates_meter", "gates_ridge", "gates_tiles", "gates_report")
 HEADS, KV_HEADS, TOKENS, BEHIND, SIZE = 4, 2, 16 * 20 + 5, 6, 8
 
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    """The scripts, as they see each other."""
-    sys.path.insert(0, str(FOLDER))
-    yield {name: importlib.import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
-    for name in (*NAMES, "report"):
-        sys.modules.pop(name, None)
+    with study_scripts(NAMES, ("report",)) as found:
+        yield found
 
 
 @pytest.fixture
 def made(modules: dict[str, ModuleType]) -> tuple[Any, Any]:
-    """A step and a cache of noise."""
-    torch.manual_seed(3)
-    cache = modules["model"].LayerCache(
-        torch.randn(TOKENS, HEADS, SIZE),
-        torch.randn(KV_HEADS, TOKENS, SIZE),
-        torch.randn(KV_HEADS, TOKENS, SIZE),
-    )
-    own = (torch.randn(heads, BEHIND, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    return modules["model"].Step(0, *own, SIZE**-0.5), cache
+    sizes = Sizes(HEADS, KV_HEADS, TOKENS, BEHIND, SIZE)
+    return step_of_noise(modules["model"], 0, sizes)
 
 
 def weights(step: Any, cache: Any) -> torch.Tensor:

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tools.eval.study_scripts import Sizes, step_of_noise, study_scripts
 from vllm_pyramid.kernels import reference_pages
 from vllm_pyramid.kernels.page_records import PageBatch
 from vllm_pyramid.kernels.records import Softmax
@@ -20,32 +18,20 @@ from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
 
-FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
 NAMES = ("model", "selected", "static_heads", "methods")
 LAYERS, HEADS, KV_HEADS, TOKENS, BEHIND, SIZE = 2, 4, 2, 16 * 60 + 5, 14, 16
 
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    """The scripts, as they see each other."""
-    sys.path.insert(0, str(FOLDER))
-    yield {name: importlib.import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
-    for name in NAMES:
-        sys.modules.pop(name, None)
+    with study_scripts(NAMES) as found:
+        yield found
 
 
 @pytest.fixture
 def made(modules: dict[str, ModuleType]) -> tuple[Any, Any]:
-    """A step of the upper layer and its cache, of noise."""
-    torch.manual_seed(3)
-    cache = modules["model"].LayerCache(
-        torch.randn(TOKENS, HEADS, SIZE),
-        torch.randn(KV_HEADS, TOKENS, SIZE),
-        torch.randn(KV_HEADS, TOKENS, SIZE),
-    )
-    own = (2 * torch.randn(heads, BEHIND, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    return modules["model"].Step(1, *own, SIZE**-0.5), cache
+    sizes = Sizes(HEADS, KV_HEADS, TOKENS, BEHIND, SIZE)
+    return step_of_noise(modules["model"], 1, sizes, scale=2.0)
 
 
 def selected(modules: dict[str, ModuleType], preset: str, budget: str, kept: Any = None) -> Any:

@@ -23,6 +23,23 @@ def ordered_bits(scores, positions, num_sinks):
 
 
 @triton.jit
+def add_digit(counts, bins, prefix, wanted):
+    """Extend the first bits of the last score that is wanted by eight bits.
+
+    Args:
+        counts: `[256]` how many scores that begin with `prefix` go on with each value, `bins`.
+        wanted: the scores still to be found among them.
+
+    Returns:
+        The longer prefix, and the scores still to be found among those that begin with it.
+    """
+    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
+    wanted -= tl.sum(tl.where(bins > digit, counts, 0), 0)
+    return prefix * 256 + digit.to(tl.uint32), wanted
+
+
+@triton.jit
 def kth_largest(row, count, num_sinks, wanted, BLOCK: tl.constexpr):
     """Find the `wanted`-th largest of `count` scores: its bits, and how many equal ones belong.
 
@@ -41,10 +58,7 @@ def kth_largest(row, count, num_sinks, wanted, BLOCK: tl.constexpr):
                 inside &= (bits >> (32 - 8 * i)) == prefix
             digits = ((bits >> (24 - 8 * i)) & 0xFF).to(tl.int32)
             counts += tl.histogram(digits, 256, mask=inside)
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
-        wanted -= tl.sum(tl.where(bins > digit, counts, 0), 0)
-        prefix = prefix * 256 + digit.to(tl.uint32)
+        prefix, wanted = add_digit(counts, bins, prefix, wanted)
     return prefix, wanted
 
 

@@ -20,7 +20,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
     load_rows,
     visible_logits,
 )
-from vllm_pyramid.kernels.triton.select import ordered_bits
+from vllm_pyramid.kernels.triton.select import add_digit, ordered_bits
 
 # A part of a batch may begin at any address in these tensors.
 OF_CHOOSERS = ["block_table", "query_start_loc", "seq_lens", "skips", "choosers", "top_ns"]
@@ -171,10 +171,7 @@ def topn_choose_kernel(
                 inside &= (bits >> (32 - 8 * i)) == prefix
             digits = ((bits >> (24 - 8 * i)) & 0xFF).to(tl.int32)
             counts += tl.histogram(digits, 256, mask=inside)
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
-        wanted -= tl.sum(tl.where(bins > digit, counts, 0), 0)
-        prefix = prefix * 256 + digit.to(tl.uint32)
+        prefix, wanted = add_digit(counts, bins, prefix, wanted)
 
     taken = tl.full([], 0, tl.int32)
     equal_before = tl.full([], 0, tl.int32)
