@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vllm_pyramid.compat.page_server import lacks_key
 from vllm_pyramid.frontend.settings import PAGE_KEY, PROMPTS_KEY, REPORT_KEY, KVSettings
 from vllm_pyramid.policy.overrides import OVERRIDES
 from vllm_pyramid.policy.served_settings import asks_for_policy
@@ -148,11 +147,14 @@ def take_flags(namespace: argparse.Namespace) -> None:
     if hides_cached and asks_for_policy(config):
         namespace.additional_config = {REPORT_KEY: False, **config}
     settings = KVSettings.from_additional_config(namespace.additional_config)
-    if settings is not None and settings.kv_page_prompts and lacks_key(namespace):
-        raise ValueError(
-            "--kv-page-prompts shows prompts to those with the server's API key, and it has none: "
-            "give --api-key or VLLM_API_KEY"
-        )
+    if settings is not None and settings.kv_page_prompts:
+        from vllm_pyramid.compat.page_server import lacks_key
+
+        if lacks_key(namespace):
+            raise ValueError(
+                "--kv-page-prompts shows prompts to those with the server's API key, and it has "
+                "none: give --api-key or VLLM_API_KEY"
+            )
 
 
 def _move_flags(namespace: argparse.Namespace) -> None:

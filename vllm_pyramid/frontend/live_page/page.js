@@ -235,6 +235,7 @@ function strip(canvas, request, most, height) {
 function show(card) {
   open = card;
   at("words").hidden = true;
+  at("text").replaceChildren();
   at("one").showModal();
   requestAnimationFrame(animate);
   if (card.words) spell(card);
@@ -280,9 +281,9 @@ function pause() {
 at("theme").onclick = flip;
 at("pause").onclick = pause;
 at("close").onclick = () => at("one").close();
-at("one").onclose = () => { open = null; };
+at("one").onclose = () => { if (!at("one").open) open = null; };
 at("layer").oninput = shade;
-at("text").onmouseover = point;
+at("text").onmouseover = event => { if (event.target.dataset.token) point(event.target); };
 at("ask").onsubmit = event => {
   event.preventDefault();
   sessionStorage.setItem("vllm-pyramid-key", at("key").value);
@@ -293,7 +294,10 @@ document.onkeydown = event => {
   const here = list.indexOf(document.activeElement);
   if (key === "d") flip();
   else if (key === "p") pause();
-  else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
+  else if (open) {  // the arrows scroll
+    if (key !== "j" && key !== "k") return;
+    point(null, key === "j" ? 1 : -1);
+  } else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
   else if (key === "arrowup" || key === "arrowleft") list[Math.max(0, here - 1)]?.focus();
   else return;
   event.preventDefault();

@@ -41,7 +41,7 @@ function spell(card) {
   }));
   at("layer").max = card.words.layers.length - 1;
   at("layer").value = -1;
-  at("about").textContent = "Point at a word.";
+  at("about").textContent = "Point at a word, or go from word to word with J and K.";
   at("words").hidden = at("layers-of-words").hidden = false;
   shade();
 }
@@ -57,11 +57,15 @@ function shade() {
   }
 }
 
-function point(event) {
-  const words = open?.words, token = Number(event.target.dataset.token ?? NaN);
-  if (!words || Number.isNaN(token)) return;
-  at("text").querySelector(".at")?.classList.remove("at");
-  event.target.classList.add("at");
+// At a word, or `step` words on from the one that was pointed at last.
+function point(word, step = 0) {
+  const words = open?.words, spans = at("text").children, before = at("text").querySelector(".at");
+  if (!words) return;
+  const number = word ? Number(word.dataset.token) : Number(before?.dataset.token ?? -1) + step;
+  const token = Math.max(0, Math.min(spans.length - 1, number));
+  before?.classList.remove("at");
+  spans[token].classList.add("at");
+  if (!word) spans[token].scrollIntoView({block: "nearest"});
   const [heads, of] = kept(words, token, -1);
   const some = words.layers.filter((_, layer) => kept(words, token, layer)[0]).length;
   at("about").textContent = `token ${token} ${JSON.stringify(words.pieces[token])} is kept by ` +
