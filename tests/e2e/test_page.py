@@ -267,6 +267,16 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
         time.sleep(1)
         still = "return window.seen === at('requests').textContent"
         assert text("#state") == "paused" and running.execute_script(still)
+        # Answers that are compared are counted in /metrics alone.
+        agreement = running.execute_script(
+            "window.fetch = async () => new Response(arguments[0]);"
+            "return askMetrics().then(() => agreement)",
+            'vllm_pyramid:shadow_tokens_total{cache="evicted",a="b"} 8.0\n'
+            'vllm_pyramid:shadow_agreed_tokens_total{cache="evicted",a="b"} 6.0\n'
+            'vllm_pyramid:shadow_tokens_total{cache="whole",a="b"} 8.0\n'
+            'vllm_pyramid:shadow_agreed_tokens_total{cache="whole",a="b"} 8.0\n',
+        )
+        assert agreement == 0.75
         running.execute_script("window.fetch = window.real")
         body.send_keys("p")
         wait_for("live again", lambda: text("#state") == "live")

@@ -2,7 +2,7 @@
 const EVERY = 1000, MOST = 600, MOVE = 500;
 const at = id => document.getElementById(id);
 const address = name => location.pathname.replace(/\/?$/, "/") + name;
-let paused = false, history = [], last = null, open = null, hits = null, frames = 0;
+let paused = false, history = [], last = null, open = null, hits = null, agreement = null, frames = 0;
 const cards = new Map();
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -35,19 +35,22 @@ async function get(name) {
 
 async function ask() {
   const data = await get("data");
-  if (frames++ % 5 === 0) await askHits();
+  if (frames++ % 5 === 0) await askMetrics();
   return data;
 }
 
-// vLLM's own counters of prefixes that were found.
-async function askHits() {
+// Counters that no scheduler has: of prefixes that were found, and of answers that were compared.
+async function askMetrics() {
   try {
     const text = await (await fetch(address("../metrics"))).text();
-    const sum = name => [...text.matchAll(new RegExp(`^vllm:prefix_cache_${name}_total\\{.*\\} (\\S+)$`, "gm"))]
-      .reduce((total, found) => total + Number(found[1]), 0);
-    const queries = sum("queries");
-    hits = queries ? sum("hits") / queries : null;
-  } catch { hits = null; }
+    const sum = (name, label) =>
+      [...text.matchAll(new RegExp(`^${name}_total\\{.*${label}.*\\} (\\S+)$`, "gm"))]
+        .reduce((total, found) => total + Number(found[1]), 0);
+    const share = (some, all, label) => sum(all, label) ? sum(some, label) / sum(all, label) : null;
+    hits = share("vllm:prefix_cache_hits", "vllm:prefix_cache_queries", "");
+    // "whole" is the noise floor.
+    agreement = share("vllm_pyramid:shadow_agreed_tokens", "vllm_pyramid:shadow_tokens", 'cache="evicted"');
+  } catch { hits = agreement = null; }
 }
 
 async function tick() {
@@ -86,6 +89,7 @@ function take(data) {
   const failed = total(data, e => added(Object.values(e.stats.failed_requests || {})));
   const further = [], seen = total(data, e => e.stats.pages_visible || 0);
   if (seen) further.push(["pages read", `${(100 * total(data, e => e.stats.pages_read) / seen).toFixed(1)} %`]);
+  if (agreement !== null) further.push(["shadow agreement", `${(100 * agreement).toFixed(1)} %`]);
   const host = name => total(data, e => e.stats.host_cache?.[name] || 0) / 2 ** 30;
   if (host("bytes")) further.push(["host cache", `${host("bytes_used").toFixed(2)} of ${host("bytes").toFixed(2)} GiB`]);
   const used = pool.held + pool.other;
