@@ -277,7 +277,7 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
             'vllm_pyramid:shadow_agreed_tokens_total{cache="whole",a="b"} 8.0\n',
         )
         assert agreement == 0.75
-        running.execute_script("window.fetch = window.real")
+        running.execute_script("window.fetch = window.real; agreement = null")
         body.send_keys("p")
         wait_for("live again", lambda: text("#state") == "live")
         # The keyboard, on a page that stands still: a request may end at any time.
