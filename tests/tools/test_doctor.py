@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -91,6 +92,25 @@ def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "vllm_version", none)
     (finding,) = doctor.of_vllm()
     assert finding.status == doctor.MISSING and "install one" in finding.advice
+
+
+def test_companions_of_another_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both files of a package: what is installed, and a module that fails as torchvision does."""
+    (tmp_path / "torchvision").mkdir()
+    code = 'raise RuntimeError("operator torchvision::nms does not exist\\nmore")'
+    (tmp_path / "torchvision" / "__init__.py").write_text(code)
+    (tmp_path / "torchvision-9.9.dist-info").mkdir()
+    text = "Metadata-Version: 2.1\nName: torchvision\nVersion: 9.9\n"
+    (tmp_path / "torchvision-9.9.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(doctor, "COMPANIONS", ("torchvision", "not-there"))
+    finding = of_section(list(doctor.of_vllm()), "vLLM")["torchvision"]
+    assert finding.status == doctor.MISSING
+    assert finding.value == "9.9 does not load: operator torchvision::nms does not exist"
+    assert "pip uninstall torchvision" in finding.advice
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    assert "torchvision" not in of_section(list(doctor.of_vllm()), "vLLM")
 
 
 def test_a_check_that_breaks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

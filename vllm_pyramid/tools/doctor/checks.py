@@ -7,6 +7,7 @@ line of the report, with what to do.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -29,6 +30,8 @@ from vllm_pyramid.version import __version__
 OK, NOTE, MISSING = "ok", "note", "missing"
 DISTRIBUTION = "vllm-pyramid"
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "vllm_pyramid"
+# Packages of PyTorch's that `transformers` imports where they are installed; text models need none.
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 # Of the kernel's names in /proc/cpuinfo, those for which a part of the library is compiled.
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 
@@ -92,6 +95,22 @@ def of_vllm() -> Iterator[Finding]:
         )
     for name in ("torch", "transformers", "triton"):
         yield Finding("vLLM", name, _installed(name) or "not installed")
+    yield from _broken_companions()
+
+
+def _broken_companions() -> Iterator[Finding]:
+    """Find packages that were built for another PyTorch, with which `transformers` fails."""
+    for name in COMPANIONS:
+        if (version := _installed(name)) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # an operator or a library is not there
+            yield Finding(
+                *("vLLM", name, f"{version} does not load: {str(error).splitlines()[0]}", MISSING),
+                f"install the build for torch {_installed('torch')}, or, as text models need none "
+                f"of them, run `pip uninstall {' '.join(COMPANIONS)}`",
+            )
 
 
 def _build(names: dict[str, str]) -> str:
