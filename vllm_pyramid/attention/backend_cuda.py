@@ -224,7 +224,8 @@ class PyramidImplMixin:
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
             return attend(query, attn_metadata)
-        if context.hooks.attend and any(scale is not None for scale in (*args, *kwargs.values())):
+        is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
+        if context.hooks.attend and is_fused:
             raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
         tokens = query[: attn_metadata.num_actual_tokens]
@@ -249,6 +250,11 @@ class PyramidImplMixin:
                 )
             if attended is inputs:
                 result = attend(query, attn_metadata)
+            elif attended.block_table.dim() == 3:  # which the stock kernels do not read
+                if is_fused:
+                    raise NotImplementedError("our kernels write no fused output quantisation")
+                own = output[: len(tokens)]
+                inputs.ops.paged_attention(own, attended.batch, attended.softmax)
             else:
                 result = attend(query, metadata_of(attended, attn_metadata))
         context.after_attention(own_inputs(inputs, attended), output)
