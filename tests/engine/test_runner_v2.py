@@ -283,7 +283,7 @@ def _check_graphs(mode: str, policy: str, counts: dict[str, int]) -> None:
         assert counts.get("mode PIECEWISE") == 1 and counts["piecewise calls"] > 1, counts
         assert counts.get("full replays", 0) == counts.get("captures", 0) == 0
         if policy == "select":  # FlashAttention reads each KV head's list as a request's own
-            assert counts["flash attention, one KV head"] > 5
+            assert counts["flash attention, one KV head"] > 2
             return
         # A step waits for each copy; V of chunks of prompts is fetched.
         assert counts["late write_rows"] > counts["late copy_pages"] > 0
