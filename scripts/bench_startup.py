@@ -6,9 +6,9 @@
     .venv/bin/python scripts/bench_startup.py --compiled          # and compiled, cold and warm
     .venv/bin/python scripts/bench_startup.py --imports auto      # modules that take the longest
 
-Every start is a `vllm serve` in processes of its own, the variants in turn. "Cold" is the first start
-with an empty folder for vLLM's caches (`VLLM_CACHE_ROOT`), "warm" a later one with the same folder:
-what the operating system holds of files is not dropped. Run it on an idle machine.
+Every start is a `vllm serve` in processes of its own, the variants in turn. "Cold" is the first
+start with an empty folder for vLLM's caches (`VLLM_CACHE_ROOT`), "warm" a later one with the same
+folder: what the operating system holds of files is not dropped. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Variant:
 
 @dataclass
 class Start:
-    """One start. `phases`: seconds of each. `rates`: tokens a second of 1 and of several requests."""
+    """One start: the seconds of its phases, tokens a second by the number of requests at once."""
 
     phases: dict[str, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)

@@ -18,10 +18,10 @@ _STRIDE = 16
 def chosen_tiles(
     queries: torch.Tensor, keys: torch.Tensor, scale: float, top_p: float
 ) -> torch.Tensor:
-    """Return which tiles each row of tiles takes, `[H, rows, rows]`; those after it are never taken.
+    """Return which tiles each row of tiles takes, `[H, rows, rows]`, none of those after it.
 
     Args:
-        queries: `[H, tokens, D]`. keys: `[G, tokens, D]`. The tokens that fill no tile are left out.
+        queries: `[H, tokens, D]`. keys: `[G, tokens, D]`. Tokens that fill no tile are left out.
     """
     heads, tokens, size = queries.shape
     rows = tokens // TILE
