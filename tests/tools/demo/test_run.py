@@ -120,10 +120,8 @@ def test_stages_and_the_answer_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_requests_of_the_engines_policy_and_of_none_share_an_engine() -> None:
     full, own = run.work_of(model_path(), "a prompt", 4, ["full", "pyramidkv"], "12%").requests
     extra = {"kv_policy": "full"}
-    assert full.params(Path()).extra_args == extra and own.params(Path()).extra_args == {
-        "kv_budget": "12%"
-    }
-    assert sorted(sum(run.ENGINES, ())) == sorted(["full", "streaming-llm", "auto"])
+    assert full.params(Path()).extra_args == extra
+    assert own.params(Path()).extra_args == {"kv_budget": "12%"}
 
 
 def test_an_engine_that_evicts_nothing_fails_the_demonstration(
