@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from code_task import load_task
 from gates_tiles import TILE, chosen_tiles, density_of
-from model import Model, _sliding
+from model import Model, sliding
 
 from vllm_pyramid.tools.eval.haystack import load_tokens
 from vllm_pyramid.tools.eval.task import GeneratedTask
@@ -32,9 +32,9 @@ DENSE_LAYERS, LAST = 2, 64
 class SparsePrefill:
     """Attends to chosen tiles; `densities` has those of each layer that is sparse."""
 
-    def __init__(self, model: Model, top_p: float) -> None:
+    def __init__(self, top_p: float) -> None:
         self.densities: list[float] = []
-        self._model, self._top_p, self._layer = model, top_p, 0
+        self._top_p, self._layer = top_p, 0
 
     def step(
         self,
@@ -47,7 +47,7 @@ class SparsePrefill:
     ) -> torch.Tensor:
         """Return the attention of a layer, as `Model.prefill` has it but for the tiles."""
         if window is not None:
-            return _sliding(q, k, v, scale, window)
+            return sliding(q, k, v, scale, window)
         self._layer += 1
         tokens = q.shape[2]
         if self._layer <= DENSE_LAYERS or self._top_p >= 1:
@@ -76,8 +76,8 @@ class SparsePrefill:
 
 def last_logits(model: Model, ids: list[int], top_p: float) -> tuple[torch.Tensor, list[float]]:
     """Return log probabilities `[LAST, vocabulary]` at the prompt's end, and the densities."""
-    prefill = SparsePrefill(model, top_p)
-    logits = model._run(torch.tensor([ids]), 0, prefill.step, keep=LAST)[0]
+    prefill = SparsePrefill(top_p)
+    logits = model.run(torch.tensor([ids]), 0, prefill.step, keep=LAST)[0]
     return logits.log_softmax(dim=-1), prefill.densities
 
 
