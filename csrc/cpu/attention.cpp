@@ -16,18 +16,22 @@ namespace {
 // Rows of a tile of a prompt: enough to pay for packing each tile of keys. Prompts of many rows have
 // enough tiles for every thread, and pack half as often.
 constexpr int64_t kPromptRows = 240, kManyRows = 4096;
-// Keys of a part of a split request: at least this, and at most kMaxParts parts.
-constexpr int64_t kPartKeys = 512;
+// Keys of a part of a split request, or of a shared prefix: at least this, and at most kMaxParts parts.
+// Of a prefix every request has a partial result for each part.
+constexpr int64_t kPartKeys = 512, kSharedPartKeys = 1024;
 constexpr int64_t kMaxParts = 16;
 // Multiply-adds below which waking the other threads costs more than they help.
 constexpr int64_t kSerialWork = 1 << 17;
 
 int64_t align_down(int64_t x) { return x / kTileKeys * kTileKeys; }
 
-// Keys of a part of a split request or of a shared prefix of `keys` keys.
+// Keys of a part of a split request of `keys` keys.
 int64_t part_of(int64_t keys) {
   return std::max(kPartKeys, align_down((keys + kMaxParts - 1) / kMaxParts + kTileKeys - 1));
 }
+
+// Keys of a part of a shared prefix of `keys` keys.
+int64_t shared_part_of(int64_t keys) { return std::max(kSharedPartKeys, part_of(keys)); }
 
 struct Split {
   int64_t first_item, parts;
@@ -154,7 +158,7 @@ int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys) {
   shared.clear();
   plan.slots = plan.slot_rows = plan.work = 0;
   plan.max_rows = 1;
-  if (fewest_keys) shared.find(p, fewest_keys, part_of);
+  if (fewest_keys) shared.find(p, fewest_keys, shared_part_of);
   // Prompts first and their last (longest) tiles first, so that no thread is left with a long one.
   bool prompts = false;
   for (int64_t r = 0; r < p.R; ++r)
@@ -175,7 +179,7 @@ int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys) {
       plan_request(p, r, plan, member && member->parts ? member : nullptr);
     }
   if (plan.items.empty()) return 0;
-  shared.cut(p, kPromptRows, part_of);
+  shared.cut(p, kPromptRows, shared_part_of);
   plan.max_rows = std::max(plan.max_rows, shared.max_rows);
   plan.work += shared.work;
   shared_rows += shared.rows;
