@@ -43,9 +43,8 @@ AT_ONCE = 8
 PHASES = (
     ("front end: imports, arguments", "non-default args"),
     ("its configuration; the core's process and imports", "Initializing a V1 LLM engine"),
-    ("worker, weights", "Model loading took"),
-    ("memory, cache", "Warming up model for the compilation"),
-    ("warm-up, compilation", "init engine (profile"),
+    ("worker, weights", "Loading weights took"),
+    ("memory, cache, compilation, warm-up", "init engine (profile"),
     ("front end: routes", "Starting vLLM server on"),
 )
 READY, FIRST = "listening", "first token"
@@ -129,7 +128,9 @@ def serve(args: argparse.Namespace, variant: Variant, caches: Path) -> Start:
         end_group(process)
         reader.join(timeout=10)
     if missing := [name for name, _ in PHASES if name not in seen]:
-        raise RuntimeError(f"vLLM's log does not tell the end of: {', '.join(missing)}")
+        raise RuntimeError(
+            f"vLLM's log does not tell the end of: {', '.join(missing)}\n{''.join(log)}"
+        )
     made, before = Start(rates=rates), 0.0
     for name in (*(name for name, _ in PHASES), READY, FIRST):
         made.phases[name], before = seen[name] - before, seen[name]
