@@ -178,7 +178,7 @@ def test_what_the_host_cache_cannot_store(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"nnodes": 2}, "ranks on several hosts"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo xxhash"),
     ],
