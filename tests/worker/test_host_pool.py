@@ -99,6 +99,30 @@ def test_a_step_copies_out_then_on_the_device_then_in() -> None:
     assert torch.equal(pool.slots[0], before[[7, 8, 9]]), "the last one that got the slot"
 
 
+def test_a_worker_of_a_pipeline_stage_copies_the_blocks_of_its_layers() -> None:
+    """Stages have as many slots, whatever their layers; each takes its part of every order."""
+    of = specs(torch.float32)
+    size = of[0].page_size_bytes
+    before, after = [], []
+    pools = [HostPool(SLOTS * LAYERS * size, part, HostMemory) for part in (of[:1], of[1:])]
+    assert [pool.slots.shape for pool in pools] == [(SLOTS, 1, size), (SLOTS, 2, size)]
+    for pool in pools:
+        kv_caches = caches(of)
+        pool.bind(kv_caches, BLOCKS)
+        pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
+        before.append(pages.clone())
+        pool.store(step([HostCopy(2, [5, 1, 9])], []))
+        pages.fill_(0)
+        output = step([], [HostCopy(2, [3, 4, 8])])
+        output.new_block_ids_to_zero = [3, 4, 8]
+        pool.load(output)
+        after.append((pages, output.new_block_ids_to_zero))
+    (lower, zero_below), (upper, zero_above) = after
+    assert torch.equal(lower[3], before[0][5]) and not lower[[4, 8]].any()
+    assert torch.equal(upper[[4, 8]], before[1][[1, 9]]) and not upper[3].any()
+    assert (zero_below, zero_above) == ([4, 8], [3]), "blocks of another stage's pool"
+
+
 def test_memory_that_is_too_small_or_of_another_layout() -> None:
     of = specs(torch.float32)
     size = of[0].page_size_bytes

@@ -9,8 +9,8 @@ A bundle is written when no request uses it any more, so that a process that is 
 what its running requests hold. The workers copy the blocks at the begin of the next step and write
 the files in threads (`worker/file_writer.py`). Files are read, and their checksums checked, when a
 request looks for the bundle and finds it neither on the device nor in host memory; whatever is
-wrong with one of them is a miss for all ranks. The namespace says what bytes depend on apart from tokens: model, type and layout
-of the cache, versions. Files of other namespaces are the first to go.
+wrong with one of them is a miss for all ranks. The namespace says what bytes depend on apart from
+tokens: model, type and layout of the cache, versions. Files of other namespaces go first.
 """
 
 from __future__ import annotations
