@@ -161,7 +161,6 @@ def test_policies_that_pipeline_stages_cannot_serve(
 @pytest.mark.parametrize(
     ("policy", "arguments", "reason"),
     [
-        ("pyramidkv", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ("pyramidkv", {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ("h2o", {}, "a policy without prefix caching"),
         ("kcache", {}, "V in host memory"),

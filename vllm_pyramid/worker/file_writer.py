@@ -11,11 +11,13 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from vllm_pyramid.compat.side_channel import FileOrders, FileSave
 from vllm_pyramid.kv_cache.bundle_file import part_path, write_file
+from vllm_pyramid.step.upload import upload
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -101,13 +103,16 @@ def _copy_of(
     pages: torch.Tensor, blocks: Sequence[Sequence[int]]
 ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
     """Return the content of blocks, in host memory once the returned function was called."""
-    ids = torch.tensor([block for of_one in blocks for block in of_one], device=pages.device)
-    copy, counts = pages.index_select(0, ids), [len(of_one) for of_one in blocks]
+    ids = np.array([block for of_one in blocks for block in of_one], np.int64)
+    copy, counts = (
+        pages.index_select(0, upload(ids, pages.device)),
+        [len(of_one) for of_one in blocks],
+    )
     if pages.device.type == "cpu":
         return [part.view(-1) for part in copy.split(counts)], lambda: None
     pinned = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
     pinned.copy_(copy, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.Event(pages.device)
     event.record()
     return [part.view(-1) for part in pinned.split(counts)], event.synchronize
 

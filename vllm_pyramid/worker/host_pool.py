@@ -97,9 +97,9 @@ class HostPool:
         for copy in copies.stored:  # in order: a slot may get something twice
             if isinstance(copy, HostFill):
                 content = bytearray(copy.contents[self._part])
-                filled = torch.frombuffer(content, dtype=torch.uint8)
+                filled = upload(np.frombuffer(content, np.uint8), self.slots.device)
                 slot = self.slots[copy.slot].view(-1)[: len(content)]
-                slot.copy_(filled.to(slot.device))
+                slot.copy_(filled)
                 continue
             blocks, slot = next(of_device)
             _copy(self._words, blocks, slot, to_host=True)
