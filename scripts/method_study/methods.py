@@ -89,6 +89,7 @@ class Prompt:
             prompt_len=self.tokens,
             rotary=self.model.rotary,
             knows_rotary=True,
+            output=self.model.outputs[layer] if policy.scorer.needs_output else None,
             asks_ranks=policy.scorer.asks_ranks,
         )
 

@@ -13,9 +13,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.trace_files import read_kept
 from vllm_pyramid.tools.child_process import ChildError, read_task, run_child, say
 from vllm_pyramid.tools.eval.engine import Work
-from vllm_pyramid.tools.show.kept import pieces, read_kept
+from vllm_pyramid.tools.show.pieces import pieces
 
 
 class Task(BaseModel):
