@@ -481,7 +481,7 @@ class PlainWorker:
         """Do at once what a worker's thread does later."""
         for path in orders.removed:
             Path(path).unlink(missing_ok=True)
-        for path, begin, blocks in orders.saved:
+        for path, (begin,), blocks in orders.saved:
             content = np.full((len(blocks), FILE_WORDS), -1, np.int64)
             content[:, : self.memory_PN.shape[1]] = self.memory_PN[blocks]
             write_file(path, begin, content)
