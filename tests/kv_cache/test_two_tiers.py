@@ -45,7 +45,7 @@ from vllm_pyramid.worker.host_pool import HostPool
 
 pytestmark = pytest.mark.cpu
 
-BLOCKS, SLOTS, RANKS = 46, 12, 2
+BLOCKS, SLOTS, RANKS = 46, 8, 2
 DOCUMENTS, LONGEST = 8, 7  # bundles
 SUITE = 4000  # operations
 HAPPENINGS = (
@@ -150,7 +150,7 @@ class Tiers:
 
     def state(self) -> None:
         """A turn ends with a state of more blocks than a slot has, or goes on with one."""
-        document = self.random.randrange(DOCUMENTS)
+        document = self.random.randrange(DOCUMENTS // 2)
         name = BlockHash(name_of(document, 0) + b"@key")
         count = LAYERS + 1 + document
         if self.pool.get_num_free_blocks() < count:
@@ -198,11 +198,11 @@ class Tiers:
         if self.disk == "slow":
             self.gate.clear()
         for path in sorted(self.folder.rglob("*.kv*")):
-            if self.random.random() < 0.03:
+            if self.random.random() < 0.15:
                 data = bytearray(path.read_bytes())
                 at = self.random.randrange(len(data))
                 path.write_bytes(data[:at] if at % 2 else data[:at] + b"?" + data[at + 1 :])
-            elif self.random.random() < 0.01:
+            elif self.random.random() < 0.03:
                 path.rename(f"{path}.part" if path.name.endswith(".kv") else f"{path}.1")
         if self.random.random() < 0.2:
             self.weights += 1
@@ -362,7 +362,7 @@ def live(folder: Path, operations: int, seed: int) -> Counter[str]:
 
 def test_nothing_wrong_is_read_and_nothing_is_lost(tmp_path: Path, seed: int) -> None:
     seen = live(tmp_path, SUITE, seed)
-    assert all(seen[happening] >= 3 for happening in HAPPENINGS), seen
+    assert all(seen[happening] for happening in HAPPENINGS), seen
 
 
 if __name__ == "__main__":
