@@ -203,7 +203,7 @@ class Tiers:
                 at = self.random.randrange(len(data))
                 path.write_bytes(data[:at] if at % 2 else data[:at] + b"?" + data[at + 1 :])
             elif self.random.random() < 0.03:
-                path.rename(f"{path}.part" if path.name.endswith(".kv") else f"{path}.1")
+                path.rename(f"{path}.part")  # as if the process had ended before it was whole
         if self.random.random() < 0.2:
             self.weights += 1
             self.seen["other weights"] += 1
