@@ -1,87 +1,8 @@
-<!DOCTYPE html>
-<!-- SPDX-License-Identifier: Apache-2.0 -->
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>vllm-pyramid</title>
-<style>
-:root { color-scheme: light; --ink: #1b2330; --paper: #fff; --panel: #f4f6f9; --line: #d5dbe4;
-  --dim: #5d6878; --kept: #2a7ac0; --shared: #2f9e77; --made: #8a5cc8; --freed: #e3e7ee;
-  --cached: #a9c8b8; --other: #c79a3c; --bad: #b3382a; }
-:root[data-theme=dark] { color-scheme: dark; --ink: #e4e9f0; --paper: #12161d; --panel: #1b212b;
-  --line: #343d4b; --dim: #9aa6b6; --kept: #4b9be6; --shared: #45bd92; --made: #a987e0;
-  --freed: #2a313d; --cached: #3d5f50; --other: #d0a952; --bad: #ef8a7a; }
-* { box-sizing: border-box; }
-body { margin: 0; font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
-header { display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: center; padding: .5rem 1rem;
-  background: var(--panel); border-bottom: 1px solid var(--line); }
-h1 { font-size: 1.05rem; margin: 0; }
-h2 { font-size: .95rem; margin: 0 0 .4rem; }
-header .right { margin-left: auto; display: flex; gap: .4rem; align-items: center; }
-button, input { font: inherit; color: inherit; background: var(--paper);
-  border: 1px solid var(--line); border-radius: .3rem; padding: .1rem .6rem; }
-button { cursor: pointer; }
-:focus-visible { outline: 2px solid var(--kept); outline-offset: 1px; }
-#state { color: var(--dim); }
-#state.bad { color: var(--bad); font-weight: 600; }
-main { padding: .8rem 1rem; display: grid; gap: .9rem; }
-#tiles { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); }
-#tiles div { background: var(--panel); border: 1px solid var(--line); border-radius: .4rem;
-  padding: .35rem .6rem; }
-#tiles dt { color: var(--dim); font-size: .8rem; }
-#tiles dd { margin: 0; font-size: 1.15rem; font-variant-numeric: tabular-nums; }
-canvas { display: block; width: 100%; }
-#history { height: 150px; border: 1px solid var(--line); border-radius: .4rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem .9rem; color: var(--dim); font-size: .82rem;
-  margin: .3rem 0; }
-.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
-  margin-right: .3em; vertical-align: -1px; border: 1px solid var(--line); }
-#requests { display: grid; gap: .4rem; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); }
-#requests button { text-align: left; padding: .25rem .45rem .35rem; min-width: 0; display: block; }
-#requests .name { display: flex; gap: .5rem; font-size: .8rem; font-variant-numeric: tabular-nums; }
-#requests b { font-weight: 600; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-#requests .name span { margin-left: auto; color: var(--dim); white-space: nowrap; }
-.none { color: var(--dim); }
-dialog { width: min(60rem, 94vw); color: var(--ink); background: var(--paper);
-  border: 1px solid var(--line); border-radius: .5rem; }
-dialog::backdrop { background: rgb(0 0 0 / .45); }
-dialog .top { display: flex; gap: 1rem; align-items: start; overflow-wrap: anywhere; }
-dialog .top button { margin-left: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: .6rem; }
-th, td { text-align: right; padding: .05rem .8rem .05rem 0; }
-th { color: var(--dim); font-weight: 500; }
-.scroll { max-height: 45vh; overflow: auto; }
-</style>
-<header>
-  <h1>vllm-pyramid</h1><span id="policy"></span><span id="state" role="status">asking…</span>
-  <span class="right"><button id="pause" title="key: P">pause</button>
-  <button id="theme" title="key: D">light / dark</button></span>
-</header>
-<main>
-  <form id="ask" hidden><label>API key of this server <input id="key" type="password"
-    autocomplete="off"></label> <button>look</button></form>
-  <dl id="tiles"></dl>
-  <section><h2>Blocks of the pool</h2><canvas id="history" role="img"></canvas>
-    <div class="legend" id="pool"></div></section>
-  <section><h2>Running requests, layer by layer</h2>
-    <div class="legend"><span><i style="background:var(--freed)"></i>freed</span>
-    <span><i style="background:var(--shared)"></i>shared with others</span>
-    <span><i style="background:var(--kept)"></i>kept of the prompt</span>
-    <span><i style="background:var(--made)"></i>generated</span>
-    <span>top: first layer; width: tokens, the same for all. Enter opens one.</span></div>
-    <div id="requests"></div></section>
-</main>
-<dialog id="one" aria-labelledby="title"><div class="top"><h2 id="title"></h2>
-  <button id="close">close</button></div><canvas id="large" height="240"></canvas>
-  <div class="scroll"><table id="layers"></table></div></dialog>
-<noscript><p>This page draws with a script of its own.</p></noscript>
-<script>
-"use strict";
+/* SPDX-License-Identifier: Apache-2.0 */
 const EVERY = 1000, MOST = 600, MOVE = 500;
 const at = id => document.getElementById(id);
 const address = name => location.pathname.replace(/\/?$/, "/") + name;
-let paused = false, history = [], last = null, open = null, hits = null, frames = 0;
+let paused = false, history = [], last = null, open = null, hits = null, agreement = null, frames = 0;
 const cards = new Map();
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -103,26 +24,33 @@ function sized(canvas, height) {
   return [draw, width, height];
 }
 
-async function ask() {
+async function get(name) {
   const key = sessionStorage.getItem("vllm-pyramid-key");
   const headers = key ? {Authorization: `Bearer ${key}`} : {};
-  const answer = await fetch(address("data"), {headers, cache: "no-store"});
+  const answer = await fetch(address(name), {headers, cache: "no-store"});
   at("ask").hidden = answer.status !== 401;
   if (!answer.ok) throw new Error((await answer.json()).error || answer.statusText);
-  const data = await answer.json();
-  if (frames++ % 5 === 0) await askHits();
+  return answer.json();
+}
+
+async function ask() {
+  const data = await get("data");
+  if (frames++ % 5 === 0) await askMetrics();
   return data;
 }
 
-// vLLM's own counters of prefixes that were found.
-async function askHits() {
+// Counters that no scheduler has: of prefixes that were found, and of answers that were compared.
+async function askMetrics() {
   try {
     const text = await (await fetch(address("../metrics"))).text();
-    const sum = name => [...text.matchAll(new RegExp(`^vllm:prefix_cache_${name}_total\\{.*\\} (\\S+)$`, "gm"))]
-      .reduce((total, found) => total + Number(found[1]), 0);
-    const queries = sum("queries");
-    hits = queries ? sum("hits") / queries : null;
-  } catch { hits = null; }
+    const sum = (name, label) =>
+      [...text.matchAll(new RegExp(`^${name}_total\\{.*${label}.*\\} (\\S+)$`, "gm"))]
+        .reduce((total, found) => total + Number(found[1]), 0);
+    const share = (some, all, label) => sum(all, label) ? sum(some, label) / sum(all, label) : null;
+    hits = share("vllm:prefix_cache_hits", "vllm:prefix_cache_queries", "");
+    // "whole" is the noise floor.
+    agreement = share("vllm_pyramid:shadow_agreed_tokens", "vllm_pyramid:shadow_tokens", 'cache="evicted"');
+  } catch { hits = agreement = null; }
 }
 
 async function tick() {
@@ -159,6 +87,11 @@ function take(data) {
   const rate = name => now.time > since.time ? (now[name] - since[name]) / (now.time - since.time) : 0;
   last = data;
   const failed = total(data, e => added(Object.values(e.stats.failed_requests || {})));
+  const further = [], seen = total(data, e => e.stats.pages_visible || 0);
+  if (seen) further.push(["pages read", `${(100 * total(data, e => e.stats.pages_read) / seen).toFixed(1)} %`]);
+  if (agreement !== null) further.push(["shadow agreement", `${(100 * agreement).toFixed(1)} %`]);
+  const host = name => total(data, e => e.stats.host_cache?.[name] || 0) / 2 ** 30;
+  if (host("bytes")) further.push(["host cache", `${host("bytes_used").toFixed(2)} of ${host("bytes").toFixed(2)} GiB`]);
   const used = pool.held + pool.other;
   tiles([["pool in use", `${(100 * used / pool.blocks).toFixed(1)} %`],
     ["blocks held", `${number(used)} of ${number(pool.blocks)}`],
@@ -166,14 +99,16 @@ function take(data) {
     ["evictions", `${number(now.evictions)} · ${rate("evictions").toFixed(1)}/s`],
     ["blocks freed", `${number(now.freed)} · ${rate("freed").toFixed(0)}/s`],
     ["prefix hits", hits === null ? "–" : `${(100 * hits).toFixed(0)} %`],
-    ["failed", number(failed)]]);
+    ["failed", number(failed)], ...further]);
   at("policy").textContent = [...new Set(data.engines.map(e => e.policy.join(", budget ")))].join("; ");
   requests(data);
   drawHistory();
+  if (open) askWords(open);
 }
 
 function tiles(values) {
   const list = at("tiles");
+  while (list.children.length > values.length) list.lastChild.remove();
   while (list.children.length < values.length) {
     const tile = make("div", undefined, list);
     make("dt", "", tile);
@@ -246,6 +181,9 @@ function requests(data) {
     cards.delete(key);
     card.ended = true;
   }
+  const all = data.engines.flatMap(engine => engine.requests);
+  at("of-host").hidden = !all.some(request => request.host[1]);
+  at("of-read").hidden = !all.some(request => request.read);
   let none = holder.querySelector(".none");
   if (cards.size) none?.remove();
   else if (!none) { none = make("p", "No request runs.", holder); none.className = "none"; }
@@ -286,29 +224,45 @@ function strip(canvas, request, most, height) {
     part(freed, Math.max(freed, shared), colour("shared"));
     part(Math.max(freed, shared), prompt, colour("kept"));
     part(Math.max(freed, prompt), request.computed, colour("made"));
+    // An eviction moves what it keeps: what came from the host is no range any more.
+    if (!freed) part(request.host[0], Math.min(request.host[1], prompt), colour("host"));
+    // How many tokens are read, not which: these change with every token and head.
+    if (request.read && request.generated) {
+      const from = x(request.computed - Math.min(request.read[layer], request.computed - freed));
+      draw.fillStyle = colour("read");
+      draw.fillRect(from, y + tall * .6, Math.max(.5, x(request.computed) - from), Math.max(.5, tall * .3));
+    }
   });
 }
 
 // An opened request that has ended stays as it was last, until it is closed.
 function show(card) {
   open = card;
+  at("words").hidden = true;
+  at("text").replaceChildren();
   at("one").showModal();
   requestAnimationFrame(animate);
+  if (card.words) spell(card);
+  else askWords(card);
 }
 
 function large(card, moment) {
   const request = card.to;
   at("title").textContent = (card.ended ? "ended: " : "") + `${request.id}: ${request.policy || "no policy"}` +
     (request.budget === null ? "" : `, budget ${number(request.budget)} tokens`) +
-    `; prompt ${number(request.prompt)}, generated ${number(request.generated)}, shared ${number(request.shared)}`;
-  strip(at("large"), shown(card, moment), Math.max(64, request.prompt + request.generated), 240);
+    `; prompt ${number(request.prompt)}, generated ${number(request.generated)}, shared ${number(request.shared)}` +
+    (request.host[1] ? `, from the host cache ${number(request.host[1] - request.host[0])}` : "");
+  const height = last.prompts ? 120 : 240;
+  strip(at("large"), shown(card, moment), Math.max(64, request.prompt + request.generated), height);
   const table = at("layers");
   table.replaceChildren();
   const head = make("tr", undefined, table);
-  for (const name of ["layer", "tokens held", "freed", "blocks"]) make("th", name, head);
+  const further = request.read ? ["read at most"] : [];
+  for (const name of ["layer", "tokens held", "freed", "blocks", ...further]) make("th", name, head);
   request.freed.forEach((freed, layer) => {
     const line = make("tr", undefined, table);
-    for (const value of [card.layers[layer], request.computed - freed, freed, request.blocks[layer]])
+    const read = request.read ? [request.read[layer]] : [];
+    for (const value of [card.layers[layer], request.computed - freed, freed, request.blocks[layer], ...read])
       make("td", number(value), line);
   });
 }
@@ -331,7 +285,9 @@ function pause() {
 at("theme").onclick = flip;
 at("pause").onclick = pause;
 at("close").onclick = () => at("one").close();
-at("one").onclose = () => { open = null; };
+at("one").onclose = () => { if (!at("one").open) open = null; };
+at("layer").oninput = shade;
+at("text").onmouseover = event => { if (event.target.dataset.token) point(event.target); };
 at("ask").onsubmit = event => {
   event.preventDefault();
   sessionStorage.setItem("vllm-pyramid-key", at("key").value);
@@ -342,7 +298,10 @@ document.onkeydown = event => {
   const here = list.indexOf(document.activeElement);
   if (key === "d") flip();
   else if (key === "p") pause();
-  else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
+  else if (open) {  // the arrows scroll
+    if (key !== "j" && key !== "k") return;
+    point(null, key === "j" ? 1 : -1);
+  } else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
   else if (key === "arrowup" || key === "arrowleft") list[Math.max(0, here - 1)]?.focus();
   else return;
   event.preventDefault();
@@ -351,5 +310,3 @@ onresize = () => { drawHistory(); requestAnimationFrame(animate); };
 document.documentElement.dataset.theme = sessionStorage.getItem("vllm-pyramid-theme") ||
   (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 tick();
-</script>
-</html>
