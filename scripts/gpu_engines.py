@@ -27,6 +27,8 @@ LLAMA = ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim
 LENGTHS = [600, 599, 512, 333, 256, 200]
 TOP_N = 16  # keys whose V is fetched from the host
 # Half of the layers thin, in pieces that find room in a step beside all that decode.
+# Of each token behind a prompt: 8 pages of 13 to 38.
+SELECTS = {"budget": 128, "min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
 THINS = {"piece_tokens": 256, "min_context": 16, "decay_ratio": 0.5}
 
 
@@ -181,12 +183,15 @@ def run_start(
         model = models.write_model("llama-gpu", Path(folder))
         for policy in policies:
             name, _, where = policy.partition("+")
-            evicts, on_host = name not in ("none", "full", "kcache"), where or name == "kcache"
+            keeps_all = name in ("none", "full", "kcache", "select")
+            evicts, on_host = not keeps_all, where or name == "kcache"
             own: dict[str, Any] = {"kv_budget": 64, "kv_min_tokens": 0} if evicts else {}
             if policy == "pyramidinfer":
                 own = {"kv_min_tokens": 0, "kv_policy_args": THINS}
             if policy == "h2o":
                 own["kv_policy_args"] = {"interval": 16}
+            if policy == "select":
+                own = {"kv_policy_args": {"attend": SELECTS}}
             if on_host:  # fewer keys than the prompts have, and than are left of them
                 values = {"values": {"kind": "host", "top_n": TOP_N}}
                 own |= {"kv_policy_args": values, "kv_swap_space": swap_space}
@@ -206,6 +211,11 @@ def run_start(
                 layers = llm.llm_engine.model_config.hf_config.num_hidden_layers - 1
                 wanted = TOP_N * heads * row * layers
                 require(set(read) == {wanted}, f"{policy}: V of {wanted} bytes a token, not {read}")
+            if policy == "select":
+                reports = [output.kv_transfer_params for output in outputs]
+                shares = [one["pages_read"] / one["pages_visible"] for one in reports]
+                result["share_of_pages_read"] = shares
+                require(max(shares) < 1, f"a request has read all pages: {shares}")
             if evicts:
                 evicted = [output.kv_transfer_params["evicted_tokens"] for output in outputs]
                 result["evicted_tokens"][policy] = evicted
@@ -243,7 +253,7 @@ def main() -> int:
     engine.add_argument("--runner", required=True, choices=tuple(RUNNERS))
     engine.add_argument("--out", type=Path, required=True)
     start = stages.add_parser("start")
-    start.add_argument("--policies", default="none,full,pyramidkv,xkv,h2o,pyramidinfer")
+    start.add_argument("--policies", default="none,full,pyramidkv,xkv,h2o,pyramidinfer,select")
     start.add_argument("--tensor-parallel", type=int, default=1)
     start.add_argument("--swap-space", type=float, help="GiB of host memory, for kcache and +host")
     start.add_argument("--out", type=Path, required=True)

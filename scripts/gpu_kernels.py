@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 
 BLOCK_SIZE, KV_HEADS, GROUP, HEAD_SIZE = 16, 8, 4, 128  # Llama 3 8B, bfloat16
@@ -28,6 +29,9 @@ ROUNDS = 15
 COLD_BYTES = 512 << 20
 DECODES = ((32, 8192), (64, 1024), (8, 1024), (1, 8192))  # (requests, context)
 PROMPTS = ((1, 8192), (4, 8192))
+SELECTED = 1024  # tokens that are read where pages are selected
+SELECTIONS = tuple((n, context) for n in (1, 16) for context in (2048, 4096, 8192, 16384, 32768))
+DEVICE = "cuda"
 
 
 def require(condition: bool, message: str) -> None:
@@ -66,16 +70,16 @@ class Layers:
         pool = torch.empty(
             (layers, blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE),
             dtype=torch.bfloat16,
-            device="cuda",
+            device=DEVICE,
         )
         caches = [(layer[..., :HEAD_SIZE], layer[..., HEAD_SIZE:]) for layer in pool.normal_()]
-        order = torch.randperm(blocks, device="cuda").to(torch.int32)
-        lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+        order = torch.randperm(blocks, device=DEVICE).to(torch.int32)
+        lens = torch.full((requests,), context, dtype=torch.int32, device=DEVICE)
         return Layers(caches, order.view(requests, -1), lens, context)
 
     def queries(self, tokens_each: int) -> torch.Tensor:
         shape = (self.lens.numel() * tokens_each, KV_HEADS * GROUP, HEAD_SIZE)
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -218,6 +222,83 @@ def bench_eviction(requests: int, context: int, copy: Callable[[], object], copi
     }
 
 
+def bench_selection(requests: int, context: int, ops: Any) -> dict[str, Any]:
+    """Score pages, select some and attend to them, against attention to everything.
+
+    Launches included, as between piecewise graphs. `ops` are the kernels.
+    """
+    pages, chosen_pages = context // BLOCK_SIZE, SELECTED // BLOCK_SIZE
+    count = max(1, -(-COLD_BYTES // (requests * context * 4 * KV_HEADS * HEAD_SIZE)))
+    layers = Layers.build(requests, context, count)
+    query, zeros = layers.queries(1), torch.zeros_like(layers.lens)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
+    softmax, out = Softmax(HEAD_SIZE**-0.5), torch.empty_like(query)
+    rows = PageBatch(query, layers.table, starts[:-1], layers.lens - 1, zeros, BLOCK_SIZE, pages)
+    budgets = torch.full_like(layers.lens, chosen_pages)
+    pools = []
+    for key_cache, _ in layers.caches:
+        shape = len(key_cache), KV_HEADS, 2 * HEAD_SIZE
+        pools.append(torch.empty(shape, dtype=torch.bfloat16, device=DEVICE))
+        written = (key_cache, layers.table, zeros, layers.lens, zeros)
+        ops.summarise_pages(pools[-1], *written, kind="spread", max_pages=pages)
+    scores = torch.empty(requests, KV_HEADS, pages - 1, device=DEVICE)
+    chosen = PageSelection.empty(requests, KV_HEADS, chosen_pages, torch.device(DEVICE))
+
+    def score() -> None:
+        for pool in pools:
+            ops.score_pages(rows, softmax, pool, kind="spread", out=scores)
+
+    def select() -> None:
+        for _ in pools:
+            ops.select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
+
+    def attend(table: torch.Tensor, lens: torch.Tensor, longest: int) -> None:
+        for caches in layers.caches:
+            batch = AttentionBatch(
+                query, *caches, table, starts, lens, zeros, max_query_len=1, max_seq_len=longest
+            )
+            ops.paged_attention(out, batch, softmax)
+
+    score()
+    select()
+    times = median_times(
+        {
+            "dense": lambda: attend(layers.table, layers.lens, context),
+            "score": score,
+            "select": select,
+            "attend": lambda: attend(chosen.block_table, chosen.seq_lens, SELECTED),
+        }
+    )
+    require(bool((chosen.counts == chosen_pages).all()), f"chosen pages: {chosen.counts.tolist()}")
+    require(bool(out.isfinite().all()), "attention to selected pages is not finite")
+    whole = sum(times[name] for name in ("score", "select", "attend"))
+    return {
+        "kernel": "selection",
+        "requests": requests,
+        "context": context,
+        "selected_tokens": SELECTED,
+        **{f"{name}_milliseconds": time / count for name, time in times.items()},
+        "dense_by_selection": times["dense"] / whole,
+    }
+
+
+def least_contexts(rows: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Return from which measured context on selecting was faster, for each number of requests.
+
+    It is what `attend.min_context` is for; None where it was slower at the longest.
+    """
+    found: dict[str, int | None] = {}
+    ended: set[str] = set()
+    for row in sorted(rows, key=lambda row: -row["context"]):
+        requests = str(row["requests"])
+        found.setdefault(requests, None)
+        if row["dense_by_selection"] <= 1:
+            ended.add(requests)
+        elif requests not in ended:
+            found[requests] = row["context"]
+    return found
+
+
 def run_kernels() -> dict[str, Any]:
     """All kernel times; a copy of 1 GiB gives the bandwidth, measured between them."""
     torch.manual_seed(0)
@@ -230,7 +311,15 @@ def run_kernels() -> dict[str, Any]:
 
     rows = [bench_decode(*case, copy, copied) for case in DECODES]
     rows += [bench_eviction(*case, copy, copied) for case in PROMPTS]
-    return {"rounds": ROUNDS, "statistic": "median", "rows": rows}
+    from vllm_pyramid.kernels.triton import functions as triton_ops
+
+    selections = [bench_selection(*case, triton_ops) for case in SELECTIONS]
+    return {
+        "rounds": ROUNDS,
+        "statistic": "median",
+        "rows": rows + selections,
+        "min_context": least_contexts(selections),
+    }
 
 
 def main() -> int:

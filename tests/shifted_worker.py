@@ -88,6 +88,12 @@ def kernels(device: Any) -> Ops:
     def of_select(*_: Any, max_keep: int | None = None, **kwargs: Any) -> bool:
         return max_keep is not None
 
+    def of_summaries(*_: Any, max_pages: int | None = None, **kwargs: Any) -> bool:
+        return max_pages is not None
+
+    def of_pages(batch: Any, *_: Any, out: Any = None, **kwargs: Any) -> bool:
+        return batch.max_pages is not None and out is not None
+
     found: Any = SimpleNamespace(**launched)
     for name, known in (
         ("add_key_mass", of_mass),
@@ -97,6 +103,9 @@ def kernels(device: Any) -> Ops:
         ("window_scores", of_window),
         ("window_scores_and_statistics", of_window),
         ("select", of_select),
+        ("summarise_pages", of_summaries),
+        ("score_pages", of_pages),
+        ("select_pages", of_pages),
     ):
         setattr(found, name, asks(name, known))
     return found
@@ -119,7 +128,8 @@ class Worker:
         more: makes hooks that work in addition to the policy's.
 
     Attributes:
-        outs: the outputs of a method's attention, of each step and layer. calls: their inputs.
+        outs: the outputs of a method's attention, or of attention to pages of each KV head, of each
+            step and layer. calls: their inputs.
         survived: the tokens that reach the last layer, of each step whose prompts are thinned.
         reports: the methods' reports of the steps.
         spoiled: the prompt whose keys are NaN, or None. failed: what the steps report of it.
@@ -149,7 +159,7 @@ class Worker:
         width = self.longest // BLOCK
         blocks = self.layers * len(prompts) * width + 1
         self.tracker = EvictionTracker(policy, self.layers, max(sizes), len(prompts) + 1)
-        self.copies = LateCopies() if policy.attends and copies else None
+        self.copies = LateCopies() if not policy.copies_blocks and copies else None
         context = make_context(
             self.layers,
             heads=KV_HEADS,
@@ -310,7 +320,11 @@ class Worker:
                 self.outs.append(out)
             else:
                 assert not elsewhere
-                if step.evictions is not None:  # which look at it
+                if attended.block_table.dim() == 3:
+                    self.ops.paged_attention(put(out), attended.batch, attended.softmax)
+                    self.calls.append(attended)
+                    self.outs.append(out)
+                elif step.evictions is not None:  # which look at it
                     self.attention(put(out), attended.batch, attended.softmax)
             context.after_attention(own_inputs(call, attended), put(out))
             if layout is not None and layout.survivors is not None:
@@ -345,8 +359,16 @@ def policies() -> list[Policy]:
     found = []
     for name in policy_names():
         policy = load_policy(name)
-        if policy.attend.selects:
-            continue  # refused there
+        if getattr(policy.attend, "scorer", None) is not None:
+            part = policy.attend
+            if part.scorer.needs_queries:
+                continue  # refused there
+            few = {"budget": 64, "min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
+            args = {"attend": few}
+            if policy.evicts:
+                args = {"attend": {**few, "budget": 48, "sinks": 0}, "window": 16}
+            found.append(load_policy(name, "48" if policy.evicts else None, args))
+            continue
         if policy.allocator.thins_prompts:
             found += [load_policy(name, None, THINS), thins_generated()]
         elif policy.evicts:

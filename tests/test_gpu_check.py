@@ -267,6 +267,35 @@ def test_all_of_it_on_a_device_that_is_not_there(
     assert "start-own-core" in lines[-1] and lines[-1].startswith(str(file))
 
 
+def test_selection_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage's own code, over the reference; and from which context on selecting is faster."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    kernels = importlib.import_module("gpu_kernels")
+    from vllm_pyramid.kernels import reference
+
+    def run(calls: dict[str, Any]) -> dict[str, float]:
+        for call in calls.values():
+            call()
+        return {name: 1.0 + (name == "dense") for name in calls}
+
+    sizes = {"KV_HEADS": 2, "GROUP": 2, "HEAD_SIZE": 16, "COLD_BYTES": 1, "SELECTED": 128}
+    for name, value in {**sizes, "DEVICE": "cpu", "median_times": run}.items():
+        monkeypatch.setattr(kernels, name, value)
+    row = kernels.bench_selection(2, 512, reference)
+    assert row["dense_by_selection"] == pytest.approx(2 / 3) and row["context"] == 512
+    assert row["dense_milliseconds"] == 2.0 and row["attend_milliseconds"] == 1.0
+
+    def rows(requests: int, *ratios: float) -> list[dict[str, Any]]:
+        places = enumerate(ratios)
+        return [
+            {"requests": requests, "context": 1024 << place, "dense_by_selection": ratio}
+            for place, ratio in places
+        ]
+
+    found = kernels.least_contexts([*rows(1, 1.2, 0.9, 1.1, 2.0), *rows(16, 2, 3), *rows(4, 2, 1)])
+    assert found == {"1": 4096, "16": 1024, "4": None}
+
+
 LIKELY = {7: -1.0, 8: -1.04, 9: -3.0}
 
 
@@ -307,5 +336,5 @@ def test_starts_as_users_start(script: ModuleType) -> None:
     assert stages["start-tp2"].arguments[-2:] == ("--tensor-parallel", "2")
     source = (ROOT / "scripts" / "gpu_engines.py").read_text()
     start = source[source.index("def run_start") : source.index("def main")]
-    assert 'default="none,full,pyramidkv,xkv,h2o,pyramidinfer"' in source
+    assert 'default="none,full,pyramidkv,xkv,h2o,pyramidinfer,select"' in source
     assert "kv_cache_memory_bytes" not in start and "jit_monitor_mode" in start

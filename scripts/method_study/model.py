@@ -193,7 +193,7 @@ class Model:
         ]
 
     @torch.no_grad()
-    def _run(
+    def run(
         self, ids: torch.Tensor, first: int, step: Callable[..., torch.Tensor], keep: int = 0
     ) -> torch.Tensor:
         """Return logits of `ids` `[M, n]` at positions from `first` on; `keep` of the last ones."""
@@ -216,13 +216,13 @@ class Model:
             if window is not None:
                 last = slice(max(0, k.shape[2] - window + 1), None)
                 recorded.sliding[index] = LayerCache(q[0, :, :0], k[0, :, last], v[0, :, last])
-                return _sliding(q, k, v, scale, window)
+                return sliding(q, k, v, scale, window)
             recorded.layers.append(LayerCache(q[0].transpose(0, 1), k[0], v[0]))
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
 
-        logits = self._run(torch.tensor([ids]), 0, step, keep=1)
+        logits = self.run(torch.tensor([ids]), 0, step, keep=1)
         return recorded, logits[0, -1]
 
     def continued(
@@ -239,13 +239,13 @@ class Model:
                     torch.cat([x.expand(len(q), *x.shape), y], dim=2)
                     for x, y in ((old.keys, k), (old.values, v))
                 ]
-                return _sliding(q, both[0], both[1], scale, window)
+                return sliding(q, both[0], both[1], scale, window)
             layer = self._place[index]
             own = (Step(layer, *each, scale) for each in zip(q, k, v, strict=True))
             pairs = zip(ways, own, strict=True)
             return torch.stack([way.attend(it, recorded.layers[layer]) for way, it in pairs])
 
-        return self._run(torch.tensor([ids] * len(ways)), recorded.tokens, step)
+        return self.run(torch.tensor([ids] * len(ways)), recorded.tokens, step)
 
     def greedy(self, recorded: Recorded, logits: torch.Tensor, count: int) -> list[int]:
         """Return the tokens that the model itself continues with over the whole cache."""
@@ -269,7 +269,7 @@ class Model:
 
         while len(found) < count:
             first = recorded.tokens + len(found) - 1
-            found.append(int(self._run(torch.tensor([found[-1:]]), first, step)[0, -1].argmax()))
+            found.append(int(self.run(torch.tensor([found[-1:]]), first, step)[0, -1].argmax()))
         return found
 
 
@@ -289,7 +289,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _sliding(
+def sliding(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
 ) -> torch.Tensor:
     """Return `[M, H, n, D]`: the last `n` of the keys are the queries' own; each sees `window`."""

@@ -139,6 +139,26 @@ def test_grammars(engines: EnginePool, tmp_path: Path) -> None:
     assert len(kept) == 2 and compared > 100
 
 
+def test_grammars_beside_selected_pages(engines: EnginePool) -> None:
+    """Answers follow their grammars; several answers and a seed read as many pages as one."""
+    from vllm import SamplingParams
+
+    attend = {"budget": 64, "dense_layers": 1, "sinks": 16, "recent": 16}
+    selects = {"kv_policy": "select", "kv_policy_args": {"attend": attend}, "kv_budget": None}
+    engine = _demo(engines, **selects)
+    prompts = random_prompts([200, 130], vocab_size=400)
+    cases = [(prompt, grammar) for prompt in prompts for grammar in GRAMMARS]
+    outcomes = engine.run(Job(prompt, _in_grammar(grammar, 96)) for prompt, grammar in cases)
+    for (_, grammar), outcome in zip(cases, outcomes, strict=True):
+        _check_text(engine, grammar, outcome)
+        assert 0 < outcome.report["pages_read"] < outcome.report["pages_visible"]
+    sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+    first, second = (engine.run([Job(prompts[0], sampled)])[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+    assert first.report["pages_read"] == second.report["pages_read"] > 0
+    engine.check_whole()
+
+
 def test_grammars_and_preemption(engines: EnginePool) -> None:
     """Who comes back goes on in the middle of the grammar: answers are those of a large pool."""
     grammars = ("regex", "long", "json", "long", "choice", "long")

@@ -47,6 +47,12 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         TWO,
     ),
+    # Each stage summarises, selects and counts in its own layers; all but the lowest select.
+    "select-evicted": (
+        "select-evicted",
+        {"kv_policy_args": {"attend": {"budget": 96, "dense_layers": 1, "sinks": 16}}},
+        TWO,
+    ),
     "pyramidkv-both": ("pyramidkv", {"kv_budget": 64}, BOTH),
 }
 
@@ -93,7 +99,8 @@ def _traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
 
     `kept_<layer>` has the heads of all ranks, and `files` the names' ends.
     """
-    files = {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
+    paths = (path for path in folder.glob("*.npz") if "~pages" not in path.name)
+    files = {path.stem: dict(np.load(path)) for path in paths}
     lengths = {
         str(a["request_id"]): int(a["prompt_len"]) for a in files.values() if "prompt_len" in a
     }
@@ -137,9 +144,15 @@ def test_two_stages(
             assert (two[place][key] == whole[key]).all(), (place, key)
     assert sum((whole["held"] < n).any() for (n, _), whole in one.items()) >= 3
 
+    if name == "select-evicted":
+        reports = [outcome.report for outcome in outcomes]
+        assert all(0 < one["pages_read"] <= one["pages_visible"] for one in reports)
+        assert sum(one["pages_read"] < one["pages_visible"] for one in reports) >= 3
+
     # The pool of every stage is whole again, and was as large as its own layers could make it.
     page = PAGE // ENGINES[name][2].get("tensor_parallel_size", 1)
     page += 4 * KV_HEADS * 16 if name == "h2o" else 0  # what it gathers for each row of a page
+    page += PAGE // 16 if name == "select-evicted" else 0  # summaries
     blocks = {**SETTINGS, **ENGINES[name][2]}["kv_cache_memory_bytes"] // page
     assert result["free_blocks"] == [blocks - 1] * 2
     whole = blocks * 16 / (LAYERS // 2)  # tokens, where a prompt is held whole at its end

@@ -62,6 +62,7 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 4 << 20,
     "block_size": 16,
 }
+ATTEND = {"min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
 # Policies of the engines that run in turn in a process: of the attention of CUDA devices also one
 # whose lengths the worker solves, and one that evicts during generation.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -84,6 +85,13 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_policy": "pyramidkv",
         "kv_budget": 36,
         "kv_policy_args": {"values": {"kind": "host", "top_n": 8, "device_layers": 1}},
+    },
+    # The upper of two layers reads 4 of 5 to 7 pages; then 3 of 4 that hold what was kept.
+    "select": {"kv_policy": "select", "kv_policy_args": {"attend": {**ATTEND, "budget": 64}}},
+    "both": {
+        "kv_policy": "select-evicted",
+        "kv_budget": 44,
+        "kv_policy_args": {"attend": {**ATTEND, "budget": 48, "sinks": 0}, "window": 16},
     },
     # Pieces of 48 tokens, of which the upper layers hold 48, 32 and 16.
     "thinned": {
@@ -116,7 +124,7 @@ ENGINES = {
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away", "thinned"),
+        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away", "thinned", "both"),
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
@@ -124,7 +132,7 @@ ENGINES = {
     ),
     "full-graphs": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
-        ("pyramidkv", "drafts", "kcache", "away", "thinned"),
+        ("pyramidkv", "drafts", "kcache", "away", "thinned", "select"),
     ),
     "decode-graphs": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
@@ -271,9 +279,12 @@ def _check_graphs(mode: str, policy: str, counts: dict[str, int]) -> None:
         assert counts.get("full replays", 0) == counts.get("captures", 0) == 0
         assert counts["mode NONE"] == 1
         return
-    if policy in ON_HOST:  # attends by itself in every step, between the pieces
+    if policy in (*ON_HOST, "select"):  # attends by itself in every step, between the pieces
         assert counts.get("mode PIECEWISE") == 1 and counts["piecewise calls"] > 1, counts
         assert counts.get("full replays", 0) == counts.get("captures", 0) == 0
+        if policy == "select":  # FlashAttention reads each KV head's list as a request's own
+            assert counts["flash attention, one KV head"] > 2
+            return
         # A step waits for each copy; V of chunks of prompts is fetched.
         assert counts["late write_rows"] > counts["late copy_pages"] > 0
         return
@@ -289,7 +300,12 @@ def _check_graphs(mode: str, policy: str, counts: dict[str, int]) -> None:
 def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:
     """The policy did what it is there for."""
     evicted = [report["evicted_tokens"] > 0 for report in reports]
-    assert evicted == ([False] * 4 if policy == "kcache" else [True, False, False, True])
+    keeps_all = policy in ("kcache", "select")
+    assert evicted == ([False] * 4 if keeps_all else [True, False, False, True])
+    if policy in ("select", "both"):
+        assert all(one["pages_visible"] > 0 for one in reports)
+        fewer = [one["pages_read"] < one["pages_visible"] for one in reports]
+        assert fewer == [True, False, False, True]
     if policy == "thinned":
         # Pieces of 48 and 22 tokens; of 48, 48 and 4.
         assert reports[0]["kept_tokens"] == [70, 70, 54, 38]

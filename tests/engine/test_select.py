@@ -281,6 +281,36 @@ def test_batches_chunks_and_prefixes_change_nothing(
     engine.check_whole()
 
 
+def test_a_conversation_of_eight_turns(engines: EnginePool, model: Path) -> None:
+    """Each turn finds the prompt before it and computes the answer again, as if nothing were found.
+
+    Also where it says where its earlier turns ended, with `kv_turn_mode: exact`.
+    """
+    engine = _fresh(engines.get(model, **SELECT))
+    turns = random_prompts([257, *[17] * 7], seed=8)
+    text: list[int] = []
+    ends: list[int] = []
+    sent: list[list[int]] = []
+    found = []
+    for turn in turns:
+        before = len(text)
+        text = [*text, *turn]
+        own = {"kv_turns": [*ends], "kv_turn_mode": "exact"} if len(sent) % 2 and ends else {}
+        (outcome,) = engine.run([Job([*text], greedy(9, logprobs=2, **own))])
+        # What is found ends where the prompt before it did, in whole blocks.
+        assert outcome.cached == (ends[-1] // N * N if ends else 0), before
+        ends.append(len(text))
+        sent.append([*text])
+        found.append(outcome)
+        text += outcome.token_ids
+    engine.check_whole()
+    cold = []
+    for prompt in sent:
+        cold += _fresh(engine).run([Job(prompt, greedy(9, logprobs=2))])
+    assert_same_tokens(found, cold)
+    _assert_read(found)
+
+
 def test_preempted_requests_choose_again(
     engines: EnginePool, model: Path, alone: list[Outcome]
 ) -> None:
@@ -411,11 +441,14 @@ def test_evicted_inside_the_prompt_and_selected(engines: EnginePool, model: Path
     engine.check_whole()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "lfm2", "gemma3n"])
 def test_layers_of_other_kinds_attend_as_ever(
     engines: EnginePool, tmp_path: Path, family: str
 ) -> None:
-    """Windows, learned sinks, states: only layers with full attention select."""
+    """Windows, learned sinks, states: only layers with full attention select.
+
+    Of gemma3n also layers that read the cache of another layer, which choose by their own queries.
+    """
     folder = make_hybrid(family, tmp_path)
     jobs = {"lengths": (33, 257, 512)}
     common = {**SETTINGS, "max_num_batched_tokens": 512}
@@ -451,7 +484,13 @@ def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: P
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "not tried with --pipeline-parallel-size"),
+        (
+            {
+                "kv_policy": "infllm",
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+            "drafts of the next page would overwrite them",
+        ),
         ({"kv_policy_args": {"attend.dense_layers": 4}}, "nothing would be selected"),
     ],
 )

@@ -50,6 +50,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_budget": 64,
         "kv_policy_args": {"chunk": {"tokens": 128, "keep": 96}},
     },
+    "select": {"kv_policy": "select", "kv_policy_args": {"attend.min_tokens": 128}},
     "pyramidinfer": {
         "kv_policy": "pyramidinfer",
         "kv_policy_args": {"decay_ratio": 0.5, "min_context": 24, "piece_tokens": 128},
@@ -120,8 +121,14 @@ def _check(
         engine.check_whole()
     assert 0 < count["accepted"] < count["drafted"] - 50, count
     assert (preemptions["all"] > 0) == is_short
+    selects = settings["kv_policy"] == "select"
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
+        if selects:  # drafts read pages, too
+            counts = [(one.report.pop("attended_tokens"), one.report.pop("pages_read"),
+                       one.report.pop("pages_visible")) for one in (ours, theirs)]  # fmt: skip
+            assert all(mine >= plain > 0 for mine, plain in zip(*counts, strict=True))
+            assert counts[0][1] < counts[0][2] or len(ours.job.prompt) < 128
         assert ours.report == theirs.report
     again = len(_waves(is_short)[0])  # who comes when the first have ended finds their prompts
     cached = [[outcome.cached for outcome in side[again:]] for side in (found, expected)]
@@ -130,10 +137,11 @@ def _check(
     for ours, theirs in zip(*cached, strict=True):
         assert theirs - less <= ours <= theirs
     evicted = sum(outcome.report["evicted_tokens"] for outcome in found)
-    assert (evicted > 0) == (settings["kv_policy"] != "full")
+    assert (evicted > 0) == (settings["kv_policy"] not in ("full", "select"))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# `test_select.py` looks at pages and summaries beside n-grams.
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"select"}))
 def test_tokens_are_those_without_it(
     engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
 ) -> None:
@@ -162,6 +170,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     ("method", "policy", "blocks"),
     [
         ("eagle", "snapkv", 4096),
+        ("eagle", "select", 4096),
         ("eagle3", "xkv", 4096),
         ("draft_model", "xkv", 4096),
         ("draft_model", "pyramidinfer", 4096),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages
+from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages, choosing, refusals
 from vllm_pyramid.methods.pages.reads import PageReads, StepReads
 from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
 from vllm_pyramid.methods.pages.worker import PageSelector
@@ -140,12 +141,14 @@ class _Context:
 
     device = torch.device("cpu")
     block_size = N
-    num_layers = LAYERS
 
     class _Spec:
         num_kv_heads, head_size, dtype = KV_HEADS, SIZE, torch.float32
 
-    specs = (_Spec(),) * LAYERS
+        def __init__(self, layer_idx: int) -> None:
+            self.layer_idx = layer_idx
+
+    specs = tuple(map(_Spec, range(LAYERS)))
 
 
 _CONTEXT: Any = _Context()
@@ -176,11 +179,10 @@ def test_quest_chooses_its_authors_pages(seed: int) -> None:
     assert isinstance(part, SelectPages)
 
     class Alone(_Context):
-        class _Spec:
-            num_kv_heads, head_size, dtype = HEADS, SIZE, torch.float32
+        class _Spec(_Context._Spec):
+            num_kv_heads = HEADS
 
-        specs = (_Spec(),)
-        num_layers = 1
+        specs = (_Spec(0),)
 
     length = 50 + 7 * seed
     step = _step([(20, length - 1, 1)], layers=1, policy=load_policy("quest", args={
@@ -308,8 +310,12 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
             check()
 
 
-def test_mixed_rows_attend_as_each_by_itself() -> None:
-    """A prompt's chunk, a token with drafts that choose, and a short answer, in one call."""
+@pytest.mark.parametrize("at_once", [choosing.ROWS_AT_ONCE, 2])
+def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """A prompt's chunk, a token with drafts that choose, and a short answer, in one call.
+
+    Rows that are scored in parts choose as if they were scored together.
+    """
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
     selector = _selector(policy.attend, 64)
     source = torch.Generator().manual_seed(1)
@@ -326,7 +332,12 @@ def test_mixed_rows_attend_as_each_by_itself() -> None:
     inputs = _inputs(cache, table, step, 1, query)
     selector.begin_step(step)
     selector.before_attention(_inputs(cache, table, step, 0, query))
+    whole = selector.before_attention(inputs).block_table.clone()
+    monkeypatch.setattr(choosing, "ROWS_AT_ONCE", 2)
+    selector.begin_step(step)
+    selector.before_attention(_inputs(cache, table, step, 0, query))
     chosen = selector.before_attention(inputs)
+    assert torch.equal(chosen.block_table, whole) and len(whole) == 5
     out, dense = torch.empty_like(query), torch.empty_like(query)
     reference.paged_attention(out, chosen.batch, chosen.softmax)
     selector.before_attention(_inputs(cache, table, step, 2, query))
@@ -398,6 +409,38 @@ def test_a_request_without_numbers_fails_alone() -> None:
     assert step.failures.of["r0"].kind == "scores" and "NaN" in step.failures.of["r0"].reason
 
 
+def test_a_stage_answers_for_its_layers_and_passes_nan_on(tmp_path: Path) -> None:
+    """Layers 1 and 2 of 3 are the last stage's; the scheduler does not hear of NaN in layer 1."""
+    policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
+    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=torch.Generator().manual_seed(4))
+    table = torch.arange(1, 33, dtype=torch.int32).view(2, 16)
+    cache[3] = torch.nan  # of the first request, and not among the pages that it reads
+    found = {}
+    for layers in ((0, 1), (2,)):
+
+        class Stage(_Context):
+            specs = tuple(map(_Context._Spec, layers))
+
+        selector = found[layers] = _selector(policy.attend, 64, Stage())
+        selector.trace = TraceWriter(str(tmp_path), [KV_HEADS] * LAYERS, 0, 1, stage=len(found))
+    for requests in ([(38, 0, 38), (38, 0, 38)], [(38, 38, 1), (38, 38, 1)]):
+        query = torch.ones(sum(request[2] for request in requests), HEADS, SIZE)
+        for layers, selector in found.items():
+            step = _step(requests, policy=policy)
+            step.failures.is_heard_in_evictions = layers != (2,)
+            selector.begin_step(step)
+            for layer in layers:
+                # The tensor of queries stands for what a model hands from layer to layer.
+                keys = cache if layer < 2 else cache.nan_to_num(0.5)
+                selector.before_attention(_inputs(keys, table, step, layer, query))
+            report = selector.end_step(step)
+            selector.trace.forget("r1")
+    assert report is not None and report.read == [10 + 5 + 5] * 2 and report.visible == [30] * 2
+    assert list(step.failures.of) == ["r0"] and query[0].isnan().all() and query[1].isfinite().all()
+    pages = [np.load(tmp_path / f"r1~pages-stage{stage}.npz")["pages_read"] for stage in (1, 2)]
+    assert [one.tolist() for one in pages] == [[10, 5, 0], [0, 0, 5]]
+
+
 def test_steps_without_requests_do_nothing() -> None:
     selector = _selector(_part(_scorer("spread")), 8)
     step = Step.nothing(LAYERS, 2)
@@ -412,7 +455,7 @@ def test_layers_of_different_shapes_are_refused() -> None:
         class _Wide(_Context._Spec):
             num_kv_heads = 4
 
-        specs = (_Context._Spec(), _Wide(), _Context._Spec())
+        specs = (_Context._Spec(0), _Wide(1), _Context._Spec(2))
 
     with pytest.raises(ValueError, match="different KV heads"):
         _selector(_part(_scorer("spread")), 8, Mixed())
@@ -437,6 +480,45 @@ def test_the_ceiling_reads_keys() -> None:
     assert all(5 in head for head in chosen.block_table[0].tolist())
     spread = replace(step)
     assert spread.requests is step.requests
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def _config(**fields: Any) -> Any:
+    text = SimpleNamespace(num_kv_shared_layers=fields.pop("shared_layers", 0))
+    return SimpleNamespace(
+        speculative_config=fields.pop("drafts", None),
+        model_config=SimpleNamespace(hf_text_config=text),
+        cache_config=SimpleNamespace(cache_dtype=fields.pop("cache_dtype", "auto")),
+        parallel_config=SimpleNamespace(**fields),
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "policy", "fields", "reason"),
+    [
+        ("cpu", "select", {"drafts": "eagle", "shared_layers": 2}, None),
+        ("cpu", "infllm", {"pipeline_parallel_size": 2, "data_parallel_size": 2}, None),
+        ("cpu", "infllm", {"drafts": "eagle"}, "drafts of the next page would overwrite them"),
+        ("cpu", "infllm", {"shared_layers": 2}, "have queries of their own"),
+        ("cuda", "select", {"pipeline_parallel_size": 2, "shared_layers": 2}, None),
+        ("cuda", "quest", {"cache_dtype": "fp8"}, None),
+        ("cuda", "quest", {"cache_dtype": "fp8_per_token_head"}, "one scale a layer"),
+        ("cuda", "select", {"drafts": "ngram"}, "the host's word of each token's position"),
+        ("cuda", "infllm", {}, "would wait for the device"),
+    ],
+)
+def test_what_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, policy: str, fields: Any, reason: str | None
+) -> None:
+    platform = SimpleNamespace(device_type=device)
+    monkeypatch.setattr(refusals, "current_platform", platform)
+    if reason is None:
+        refusals.check_config(load_policy(policy), _config(**fields))
+        return
+    with pytest.raises(ValueError, match=rf"^policy '{policy}' selects pages .*{reason}"):
+        refusals.check_config(load_policy(policy), _config(**fields))
 
 
 # Queries of pages ---------------------------------------------------------------------------------

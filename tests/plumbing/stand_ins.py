@@ -58,6 +58,7 @@ def attend(
     softmax = Softmax(softmax_scale, soft_cap=softcap, sliding_window=window, sinks=s_aux)
     reference.paged_attention(out, batch, softmax)
     COUNTS["flash attention"] += 1
+    COUNTS["flash attention, one KV head"] += k.shape[2] == 1
 
 
 def write(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, *scales: Any) -> None:

@@ -90,6 +90,29 @@ def test_keys_that_are_chosen_in_every_step_are_looked_at_in_every_step(
     assert {name: failure.kind for name, failure in worker.failed.items()} == {"c": SCORES}
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+def test_pages_that_cannot_be_ranked_end_their_request_alone(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of a prompt are NaN, and so are the summaries of its pages; nothing is evicted."""
+    policy = next(policy for policy in policies() if policy.name == "select")
+    with PretendedDevice() as device:
+        used = device if on_device else Host()
+        launch_tables(monkeypatch, used)
+        right, worker = (_run(policy, used, spoiled) for spoiled in (None, "c"))
+    assert device.waits == []
+    assert right.failed == {}
+    assert {name: failure.kind for name, failure in worker.failed.items()} == {"c": SCORES}
+    assert "NaN" in worker.failed["c"].reason
+    compared = 0
+    for ours, theirs in zip(worker.outs, right.outs, strict=True):
+        for row in (0, 1):  # "a" and "b"; in steps with fewer tokens "c" has chosen nothing yet
+            if ours[row].isfinite().all():
+                assert torch.equal(ours[row], theirs[row])
+                compared += 1
+    assert compared > 6
+
+
 class TwoRanks:
     """A rank of two: the sum adds what the other has sent."""
 

@@ -110,6 +110,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
     assert [len(tokens) for tokens in worker.survived] == ([61, 55, 34, 7] if thins else [])
     for tokens, right in zip(worker.survived, on_host.survived, strict=True):
         assert torch.equal(tokens, right)
-    if policy.attends:
+    if not policy.copies_blocks:
         assert torch.equal(worker.host_values(), on_host.host_values())
-        assert worker.reports == on_host.reports
+    if policy.attends:
+        assert worker.reports == on_host.reports and any(worker.reports)

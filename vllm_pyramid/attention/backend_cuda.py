@@ -224,7 +224,8 @@ class PyramidImplMixin:
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
             return attend(query, attn_metadata)
-        if context.hooks.attend and any(scale is not None for scale in (*args, *kwargs.values())):
+        is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
+        if context.hooks.attend and is_fused:
             raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
         tokens = query[: attn_metadata.num_actual_tokens]
@@ -249,10 +250,31 @@ class PyramidImplMixin:
                 )
             if attended is inputs:
                 result = attend(query, attn_metadata)
+            elif attended.block_table.dim() == 3:  # which the stock kernels do not read
+                if is_fused:
+                    raise NotImplementedError("lists of pages have no fused output quantisation")
+                self.attend_to_lists(layer, attended, kv_cache, attn_metadata, output)
             else:
                 result = attend(query, metadata_of(attended, attn_metadata))
         context.after_attention(own_inputs(inputs, attended), output)
         return result
+
+    def attend_to_lists(
+        self,
+        layer: Any,
+        attended: AttentionInputs,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend to lists of pages of each KV head, by our own kernel.
+
+        Args:
+            layer: vLLM's. attended: its table is `[S, G, W]`. kv_cache, output: see `forward`.
+            metadata: stock, of the step's own table.
+        """
+        out = output[: len(attended.query)]
+        attended.ops.paged_attention(out, attended.batch, attended.softmax)
 
     def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:
         values = self.context.values if self.context is not None else None

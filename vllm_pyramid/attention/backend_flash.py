@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
+import torch
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin, PyramidImplMixin
+from vllm_pyramid.attention.backend_cuda import (
+    PyramidBuilderMixin,
+    PyramidImplMixin,
+    metadata_of,
+)
+from vllm_pyramid.attention.head_lists import single_heads
+from vllm_pyramid.step.attention_inputs import AttentionInputs
 
 
 class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
@@ -20,6 +28,50 @@ class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
 
 class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
     """FlashAttention, with hooks and evictions behind it."""
+
+    _of_one_head: FlashAttentionImpl | None = None
+
+    def attend_to_lists(
+        self,
+        layer: Any,
+        attended: AttentionInputs,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend by FlashAttention, to each KV head as a request of its own.
+
+        Our kernel attends where a request has several queries (their heads lie between one
+        another), where heads have learned sinks (of which a request of one head would have its
+        own), where FlashAttention reads pages of another size, and where a cache has too many
+        rows for the view's blocks to be numbered in 32 bits.
+        """
+        batch = attended.batch
+        is_alone = batch.max_query_len == 1 and self.sinks is None
+        is_small = kv_cache.shape[:3].numel() < 2**31
+        if not is_alone or not is_small or getattr(self, "fa4_hd256", False):
+            super().attend_to_lists(layer, attended, kv_cache, metadata, output)
+            return
+        if self._of_one_head is None:
+            self._of_one_head = copy.copy(self)
+            self._of_one_head.num_kv_heads = 1
+            self._of_one_head.num_heads = self.num_heads // self.num_kv_heads
+        lists = single_heads(batch, kv_cache)
+        chosen = metadata_of(attended, metadata)
+        chosen.block_table, chosen.seq_lens = lists.block_table, lists.seq_lens
+        chosen.query_start_loc, chosen.num_actual_tokens = lists.starts, len(lists.query)
+        out = torch.empty_like(lists.query)
+        FlashAttentionImpl.forward(
+            self._of_one_head,
+            layer,
+            lists.query,
+            lists.query,  # keys and values are in the cache, and these are not read
+            lists.query,
+            lists.kv_cache,
+            chosen,
+            out,
+        )
+        output[: len(batch.block_table)] = out.view(len(batch.block_table), *output.shape[1:])
 
 
 class PyramidFlashBackend(FlashAttentionBackend):

@@ -54,7 +54,7 @@ def _exclude_attention(config: VllmConfig, policy: Policy, mode: CUDAGraphMode) 
     if mode != CUDAGraphMode.PIECEWISE:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         logger.info(
-            "kv-policy %s: cudagraph_mode is PIECEWISE, not %s: which rows of V a step fetches is "
+            "kv-policy %s: cudagraph_mode is PIECEWISE, not %s: which rows a step reads is "
             "known to the host only, so attention runs between the graphs",
             policy.name,
             mode.name,

@@ -50,7 +50,8 @@ class ServedSettings:
             those of requests with a `cache_salt` do.
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
-        host_cache_bytes: host memory of each rank for the host cache; None without one.
+        host_cache_bytes: host memory of each tensor-parallel rank, all pipeline stages together,
+            for the host cache; None without one.
         host_cache_dir: folder in which what the host cache finds survives a restart; None without.
         host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).

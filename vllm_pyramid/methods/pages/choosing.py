@@ -3,20 +3,61 @@
 
 All of it is made once a step, for all layers, so that a layer makes no arrays of its own.
 
-Shape legend: L layers, C rows that choose, G KV heads, W pages of a selected table.
+Where tables are shifted (`attention/shifted_tables.py`), positions count from the first token that
+a layer's table has, and nothing in it is skipped. On such devices sizes are multiples of 16, since
+Triton compiles other kernels for other strides.
+
+Shape legend: L layers, R requests of the step, S rows of attention, C rows that choose, G KV heads,
+W pages of a selected table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
-from vllm_pyramid.methods.pages.step_rows import IntArray, RowsOfStep, StepReadsPlan
+from vllm_pyramid.methods.pages.step_rows import FullPages, IntArray, RowsOfStep, StepReadsPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.step import Step
+from vllm_pyramid.step.upload import upload
+
+TILE = 16  # of sizes where tables are shifted
+# Rows that are scored at once. A decode step has fewer; a preempted request has one for each token
+# that it computes again, and scores of all of them would take memory that was not reserved.
+ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Filling:
+    """The pages that a step fills, as each layer's table counts them.
+
+    Attributes:
+        pages: counted from the first token of each request.
+        starts, ends: `[L, R]` int32, of `FullPages`, on the device.
+        max_pages: the largest number of pages that a request fills.
+    """
+
+    pages: FullPages
+    starts: torch.Tensor
+    ends: torch.Tensor
+    max_pages: int
+
+    @classmethod
+    def of(
+        cls, step: Step, block_size: int, device: torch.device, *, shifted: bool
+    ) -> Filling | None:
+        """Return the pages that a step fills; None if there are none."""
+        pages = FullPages.of(step, block_size)
+        if pages is None:
+            return None
+        before = step.skips if shifted else np.zeros_like(step.skips)
+        most = int(np.bincount(pages.requests).max())
+        starts, ends = (upload(edge - before, device) for edge in (pages.starts, pages.ends))
+        return cls(pages, starts, ends, most)
 
 
 @dataclass(frozen=True)
@@ -27,10 +68,15 @@ class Choosing:
         rows: all rows of the step's attention.
         starts: `[S + 1]` int32, where the queries of each of them begin.
         tokens: `[C]` int64, the tokens of the rows that choose; None: all of the step's.
-        requests, positions: `[C]` int32.
-        skips: `[L, S]` int32, of all rows. chosen_skips, budgets: `[L, C]` int32, budgets in pages.
-        visible: the largest number of pages that a row sees, for each layer.
-        scores: `[C, G, pages]` float32 of the current layer.
+        requests: `[C]` int32. request_ids: their names.
+        seq_lens, skips: `[L, S]` int32, of all rows, in each layer's table.
+        positions, chosen_skips: `[L, C]` int32, of the rows that choose.
+        budgets: `[L, C]` int32, in pages.
+        indices: `[S]` int64, the rows that choose, then those that read everything; None: all rows
+            choose. whole_requests: `[S - C]` int64.
+        max_query_len: the most queries of a row. max_pages: the most pages of a table.
+        visible: the largest number of pages that a row sees, for each layer, padded.
+        scores: `[<= ROWS_AT_ONCE, G, pages]` float32 of the current layer.
         selection: of the current layer; the next one that selects writes over it.
     """
 
@@ -38,81 +84,143 @@ class Choosing:
     starts: torch.Tensor
     tokens: torch.Tensor | None
     requests: torch.Tensor
+    request_ids: tuple[str, ...]
+    seq_lens: torch.Tensor
+    skips: torch.Tensor
     positions: torch.Tensor
-    skips: IntArray
     chosen_skips: torch.Tensor
     budgets: torch.Tensor
+    indices: torch.Tensor | None
+    whole_requests: torch.Tensor
+    max_query_len: int
+    max_pages: int
     visible: list[int]
     scores: torch.Tensor
     selection: PageSelection
 
     @classmethod
     def of(
-        cls, step: Step, plan: StepReadsPlan, kv_heads: int, dense_layers: int
+        cls,
+        step: Step,
+        plan: StepReadsPlan,
+        kv_heads: int,
+        dense_layers: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        shifted: bool,
     ) -> Choosing | None:
         """Return the rows of a step; None if no token chooses.
 
         Args:
             dense_layers: number of the lowest layers, which do not select.
+            shifted: whether the layers' tables are.
         """
         if not plan.chooses.any():
             return None
         rows = RowsOfStep.of(step, plan)
-        chosen = rows.chosen
+        chosen, tile = rows.chosen, TILE if shifted else 1
         skips = step.skips[:, rows.requests]
-        tokens = None
+        seq_lens = rows.seq_lens - skips if shifted else np.tile(rows.seq_lens, (len(skips), 1))
+        skips = np.zeros_like(skips) if shifted else skips
+        tokens = indices = None
+        max_pages, max_query_len = 0, 1
         if len(rows.whole):
-            tokens = torch.from_numpy(rows.starts[chosen].astype(np.int64))
+            tokens = upload(rows.starts[chosen].astype(np.int64), device)
+            indices = upload(np.concatenate([chosen, rows.whole]), device)
+            max_pages = -(-int(seq_lens[:, rows.whole].max()) // block_size)
+            max_query_len = int(np.diff(rows.starts).max())
         planned = plan.planned[:, plan.chooses].astype(np.int32, order="C")
-        width = int(planned[dense_layers:].max())
-        visible = plan.visible[:, plan.chooses].max(axis=1).tolist()
-        scores = torch.empty(len(chosen), kv_heads, max(visible[dense_layers:]) - 1)
+        width = padded(int(planned[dense_layers:].max()), tile)
+        visible = plan.visible[:, plan.chooses].max(axis=1)
+        visible = [padded(most - 1, tile) + 1 for most in visible.tolist()]
+
+        def put(array: IntArray) -> torch.Tensor:
+            return upload(np.ascontiguousarray(array), device)
+
         return cls(
             rows,
-            torch.from_numpy(rows.starts),
+            put(rows.starts),
             tokens,
-            torch.from_numpy(rows.requests[chosen]),
-            torch.from_numpy(rows.seq_lens[chosen] - 1),
-            skips,
-            torch.from_numpy(np.ascontiguousarray(skips[:, chosen])),
-            torch.from_numpy(planned),
+            put(rows.requests[chosen]),
+            tuple(step.requests[row].request_id for row in rows.requests[chosen].tolist()),
+            put(seq_lens),
+            put(skips),
+            put(seq_lens[:, chosen] - 1),
+            put(skips[:, chosen]),
+            put(planned),
+            indices,
+            put(rows.requests[rows.whole].astype(np.int64)),
+            max_query_len,
+            max(width, padded(max_pages, tile)),
             visible,
-            scores,
-            PageSelection.empty(len(chosen), kv_heads, width, scores.device),
+            torch.empty(
+                min(len(chosen), ROWS_AT_ONCE),
+                kv_heads,
+                max(visible[dense_layers:]) - 1,
+                device=device,
+            ),
+            PageSelection.empty(len(chosen), kv_heads, width, device),
         )
 
-    def batch(self, inputs: AttentionInputs, query: torch.Tensor, block_size: int) -> PageBatch:
-        """Return a layer's rows, with their queries, `[C, H, D]`."""
+    def queries_of(self, query: torch.Tensor) -> torch.Tensor:
+        """Return the queries of the rows that choose, `[C, H, D]`, of the step's, `[T, H, D]`."""
+        if self.tokens is None:
+            return query[: len(self.requests)]
+        return query.index_select(0, self.tokens)
+
+    def parts(self) -> Iterator[slice]:
+        """Yield the rows that are scored at once, one part after the other."""
+        for first in range(0, len(self.requests), ROWS_AT_ONCE):
+            yield slice(first, min(first + ROWS_AT_ONCE, len(self.requests)))
+
+    def batch(
+        self, inputs: AttentionInputs, query: torch.Tensor, block_size: int, part: slice
+    ) -> PageBatch:
+        """Return a part of a layer's rows, of whose queries `query`, `[C, H, D]`, has all."""
         return PageBatch(
-            query,
+            query[part],
             inputs.block_table,
-            self.requests,
-            self.positions,
-            self.chosen_skips[inputs.layer],
+            self.requests[part],
+            self.positions[inputs.layer][part],
+            self.chosen_skips[inputs.layer][part],
             block_size,
             max_pages=self.visible[inputs.layer],
             key_scale=inputs.key_scale,
         )
 
-    def tables(
-        self, inputs: AttentionInputs, block_size: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def selection_of(self, part: slice) -> PageSelection:
+        """Return a part of `selection`, to write to."""
+        all_rows = self.selection
+        return PageSelection(
+            all_rows.block_table[part],
+            all_rows.pages[part],
+            all_rows.counts[part],
+            all_rows.seq_lens[part],
+            all_rows.skips[part],
+        )
+
+    def tables(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tables, lengths and skips of all rows: those that read everything have their own.
 
         Returns:
             `[S, G, W]`, `[S]` and `[S]` int32.
         """
-        selected, rows = self.selection, self.rows
-        if not len(rows.whole):
+        selected = self.selection
+        if self.indices is None:
             return selected.block_table, selected.seq_lens, selected.skips
-        chosen, whole = torch.from_numpy(rows.chosen), torch.from_numpy(rows.whole)
-        entries = -(-int(rows.seq_lens[rows.whole].max()) // block_size)
+        chosen, whole = self.indices.split([len(self.requests), len(self.whole_requests)])
         heads, width = selected.block_table.shape[1:]
-        table = selected.block_table.new_zeros((len(rows.requests), heads, max(width, entries)))
+        table = selected.block_table.new_zeros((len(self.indices), heads, self.max_pages))
         table[chosen, :, :width] = selected.block_table
-        requests = torch.from_numpy(rows.requests[rows.whole]).long()
-        table[whole, :, :entries] = inputs.block_table[requests, None, :entries]
-        seq_lens = torch.from_numpy(rows.seq_lens.copy())
-        skips = torch.from_numpy(self.skips[inputs.layer].copy())
+        entries = min(self.max_pages, inputs.block_table.shape[1])
+        own = inputs.block_table[self.whole_requests, :entries]
+        table[whole, :, :entries] = own[:, None].expand(-1, heads, -1)
+        seq_lens, skips = self.seq_lens[inputs.layer].clone(), self.skips[inputs.layer].clone()
         seq_lens[chosen], skips[chosen] = selected.seq_lens, selected.skips
         return table, seq_lens, skips
+
+
+def padded(size: int, tile: int) -> int:
+    """Return `size`, or the next multiple of `tile`."""
+    return -(-size // tile) * tile

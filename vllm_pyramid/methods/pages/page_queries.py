@@ -6,7 +6,7 @@ last page, which is not full yet, are kept here until it is. Prompts that are fo
 begin at a page, so the queries of a page are always computed by one request.
 
 Shape legend: R requests, B pages that the step fills, N tokens of a page, G KV heads, H query
-heads, D head size, L layers, E places for requests.
+heads, D head size, L layers of this worker, E places for requests.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class PageQueries:
         tails: `[E, L, N, G, D]` float32, one place a request that has been in a step.
     """
 
-    def __init__(self, num_layers: int, kv_heads: int, block_size: int, head_size: int) -> None:
-        self._shape = num_layers, block_size, kv_heads, head_size
+    def __init__(self, layers: slice, kv_heads: int, block_size: int, head_size: int) -> None:
+        self._first_layer = layers.start
+        self._shape = layers.stop - layers.start, block_size, kv_heads, head_size
         self.tails = torch.zeros(0, *self._shape)
         self._places: dict[str, int] = {}
         self._free: list[int] = []
@@ -93,13 +94,14 @@ class PageQueries:
             `[B, G, D]` float32 in the order of `FullPages`; None if there are none.
         """
         _, size, heads, width = self._shape
+        layer = inputs.layer - self._first_layer
         query = inputs.query.float().unflatten(1, (heads, -1)).mean(dim=2)
         means = None
         if fills:
-            kept = self.tails[self._of_pages, inputs.layer]
+            kept = self.tails[self._of_pages, layer]
             new = query[self._tokens.clamp(max=len(query) - 1)]
             means = torch.where(self._is_new[..., None, None], new, kept).sum(dim=1) / size
         tokens, places, rows = self._open
-        self.tails[places, inputs.layer, rows] = query[tokens]
+        self.tails[places, layer, rows] = query[tokens]
         assert means is None or means.shape[1:] == (heads, width)
         return means

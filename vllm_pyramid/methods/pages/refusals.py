@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not work with a selection of pages, or was not tried with one, each with its reason."""
+"""What does not work with a selection of pages, each with its reason."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
+from vllm_pyramid.compat.backend_names import SCALED_ROWS
 from vllm_pyramid.policy.page_scorer import PageScorer
 
 if TYPE_CHECKING:
@@ -17,37 +18,50 @@ if TYPE_CHECKING:
 
 
 def check_config(policy: Policy, config: VllmConfig) -> None:
-    """Refuse what was not tried together with a selection of pages.
+    """Refuse what does not work together with a selection of pages.
 
     Raises:
         ValueError: naming the flag to change.
     """
-    parallel, speculation = config.parallel_config, config.speculative_config
+    speculation = config.speculative_config
     scorer = getattr(policy.attend, "scorer", None)
     assert isinstance(scorer, PageScorer), "the part that calls this has one"
     text = config.model_config.hf_text_config
-    untried = {
-        "CUDA devices: its kernels there have not run; serve on a CPU": (
-            current_platform.device_type != "cpu"
-        ),
-        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
-        "--speculative-config with this method: draft by ngram": (
-            speculation is not None and speculation.method != "ngram"
-        ),
-        "--speculative-config and this page scorer: choose attend.scorer spread": (
-            speculation is not None and scorer.needs_queries
-        ),
-        "layers that read another layer's cache": bool(getattr(text, "num_kv_shared_layers", None)),
-    }
-    for what, asked in untried.items():
-        if asked:
-            raise ValueError(
-                f"policy {policy.name!r} selects pages (attend: pages), which was not tried with "
-                f"{what}, or choose a policy without `attend`"
-            )
+    reason = None
+    on_cpu = current_platform.device_type == "cpu"
+    if not on_cpu and (scorer.needs_queries or not scorer.has_kernels):
+        reason = (
+            f"has the page scorer {scorer.kind!r}, which runs in PyTorch and would wait for the "
+            "device in each step: choose attend.scorer spread, box or mean, or serve on a CPU"
+        )
+    elif not on_cpu and speculation is not None:
+        reason = (
+            "pages are chosen by the host's word of each token's position, which drafts make wrong "
+            "on CUDA devices (--speculative-config): leave drafts out, or serve on a CPU"
+        )
+    elif config.cache_config.cache_dtype in SCALED_ROWS:
+        reason = (
+            f"summaries know one scale a layer, and {config.cache_config.cache_dtype} has one for "
+            "each token: choose --kv-cache-dtype fp8"
+        )
+    elif scorer.needs_queries and speculation is not None:
+        reason = (
+            f"has the page scorer {scorer.kind!r}, which keeps the queries of a page until it is "
+            "full: drafts of the next page would overwrite them (--speculative-config). Choose "
+            "attend.scorer spread"
+        )
+    elif scorer.needs_queries and getattr(text, "num_kv_shared_layers", None):
+        reason = (
+            f"has the page scorer {scorer.kind!r}, which needs the queries of a page: layers that "
+            "read another layer's cache have queries of their own. Choose attend.scorer spread"
+        )
+    if reason is not None:
+        raise ValueError(
+            f"policy {policy.name!r} selects pages (attend: pages), and {reason}; or choose a "
+            "policy without `attend`"
+        )
     if ":" in scorer.kind:
-        model = config.model_config
+        model, parallel = config.model_config, config.parallel_config
         try_scorer(
             scorer,
             model.get_num_attention_heads(parallel),

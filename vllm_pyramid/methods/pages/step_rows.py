@@ -48,13 +48,18 @@ class StepReadsPlan:
         requests: `[T]` int64, each token's request. positions: `[T]` int64.
         visible: `[L, T]` int64, pages that each token sees. planned: `[L, T]` pages to be read.
         chooses: `[T]` bool, whether the token chooses in some layer.
-        read: `[L, T]` pages in the tables that attention was given; 0 until a layer attends.
+        layers: this worker's layers.
+        read: `[L, T]` pages in the tables that attention was given; 0 until a layer attends. Other
+            pipeline stages compare their layers themselves, so theirs are as planned.
 
     Args:
         step: the current step. budgets: `[R, L]` int32, pages of each request.
+        layers: this worker's layers; None: all.
     """
 
-    def __init__(self, step: Step, budgets: IntArray, bounds: Bounds) -> None:
+    def __init__(
+        self, step: Step, budgets: IntArray, bounds: Bounds, layers: slice | None = None
+    ) -> None:
         size = bounds.block_size
         ends = step.computed.astype(np.int64) + step.scheduled
         starts = np.maximum(step.computed, step.prompt_lens).astype(np.int64)
@@ -71,11 +76,17 @@ class StepReadsPlan:
         self.chooses = (self.planned < self.visible).any(axis=0)
         self.chooses &= self.positions >= bounds.min_context
         self.planned = np.where(self.chooses, self.planned, self.visible)
-        self.read = np.zeros_like(self.visible)
+        self.layers = slice(0, len(self.planned)) if layers is None else layers
+        self.read = self.planned.copy()
+        self.read[self.layers] = 0
 
     def note_dense(self, layer: int) -> None:
         """Take note that a layer attends to everything."""
         self.read[layer] = self.visible[layer]
+
+    def note_planned(self, layer: int) -> None:
+        """Take note that the device compares the pages of a layer's tables with the plan."""
+        self.read[layer] = self.planned[layer]
 
     def note(self, layer: int, counts: IntArray) -> None:
         """Take note of the pages that the choosing tokens' tables have in a layer."""

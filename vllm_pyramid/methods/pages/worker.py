@@ -7,21 +7,21 @@ of attention, L layers.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.pages.choosing import Choosing
+from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling
+from vllm_pyramid.methods.pages.compiled import compile_kernels
 from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.refusals import check_result
-from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
+from vllm_pyramid.methods.pages.step_rows import Bounds, StepReadsPlan
+from vllm_pyramid.methods.pages.unranked import fail_unranked, note_counts
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.failures import SCORES, Failure
 from vllm_pyramid.step.hooks import (
     CacheHooks,
     EvictionHooks,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vllm_pyramid.methods.pages import SelectPages
     from vllm_pyramid.plan import IntArray
     from vllm_pyramid.policy.policy import Policy
-
-_NO_NUMBERS = "its keys or queries have NaN or infinity, so its pages cannot be ranked"
 
 
 class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
@@ -69,16 +67,19 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             selection.recent_pages(context.block_size),
             selection.min_context,
         )
+        layers = [spec.layer_idx for spec in context.specs]
+        self._layers = slice(layers[0], layers[-1] + 1)
         self.summaries = torch.empty(0)
         self._queries: PageQueries | None = None
         if self.scorer.needs_queries:
-            shape = context.num_layers, self._kv_heads, context.block_size, self._head_size
-            self._queries = PageQueries(*shape)
+            shape = self._kv_heads, context.block_size, self._head_size
+            self._queries = PageQueries(self._layers, *shape)
         # Of the current step; None in steps without requests.
         self._step: Step | None = None
         self._plan: StepReadsPlan | None = None
+        self._filled: Filling | None = None
         self._choosing: Choosing | None = None
-        self._filled: FullPages | None = None
+        self._is_prepared = False  # whether the two above are those of the step
 
     # Memory ---------------------------------------------------------------------------------------
 
@@ -86,16 +87,26 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return self._kv_heads * self.scorer.summary_rows * self._head_size * self._dtype.itemsize
 
     def bytes_of_buffers(self) -> int:
-        if self._queries is None:
+        config = self.context.config
+        requests = config.scheduler_config.max_num_seqs
+        if self._queries is not None:
+            return self._queries.bytes_of(requests)
+        if self.context.device.type == "cpu":
             return 0
-        scheduler = self.context.config.scheduler_config
-        return self._queries.bytes_of(scheduler.max_num_seqs)
+        # Logits and scores of a part, and three lists of pages for each request.
+        pages = -(-config.model_config.max_model_len // self._bounds.block_size) + TILE
+        heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        logits = ROWS_AT_ONCE * (heads + self._kv_heads)
+        return 4 * pages * (logits + 3 * requests * self._kv_heads)
 
     def allocate(self, num_blocks: int) -> None:
         self.summaries = torch.empty(0)  # two generations never exist together
         shape = num_blocks, self._kv_heads, self.scorer.summary_rows * self._head_size
         with torch.inference_mode(False):
             self.summaries = torch.zeros(shape, dtype=self._dtype, device=self.context.device)
+
+    def compile_kernels(self, inputs: AttentionInputs) -> None:
+        compile_kernels(inputs, self.selection, self.summaries, self._pool(inputs), self._bounds)
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self.summaries[targets] = self.summaries[sources]
@@ -104,24 +115,37 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def begin_step(self, step: Step) -> None:
         """Find which tokens choose pages, how many, and which pages the step fills."""
-        budgets = np.stack([self._pages_of(request) for request in step.requests])
+        budgets = np.stack([self._pages_of(request, len(step.skips)) for request in step.requests])
         self._step = step
-        self._plan = plan = StepReadsPlan(step, budgets, self._bounds)
-        self._choosing = Choosing.of(step, plan, self._kv_heads, self.selection.dense_layers)
-        self._filled = FullPages.of(step, self._bounds.block_size)
+        self._plan = StepReadsPlan(step, budgets, self._bounds, self._layers)
+        self._is_prepared = False
+
+    def _prepare(self, step: Step, plan: StepReadsPlan, *, shifted: bool) -> None:
+        """Make what the step's kernels take, when the first layer that selects says of its table.
+
+        Args:
+            shifted: whether tables begin with the first block that a layer holds.
+        """
+        size, device = self._bounds.block_size, self.context.device
+        self._is_prepared = True
+        self._filled = Filling.of(step, size, device, shifted=shifted)
+        dense = self.selection.dense_layers
+        self._choosing = Choosing.of(
+            step, plan, self._kv_heads, dense, size, device, shifted=shifted
+        )
         if self._queries is not None:
-            self._queries.begin_step(step, self._filled)
+            self._queries.begin_step(step, None if self._filled is None else self._filled.pages)
 
     def forget(self, request_id: str) -> None:
         if self._queries is not None:
             self._queries.forget(request_id)
 
-    def _pages_of(self, request: WorkerRequest) -> IntArray:
-        """Return the pages that a request's tokens read at most: `[L]`."""
+    def _pages_of(self, request: WorkerRequest, num_layers: int) -> IntArray:
+        """Return the pages that a request's tokens read at most: `[L]`, of all pipeline stages."""
         pages: IntArray | None = request.state.get(NAME)
         if pages is None:
             pages = request.policy.attend.pages(
-                request.initial.prompt_len, self.context.num_layers, self._bounds.block_size
+                request.initial.prompt_len, num_layers, self._bounds.block_size
             )
             request.state[NAME] = pages
         return pages
@@ -133,6 +157,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         if inputs.layer < self.selection.dense_layers:
             self._plan.note_dense(inputs.layer)
             return inputs
+        if not self._is_prepared:
+            self._prepare(self._step, self._plan, shifted=inputs.shifted)
         queries = None
         if self._queries is not None:
             queries = self._queries.take(inputs, fills=self._filled is not None)
@@ -144,21 +170,22 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return self._select(inputs, self._step, self._plan, self._choosing)
 
     def _summarise(
-        self, inputs: AttentionInputs, filled: FullPages, queries: torch.Tensor | None
+        self, inputs: AttentionInputs, filled: Filling, queries: torch.Tensor | None
     ) -> None:
-        table, requests = inputs.block_table, len(filled.starts)
+        table, pages = inputs.block_table, filled.pages
         if self.scorer.summary_kind is not None:
             inputs.ops.summarise_pages(
                 self.summaries,
                 inputs.key_cache,
                 table,
-                torch.from_numpy(filled.starts),
-                torch.from_numpy(filled.ends),
-                inputs.batch.skips[:requests],
+                filled.starts[inputs.layer],
+                filled.ends[inputs.layer],
+                inputs.batch.skips[: len(pages.starts)],
                 kind=self.scorer.summary_kind,
+                max_pages=filled.max_pages,
             )
             return
-        blocks = table[torch.from_numpy(filled.requests), torch.from_numpy(filled.pages)].long()
+        blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)].long()
         self._summarise_blocks(inputs, blocks, queries)
 
     def _summarise_blocks(
@@ -188,34 +215,35 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     ) -> AttentionInputs:
         """Choose the layer's pages, and return tables of them, until the next layer's call."""
         layer, batch, bounds = inputs.layer, inputs.batch, self._bounds
-        query = batch.query if choosing.tokens is None else batch.query[choosing.tokens]
+        query = choosing.queries_of(batch.query)
         if not self.scorer.has_kernels:
             found = self.scorer.extend(query.float())
             shape = *query.shape[:2], self.scorer.summary_rows * self._head_size
             check_result(self.scorer, "extend", found, shape)
             query = found
-        pages = choosing.batch(inputs, query, bounds.block_size)
-        scores = inputs.ops.score_pages(
-            pages,
-            inputs.softmax,
-            self._pool(inputs),
-            kind=self.scorer.score_kernel,
-            combine=self.selection.combine,
-            out=choosing.scores,
-        )
-        # Scores are weights, or -inf, so no sum of them is NaN unless one of them is.
-        if math.isnan(scores.sum()):
-            self._fail_unranked(step, choosing.rows, scores)
-        chosen = inputs.ops.select_pages(
-            pages,
-            scores,
-            choosing.budgets[layer],
-            sinks=bounds.sinks,
-            recent=bounds.recent,
-            out=choosing.selection,
-        )
-        plan.note(layer, chosen.counts.numpy())
-        table, seq_lens, skips = choosing.tables(inputs, bounds.block_size)
+        for part in choosing.parts():
+            pages = choosing.batch(inputs, query, bounds.block_size, part)
+            scores = inputs.ops.score_pages(
+                pages,
+                inputs.softmax,
+                self._pool(inputs),
+                kind=self.scorer.score_kernel,
+                combine=self.selection.combine,
+                out=choosing.scores,
+            )
+            fail_unranked(step.failures, choosing, part, scores, batch.query)
+            inputs.ops.select_pages(
+                pages,
+                scores,
+                choosing.budgets[layer][part],
+                sinks=bounds.sinks,
+                recent=bounds.recent,
+                out=choosing.selection_of(part),
+            )
+        note_counts(step.failures, plan, choosing, layer)
+        table, seq_lens, skips = choosing.tables(inputs)
+        # Kernels of devices would read the largest numbers back.
+        most = (choosing.max_query_len, choosing.max_pages * bounds.block_size)
         return replace(
             inputs,
             batch=replace(
@@ -224,23 +252,10 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 query_start_loc=choosing.starts,
                 seq_lens=seq_lens,
                 skips=skips,
-                max_query_len=None,
-                max_seq_len=None,
+                max_query_len=most[0] if inputs.shifted else None,
+                max_seq_len=most[1] if inputs.shifted else None,
             ),
         )
-
-    @staticmethod
-    def _fail_unranked(step: Step, rows: RowsOfStep, scores: torch.Tensor) -> None:
-        """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
-
-        Args:
-            scores: `[S, G, pages]` of the rows that choose.
-        """
-        wrong = scores.isnan().flatten(1).any(dim=1)
-        requests = {int(request) for request in rows.requests[rows.chosen][wrong.numpy()]}
-        names = [step.requests[request].request_id for request in sorted(requests)]
-        step.failures.add(names, Failure(SCORES, _NO_NUMBERS))
-        scores[wrong] = 0.0
 
     def _pool(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
@@ -264,7 +279,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         failed = np.array([name in begun.failures.of for name in names], bool)
         plan.check(failed, names)
         if self.trace is not None:
-            self.trace.add_reads(names, plan.requests, plan.read, plan.visible)
+            own = np.zeros_like(plan.read)
+            own[plan.layers] = 1
+            self.trace.add_reads(names, plan.requests, plan.read * own, plan.visible * own)
 
         def sums(of_tokens: np.ndarray) -> list[int]:
             found = np.bincount(plan.requests, weights=of_tokens, minlength=len(names))
@@ -285,7 +302,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         if inputs.layer < self.selection.dense_layers or not self.scorer.summary_rows:
             return
         starts, ends = batch.lens - batch.keeps, batch.lens
+        size = self._bounds.block_size
         if self.scorer.summary_kind is not None:
+            first = (batch.host_lens - batch.host_keeps) // size
             inputs.ops.summarise_pages(
                 self.summaries,
                 inputs.key_cache,
@@ -294,9 +313,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 ends,
                 starts,
                 kind=self.scorer.summary_kind,
+                max_pages=int((-(-batch.host_lens // size) - first).max()),
             )
             return
-        size = self._bounds.block_size
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             # The last page may not be full; then it is summarised again when it is.
             self._summarise_blocks(inputs, batch.tables[row, start // size : end // size].long())

@@ -34,9 +34,9 @@ class LayerHooks(WorkerHooks):
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return what the layer attends to: `inputs`, or others made from them.
 
-        Others may have another table (on the CPU also one for each KV head), lengths, queries that
-        share rows otherwise, and the maxima that go with these; the queries and the caches are
-        those of `inputs`. Tables that begin behind `offsets` have no further skips: where
+        Others may have another table (also one for each KV head), lengths, queries that share rows
+        otherwise, and the maxima that go with these; the queries and the caches are those of
+        `inputs`. Tables that begin behind `offsets` have no further skips: where
         `inputs.shifted`, `skips` are zeros.
         Evictions and `after_attention` see the unchanged inputs, without a log-sum-exp, which is
         then of another attention.

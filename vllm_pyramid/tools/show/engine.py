@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -85,6 +86,7 @@ def show_policy(task: Task, on_stage: Callable[[str], None]) -> Shown:
 def run(task: Task) -> None:
     """Tokenize the prompt, answer it, and send what its trace holds."""
     say(stage="loading vLLM")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as `eval`'s engines
     from transformers import AutoTokenizer
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt

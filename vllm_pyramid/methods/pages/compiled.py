@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch the kernels of page selection before the first request, on devices that compile them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.choosing import TILE, padded
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.pages import SelectPages
+    from vllm_pyramid.methods.pages.step_rows import Bounds
+    from vllm_pyramid.step.attention_inputs import AttentionInputs
+
+
+def compile_kernels(
+    inputs: AttentionInputs,
+    selection: SelectPages,
+    summaries: torch.Tensor,
+    pool: torch.Tensor,
+    bounds: Bounds,
+) -> None:
+    """Launch what a step may launch for a table of `max_seq_len` tokens, all of them in block 0.
+
+    Args:
+        inputs: made up, as of `CacheHooks.compile_kernels`. summaries: `[P, G, r * D]`. pool: what
+            queries are multiplied with.
+    """
+    batch, ops, scorer = inputs.batch, inputs.ops, selection.scorer
+    size, heads, device = bounds.block_size, inputs.key_cache.shape[1], inputs.query.device
+    assert batch.max_seq_len is not None, "the warm-up says how long the table is"
+    most = padded(-(-batch.max_seq_len // size), TILE)
+    length = min(batch.max_seq_len, batch.block_table.shape[1] * size)
+    zero, one = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, 1))
+    if scorer.summary_kind is not None:
+        ops.summarise_pages(
+            *(summaries, inputs.key_cache, batch.block_table, zero, one, zero),
+            kind=scorer.summary_kind,
+            max_pages=1,
+        )
+    rows = PageBatch(
+        inputs.query[:1],
+        batch.block_table,
+        *(zero, one * (length - 1), zero),
+        size,
+        max_pages=most + 1,
+        key_scale=inputs.key_scale,
+    )
+    scores = ops.score_pages(
+        rows,
+        inputs.softmax,
+        pool,
+        kind=scorer.score_kernel,
+        combine=selection.combine,
+        out=torch.empty(1, heads, most, device=device),
+    )
+    chosen = ops.select_pages(
+        rows,
+        scores,
+        one * most,
+        sinks=bounds.sinks,
+        recent=bounds.recent,
+        out=PageSelection.empty(1, heads, most, device),
+    )
+    out = torch.empty_like(inputs.query[:1])
+    for queries in (1, 2):  # with two there are kernels of prompts, too
+        for longest in (batch.max_seq_len, most * size):
+            own = replace(
+                batch,
+                query=inputs.query[:1],
+                block_table=chosen.block_table,
+                seq_lens=chosen.seq_lens,
+                skips=chosen.skips,
+                max_query_len=queries,
+                max_seq_len=longest,
+            )
+            ops.paged_attention(out, own, inputs.softmax)
