@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from code_task import load_task
 from gates_tiles import TILE, chosen_tiles, density_of
 from model import Model, sliding
+from own_tasks import load_task
 
 from vllm_pyramid.tools.eval.haystack import load_tokens
 from vllm_pyramid.tools.eval.task import GeneratedTask

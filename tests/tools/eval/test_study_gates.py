@@ -29,7 +29,7 @@ HEADS, KV_HEADS, TOKENS, BEHIND, SIZE = 4, 2, 16 * 20 + 5, 6, 8
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    with study_scripts(NAMES, ("report", "code_task")) as found:
+    with study_scripts(NAMES, ("report", "code_task", "instruction_task", "own_tasks")) as found:
         yield found
 
 
