@@ -202,9 +202,13 @@ class Worker:
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
+        output = None
+        if policy.scorer.needs_output:
+            output = device.put(torch.randn(HEADS, SIZE, SIZE, generator=self.random))
         self.contexts = [
             LayerContext(
-                self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred
+                *(self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred),
+                output=output,
             )
             for layer in range(self.layers)
         ]
@@ -308,6 +312,7 @@ class Worker:
                 skips=self.shifted.no_skips[:rows],
                 scale=SIZE**-0.5,
                 rotary=context.rotary,
+                output=context.output,
                 offsets=self.shifted.skips[layer, :rows],
             )
             maxima = most_queries, int(self.shifted.max_lens[layer])
@@ -377,6 +382,8 @@ def policies() -> list[Policy]:
                 args["scorer.queries"] = 4
             if policy.window:
                 args["window"] = 16
+            if policy.scorer.kind == "future_attention":
+                args["scorer.queries"] = 16
             found.append(load_policy(name, "40", args=args))
     inside = {"window": 8, "chunk": {"tokens": 48, "keep": 24, "scorer": "keydiff"}}
     goal = load_policy("xkv", args={"window": 8, "retention": 0.5})

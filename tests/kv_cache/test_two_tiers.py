@@ -361,8 +361,15 @@ def live(folder: Path, operations: int, seed: int) -> Counter[str]:
 
 
 def test_nothing_wrong_is_read_and_nothing_is_lost(tmp_path: Path, seed: int) -> None:
-    seen = live(tmp_path, SUITE, seed)
-    assert all(seen[happening] for happening in HAPPENINGS), seen
+    """Some happenings are rare, and some depend on the disk's speed: three lives see them all."""
+    seen = Counter[str]()
+    for more in range(3):
+        folder = tmp_path / str(more)
+        folder.mkdir()
+        seen += live(folder, SUITE, seed + more)
+        if all(seen[happening] for happening in HAPPENINGS):
+            return
+    raise AssertionError([happening for happening in HAPPENINGS if not seen[happening]])
 
 
 if __name__ == "__main__":

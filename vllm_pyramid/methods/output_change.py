@@ -68,7 +68,7 @@ class OutputChangeScorer(Scorer):
             )
 
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
-        return 4 * head_size + 3 * _AT_ONCE * (group + 1) + 6 * group + 16
+        return 4 * head_size + 3 * _AT_ONCE * (group + 1) + 6 * group + 32
 
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
         import torch.nn.functional as F
@@ -111,14 +111,18 @@ class OutputChangeScorer(Scorer):
         return smoothed, mean[:, :half].mean(dim=1) - mean[:, half:].mean(dim=1)
 
     def _pooled(self, scores: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
-        """Return `[G, T]` scores, each row pooled as its drift `[G]` says."""
+        """Return `[G, T]` scores, each row pooled as its drift `[G]` says, without a wait for it."""
         import torch
         import torch.nn.functional as F
 
-        rows = []
-        for row, moved in zip(scores, drift.tolist(), strict=True):
-            shift = int(moved / self.drift)
-            width = max(self.kernel_size, 2 * abs(shift) + 1)
-            ends = (width // 2 - shift, width // 2 + shift)
-            rows.append(F.avg_pool1d(F.pad(row[None], ends, mode="replicate"), width, stride=1))
-        return torch.cat(rows)
+        count = scores.shape[1]
+        shift = (drift / self.drift).trunc().long()[:, None]
+        half = shift.abs().clamp(min=self.kernel_size // 2)
+        middle = torch.arange(count, device=scores.device) + shift
+        first, end = middle - half, middle + half + 1
+        sums = F.pad(scores.double().cumsum(dim=1), (1, 0))
+        total = sums.gather(1, end.clamp(0, count)) - sums.gather(1, first.clamp(0, count))
+        before = (-first).clamp(min=0) - (-end).clamp(min=0)
+        behind = (end - count).clamp(min=0) - (first - count).clamp(min=0)
+        total += before * scores[:, :1] + behind * scores[:, -1:]
+        return (total / (2 * half + 1)).to(scores.dtype)
