@@ -111,7 +111,7 @@ class OutputChangeScorer(Scorer):
         return smoothed, mean[:, :half].mean(dim=1) - mean[:, half:].mean(dim=1)
 
     def _pooled(self, scores: torch.Tensor, drift: torch.Tensor) -> torch.Tensor:
-        """Return `[G, T]` scores, each row pooled as its drift `[G]` says, without a wait for it."""
+        """Return `[G, T]` scores, each row pooled as its drift `[G]` says, with no wait for it."""
         import torch
         import torch.nn.functional as F
 
