@@ -182,10 +182,11 @@ class KVSettings:
             check_shadow(self, self._loaded_policy, self._overrides)
         if self.kv_keep is not None:
             self._check_keep(self._loaded_policy)
-        if self.kv_min_tokens and not self._loaded_policy.evicts:
+        if self.kv_min_tokens and not self._loaded_policy.has_budget:
+            own = "gives each KV head a length of its own"
             raise ValueError(
-                f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
-                "token: leave it out"
+                f"kv_min_tokens is for policies that evict by a budget, and {self.kv_policy!r} "
+                f"{own if self._loaded_policy.evicts else 'keeps every token'}: leave it out"
             )
 
     def _check_folder(self) -> None:
@@ -252,7 +253,7 @@ class KVSettings:
         floor = self.kv_min_tokens
         if floor is None and policy.min_tokens is None:
             floor = DEFAULT_MIN_TOKENS
-        if floor is None or not policy.evicts:
+        if floor is None or not policy.has_budget:
             return policy
         return policy.model_copy(update={"min_tokens": floor})
 
