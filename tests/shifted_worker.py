@@ -345,7 +345,7 @@ def policies() -> list[Policy]:
     found = []
     for name in policy_names():
         policy = load_policy(name)
-        if policy.attend.selects:
+        if policy.attend.selects or policy.heads.splits:
             continue  # refused there
         if policy.allocator.thins_prompts:
             found += [load_policy(name, None, THINS), thins_generated()]

@@ -360,5 +360,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return self.block_pool.free_by_stage() + held + self.stock_groups.held_blocks
 
     def blocks_held(self, request_id: str) -> list[int]:
-        """Count the blocks that the request holds, per layer, in its block tables."""
-        return [manager.num_held(request_id) for manager in self.layer_managers]
+        """Count the blocks that the request holds, per layer or lane, in its block tables."""
+        return [
+            manager.num_held(request_id, lane, self.lanes)
+            for manager in self.layer_managers
+            for lane in range(self.lanes)
+        ]

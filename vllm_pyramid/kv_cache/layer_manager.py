@@ -58,6 +58,7 @@ class LayerKVCacheManager(FullAttentionManager):
             )
         return released
 
-    def num_held(self, request_id: str) -> int:
-        """Count the blocks of the pool that the request holds in this layer."""
-        return sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
+    def num_held(self, request_id: str, lane: int = 0, lanes: int = 1) -> int:
+        """Count the blocks of the pool that the request holds in a lane of this layer."""
+        table = self.req_to_blocks.get(request_id, [])
+        return sum(not block.is_null for block in table[lane::lanes])

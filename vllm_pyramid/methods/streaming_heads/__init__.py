@@ -95,10 +95,15 @@ class StreamingHeads(Heads):
         )
 
     def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
-        """Return which lanes keep everything, `[num_lanes]`: the share with the highest scores."""
-        scores = np.zeros(num_lanes) if self.mask is None else np.concatenate(self.mask)
+        """Return which lanes keep everything, `[num_lanes]`: the share with the highest scores.
+
+        Without a mask they are spread evenly, which is as good for counting what is kept.
+        """
+        count = round(self.share * num_lanes)
+        if self.mask is None:
+            return np.diff(np.arange(num_lanes + 1) * count // num_lanes) > 0
         chosen = np.zeros(num_lanes, bool)
-        chosen[np.argsort(-scores, kind="stable")[: round(self.share * num_lanes)]] = True
+        chosen[np.argsort(-np.concatenate(self.mask), kind="stable")[:count]] = True
         return chosen
 
     def plan(
