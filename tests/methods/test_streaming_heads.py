@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -203,7 +203,7 @@ def test_no_budget_and_no_floor() -> None:
     [
         ({"kv_budget": 100}, "a budget of 100 has no effect"),
         ({"kv_min_tokens": 100}, "kv_min_tokens has no effect"),
-        ({"kv_keep": [[0, 4]]}, "kv_keep does not go with policy 'duoattention'"),
+        ({"kv_keep": [0, 4]}, "kv_keep does not go with policy 'duoattention'"),
         ({"kv_turns": [10]}, "tables are those of single heads"),
     ],
 )
@@ -216,11 +216,11 @@ def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], messag
 
 
 def test_a_server_needs_a_mask_of_its_model() -> None:
-    unknown = streaming()
+    unknown, args = streaming(), cast(EngineArgs, SimpleNamespace())
     with pytest.raises(ValueError, match="does not know which heads stream"):
-        unknown.heads.prepare_args(unknown, EngineArgs("m"))
+        unknown.heads.prepare_args(unknown, args)
     for policy in (streaming(mask=MASK), streaming(share=1.0), streaming(share=0.0)):
-        policy.heads.prepare_args(policy, EngineArgs("m"))
+        policy.heads.prepare_args(policy, args)
     with pytest.raises(ValueError, match="3 layers of 2 KV heads, and this model has 2 of 3"):
         streaming(mask=MASK).heads.check_shape(2, 3)
     with pytest.raises(ValueError, match="there are 8 KV heads"):
@@ -260,7 +260,7 @@ def test_configurations_that_were_not_tried(
     policy = streaming(mask=MASK)
     policy.heads.check_config(policy, config)
     setattr(getattr(config, section) if section else config, name, value)
-    with pytest.raises(ValueError, match=f"was not tried with {message}"):
+    with pytest.raises(ValueError, match=f"was not tried with .*{message}"):
         policy.heads.check_config(policy, config)
 
 

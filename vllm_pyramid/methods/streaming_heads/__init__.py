@@ -70,9 +70,14 @@ class StreamingHeads(Heads):
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
         """Replace the name of a folder by what it holds, so that other processes open no file."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("mask"), str):
+        if not isinstance(data, Mapping):
             return data
-        found = read_scores(Path(data["mask"]).expanduser())
+        if isinstance(mask := data.get("mask"), list):  # of YAML or JSON
+            rows = (tuple(row) if isinstance(row, list) else row for row in mask)
+            return {**data, "mask": tuple(rows)}
+        if not isinstance(mask, str):
+            return data
+        found = read_scores(Path(mask).expanduser())
         sizes = {"sinks": found.sinks, "recent": found.recent}
         given = {key: value for key, value in data.items() if value is not None}
         return {**sizes, **given, "mask": found.scores}
