@@ -73,6 +73,8 @@ class BuildKernels(build_ext):
     """
 
     def build_extension(self, ext: Extension) -> None:
+        if self._is_in_place(ext):
+            return
         try:
             self._build(ext)
         except Exception as error:  # the compiler classes raise a dozen kinds
@@ -81,6 +83,17 @@ class BuildKernels(build_ext):
                 "will refuse to start; CUDA devices need none of them. Install a C++17 compiler "
                 "(g++ or clang++) and reinstall vllm-pyramid to mend it."
             )
+
+    def _is_in_place(self, ext: Extension) -> bool:
+        """Whether an editable installation finds the library built already.
+
+        scripts/setup_env.sh builds it while packages come.
+        """
+        if self.force or not self.editable_mode:
+            return False
+        made = Path(self.get_ext_filename(ext.name))
+        sources = map(Path, (*ext.sources, *ext.depends, __file__))
+        return made.exists() and made.stat().st_mtime > max(s.stat().st_mtime for s in sources)
 
     def _build(self, ext: Extension) -> None:
         flags = {name: list[str]() for name in BASELINE}

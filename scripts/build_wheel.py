@@ -27,7 +27,8 @@ LIBRARY = "vllm_pyramid/kernels/cpu/_kernels.abi3.so"
 NEEDED = (
     "vllm_pyramid/configs/pyramidkv.yaml",
     "vllm_pyramid/configs/grafana/dashboard.json",
-    "vllm_pyramid/frontend/page.html",
+    "vllm_pyramid/frontend/live_page/index.html",
+    "vllm_pyramid/frontend/live_page/page.js",
     "vllm_pyramid/py.typed",
     "vllm_pyramid/tools/demo/model/model.safetensors",
     "vllm_pyramid/tools/show/page.html",

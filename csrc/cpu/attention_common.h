@@ -125,9 +125,14 @@ size_t attention_scratch(const PyrAttention& p, int64_t rows) {
          carved(in_tiles * padded(int(p.D))) + 2 * carved(rows) + carved(rows * W);
 }
 
-// Takes one row's softmax step over a tile: scores become probabilities relative to the running
-// maximum, and their sum goes to the lanes of `weight`, which are added up when the row is done.
-// Returns the factor for earlier sums.
+// How far, as a power of two, scores may exceed what is subtracted from them before that is set to
+// their maximum: probabilities stay below 2^8, sums of them far below the largest float, and most
+// tiles leave the sums so far as they are (FlashAttention-4).
+constexpr float kSlack = 8.0f;
+
+// Takes one row's softmax step over a tile: scores become probabilities relative to `max`, which
+// follows their maximum if that exceeds it by kSlack, and their sum goes to the lanes of `weight`,
+// which are added up when the row is done. Returns the factor for earlier sums.
 template <class Mode>
 PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* probabilities,
                               int vectors, bool mask, int lo, int hi, float* max, float* weight) {
@@ -143,9 +148,8 @@ PYR_INLINE float softmax_step(const PyrAttention& p, float* scores, float* proba
       v_store(scores + i * W, v_mask_outside(v_load(scores + i * W), i * W, lo, hi));
   V top = v_load(scores);
   for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(scores + i * W));
-  // After the first tiles the maximum rarely changes: look for it in its vector only if it does.
-  const float before = *max;
-  const float after = v_any_above(top, before) ? v_hmax(top) : before;
+  const float before = *max, slack = factor > 1e-30f ? kSlack / factor : 0.0f;
+  const float after = v_any_above(top, before + slack) ? v_hmax(top) : before;
   // No key was visible so far: any finite reference gives probabilities of zero.
   const float shift = after == -INFINITY ? 0.0f : -after * factor;
   const V scale = v_set(factor), offset = v_set(shift);

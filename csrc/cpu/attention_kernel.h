@@ -22,6 +22,8 @@ void attention_tile(const PyrAttention& p, const AttentionItem& item, const Sigh
                      p.query_dtype, D);
   }
   const int step = group_rows(item.rows);
+  // A group of rows fetches its share of the next tile: all at once would have to wait for memory.
+  const int share = (KB * step + item.rows - 1) / item.rows;
   TileRows<T> tiles[2];
   tile_rows(p, item, item.begin, &tiles[0]);
   int turn = 0;
@@ -33,9 +35,13 @@ void attention_tile(const PyrAttention& p, const AttentionItem& item, const Sigh
       tile_rows(p, item, begin + KB, &tiles[turn ^ 1]);
       next = &tiles[turn ^ 1];
     }
-    pack_keys<Mode>(s.keys, tile.key, keys, D, next ? next->key : nullptr);
-    pack_values<Mode>(s.values, tile.value, keys, D, next ? next->value : nullptr);
-    for (int r = 0; r < item.rows; r += step) {
+    pack_keys<Mode>(s.keys, tile.key, keys, D, nullptr);
+    pack_values<Mode>(s.values, tile.value, keys, D, nullptr);
+    for (int r = 0, fetched = 0; r < item.rows; r += step) {
+      for (const int end = fetched + share; next && fetched < end && fetched < KB; ++fetched) {
+        prefetch_row(next->key[fetched], D * sizeof(T));
+        prefetch_row(next->value[fetched], D * sizeof(T));
+      }
       const int rows = item.rows - r < step ? item.rows - r : step;
       const int lo = sight.lo(item.row0 + r) - begin, hi = sight.hi(item.row0 + r + rows - 1) - begin;
       if (hi < 0 || lo >= keys) continue;
@@ -113,7 +119,7 @@ PYR_INLINE void finish_row(const PyrAttention& p, const Sight& sight, int kv_hea
 
 template <class Mode>
 void attention(const PyrAttention& p, const AttentionItem& item, const AttentionItem* next,
-               float* partials, void* memory) {
+               const pyr::Partials& partials, void* memory) {
   const AttentionScratch s = carve<Mode>(p, item.rows, memory);
   const Sight sight = sight_of(p, item.request);
   const int stride = padded(int(p.D));
@@ -134,7 +140,7 @@ void attention(const PyrAttention& p, const AttentionItem& item, const Attention
                  s.rows.weight[i]);
     return;
   }
-  float* part = partials + item.slot * pyr::partial_floats(pyr::kSplitRows, p.D);
+  float* part = partials.slot(item.slot);
   for (int i = 0; i < item.rows; ++i, part += p.D + 2) {
     part[0] = s.rows.max[i];
     part[1] = s.rows.weight[i];
@@ -143,14 +149,14 @@ void attention(const PyrAttention& p, const AttentionItem& item, const Attention
 }
 
 // Joins the parts of a split request in the order of its keys. `first` is its first item.
-void merge(const PyrAttention& p, const AttentionItem& first, int64_t parts, const float* partials,
-           void* memory) {
-  const size_t size = pyr::partial_floats(pyr::kSplitRows, p.D);
+void merge(const PyrAttention& p, const AttentionItem& first, int64_t parts,
+           const pyr::Partials& partials, void* memory) {
+  const size_t size = partials.slot_floats;
   const Sight sight = sight_of(p, first.request);
   const float scale = p.soft_cap > 0 ? kLog2e : float(p.scale) * kLog2e;
   float* sum = (float*)memory;
   for (int i = 0; i < first.rows; ++i) {
-    const float* part = partials + first.slot * size + size_t(i) * (p.D + 2);
+    const float* part = partials.slot(first.slot) + size_t(i) * (p.D + 2);
     float max = -INFINITY, weight = 0;
     for (int64_t k = 0; k < parts; ++k) max = part[k * size] > max ? part[k * size] : max;
     memset(sum, 0, size_t(p.D) * 4);

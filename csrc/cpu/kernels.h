@@ -43,8 +43,17 @@ struct AttentionItem {
   int32_t group;  // which split (request, KV head) it is a part of
 };
 
-// Partial results of a split: per row the unnormalised sum of values, its maximum and its weight.
+// A partial result of a split: per row its maximum, its weight and the unnormalised sum of values.
 static inline size_t partial_floats(int64_t rows, int64_t D) { return size_t(rows) * (D + 2); }
+
+// The partial results of a batch, in slots of as many floats as the largest one has: tight, since a
+// batch may have thousands.
+struct Partials {
+  float* memory;
+  size_t slot_floats;
+
+  float* slot(int64_t i) const { return memory + size_t(i) * slot_floats; }
+};
 
 // Keys begin .. end - 1 of one request and KV head, for the window scores.
 struct ScoreItem {
@@ -69,9 +78,9 @@ struct Kernels {
   size_t (*attention_scratch)(const PyrAttention&, int64_t max_rows);
   // `next` is the item this thread takes afterwards (or null), to fetch its first rows early.
   void (*attention)(const PyrAttention&, const AttentionItem&, const AttentionItem* next,
-                    float* partials, void* scratch);
-  void (*merge)(const PyrAttention&, const AttentionItem& first, int64_t parts,
-                const float* partials, void* scratch);
+                    const Partials&, void* scratch);
+  void (*merge)(const PyrAttention&, const AttentionItem& first, int64_t parts, const Partials&,
+                void* scratch);
   size_t (*score_scratch)(const PyrScores&);
   void (*score_logits)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
   void (*score_mass)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);

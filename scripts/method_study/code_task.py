@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.registry import load_task as load_packaged
-from vllm_pyramid.tools.eval.task import GeneratedTask, Sample, Task, seed_of
+from vllm_pyramid.tools.eval.task import GeneratedTask, Sample, seed_of
 
 _CONTINUATION = 48  # tokens
 _SPACE = re.compile(r"(?<=\S) (?=\S)")  # between words of a line: where a prompt may end
@@ -60,12 +59,3 @@ class Code(GeneratedTask):
             answer = tokens.first(prompt + behind, len(ids) + _CONTINUATION)[place:]
             return Sample(prompt, (answer,), 0)
         return None
-
-
-def load_task(name: str) -> Task:
-    """Return the task of that name: of this file, or of `vllm-pyramid eval`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return Code() if name == Code.name else load_packaged(name)

@@ -15,22 +15,25 @@ TILE = 128
 _STRIDE = 16
 
 
-def density(cache: LayerCache, scale: float, top_p: float) -> float:
-    """Return the share of a layer's causal tiles that are taken, the mean over its query heads.
+def chosen_tiles(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, top_p: float
+) -> torch.Tensor:
+    """Return which tiles each row of tiles takes, `[H, rows, rows]`, none of those after it.
 
-    The tokens that fill no tile are left out.
+    Args:
+        queries: `[H, tokens, D]`. keys: `[G, tokens, D]`. Tokens that fill no tile are left out.
     """
-    tokens, heads, size = cache.queries.shape
+    heads, tokens, size = queries.shape
     rows = tokens // TILE
     parts, length = TILE // _STRIDE, rows * TILE
-    queries = cache.queries[:length].transpose(0, 1).reshape(heads, length // _STRIDE, _STRIDE, -1)
-    keys = cache.keys[:, :length].reshape(len(cache.keys), length // _STRIDE, _STRIDE, size)
+    queries = queries[:, :length].reshape(heads, length // _STRIDE, _STRIDE, -1)
+    keys = keys[:, :length].reshape(len(keys), length // _STRIDE, _STRIDE, size)
     keys = keys.flip(2).flatten(2)  # an antidiagonal of 16 x 16 is one product
     later = torch.ones(len(keys[0]), len(keys[0]), dtype=torch.bool).triu(1)
     causal = torch.ones(rows, rows, dtype=torch.bool).tril()
     always = torch.eye(rows, dtype=torch.bool)
     always[:, 0] = True
-    taken = 0.0
+    taken = []
     for head in range(heads):
         products = queries[head].flatten(1) @ keys[head * len(keys) // heads].T
         weights = (products * (scale / _STRIDE)).masked_fill(later, -torch.inf).softmax(dim=-1)
@@ -41,5 +44,16 @@ def density(cache: LayerCache, scale: float, top_p: float) -> float:
         sorted_share = share.gather(1, order)
         before = sorted_share.cumsum(dim=-1) - sorted_share
         chosen = torch.zeros_like(causal).scatter_(1, order, before < top_p)
-        taken += float(((chosen | always) & causal).sum() / causal.sum())
-    return taken / heads
+        taken.append((chosen | always) & causal)
+    return torch.stack(taken)
+
+
+def density_of(taken: torch.Tensor) -> float:
+    """Return the share of the causal tiles that are taken, the mean over heads."""
+    rows = taken.shape[-1]
+    return float(taken.sum()) / (len(taken) * rows * (rows + 1) / 2)
+
+
+def density(cache: LayerCache, scale: float, top_p: float) -> float:
+    """Return the share of a layer's causal tiles that are taken, the mean over its query heads."""
+    return density_of(chosen_tiles(cache.queries.transpose(0, 1), cache.keys, scale, top_p))

@@ -9,6 +9,7 @@ and defaults (`presses.py`). Further arguments that the engine does not have:
 
 - "ends": 0.1 keeps that share of each layer's tokens at either end of the prompt;
 - "floor": 32 keeps that many of each message of a chat, the best by their scores;
+- "spans": true keeps the system prompt and the template's tokens, as `--kv-keep template` does;
 - "static": "echo" lets some heads keep everything and the others stream (`static_heads.py`).
 
 Where a policy selects pages (`attend`), the budget is what is read, and "keep" what is kept;
@@ -37,7 +38,8 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 BLOCK = 16
-OWN = ("heads", "press", "keep", "static", "ends", "floor", "asks")  # arguments of the study alone
+# Arguments of the study alone.
+OWN = ("heads", "press", "keep", "static", "ends", "floor", "spans", "asks")
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Prompt:
     Attributes:
         messages: where the messages of a chat begin; none of a plain text.
         asked: tokens behind it that lead to the answer, a later question's among them.
+        template: places of a chat's system prompt, and of what its template writes.
     """
 
     model: Model
@@ -55,6 +58,7 @@ class Prompt:
     probes: HeadProbes
     messages: list[int]
     asked: int
+    template: list[int] = field(default_factory=list)
     _memory: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -89,6 +93,7 @@ class Prompt:
             prompt_len=self.tokens,
             rotary=self.model.rotary,
             knows_rotary=True,
+            output=self.model.outputs[layer] if policy.scorer.needs_output else None,
             asks_ranks=policy.scorer.asks_ranks,
         )
 
@@ -126,6 +131,7 @@ class Method:
     static: str | None = None
     ends: float | None = None
     floor: int | None = None
+    spans: bool | None = None
     asks: bool | None = None
 
     @classmethod
@@ -155,7 +161,7 @@ class Method:
     def definition(self) -> str:
         """Return a short name for all that decides what is kept, but for the budget."""
         what = f"{self.press}{self.args}" if self.press else self.policy.as_data()
-        own = {key: getattr(self, key) for key in ("static", "ends", "floor", "asks")}
+        own = {key: getattr(self, key) for key in ("static", "ends", "floor", "spans", "asks")}
         more = "".join(f"{key}{value}" for key, value in own.items() if value is not None)
         return f"{zlib.crc32(f'{what}{self.heads}None{more}'.encode()):08x}"
 
@@ -205,6 +211,10 @@ class Method:
             layer[:, : max(sinks, end)] = layer[:, tokens - max(window, end) :] = torch.inf
             if self.floor is not None:
                 _raise_floor(layer, prompt.messages, self.floor)
+            if self.spans:
+                layer[:, prompt.template] = torch.inf
+                if (stay := int(layer[0].isposinf().sum())) > keep:
+                    raise ValueError(f"{self.label}: {stay} tokens stay, and a layer keeps {keep}")
         if self.heads is None:
             return [
                 list(layer.topk(int(keep)).indices.sort().values)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from vllm_pyramid.step.output_factors import output_factors
 from vllm_pyramid.step.rotary import Rotary
 
 _NAME = "recorded"
@@ -180,8 +182,18 @@ class Model:
         halves = [x[0, :, : x.shape[-1] // 2] for x in module(torch.zeros(1), positions, *kind)]
         return Rotary(torch.cat(halves, dim=-1))
 
+    @cached_property
+    def outputs(self) -> list[torch.Tensor]:
+        """What measures a change of V in the output, `[H, K, D]` of each layer."""
+        linears = [self.model.model.layers[index].self_attn.o_proj for index in self._place]
+        shape = (self.heads, self.size)
+        return [
+            output_factors(linear.weight.detach().unflatten(1, shape).transpose(0, 1))
+            for linear in linears
+        ]
+
     @torch.no_grad()
-    def _run(
+    def run(
         self, ids: torch.Tensor, first: int, step: Callable[..., torch.Tensor], keep: int = 0
     ) -> torch.Tensor:
         """Return logits of `ids` `[M, n]` at positions from `first` on; `keep` of the last ones."""
@@ -204,13 +216,13 @@ class Model:
             if window is not None:
                 last = slice(max(0, k.shape[2] - window + 1), None)
                 recorded.sliding[index] = LayerCache(q[0, :, :0], k[0, :, last], v[0, :, last])
-                return _sliding(q, k, v, scale, window)
+                return sliding(q, k, v, scale, window)
             recorded.layers.append(LayerCache(q[0].transpose(0, 1), k[0], v[0]))
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
 
-        logits = self._run(torch.tensor([ids]), 0, step, keep=1)
+        logits = self.run(torch.tensor([ids]), 0, step, keep=1)
         return recorded, logits[0, -1]
 
     def continued(
@@ -227,13 +239,13 @@ class Model:
                     torch.cat([x.expand(len(q), *x.shape), y], dim=2)
                     for x, y in ((old.keys, k), (old.values, v))
                 ]
-                return _sliding(q, both[0], both[1], scale, window)
+                return sliding(q, both[0], both[1], scale, window)
             layer = self._place[index]
             own = (Step(layer, *each, scale) for each in zip(q, k, v, strict=True))
             pairs = zip(ways, own, strict=True)
             return torch.stack([way.attend(it, recorded.layers[layer]) for way, it in pairs])
 
-        return self._run(torch.tensor([ids] * len(ways)), recorded.tokens, step)
+        return self.run(torch.tensor([ids] * len(ways)), recorded.tokens, step)
 
     def greedy(self, recorded: Recorded, logits: torch.Tensor, count: int) -> list[int]:
         """Return the tokens that the model itself continues with over the whole cache."""
@@ -257,7 +269,7 @@ class Model:
 
         while len(found) < count:
             first = recorded.tokens + len(found) - 1
-            found.append(int(self._run(torch.tensor([found[-1:]]), first, step)[0, -1].argmax()))
+            found.append(int(self.run(torch.tensor([found[-1:]]), first, step)[0, -1].argmax()))
         return found
 
 
@@ -277,7 +289,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _sliding(
+def sliding(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
 ) -> torch.Tensor:
     """Return `[M, H, n, D]`: the last `n` of the keys are the queries' own; each sees `window`."""

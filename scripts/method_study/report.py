@@ -10,7 +10,10 @@ import numpy.typing as npt
 import pandas as pd
 
 DRAWS = 2000
-RIGHT = ("needle", "multi-key", "few-shot", "second-turn", "third-turn", "conversation")
+RIGHT = (
+    *("needle", "multi-key", "few-shot", "second-turn", "third-turn", "conversation"),
+    "instructions",
+)
 PROMPT = ["task", "length", "seed", "index"]
 Floats = npt.NDArray[np.float64]
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from code_task import load_task
 from gates import Gates
 from methods import Method, Prompt
 from model import Model, Recorded
+from own_tasks import load_task
 from static_heads import HeadProbes
 
 from vllm_pyramid.tools.eval.haystack import Tokens
@@ -82,6 +82,22 @@ class Study:
         begin = self.tokens.encode("<|im_start|>")
         return [place for place, token in enumerate(ids) if begin == [token]]
 
+    def _template(self, ids: list[int], messages: list[int]) -> list[int]:
+        """Return the places of the system prompt and of all that ChatML's template writes.
+
+        They are what `--kv-keep template` keeps of such a chat.
+        """
+        if not messages:
+            return []
+        head = len(self.tokens.encode("<|im_start|>user\n"))
+        (end,) = self.tokens.encode("<|im_end|>")
+        places = {place + i for place in messages for i in range(head)}
+        places |= {place + i for place, token in enumerate(ids) if token == end for i in range(2)}
+        system = self.tokens.encode("<|im_start|>system\n")
+        if ids[messages[0] :][: len(system)] == system:
+            places |= set(range(messages[0], messages[1]))
+        return sorted(places)
+
     def _key(self, place: Place, method: Method, budget: str) -> tuple[str, ...]:
         return (*self._about(place), method.label, method.definition, budget)
 
@@ -114,7 +130,9 @@ class Study:
         recorded, logits = self.model.prefill(ids)
         following, asked = self._continuation(sample, ids, recorded, logits)
         skip = asked or 1  # the first token comes from the prefill
-        prompt = Prompt(self.model, ids, recorded, self.probes, self._messages(ids), asked)
+        messages = self._messages(ids)
+        template = self._template(ids, messages)
+        prompt = Prompt(self.model, ids, recorded, self.probes, messages, asked, template)
         (full,) = self.model.continued(recorded, following)
         left = iter(wanted)
         while some := list(islice(left, max(1, ROWS // len(following)))):

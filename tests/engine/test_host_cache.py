@@ -219,19 +219,27 @@ def test_wrong_modes(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iterator[Child]:
-    """Two ranks with a pool of one sequence and a host cache: a prompt, others, and it again."""
+    """Two ranks with a pool of one sequence, a host cache and a folder, and two more behind them.
+
+    The first ones get a prompt, others, and it again; those that are started on their folder get it
+    once more.
+    """
     prompt, *others = random_prompts([900, 800, 850], seed=5)
     params = plain_greedy(20)
     waves = [[[prompt, params]], [[others[0], params]], [[others[1], params]], [[prompt, params]]]
+    folder = tmp_path_factory.mktemp("host-ranks")
+    own = {**OF_CHILDREN["additional_config"], "kv_host_cache_dir": str(folder / "kv")}
     settings = {
         "model": str(tiny_model("llama-mha")),
         **OF_CHILDREN,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
+        "additional_config": own,
     }
     child = Child(
-        tmp_path_factory.mktemp("host-ranks"),
+        folder / "child",
         (settings, waves),
+        (settings, [[[prompt, params]]]),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
@@ -240,11 +248,15 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iter
 
 
 def test_two_ranks_store_their_own_heads(two_ranks: Child) -> None:
-    (result,) = two_ranks.results(500)
+    """In host memory, and in files that the next ranks find."""
+    result, after_restart = two_ranks.results(800)
     first, *_, again = result["outputs"]
-    assert (first["cached"], again["cached"]) == (0, (900 - WINDOW) // BLOCK * BLOCK)
-    assert again["token_ids"] == first["token_ids"]
-    assert again["report"] == first["report"]
+    (last,) = after_restart["outputs"]
+    assert first["cached"] == 0
+    for later in (again, last):
+        assert later["cached"] == (900 - WINDOW) // BLOCK * BLOCK
+        assert later["token_ids"] == first["token_ids"]
+        assert later["report"] == first["report"]
 
 
 def test_memory_that_the_machine_does_not_have(tiny_model: Callable[[str], Path]) -> None:

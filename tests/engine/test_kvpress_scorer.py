@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.families import make_family
 from tests.engine.support import EnginePool, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
@@ -23,14 +24,16 @@ ENGINE: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
 def test_presses_answer_as_our_scorers(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, hybrid: bool
 ) -> None:
+    """Where every layer evicts, and where most layers have a window (Gemma 3)."""
     try:
         importlib.metadata.distribution("kvpress")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("`make smollm2` installs kvpress")
-    model = tiny_model("llama-mha")
+    model = make_family("gemma3", tmp_path / "gemma3") if hybrid else tiny_model("llama-mha")
     prompts = random_prompts([300, 200, 333], seed=5)
     scorers: list[dict[str, Any]] = [
         {"kind": "observation_window", "kernel_size": 5},

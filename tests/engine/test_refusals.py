@@ -161,7 +161,6 @@ def test_policies_that_pipeline_stages_cannot_serve(
 @pytest.mark.parametrize(
     ("policy", "arguments", "reason"),
     [
-        ("pyramidkv", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ("pyramidkv", {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ("h2o", {}, "a policy without prefix caching"),
         ("kcache", {}, "V in host memory"),
@@ -178,7 +177,7 @@ def test_what_the_host_cache_cannot_store(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"nnodes": 2}, "ranks on several hosts"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo xxhash"),
     ],

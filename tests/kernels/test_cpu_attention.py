@@ -93,6 +93,13 @@ def test_options(make_batch, assert_close, dtype, options) -> None:
     assert_close(batch, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.6, 2.0])
+def test_scores_far_apart(make_batch, assert_close, dtype, scale) -> None:
+    """Attend where maxima rise by less than 2^8 in some tiles and by more in others."""
+    assert_close(make_batch([700, 900], [700, 40], dtype=dtype, head_size=64), scale=scale)
+
+
 @pytest.mark.parametrize("layout", ["planes", "rows"])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 48])
 def test_layouts_and_skips(make_batch, assert_close, layout, block_size) -> None:

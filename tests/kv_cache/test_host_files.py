@@ -9,6 +9,7 @@ import pickle
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,27 +35,50 @@ NAME, OTHER = BlockHash(bytes(range(32))), BlockHash(bytes(range(32, 0, -1)))
 
 
 class Server:
-    """Both sides of a host cache with a folder, and the device's blocks."""
+    """Both sides of a host cache with a folder, and the blocks of each worker's device.
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    Args:
+        stages: layers of each pipeline stage, which has `ranks` workers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        ranks: int = 1,
+        stages: tuple[int, ...] = (LAYERS,),
+        **changes: Any,
+    ) -> None:
         of = specs(dtype, changes.pop("head_size", 8))
         self.page = of[0].page_size_bytes
         num_bytes = SLOTS * LAYERS * self.page
+        ends = list(accumulate(stages))
+        layers = [slice(end - size, end) for size, end in zip(stages, ends, strict=True)]
+        layers = [part for part in layers for _ in range(ranks)]
         args = {"namespace": "one", "block_bytes": self.page, "limit": 2**20, **changes}
+        if len(stages) > 1:
+            args["parts"] = layers
+        elif ranks > 1:
+            args["parts"] = [slice(None)] * ranks
         self.files = HostFiles(str(folder), largest=num_bytes, patience=0.5, **args)
         self.host = HostCache(SLOTS, LAYERS, self.files)
-        self.pool, kv_caches = HostPool(num_bytes, of, HostMemory), caches(of)
-        self.pool.bind(kv_caches, BLOCKS)
-        self.pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
+        self.pools, self.all_pages = [], []
+        for number, part in enumerate(layers):
+            pool, kv_caches = HostPool(num_bytes, of[part], HostMemory, number), caches(of)
+            pool.bind(kv_caches, BLOCKS)
+            self.pools.append(pool)
+            self.all_pages.append(kv_caches[0].view(torch.uint8).view(BLOCKS, -1))
+        self.pool, self.pages = self.pools[0], self.all_pages[0]
 
     def step(self) -> Any:
         """Do what a step does, by its message as a worker receives it."""
         output: Any = SimpleNamespace(new_block_ids_to_zero=None)
         copies = self.host.take()
         attach_host_copies(output, copies)
-        output = pickle.loads(pickle.dumps(output))
-        self.pool.store(output)
-        self.pool.load(output)
+        for pool in self.pools:
+            received = pickle.loads(pickle.dumps(output))
+            pool.store(received)
+            pool.load(received)
         return copies
 
     def save(self, name: bytes, first: int, count: int = LAYERS, origin: Any = None) -> None:
@@ -62,10 +86,14 @@ class Server:
 
     def written(self) -> int:
         """Wait for all files; return how many could not be written."""
-        writer, self.pool.writer = self.pool.writer, None
-        assert writer is not None
-        writer.finish()
-        return writer.take_failed()
+        failed = 0
+        for pool in self.pools:
+            writer, pool.writer = pool.writer, None
+            if writer is None:  # nothing was ordered
+                continue
+            writer.finish()
+            failed += writer.take_failed()
+        return failed
 
     def killed(self) -> None:
         self.files.close()
@@ -114,6 +142,91 @@ def test_every_byte_comes_back_after_a_restart(
     assert host.longest_prefix([NAME, state]) == 2
     assert again.step() is None, "it is in memory now, and not read again"
     again.killed()
+
+
+RANKS: list[dict[str, Any]] = [{"ranks": 2}, {"ranks": 2, "stages": (1, 2)}]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_rank_gets_its_own_bytes_back(tmp_path: Path, ranks: dict[str, Any]) -> None:
+    """Tensor-parallel ranks have other bytes of the same blocks, stages blocks of other layers."""
+    first = Server(tmp_path, **ranks)
+    before = [pages.clone() for pages in first.all_pages]
+    first.save(NAME, 0)
+    first.step()
+    assert first.written() == 0
+    assert first.files.used_bytes == sum(path.stat().st_size for path in paths(tmp_path))
+    first.killed()
+    again = Server(tmp_path, **ranks)
+    assert again.files.num_files == 1 and again.files.used_bytes == first.files.used_bytes
+    assert again.host.longest_prefix([NAME]) == 1
+    again.host.load(NAME, blocks(6, LAYERS))
+    for pages in again.all_pages:
+        pages.fill_(0)
+    again.step()
+    for pool, pages, saved in zip(again.pools, again.all_pages, before, strict=True):
+        own = list(range(LAYERS))[pool._layers]
+        assert torch.equal(pages[6:9][own], saved[:3][own])
+        assert pages.any(dim=1).sum() == len(own), "nothing but the blocks of its layers"
+    again.killed()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("damage", ["missing", "cut", "of another order", "of another rank"])
+def test_a_part_that_is_wrong_is_a_miss_for_all(
+    tmp_path: Path, ranks: dict[str, Any], damage: str
+) -> None:
+    server = Server(tmp_path, **ranks)
+    for name, first in ((NAME, 0), (OTHER, 3)):
+        server.save(name, first)
+    server.step()
+    server.written()
+    one = Path(server.files._path(NAME))
+    second = one.with_name(one.name + ".1")
+    old = second.read_bytes()
+    assert one.exists() and len(paths(tmp_path)) == 2 * len(server.pools)
+    if damage == "missing":
+        second.unlink()
+    elif damage == "cut":
+        cut(second)
+    elif damage == "of another rank":
+        second.write_bytes(one.read_bytes())
+    else:  # the bytes of a bundle that was computed at another time are those of another batch
+        server.files._drop(str(one))
+        server.save(NAME, 0)
+        server.step()
+        server.written()
+        assert second.read_bytes() != old
+        second.write_bytes(old)
+    assert server.host.longest_prefix([NAME]) == 0
+    assert server.host.longest_prefix([OTHER]) == 1
+    assert server.files.counters.damaged == (damage != "missing")
+    server.step()
+    server.written()
+    assert len(paths(tmp_path)) == len(server.pools), "no part is left"
+    assert server.files.used_bytes == sum(path.stat().st_size for path in paths(tmp_path))
+    server.killed()
+
+
+def test_what_one_rank_had_not_written_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    server = Server(tmp_path, ranks=2)
+    for name, first in ((NAME, 0), (OTHER, 3)):
+        server.save(name, first)
+    server.step()
+    server.written()
+    server.killed()
+    Path(server.files._path(NAME)).unlink()
+    again = Server(tmp_path, ranks=2)
+    assert again.files.num_files == 1 and NAME not in again.host and OTHER in again.host
+    assert len(paths(tmp_path)) == 2
+    again.killed()
+    other = Server(tmp_path, namespace="of one rank", limit=2000)  # it makes room
+    other.save(NAME, 0)
+    other.step()
+    assert other.written() == 0
+    (left,) = paths(tmp_path)
+    assert left.is_relative_to(other.files._own)
+    other.killed()
 
 
 def test_only_the_owner_reads(tmp_path: Path) -> None:

@@ -396,11 +396,11 @@ class PlainWorker:
         for copy in of_host.stored:
             self.host_SLN[copy.slot] = -1
             if isinstance(copy, HostFill):
-                rows = np.frombuffer(copy.content, np.int64).reshape(-1, FILE_WORDS)
+                rows = np.frombuffer(b"".join(copy.contents), np.int64).reshape(-1, FILE_WORDS)
                 rows = rows[:, : self.host_SLN.shape[2]]
                 self.num_filled += 1
             else:
-                rows = self.memory_PN[copy.blocks]
+                rows = self.memory_PN[self._of_layers(copy.blocks)]
                 self.num_stored += 1
             self.host_SLN[copy.slot, : len(rows)] = rows
         for stage in range(max(len(self.setup.stages), 1)):
@@ -409,7 +409,7 @@ class PlainWorker:
                 self.memory_PN[first + own] = self.memory_PN[first + source]
                 self.num_copied += 1
         for slot, blocks in of_host.loaded:
-            self.memory_PN[blocks] = self.host_SLN[slot, : len(blocks)]
+            self.memory_PN[self._of_layers(blocks)] = self.host_SLN[slot, : len(blocks)]
             self.num_loaded += 1
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -479,11 +479,17 @@ class PlainWorker:
             StepReport(*self.tracker.end_step(), {}, 0),
         )
 
+    def _of_layers(self, blocks: Sequence[int]) -> np.ndarray:
+        """Where blocks of a slot are: a block of each layer, in the pool of its stage."""
+        if not self.setup.stages:
+            return np.array(blocks)  # of a state, as many as it has
+        return np.array(blocks) + np.array(self.setup.stage_of) * (self.num_blocks + 1)
+
     def _write_files(self, orders: FileOrders) -> None:
         """Do at once what a worker's thread does later."""
         for path in orders.removed:
             Path(path).unlink(missing_ok=True)
-        for path, begin, blocks in orders.saved:
+        for path, (begin,), blocks in orders.saved:
             content = np.full((len(blocks), FILE_WORDS), -1, np.int64)
             content[:, : self.memory_PN.shape[1]] = self.memory_PN[blocks]
             write_file(path, begin, content)

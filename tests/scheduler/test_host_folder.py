@@ -68,9 +68,14 @@ def another_processor(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_folder, "units_of_processor", lambda: "other units")
 
 
+def ranks_that_divide_the_heads(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.parallel_config.tensor_parallel_size = 2
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        ranks_that_divide_the_heads,
         *(weights_written_again, another_type_of_cache, another_rope, another_version),
         *(another_seed_of_the_hashes, another_processor),
     ],

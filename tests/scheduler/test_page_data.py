@@ -64,3 +64,46 @@ def test_requests_that_share_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
         check(pair, look(pair))
     data = look(pair)
     assert data["running"] + data["waiting"] == 3 and len(data["requests"]) <= 2
+
+
+class Part(dict[str, Any]):
+    """A section of a policy, among the settings that an engine configuration is cached by."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+def test_what_generated_tokens_read() -> None:
+    parts = Part(kind="pages", budget=24, dense_layers=1, sinks=4, recent=4)
+    setup = Setup(policy="select", budget="100%", policy_args=(("attend", parts),))
+    pair = Pair(setup)
+    pair.add("r", 60, max_tokens=4)
+    pair.add("own", 20, max_tokens=4, extra_args={"kv_attend_budget": 20})
+    seen: dict[str, dict[str, Any]] = {}
+    while pair.scheduler.requests:
+        pair.step()
+        seen |= {row["id"]: row for row in look(pair)["requests"]}
+    assert seen["r"]["read"] == [seen["r"]["computed"], 24, 24]
+    assert seen["own"]["read"] == [seen["own"]["computed"], 20, 20]
+    plain = Pair(CACHED)
+    plain.add("r", 40)
+    plain.step()
+    (row,) = look(plain)["requests"]
+    assert row["read"] is None and row["host"] == [0, 0]
+
+
+def test_what_came_from_the_host_cache() -> None:
+    setup = Setup(prefix_caching=True, host_slots=64)
+    pair = Pair(setup)
+    size = setup.block_size
+    for name, prompt in (("a", [1] * 60), ("b", [2] * 90), ("c", [1] * 60)):
+        pair.add(name, prompt, max_tokens=2, hash_block_size=size)
+        pair.step()
+        (row,) = look(pair)["requests"]
+        if name != "c":
+            assert row["host"] == [0, 0]
+            while pair.scheduler.requests:
+                pair.step()
+    first, last = row["host"]
+    counters = pair.coordinator.host_cache.counters
+    assert last - first == counters.hits > 0 and last <= row["computed"]

@@ -1141,6 +1141,12 @@ VARIANTS |= {
     "async-shared-host-forecast": Setup(
         admission="forecast", prefix_caching=True, asynchronous=True, host_slots=60, **SMALL
     ),
+    "stages-shared-host": Setup(
+        stages=(2, 1), prefix_caching=True, host_slots=40, reserve_full_prompt=False, **SMALL
+    ),
+    "stages-async-shared-host-mixed": Setup(
+        budget="100%", stages=(1, 2), prefix_caching=True, asynchronous=True, host_slots=12
+    ),
     "sync-turns-host": Setup(host_slots=150, reserve_full_prompt=False, **TALKS),
     "async-turns-host": Setup(host_slots=60, asynchronous=True, **TALKS, **SMALL),
     "async-shared-host-folder": Setup(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
-from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, attach_host_copies
+from tests.pretended_device import PretendedDevice, data_of
+from vllm_pyramid.compat.side_channel import (
+    FileOrders,
+    FileSave,
+    HostCopies,
+    HostCopy,
+    HostFill,
+    attach_host_copies,
+)
+from vllm_pyramid.kv_cache.bundle_file import BundleFile, read_file
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.worker.block_copies import copy_blocks
@@ -45,10 +55,10 @@ def caches(of: list[LayerKVCacheSpec]) -> list[torch.Tensor]:
     return [memory.view(spec.dtype).view(shape) for spec in of]
 
 
-def step(stored: list[HostCopy], loaded: list[HostCopy], copies: Any = None) -> Any:
+def step(stored: list[Any], loaded: list[HostCopy], copies: Any = None, files: Any = None) -> Any:
     """A step's message, as a worker receives it."""
     output: Any = SimpleNamespace(kv_cache_block_copies=copies, new_block_ids_to_zero=None)
-    attach_host_copies(output, HostCopies(stored, loaded))
+    attach_host_copies(output, HostCopies(stored, loaded, files))
     return pickle.loads(pickle.dumps(output))
 
 
@@ -97,6 +107,63 @@ def test_a_step_copies_out_then_on_the_device_then_in() -> None:
     expected[[7, 8, 9]] = before[[1, 2, 3]]
     assert torch.equal(pages, expected)
     assert torch.equal(pool.slots[0], before[[7, 8, 9]]), "the last one that got the slot"
+
+
+def test_a_worker_of_a_pipeline_stage_copies_the_blocks_of_its_layers() -> None:
+    """Stages have as many slots, whatever their layers; each takes its part of every order."""
+    of = specs(torch.float32)
+    size = of[0].page_size_bytes
+    before, after = [], []
+    pools = [HostPool(SLOTS * LAYERS * size, part, HostMemory) for part in (of[:1], of[1:])]
+    assert [pool.slots.shape for pool in pools] == [(SLOTS, 1, size), (SLOTS, 2, size)]
+    for pool in pools:
+        kv_caches = caches(of)
+        pool.bind(kv_caches, BLOCKS)
+        pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
+        before.append(pages.clone())
+        pool.store(step([HostCopy(2, [5, 1, 9])], []))
+        pages.fill_(0)
+        output = step([], [HostCopy(2, [3, 4, 8])])
+        output.new_block_ids_to_zero = [3, 4, 8]
+        pool.load(output)
+        after.append((pages, output.new_block_ids_to_zero))
+    (lower, zero_below), (upper, zero_above) = after
+    assert torch.equal(lower[3], before[0][5]) and not lower[[4, 8]].any()
+    assert torch.equal(upper[[4, 8]], before[1][[1, 9]]) and not upper[3].any()
+    assert (zero_below, zero_above) == ([4, 8], [3]), "blocks of another stage's pool"
+
+
+def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
+    """On a pretended device: out to host memory and to a file, from a file, and in."""
+    of = specs(torch.bfloat16)
+    size = of[0].page_size_bytes
+    before = torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8)
+    path = tmp_path / "aa" / "bundle.kv"
+    begin = BundleFile("one", bytes(32), LAYERS, None).begin()
+    orders = FileOrders([str(tmp_path / "gone.kv")], [FileSave(str(path), [begin], [5, 1, 9])])
+    (tmp_path / "gone.kv").write_bytes(b"old")
+    with PretendedDevice() as device:
+
+        def allocate(num_bytes: int) -> Any:
+            return SimpleNamespace(bytes=device.put(torch.zeros(num_bytes, dtype=torch.uint8)))
+
+        pool = HostPool(SLOTS * LAYERS * size, of, allocate)
+        pages = pool._pages = device.put(before.clone())
+        pool.store(step([HostCopy(2, [4, 7])], [], files=orders))
+        pages.fill_(0)
+        fill = HostFill(0, [before[[0, 2, 3]].numpy().tobytes()])
+        output = step([fill], [HostCopy(2, [1, 2]), HostCopy(0, [6, 8, 10])])
+        pool.store(output)
+        pool.load(output)
+        assert pool.writer is not None
+        pool.writer.finish()
+    assert device.waits == []
+    expected = torch.zeros_like(before)
+    expected[[1, 2, 6, 8, 10]] = before[[4, 7, 0, 2, 3]]
+    assert torch.equal(data_of(pages), expected)
+    _, content = read_file(str(path), 1 << 20)
+    assert bytes(content) == before[[5, 1, 9]].numpy().tobytes(), "as it was before the step"
+    assert pool.writer.take_failed() == 0 and not (tmp_path / "gone.kv").exists()
 
 
 def test_memory_that_is_too_small_or_of_another_layout() -> None:

@@ -322,6 +322,7 @@ class PyramidImplMixin:
             softmax,
             ranks=context.ranks,
             rotary=context.rotary,
+            output=context.output,
             offsets=offsets,
             rows=parts.rows,
         )

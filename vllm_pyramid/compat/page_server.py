@@ -3,7 +3,8 @@
 
 Target: `vllm.entrypoints.launchers.app.attach_endpoint_plugins`, which is called when all routes of
 the server are in place; a method that is added to `EngineCore`, which front ends call as they call
-its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`. Why: vLLM loads
+its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`, `.vllm_config` and
+`.tokenizer`. Why: vLLM loads
 plugins with endpoints only where `VLLM_PLUGINS` names them, and then no others. Remove when a
 plugin can add routes by a flag.
 """
@@ -17,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_METHOD = "vllm_pyramid_page"
+_PAGE, _PROMPT = "vllm_pyramid_page", "vllm_pyramid_prompt"
 
 
 def is_server() -> bool:
@@ -25,11 +26,11 @@ def is_server() -> bool:
     return "vllm.entrypoints.launchers.app" in sys.modules
 
 
-def install(attach: Callable[[Any, bool], None]) -> None:
+def install(attach: Callable[[Any, Mapping[str, Any]], None]) -> None:
     """Call `attach` when the API server of this process is built. Idempotent.
 
     Args:
-        attach: called with the application, and whether it was started with `--kv-page`.
+        attach: called with the application and the settings that it was started with.
 
     Raises:
         ValueError: this vLLM has no place for it.
@@ -48,26 +49,39 @@ def install(attach: Callable[[Any, bool], None]) -> None:
     @functools.wraps(attach_endpoint_plugins)
     def attach_page_too(app: Any, *args: Any, **kwargs: Any) -> None:
         attach_endpoint_plugins(app, *args, **kwargs)
-        attach(app, asks_for_page(app.state.args))
+        attach(app, settings_of(app.state.args))
 
     attach_page_too._vllm_pyramid = True  # type: ignore[attr-defined]
     module.attach_endpoint_plugins = attach_page_too
 
 
-def asks_for_page(args: Namespace) -> bool:
-    """Return whether a server was started with `--kv-page`."""
+def settings_of(args: Namespace) -> Mapping[str, Any]:
+    """Return the settings of a server in its `additional_config`."""
     config = getattr(args, "additional_config", None)
-    return isinstance(config, Mapping) and config.get("kv_page") is True
+    return config if isinstance(config, Mapping) else {}
 
 
-def install_engine() -> None:
-    """Let front ends call `page_data` of this process's scheduler. Idempotent."""
+def install_engine(*, shows_prompts: bool) -> None:
+    """Let front ends call `page_data` of this process's scheduler. Idempotent.
+
+    Args:
+        shows_prompts: whether they may ask for the prompts of its requests, too.
+    """
     from vllm.v1.engine.core import EngineCore
 
     def vllm_pyramid_page(self: Any) -> str:
         return json.dumps(self.scheduler.page_data())
 
-    setattr(EngineCore, _METHOD, vllm_pyramid_page)
+    def vllm_pyramid_prompt(self: Any, request_id: str) -> str:
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return json.dumps(None)
+        # A prompt of embeddings has no tokens.
+        return json.dumps(request.prompt_token_ids or [])
+
+    setattr(EngineCore, _PAGE, vllm_pyramid_page)
+    if shows_prompts:
+        setattr(EngineCore, _PROMPT, vllm_pyramid_prompt)
 
 
 async def ask_engines(engine_client: Any) -> list[dict[str, Any]]:
@@ -76,19 +90,59 @@ async def ask_engines(engine_client: Any) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: the engines run in this process, or have ended.
     """
+    return await _ask(engine_client, _PAGE)
+
+
+async def ask_prompt(engine_client: Any, request_id: str) -> list[int] | None:
+    """Return the tokens of a request's prompt, empty for embeddings; None if it does not run.
+
+    Raises:
+        RuntimeError: as of `ask_engines`.
+    """
+    answers = await _ask(engine_client, _PROMPT, request_id)
+    return next((tokens for tokens in answers if tokens is not None), None)
+
+
+async def _ask(engine_client: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of every engine of a front end."""
     ask = getattr(engine_client.engine_core, "call_utility_all_async", None)
     if ask is None:
         raise RuntimeError("the engine runs in the front end's process, which has no such call")
-    return [json.loads(text) for text in await ask(_METHOD)]
+    return [json.loads(text) for text in await ask(method, *args)]
 
 
 def is_authorized(app: Any, headers: Any) -> bool:
     """Return whether a request has one of the server's API keys; True where it has none."""
-    from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    keys = [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
+    keys = keys_of(app.state.args)
     return not keys or AuthenticationMiddleware(app, keys).verify_token(headers)
+
+
+def keys_of(args: Namespace) -> list[str]:
+    """Return the API keys of a server."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def lacks_key(args: Namespace) -> bool:
+    """Return whether parsed arguments are those of an API server without a key.
+
+    A host without an API server (`--headless`) needs none.
+    """
+    is_server = hasattr(args, "api_key") and not getattr(args, "headless", False)
+    return is_server and not keys_of(args)
+
+
+def ranks_of(engine_client: Any) -> int:
+    """Return how many ranks share the KV heads of a layer."""
+    return int(engine_client.vllm_config.parallel_config.tensor_parallel_size)
+
+
+def tokenizer_of(engine_client: Any) -> Any:
+    """Return the tokenizer of an API server; None without one (`--skip-tokenizer-init`)."""
+    return engine_client.tokenizer
 
 
 def input_processor_of(engine_client: Any) -> Any:

@@ -64,23 +64,25 @@ class HostFill(NamedTuple):
 
     Attributes:
         slot: its number.
-        content: the bytes of its first blocks.
+        contents: for each rank the bytes of its first blocks.
     """
 
     slot: int
-    content: bytes
+    contents: list[bytes]
 
 
 class FileSave(NamedTuple):
-    """A file that a worker writes.
+    """A bundle of which each worker writes its part to a file.
 
     Attributes:
-        path: of the file. begin: its first bytes.
-        blocks: ids of the device's blocks, whose bytes come behind these.
+        path: of the first part (see `bundle_file.part_path`).
+        begins: for each rank the first bytes of its file.
+        blocks: ids of the device's blocks, of all layers; the bytes of those of a rank's layers
+            come behind these.
     """
 
     path: str
-    begin: bytes
+    begins: list[bytes]
     blocks: list[int]
 
 
@@ -88,7 +90,7 @@ class FileOrders(NamedTuple):
     """What a worker does with files of the host cache, in order.
 
     Attributes:
-        removed: paths of files that have to go.
+        removed: paths of bundles of which each worker removes its part.
         saved: files to write, with the content of the blocks before the step.
     """
 

@@ -40,6 +40,10 @@ def _has_host_folder(args: EngineArgs) -> bool:
     return asks_for_host_cache(args.additional_config, "kv_host_cache_dir")
 
 
+def _has_several_hosts(args: EngineArgs) -> bool:
+    return args.nnodes > 1 or args.distributed_executor_backend == "ray"
+
+
 def _has_hashes_of_one_process(args: EngineArgs) -> str | None:
     """Return the hash algorithm if it begins with a random number in each process."""
     if os.environ.get("PYTHONHASHSEED") is not None:
@@ -100,16 +104,10 @@ OF_ARGUMENTS = (
         lambda args, policy: _has_host_cache(args) and policy.attend.selects,
     ),
     Refusal(
-        "--kv-host-cache and --pipeline-parallel-size",
-        "each pipeline stage has a block pool of its own, whose blocks are not stored yet; use "
-        "--tensor-parallel-size",
-        lambda args, _: _has_host_cache(args) and args.pipeline_parallel_size > 1,
-    ),
-    Refusal(
-        "--kv-host-cache-dir and --tensor-parallel-size",
-        "each rank would read files of its own, and one that is damaged for one of them must be "
-        "missed by all; leave one of them out",
-        lambda args, _: _has_host_folder(args) and args.tensor_parallel_size > 1,
+        "--kv-host-cache-dir and ranks on several hosts",
+        "each rank would write to the disk of its own host, and files are read on the host that "
+        "schedules; leave the folder out",
+        lambda args, _: _has_host_folder(args) and _has_several_hosts(args),
     ),
     Refusal(
         "--kv-host-cache-dir and --enable-lora",

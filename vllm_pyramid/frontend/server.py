@@ -3,15 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from fastapi import FastAPI
 
 from vllm_pyramid.frontend import page, shadow
 from vllm_pyramid.frontend.follow_sessions import SessionHeader
+from vllm_pyramid.frontend.prompt_words import PromptWords
+from vllm_pyramid.frontend.settings import PAGE_KEY, PROMPTS_KEY
 
 
-def attach(app: FastAPI, shows_page: bool) -> None:
-    """Let requests name their session in a header; add the routes of the live page."""
+def attach(app: FastAPI, settings: Mapping[str, Any]) -> None:
+    """Let requests name their session in a header; add the routes of the live page.
+
+    Args:
+        settings: of the server, which have been checked.
+    """
     app.add_middleware(SessionHeader)
     shadow.use_client(lambda: getattr(app.state, "engine_client", None))
-    if shows_page:
-        page.attach(app)
+    if settings.get(PAGE_KEY) is True:
+        words = None
+        if settings.get(PROMPTS_KEY) is True:
+            words = PromptWords(Path(settings["kv_trace"]).expanduser())
+        page.attach(app, words)

@@ -3,6 +3,8 @@
 
     magic, version, length of the head | head: JSON | blocks, as they are in the cache | SHA-256
 
+Each rank of an engine writes what it has of a bundle, a part, to a file of its own.
+
 A file is written under a temporary name and renamed, so a process that is killed leaves no half
 file under a name that is looked up. What a power failure may leave fails the checksum.
 """
@@ -17,7 +19,7 @@ from pathlib import Path
 from struct import Struct, error
 from typing import Any, NamedTuple
 
-FORMAT = 1
+FORMAT = 2
 TEMPORARY = ".part"
 _BEGIN = Struct("<12sHI")
 _MAGIC = b"pyramid-kv\r\n"
@@ -34,19 +36,28 @@ class BundleFile(NamedTuple):
     Attributes:
         namespace: of whatever the bytes depend on apart from the bundle's name.
         name: of the bundle.
-        num_blocks: blocks of all layers.
+        num_blocks: blocks of all layers, those of other parts included.
         origin: see `BlockBundle.origin`.
+        part: number of the rank that wrote it.
+        order: names the order to write it, which all parts of one bundle share.
     """
 
     namespace: str
     name: bytes
     num_blocks: int
     origin: str | None
+    part: int = 0
+    order: str = ""
 
     def begin(self) -> bytes:
         """Return the bytes that come before those of the blocks."""
         text = json.dumps({**self._asdict(), "name": self.name.hex()}).encode()
         return _BEGIN.pack(_MAGIC, FORMAT, len(text)) + text
+
+
+def part_path(path: str, part: int) -> str:
+    """Return the path of one part of a bundle, whose first part is at `path`."""
+    return f"{path}.{part}" if part else path
 
 
 def file_bytes(begin: bytes, content_bytes: int) -> int:

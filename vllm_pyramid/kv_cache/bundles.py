@@ -219,13 +219,16 @@ class BundlePool(BlockPool):
 
     def _make_idle(self, bundle: BlockBundle) -> None:
         self.idle[bundle] = None
-        self._idle_blocks += len(bundle.blocks)
+        self._count_idle(bundle, 1)
         if self.when_idle is not None:
             self.when_idle(bundle)
 
     def _take_from_idle(self, bundle: BlockBundle) -> None:
         del self.idle[bundle]
-        self._idle_blocks -= len(bundle.blocks)
+        self._count_idle(bundle, -1)
+
+    def _count_idle(self, bundle: BlockBundle, sign: int) -> None:
+        self._idle_blocks += sign * len(bundle.blocks)
 
     def _dissolve_oldest(self) -> None:
         self._dissolve(next(iter(self.idle)))
@@ -299,8 +302,11 @@ class BundlePool(BlockPool):
         """Dissolve all bundles; return False, as vLLM does, while requests hold blocks."""
         if not super().reset_prefix_cache():
             return False
+        self._dissolve_all()
+        return True
+
+    def _dissolve_all(self) -> None:
         before_reuse, self.before_reuse = self.before_reuse, None  # nothing shall be found again
         while self.idle:
-            self._dissolve_oldest()
+            self._dissolve(next(iter(self.idle)))
         self.before_reuse = before_reuse
-        return True

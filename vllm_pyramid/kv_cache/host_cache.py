@@ -127,14 +127,20 @@ class HostCache:
         """Give slots to a bundle in a file; return False if it has none that can be read."""
         if (read := files.read(name)) is None:
             return False
-        found, content = read
+        found, contents = read
         slots = self._give_slots(name, found.num_blocks, found.origin)
         if slots is None:
             return False
-        size = len(content) // found.num_blocks * self.slot_blocks
+        sizes = [len(content) * self.slot_blocks // found.num_blocks for content in contents]
         self._copies.stored.extend(
-            HostFill(slot, bytes(content[part * size : (part + 1) * size]))
-            for part, slot in enumerate(slots)
+            HostFill(
+                slot,
+                [
+                    bytes(content[index * size : (index + 1) * size])
+                    for content, size in zip(contents, sizes, strict=True)
+                ],
+            )
+            for index, slot in enumerate(slots)
         )
         return True
 

@@ -2,23 +2,26 @@
 """Bundles in files, which survive a restart: the scheduler's side.
 
     FOLDER/vllm-pyramid/lock               held by the engine that uses the folder
-    FOLDER/vllm-pyramid/NAMESPACE/ab/...   a file for each bundle, named by the hash of its name
+    FOLDER/vllm-pyramid/NAMESPACE/ab/...   a file of each rank for each bundle, named by the hash of
+                                           the bundle's name
 
 A bundle is written when no request uses it any more, so that a process that is killed loses only
-what its running requests hold. The worker copies the blocks at the begin of the next step and
-writes the file in a thread (`worker/file_writer.py`). A file is read, and its checksum checked,
-when a request looks for it and finds it neither on the device nor in host memory; whatever is wrong
-with it is a miss. The namespace says what bytes depend on apart from tokens: model, type and layout
-of the cache, versions. Files of other namespaces are the first to go.
+what its running requests hold. The workers copy the blocks at the begin of the next step and write
+the files in threads (`worker/file_writer.py`). Files are read, and their checksums checked, when a
+request looks for the bundle and finds it neither on the device nor in host memory; whatever is
+wrong with one of them is a miss for all ranks. The namespace says what bytes depend on apart from
+tokens: model, type and layout of the cache, versions. Files of other namespaces go first.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import stat
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -33,6 +36,7 @@ from vllm_pyramid.kv_cache.bundle_file import (
     BundleFile,
     DamagedFileError,
     file_bytes,
+    part_path,
     read_file,
 )
 from vllm_pyramid.kv_cache.bundles import BlockBundle
@@ -67,10 +71,11 @@ class HostFiles:
     Args:
         folder: the user's. A folder of its own is made in it, which only its owner reads.
         namespace: see `BundleFile.namespace`.
-        block_bytes: of each block of each layer.
+        block_bytes: of each block of each layer, in each rank that has it.
         limit: the most bytes of all files.
-        largest: the most bytes of a bundle's blocks.
+        largest: the most bytes of a bundle's blocks in a rank.
         patience: seconds to wait for another engine that has the folder.
+        parts: for each rank, which blocks of a bundle are those of its layers.
 
     Attributes:
         counters: what has happened.
@@ -87,9 +92,11 @@ class HostFiles:
         limit: int,
         largest: int,
         patience: float = _PATIENCE,
+        parts: Sequence[slice] = (slice(None),),
     ) -> None:
         self._namespace, self._block_bytes, self._limit = namespace, block_bytes, limit
-        self._largest = largest + 2**16
+        self._largest, self._parts = largest + 2**16, parts
+        self._life, self._orders = secrets.token_hex(8), 0
         self._root = Path(folder).expanduser().absolute() / "vllm-pyramid"
         self._own = self._root / namespace
         self.counters = FileCounters()
@@ -160,15 +167,22 @@ class HostFiles:
 
     def _scan(self) -> None:
         """Find the files of earlier engines, and remove what these had not finished."""
-        found: list[tuple[bool, float, str, int]] = []
+        by_path: defaultdict[str, list[os.stat_result]] = defaultdict(list)
         for path in self._root.glob("*/??/*"):
-            if path.name.endswith(_SUFFIX + TEMPORARY):
+            name, suffix, rest = path.name.partition(_SUFFIX)
+            if suffix and rest.endswith(TEMPORARY):
                 _unlink(str(path))
-            elif path.name.endswith(_SUFFIX):
+            elif suffix and (not rest or rest[1:].isdecimal()):
                 with suppress(OSError):
-                    info = path.lstat()
-                    ours = path.is_relative_to(self._own)
-                    found.append((ours, info.st_mtime, str(path), info.st_size))
+                    by_path[f"{path.parent}/{name}{suffix}"].append(path.lstat())
+        found: list[tuple[bool, float, str, int]] = []
+        for first, infos in by_path.items():
+            ours = Path(first).is_relative_to(self._own)
+            if ours and len(infos) != len(self._parts):
+                self._unlink_parts(first)  # a rank was killed before it had written its part
+                continue
+            latest, size = max(info.st_mtime for info in infos), sum(i.st_size for i in infos)
+            found.append((ours, latest, first, size))
         for *_, name, size in sorted(found):
             self._sizes[name] = size
             self._used += size
@@ -192,34 +206,51 @@ class HostFiles:
     def __contains__(self, name: bytes) -> bool:
         return self._path(name) in self._sizes
 
-    def read(self, name: bytes) -> tuple[BundleFile, memoryview] | None:
-        """Return what the file of a bundle holds, and the bytes of its blocks; None: a miss."""
+    def read(self, name: bytes) -> tuple[BundleFile, list[memoryview]] | None:
+        """Return what the files of a bundle hold, and the bytes of its blocks; None: a miss.
+
+        Returns:
+            The head of the first part, and for each rank the bytes of its blocks.
+        """
         path = self._path(name)
         if path not in self._sizes:
             return None
         try:
-            found, content = read_file(path, self._largest)
-            if found.name != name or found.namespace != self._namespace:
-                raise DamagedFileError("it holds another bundle")
-            if found.num_blocks < 1 or found.num_blocks * self._block_bytes != len(content):
-                raise DamagedFileError(
-                    f"it holds {len(content)} bytes of {found.num_blocks} blocks"
-                )
-        except FileNotFoundError:  # it has not been written yet, or could not be
+            parts = [self._read_part(path, part, name) for part in range(len(self._parts))]
+            found = parts[0][0]
+            if any(head != found._replace(part=part) for part, (head, _) in enumerate(parts)):
+                raise DamagedFileError("its parts were not written by one order")
+        except FileNotFoundError:  # a part has not been written yet, or could not be
             self._drop(path)
+            if self._writes:
+                self._removed.append(path)
             return None
         except (DamagedFileError, OSError) as problem:
             self.counters.damaged += 1
             self._tell("damaged", f"{path}: {problem}")
             self._drop(path)
             if self._writes:
-                _unlink(path)
+                self._unlink_parts(path)
             return None
         self._sizes.move_to_end(path)
         with suppress(OSError):
             os.utime(path)
-        self.counters.read += len(content)
+        contents = [content for _, content in parts]
+        self.counters.read += sum(map(len, contents))
+        return found, contents
+
+    def _read_part(self, path: str, part: int, name: bytes) -> tuple[BundleFile, memoryview]:
+        """Read one rank's file; errors as of `read_file`, also where it is another's."""
+        found, content = read_file(part_path(path, part), self._largest)
+        if (found.name, found.namespace, found.part) != (name, self._namespace, part):
+            raise DamagedFileError("it holds another bundle")
+        if found.num_blocks < 1 or self._bytes_of(part, found.num_blocks) != len(content):
+            raise DamagedFileError(f"it holds {len(content)} bytes of {found.num_blocks} blocks")
         return found, content
+
+    def _bytes_of(self, part: int, num_blocks: int) -> int:
+        """Return the bytes that a rank has of a bundle of `num_blocks` blocks."""
+        return len(range(num_blocks)[self._parts[part]]) * self._block_bytes
 
     # Writing ------------------------------------------------------------------------------------
 
@@ -232,15 +263,21 @@ class HostFiles:
             self._sizes.move_to_end(path)
             return
         blocks = [block.block_id for block in bundle.blocks]
-        begin = BundleFile(self._namespace, bundle.hash, len(blocks), bundle.origin).begin()
-        size = file_bytes(begin, len(blocks) * self._block_bytes)
+        self._orders += 1
+        order = f"{self._life} {self._orders}"
+        first = BundleFile(self._namespace, bundle.hash, len(blocks), bundle.origin, 0, order)
+        begins = [first._replace(part=part).begin() for part in range(len(self._parts))]
+        size = sum(
+            file_bytes(begin, self._bytes_of(part, len(blocks)))
+            for part, begin in enumerate(begins)
+        )
         if not self._writes or size > self._limit:
             self.counters.unwritten += 1
             return
         self._make_room(size)
         self._sizes[path] = size
         self._used += size
-        self._saved[path] = FileSave(path, begin, blocks)
+        self._saved[path] = FileSave(path, begins, blocks)
         self.counters.ordered += size
 
     def take(self) -> FileOrders | None:
@@ -267,7 +304,7 @@ class HostFiles:
         own = [path for path in self._sizes if Path(path).is_relative_to(self._own)]
         if self._is_open and self._writes:
             for path in own:
-                _unlink(path)
+                self._unlink_parts(path)
             logger.warning(
                 "kv-host-cache-dir: the prefix cache was reset, so %d files were removed, and the "
                 "folder is not used until the next start",
@@ -284,11 +321,18 @@ class HostFiles:
             path = next(iter(self._sizes))
             self._drop(path)
             self.counters.evictions += 1
-            if self._saved.pop(path, None) is None:
+            if not Path(path).is_relative_to(self._own):
+                for file in Path(path).parent.glob(f"{Path(path).name}*"):  # of any ranks
+                    _unlink(str(file))
+            elif self._saved.pop(path, None) is None:
                 self._removed.append(path)
 
     def _drop(self, path: str) -> None:
         self._used -= self._sizes.pop(path, 0)
+
+    def _unlink_parts(self, path: str) -> None:
+        for part in range(len(self._parts)):
+            _unlink(part_path(path, part))
 
     def _path(self, name: bytes) -> str:
         digest = sha256(name).hexdigest()

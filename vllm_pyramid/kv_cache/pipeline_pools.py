@@ -179,8 +179,7 @@ class PipelinePools(BundlePool):
         """Dissolve all bundles; return False, as vLLM does, while requests hold blocks."""
         if not all(pool.reset_prefix_cache() for pool in self.pools):
             return False
-        while self.idle:
-            self._dissolve_oldest()
+        self._dissolve_all()
         return True
 
     # Bundles ----------------------------------------------------------------------------------
@@ -193,12 +192,6 @@ class PipelinePools(BundlePool):
         """
         self._dissolve(next(bundle for bundle in self.idle if bundle.counts[stage]))
 
-    def _make_idle(self, bundle: BlockBundle) -> None:
-        self.idle[bundle] = None
+    def _count_idle(self, bundle: BlockBundle, sign: int) -> None:
         for pool, count in zip(self.pools, bundle.counts, strict=True):
-            pool.count_idle(count)
-
-    def _take_from_idle(self, bundle: BlockBundle) -> None:
-        del self.idle[bundle]
-        for pool, count in zip(self.pools, bundle.counts, strict=True):
-            pool.count_idle(-count)
+            pool.count_idle(sign * count)

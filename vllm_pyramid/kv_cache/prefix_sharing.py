@@ -157,6 +157,9 @@ class PrefixSharing:
         self._copies.add(
             sources, [blocks[: len(source)] for source, blocks in zip(sources, own, strict=False)]
         )
+        if record.host_hit:
+            first, tokens = len(record.prefix_hit), self.cache.tokens
+            record.from_host = (first * tokens, (first + len(record.host_hit)) * tokens)
         for index, name in enumerate(record.host_hit, copied):
             assert self.host is not None
             self.host.load(name, [blocks[index] for blocks in own])

@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.session_cache import Conversation, SessionSnapshot
 from vllm_pyramid.plan import Plan, RetentionPlan
+from vllm_pyramid.policy.attend import Attend
 from vllm_pyramid.policy.kept_spans import Spans
 
 
@@ -59,6 +60,7 @@ class RequestTerms:
         reusable: leading tokens that other requests may have computed; None: all.
         conversation: the conversation that the request belongs to; None without one.
         keep: spans of the prompt that stay in every layer.
+        attend: which pages generated tokens read; None: all that are held.
     """
 
     plan: Plan | None = None
@@ -68,6 +70,7 @@ class RequestTerms:
     reusable: int | None = 0
     conversation: Conversation | None = None
     keep: Spans = ()
+    attend: Attend | None = None
 
     def suffix(self, end: int) -> bytes | None:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.
@@ -90,6 +93,7 @@ class SchedulerRequest:
         prefix_hit: hashes of the bundles that it could begin with, as last looked up.
         host_hit: hashes of the bundles of the host cache that come behind these.
         host_query: tokens that were looked for in the host cache, until the request begins.
+        from_host: first and last token, exclusive, that it began with out of the host cache.
         session_hit: the session that it could begin with, as last looked up.
         resumed: the session that it began with.
         session_to_save: the session that is saved when its blocks are freed.
@@ -108,6 +112,7 @@ class SchedulerRequest:
     prefix_hit: list[BlockHash] = field(default_factory=list)
     host_hit: list[BlockHash] = field(default_factory=list)
     host_query: int = 0
+    from_host: tuple[int, int] = (0, 0)
     session_hit: SessionSnapshot | None = None
     resumed: SessionSnapshot | None = None
     session_to_save: SessionToSave | None = None

@@ -153,11 +153,11 @@ register_spec()
 
 @dataclass(frozen=True)
 class HostSlots:
-    """The slots of the host cache in one rank's memory; a slot takes a block of each layer.
+    """The slots of the host cache; a slot takes a block of each layer of a worker.
 
     Attributes:
-        count: number of slots.
-        num_bytes: of one slot.
+        count: number of slots, the same in all workers.
+        num_bytes: of one slot in the memory of the worker that has the given layers.
     """
 
     count: int
@@ -168,19 +168,22 @@ class HostSlots:
         """Return the slots that fit into `num_bytes`; scheduler and workers both ask.
 
         Args:
-            specs: of all layers that evict.
+            num_bytes: of a tensor-parallel rank, all pipeline stages together.
+            specs: of the layers that evict: all of them, or those of one stage. Their pages have
+                one size.
 
         Raises:
             ValueError: not a single slot fits.
         """
-        of_slot = sum(spec.page_size_bytes for spec in specs)
+        page = specs[0].page_size_bytes
+        of_slot = page * specs[0].num_layers
         if num_bytes < of_slot:
             raise ValueError(
                 f"--kv-host-cache is too small: a rank's share of it is {num_bytes / 2**20:.3g} "
                 f"MiB, and the blocks of all layers at one position take {of_slot / 2**20:.3g} "
                 "MiB; raise it"
             )
-        return cls(num_bytes // of_slot, of_slot)
+        return cls(num_bytes // of_slot, page * len(specs))
 
 
 def layout_of(config: KVCacheConfig) -> PipelineLayout:

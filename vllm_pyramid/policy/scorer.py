@@ -26,6 +26,8 @@ class Scorer(Component):
         needs_positions: `score` uses the positions of keys, which are known at a request's first
             eviction only: survivors do not remember theirs. (Positions of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).
+        needs_output: `score` looks through the layer's output projection
+            (`ScorerInputs.output_factors`).
         attention_mass: the scores are attention, so they are not negative and a key's share of a
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
         asked: the function that a user's class defines.
@@ -42,6 +44,7 @@ class Scorer(Component):
     needs_queries: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
     needs_rotary: ClassVar[bool] = False
+    needs_output: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     gives_statistics: ClassVar[bool] = False
     asks_ranks: ClassVar[bool] = False

@@ -50,7 +50,8 @@ class ServedSettings:
             those of requests with a `cache_salt` do.
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
-        host_cache_bytes: host memory of each rank for the host cache; None without one.
+        host_cache_bytes: host memory of each tensor-parallel rank, all pipeline stages together,
+            for the host cache; None without one.
         host_cache_dir: folder in which what the host cache finds survives a restart; None without.
         host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
@@ -58,7 +59,7 @@ class ServedSettings:
         shadow: the share of requests whose answers are compared with the whole cache's; None: none.
         shadow_floor: the agreement below which an application runs with the whole cache;
             None: none does.
-        page: whether the API server shows the live page.
+        page: whether the API server shows the live page. page_prompts: with words of prompts.
     """
 
     policy: Policy
@@ -80,6 +81,7 @@ class ServedSettings:
     shadow: float | None = None
     shadow_floor: float | None = None
     page: bool = False
+    page_prompts: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

@@ -19,6 +19,7 @@ from vllm_pyramid.compat.cpu_resources import units_of_processor
 from vllm_pyramid.compat.versions import vllm_version
 from vllm_pyramid.kv_cache.bundle_file import FORMAT
 from vllm_pyramid.kv_cache.host_files import HostFiles
+from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.version import __version__
@@ -46,12 +47,16 @@ def files_of(
     parallel = config.parallel_config
     if parallel.data_parallel_index:  # each replica has its own
         folder /= f"replica-{parallel.data_parallel_index}"
-    limit = settings.host_cache_dir_bytes or slots.count * slots.num_bytes
+    ranks, largest = parallel.tensor_parallel_size, slots.count * slots.num_bytes
+    limit = settings.host_cache_dir_bytes or ranks * largest
     block_bytes = slots.num_bytes // len(specs)
-    largest = slots.count * slots.num_bytes
-    return HostFiles(
-        str(folder), namespace_of(config, settings, specs), block_bytes, limit, largest
-    )
+    stages = PipelineLayout.of(specs[0])
+    parts = [slice(None)] * ranks
+    if len(stages) > 1:
+        ends = zip(stages.starts, stages.ends, strict=True)
+        parts = [slice(start, end) for start, end in ends for _ in range(ranks)]
+    namespace = namespace_of(config, settings, specs)
+    return HostFiles(str(folder), namespace, block_bytes, limit, largest, parts=parts)
 
 
 def namespace_of(
@@ -72,6 +77,7 @@ def namespace_of(
         "weights": _weights(model),
         "load": [str(config.load_config.load_format), model.seed],
         "cache": [str(spec) for spec in specs],
+        "ranks": config.parallel_config.tensor_parallel_size,
         "types": [str(model.dtype), cache.cache_dtype],
         "hashes": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
         "device": [current_platform.device_type, _device(), settings.backend],

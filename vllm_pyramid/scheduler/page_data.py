@@ -57,11 +57,15 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
             KV heads, where these have lengths of their own.
         blocks: blocks of the pool in each layer's table, shared ones included.
         shared: leading tokens in blocks that other requests may hold, too.
+        host: first and last token, exclusive, that came from the host cache.
+        read: tokens of each layer that a generated token reads at most, in whole pages; None where
+            it reads all.
     """
     record = coordinator.plans.records.get(request.request_id)
     num_layers = coordinator.layer_blocks.num_layers
     freed = np.zeros(num_layers, np.int64)
     blocks, shared, policy, budget = np.zeros(num_layers, np.int64), 0, "", None
+    host, read = (0, 0), None
     if record is not None:
         plan = record.resolved
         if record.released and plan is not None:
@@ -71,6 +75,12 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
         shared = len(record.bundles) * coordinator.prefixes.cache.tokens
         policy = record.terms.policy
         budget = None if record.terms.plan is None else record.terms.plan.budget_tokens
+        host = record.from_host
+        if record.terms.attend is not None:
+            block_size = coordinator.layer_blocks.largest
+            pages = record.terms.attend.pages(request.num_prompt_tokens, num_layers, block_size)
+            held = request.num_computed_tokens - freed
+            read = np.minimum(pages.astype(np.int64) * block_size, held).tolist()
     return {
         "id": request.request_id,
         "policy": policy,
@@ -81,4 +91,6 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
         "freed": means_of_layers(freed, coordinator.lanes),
         "blocks": sums_of_layers(blocks, coordinator.lanes),
         "shared": shared,
+        "host": list(host),
+        "read": read,
     }

@@ -99,6 +99,7 @@ class RequestPlanner:
             reusable_tokens(served.policy, plan) if shares else 0,
             Conversation.of(served, plan, shares),
             served.keep,
+            served.policy.attend if served.policy.attend.selects else None,
         )
 
     def _check(self, request: Request) -> ServedRequest:

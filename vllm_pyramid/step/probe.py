@@ -94,7 +94,9 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
     source = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 1, num_kv_heads, tokens, head_size, generator=source)
     angles = torch.rand(tokens + 1, head_size // 2, generator=source)
-    scorer = policy.scorer
+    scorer, output = policy.scorer, None
+    if scorer.needs_output:
+        output = torch.randn(num_heads, head_size, head_size, generator=source)
     count = max(policy.window, 1) if scorer.needs_queries else 1
     return ScorerInputs(
         num_tokens=tokens,
@@ -116,5 +118,6 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
         prompt_len=tokens,
         rotary=Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1)),
         knows_rotary=scorer.needs_rotary,
+        output=output,
         asks_ranks=scorer.asks_ranks,
     )

@@ -49,6 +49,7 @@ class ScorerInputs:
         last_position: position of the last query. prompt_len: tokens of the prompt.
         rotary: the layer's rotary embedding; None where it has none.
         knows_rotary: whether `rotary` is set where the layer has one; see `Scorer.needs_rotary`.
+        output: `[H, K, D]` float32, see `output_factors`; None where no scorer needs it.
         ranks: the ranks that share the heads; None for one.
         heads_at_once: KV heads of which copies are made at a time; see `parts`.
     """
@@ -79,6 +80,7 @@ class ScorerInputs:
     prompt_len: int = 0
     rotary: Rotary | None = None
     knows_rotary: bool = False
+    output: torch.Tensor | None = None
     ranks: Ranks | None = None
     asks_ranks: bool = False
     heads_at_once: int | None = None
@@ -127,6 +129,7 @@ class ScorerInputs:
             prompt_len=prompt_len,
             rotary=call.rotary,
             knows_rotary=policy.scorer.needs_rotary,
+            output=call.output,
             ranks=call.ranks,
             asks_ranks=policy.scorer.asks_ranks,
             heads_at_once=heads_at_once(
@@ -147,6 +150,7 @@ class ScorerInputs:
     def _part(self, heads: slice) -> Self:
         queries = slice(heads.start * self.group, heads.stop * self.group)
         key_scales, value_scales, sinks = self.key_scales, self.value_scales, self.logit_sinks
+        output = self.output
         return replace(
             self,
             num_query_heads=queries.stop - queries.start,
@@ -158,6 +162,7 @@ class ScorerInputs:
             key_scales=None if key_scales is None else key_scales[:, heads],
             value_scales=None if value_scales is None else value_scales[:, heads],
             logit_sinks=None if sinks is None else sinks[queries],
+            output=None if output is None else output[queries],
         )
 
     def _gather(
@@ -229,14 +234,18 @@ class ScorerInputs:
 
     def logits_of(self, which: slice) -> torch.Tensor:
         """Return the logits of some queries, by their place in `queries`; as of `logits`."""
-        queries = self.queries[which].float()
+        logits = self._logits_with(self.queries[which].float())
+        query_places = torch.arange(which.start, which.stop, device=logits.device)
+        later = self.places > self.num_tokens - len(self.queries) + query_places[:, None]
+        return logits.masked_fill_(later, -math.inf)
+
+    def _logits_with(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return the scaled and capped logits of queries `[n, H, D]` and all keys: `[H, n, T]`."""
         grouped = queries.unflatten(1, (self.num_kv_heads, self.group))
         logits = torch.einsum("wgqd,gtd->gqwt", grouped, self.keys).flatten(0, 1) * self.scale
         if self.soft_cap:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        query_places = torch.arange(which.start, which.stop, device=queries.device)
-        later = self.places > self.num_tokens - len(self.queries) + query_places[:, None]
-        return logits.masked_fill_(later, -math.inf)
+        return logits
 
     def attention(self, count: int | None = None) -> torch.Tensor:
         """Return the attention of the last `count` queries to all T keys: `[H, count, T]`."""
@@ -245,7 +254,13 @@ class ScorerInputs:
 
     def attention_of(self, which: slice) -> torch.Tensor:
         """Return the attention of some queries, which sums to less than 1 with learned sinks."""
-        logits = self.logits_of(which)
+        return self._normalised(self.logits_of(which))
+
+    def attention_with(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return the attention of made-up queries, `[n, H, D]`, which see all keys: `[H, n, T]`."""
+        return self._normalised(self._logits_with(queries))
+
+    def _normalised(self, logits: torch.Tensor) -> torch.Tensor:
         total = with_sinks(logits.logsumexp(dim=-1), self.logit_sinks)
         return logits.sub_(total[..., None]).exp_()
 
@@ -271,6 +286,36 @@ class ScorerInputs:
             return x
         first = self.last_position + 1
         return self.rotary.mean_turn(x, torch.arange(first, first + count, device=x.device))
+
+    def future_queries(self, count: int) -> torch.Tensor:
+        """Return the last `count` queries, rotated to the next `count` positions: `[count, H, D]`.
+
+        The first of them is at the position behind the last query, and so on.
+        """
+        queries = self.unrotated_queries(count)
+        if self.rotary is None:
+            return queries
+        first = self.last_position + 1
+        positions = torch.arange(first, first + count, device=queries.device)
+        cos, sin = self.rotary.at(positions.clamp(max=len(self.rotary.cos_sin) - 1))
+        return self.rotary.turn(queries, cos[:, None], sin[:, None])
+
+    @property
+    def output_factors(self) -> torch.Tensor:
+        """`[H, K, D]` float32: behind a head's factor x has the norm of its part of the output.
+
+        With W `[C, D]` the columns of the layer's output projection that a query head feeds, the
+        factor R is the one of K = min(C, D) rows for which `R x` and `W x` have the same norm.
+
+        Raises:
+            ValueError: the scorer does not say that it needs the output projection.
+        """
+        if self.output is None:
+            raise ValueError(
+                "a scorer looks through the output projection: declare `needs_output = True` in "
+                "its class"
+            )
+        return self.output
 
     def mean_of_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean over all query heads of all ranks: `[H, T]` to `[T]`.

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +15,9 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.step.limited_log import LimitedLog
 from vllm_pyramid.step.step_evictions import StepEvictions
+from vllm_pyramid.step.trace_files import file_name
 
 logger = init_logger(f"vllm.{__name__}")
-
-
-def _file_name(request_id: str) -> str:
-    """Return the request's id as a file name; clients choose ids, which may hold any characters."""
-    name = re.sub(r"^\.|[^A-Za-z0-9_.-]", "_", request_id)[:128]
-    if name != request_id:
-        name += f"-{zlib.crc32(request_id.encode()):08x}"  # so that two ids stay two files
-    return name
 
 
 class TraceWriter:
@@ -158,7 +149,7 @@ class TraceWriter:
     def _kept_at(self, origin: str, point: int) -> dict[int, np.ndarray] | None:
         """Return what each layer of a request kept at an eviction; None if it has no file."""
         for end, name in ((f"@{point}", "computed"), ("", "prompt_len")):
-            path = self.folder / f"{_file_name(origin)}{end}{self.suffix}.npz"
+            path = self.folder / f"{file_name(origin)}{end}{self.suffix}.npz"
             # A file may be of another eviction of the request, unreadable, or cut off.
             with suppress(OSError, KeyError, ValueError, BadZipFile), np.load(path) as file:
                 if int(file[name]) == point:
@@ -194,7 +185,7 @@ class TraceWriter:
         tokens, (read, visible) = found
         arrays = {"request_id": request_id, "layers": self.layers, "tokens": tokens}
         arrays |= {"pages_read": read, "pages_visible": visible}
-        self._write(_file_name(request_id) + "~pages" + self.suffix, arrays)
+        self._write(file_name(request_id) + "~pages" + self.suffix, arrays)
 
     def forget(self, request_id: str) -> None:
         """Forget a request, which has finished."""
@@ -239,7 +230,7 @@ class TraceWriter:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
             arrays |= {"request_id": request_id, "budget": int(evictions.budgets[index])}
             arrays |= {"layers": self.layers, "held": evictions.kept_lens[:, index]}
-            name = _file_name(request_id) + ("" if at_prompt_end else f"@{end}") + self.suffix
+            name = file_name(request_id) + ("" if at_prompt_end else f"@{end}") + self.suffix
             dropped += not self._write(name, arrays)
         return dropped
 

@@ -11,11 +11,13 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from vllm_pyramid.compat.side_channel import FileOrders, FileSave
-from vllm_pyramid.kv_cache.bundle_file import write_file
+from vllm_pyramid.kv_cache.bundle_file import part_path, write_file
+from vllm_pyramid.step.upload import upload
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -28,10 +30,13 @@ class FileWriter:
     Args:
         most_waiting: bytes that may wait; what comes on top of them is not written. The files of
             the latest orders are the ones that miss, so a prompt's beginning is written first.
+        part: the number of this worker, which writes its part of each bundle.
+        layers: which blocks of a bundle are those of this worker's layers.
     """
 
-    def __init__(self, most_waiting: int) -> None:
+    def __init__(self, most_waiting: int, part: int = 0, layers: slice = slice(None)) -> None:
         self._most, self._waiting, self._failed = most_waiting, 0, 0
+        self._part, self._layers = part, layers
         self._told = False
         self._counts = threading.Lock()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -47,19 +52,19 @@ class FileWriter:
             pages: `[P, words]` all blocks of the device.
         """
         for path in orders.removed:
-            self._queue.put(partial(_remove, path))
+            self._queue.put(partial(_remove, part_path(path, self._part)))
         size = pages.shape[1] * pages.element_size()
         saves: list[FileSave] = []
         with self._counts:
             for save in orders.saved:
-                num_bytes = len(save.blocks) * size
+                num_bytes = len(save.blocks[self._layers]) * size
                 if self._waiting + num_bytes > self._most:
                     self._failed += len(orders.saved) - len(saves)
                     break
                 self._waiting += num_bytes
                 saves.append(save)
         if saves:
-            contents, ready = _copy_of(pages, [save.blocks for save in saves])
+            contents, ready = _copy_of(pages, [save.blocks[self._layers] for save in saves])
             for save, content in zip(saves, contents, strict=True):
                 self._queue.put(partial(self._write, save, content, ready))
 
@@ -80,9 +85,10 @@ class FileWriter:
 
     def _write(self, save: FileSave, content: torch.Tensor, ready: Callable[[], None]) -> None:
         problem: Exception | None = None
+        path = part_path(save.path, self._part)
         try:
             ready()
-            write_file(save.path, save.begin, content.view(torch.uint8).numpy())
+            write_file(path, save.begins[self._part], content.view(torch.uint8).numpy())
         except Exception as error:
             problem = error
         with self._counts:
@@ -90,20 +96,23 @@ class FileWriter:
             self._failed += problem is not None
         if problem is not None and not self._told:
             self._told = True
-            logger.warning("kv-host-cache-dir: %s was not written: %r", save.path, problem)
+            logger.warning("kv-host-cache-dir: %s was not written: %r", path, problem)
 
 
 def _copy_of(
     pages: torch.Tensor, blocks: Sequence[Sequence[int]]
 ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
     """Return the content of blocks, in host memory once the returned function was called."""
-    ids = torch.tensor([block for of_one in blocks for block in of_one], device=pages.device)
-    copy, counts = pages.index_select(0, ids), [len(of_one) for of_one in blocks]
+    ids = np.array([block for of_one in blocks for block in of_one], np.int64)
+    copy, counts = (
+        pages.index_select(0, upload(ids, pages.device)),
+        [len(of_one) for of_one in blocks],
+    )
     if pages.device.type == "cpu":
         return [part.view(-1) for part in copy.split(counts)], lambda: None
     pinned = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
     pinned.copy_(copy, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.Event(pages.device)
     event.record()
     return [part.view(-1) for part in pinned.split(counts)], event.synchronize
 

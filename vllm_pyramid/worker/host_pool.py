@@ -4,6 +4,8 @@
     slots    [S, L, B] bytes       S slots, L blocks of each (a layer's each), B bytes of a block
     pages    [P, B] bytes          all blocks of the device, of one memory for all layers
 
+A worker has the layers of its pipeline stage, and takes their blocks out of each order.
+
 On a GPU the memory is pinned and the device addresses it, so the same two operations, launched on
 the step's own stream, copy in the order in which the scheduler gave slots and blocks away.
 """
@@ -37,9 +39,10 @@ class HostPool:
     """The slots of one worker.
 
     Args:
-        num_bytes: of host memory at most.
+        num_bytes: of host memory at most, of the workers of all pipeline stages together.
         specs: of this worker's layers, all of which evict.
         allocate: makes host memory that the device addresses.
+        part: the number of this worker among all ranks, where bundles are in files.
 
     Raises:
         ValueError: `num_bytes` hold no slot.
@@ -51,8 +54,12 @@ class HostPool:
         num_bytes: int,
         specs: Sequence[LayerKVCacheSpec],
         allocate: Callable[[int], HostMemory],
+        part: int = 0,
     ) -> None:
         slots = HostSlots.of(num_bytes, specs)
+        self._part, self._layers = part, slice(None)  # a state has more blocks than layers
+        if len(specs) < specs[0].num_layers:
+            self._layers = slice(specs[0].layer_idx, specs[-1].layer_idx + 1)
         self._memory = allocate(slots.count * slots.num_bytes)
         self.slots = self._memory.bytes.view(slots.count, len(specs), -1)
         self._pages: torch.Tensor | None = None
@@ -83,14 +90,16 @@ class HostPool:
         copies = read_host_copies(output) or _NOTHING
         if copies.files is not None:
             if self.writer is None:
-                self.writer = FileWriter(min(_MOST_WAITING, self.slots.nbytes))
+                most = min(_MOST_WAITING, self.slots.nbytes)
+                self.writer = FileWriter(most, self._part, self._layers)
             self.writer.put(copies.files, self._words)
         of_device = iter(self._of([copy for copy in copies.stored if isinstance(copy, HostCopy)]))
         for copy in copies.stored:  # in order: a slot may get something twice
             if isinstance(copy, HostFill):
-                content = torch.frombuffer(bytearray(copy.content), dtype=torch.uint8)
-                slot = self.slots[copy.slot].view(-1)[: content.shape[0]]
-                slot.copy_(content.to(slot.device))
+                content = bytearray(copy.contents[self._part])
+                filled = upload(np.frombuffer(content, np.uint8), self.slots.device)
+                slot = self.slots[copy.slot].view(-1)[: len(content)]
+                slot.copy_(filled)
                 continue
             blocks, slot = next(of_device)
             _copy(self._words, blocks, slot, to_host=True)
@@ -104,7 +113,7 @@ class HostPool:
         for blocks, slot in self._of(copies):
             _copy(self._words, blocks, slot, to_host=False)
         if copies and (to_zero := output.new_block_ids_to_zero):
-            filled = {block for copy in copies for block in copy.blocks}
+            filled = {block for copy in copies for block in copy.blocks[self._layers]}
             output.new_block_ids_to_zero = [block for block in to_zero if block not in filled]
 
     def release(self) -> None:
@@ -123,11 +132,12 @@ class HostPool:
         if not copies:
             return []
         assert self._pages is not None, "bind was not called"
-        ids = np.array([block for copy in copies for block in copy.blocks], np.int64)
-        of_copies = upload(ids, self._pages.device).split([len(copy.blocks) for copy in copies])
+        own = [copy.blocks[self._layers] for copy in copies]
+        ids = np.array([block for blocks in own for block in blocks], np.int64)
+        of_copies = upload(ids, self._pages.device).split([len(blocks) for blocks in own])
         slots = _in_words(self.slots)
         return [
-            (blocks, slots[copy.slot, : len(copy.blocks)])
+            (blocks, slots[copy.slot, : len(blocks)])
             for blocks, copy in zip(of_copies, copies, strict=True)
         ]
 

@@ -118,9 +118,10 @@ class WorkerRuntime:
         if self._settings.host_cache_bytes is not None and self.host_pool is None:
             self.memory.check_host(available_host_memory())
             self.host_pool = HostPool(
-                self.memory.host_cache_bytes(),
+                self._settings.host_cache_bytes,
                 list(self.layers.evicting.values()),
                 host_memory_of(self._device),
+                self.pipeline.stage * self._ranks.size + self._ranks.rank,
             )
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> None:

@@ -82,7 +82,11 @@ def test_the_answer_is_judged(text: str, verdict: str) -> None:
 
 
 def work() -> Work:
-    return run.work_of(model_path(), "a prompt", 4, "pyramidkv", "12%")
+    return run.work_of(model_path(), "a prompt", 4, ["pyramidkv"], "12%")
+
+
+def results_of(work: Work) -> list[tuple[str, Result]]:
+    return list(run.run_engine(work, lambda _: None))
 
 
 def use_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:
@@ -98,19 +102,26 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, result: Result)
         monkeypatch,
         tmp_path,
         "work = json.load(sys.stdin)\n"
-        "(request,) = work['requests']\n"
         "print('noise of the engine')\n"
-        "print('@vllm-pyramid ' + json.dumps({'stage': request['budget']}))\n"
-        "message = {'key': request['key'], 'result': " + repr(result.model_dump()) + "}\n"
-        "print('@vllm-pyramid ' + json.dumps(message))",
+        "for request in work['requests']:\n"
+        "    print('@vllm-pyramid ' + json.dumps({'stage': request['budget']}))\n"
+        "    message = {'key': request['key'], 'result': " + repr(result.model_dump()) + "}\n"
+        "    print('@vllm-pyramid ' + json.dumps(message))",
     )
 
 
 def test_stages_and_the_answer_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answer_with(monkeypatch, tmp_path, RESULT)
     stages: list[str] = []
-    assert run.run_policy(work(), stages.append) == RESULT
+    assert list(run.run_engine(work(), stages.append)) == [("pyramidkv", RESULT)]
     assert stages == ["pyramidkv: 12%"]
+
+
+def test_requests_of_the_engines_policy_and_of_none_share_an_engine() -> None:
+    full, own = run.work_of(model_path(), "a prompt", 4, ["full", "pyramidkv"], "12%").requests
+    extra = {"kv_policy": "full"}
+    assert full.params(Path()).extra_args == extra
+    assert own.params(Path()).extra_args == {"kv_budget": "12%"}
 
 
 def test_an_engine_that_evicts_nothing_fails_the_demonstration(
@@ -120,10 +131,10 @@ def test_an_engine_that_evicts_nothing_fails_the_demonstration(
     eviction = RESULT.eviction.model_copy(update=kept)
     answer_with(monkeypatch, tmp_path, RESULT.model_copy(update={"eviction": eviction}))
     with pytest.raises(ChildError, match="'pyramidkv' evicted nothing at budget 12%"):
-        run.run_policy(work(), lambda _: None)
-    full = run.work_of(model_path(), "a prompt", 4, "full", "12%")
+        results_of(work())
+    full = run.work_of(model_path(), "a prompt", 4, ["full"], "12%")
     assert full.requests[0].budget is None
-    assert run.run_policy(full, lambda _: None).eviction == eviction
+    assert results_of(full)[0][1].eviction == eviction
     # The command: the policy that evicts nothing is shown, then it ends with the error.
     assert run.main(["--prompt-tokens", "300"]) == 1
     said = capsys.readouterr().out
@@ -135,7 +146,7 @@ def test_a_failing_worker_shows_the_end_of_its_log(
 ) -> None:
     use_worker(monkeypatch, tmp_path, "sys.exit('the reason')")
     with pytest.raises(ChildError, match=r"exit status 1(?s:.)*the reason"):
-        run.run_policy(work(), lambda _: None)
+        results_of(work())
 
 
 def test_an_interruption_ends_the_worker_and_its_children(
@@ -157,7 +168,7 @@ def test_an_interruption_ends_the_worker_and_its_children(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.run_policy(work(), interrupt)
+        list(run.run_engine(work(), interrupt))
     for _ in range(100):
         if not is_running(pids[0]):
             break
@@ -178,7 +189,7 @@ def test_a_worker_without_an_answer_is_an_error(
 ) -> None:
     use_worker(monkeypatch, tmp_path, "")
     with pytest.raises(ChildError, match="ended without an answer"):
-        run.run_policy(work(), lambda _: None)
+        results_of(work())
 
 
 def test_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,10 +73,19 @@ ROWS = 4 * (3 * 2 + 1) + (1 + 1) + 1 + 1
 def modules() -> Iterator[dict[str, ModuleType]]:
     """The scripts, as they see each other."""
     sys.path.insert(0, str(FOLDER))
-    names = ("code_task", "methods", "report", "tables")
+    names = ("own_tasks", "methods", "report", "tables")
     yield {name: importlib.import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
-    for name in (*names, "model", "study", "gates", "selected", "static_heads"):
+    others = (
+        "model",
+        "study",
+        "gates",
+        "selected",
+        "static_heads",
+        "code_task",
+        "instruction_task",
+    )
+    for name in (*names, *others):
         sys.modules.pop(name, None)
 
 
@@ -209,7 +218,7 @@ def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) 
         if (spec := table.study or table.lines) is not None:
             used |= set(spec.methods)
             names = spec.tasks
-            load = modules["code_task"].load_task
+            load = modules["own_tasks"].load_task
         else:
             flags = [p for key, value in table.engine.items() for p in (f"--{key}", str(value))]
             args = _build_parser().parse_args(["eval", *flags])

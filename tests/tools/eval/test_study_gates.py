@@ -15,13 +15,21 @@ from tests.tools.eval.study_scripts import Sizes, step_of_noise, study_scripts
 
 pytestmark = pytest.mark.cpu
 
-NAMES = ("model", "gates_pages", "gates_meter", "gates_ridge", "gates_tiles", "gates_report")
+NAMES = (
+    "model",
+    "gates_pages",
+    "gates_meter",
+    "gates_ridge",
+    "gates_tiles",
+    "gates_report",
+    "sparse_prefill",
+)
 HEADS, KV_HEADS, TOKENS, BEHIND, SIZE = 4, 2, 16 * 20 + 5, 6, 8
 
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    with study_scripts(NAMES, ("report",)) as found:
+    with study_scripts(NAMES, ("report", "code_task")) as found:
         yield found
 
 
@@ -152,6 +160,27 @@ def test_density_of_tiles(modules: dict[str, ModuleType]) -> None:
     keys[:, 5] = 100.0
     first = made(torch.ones(tokens, HEADS, SIZE), keys, keys)
     assert density(first, 1.0, 0.9) == pytest.approx((2 * rows - 1) / tiles)
+
+
+@pytest.mark.parametrize("first_key", [False, True])
+def test_sparse_prefill_attends_to_the_chosen_tiles(
+    modules: dict[str, ModuleType], first_key: bool
+) -> None:
+    script = modules["sparse_prefill"]
+    rows = 6
+    tokens = rows * script.TILE + 3
+    q = torch.ones(1, HEADS, tokens, SIZE)
+    k, v = torch.zeros(1, KV_HEADS, tokens, SIZE), torch.randn(1, KV_HEADS, tokens, SIZE)
+    if first_key:  # takes all of the attention
+        k[:, :, 5] = 100.0
+    prefill = script.SparsePrefill(0.999)
+    dense, _, sparse = (prefill.step(layer, q, k, v, 1.0, None) for layer in range(3))
+    torch.testing.assert_close(sparse, dense)  # with all tiles, or all that count
+    tiles = rows * (rows + 1) / 2
+    assert prefill.densities == [pytest.approx((2 * rows - 1) / tiles if first_key else 1.0)]
+    fewer = script.SparsePrefill(0.5)
+    found = [fewer.step(layer, q, k, v, 1.0, None) for layer in range(3)][2]
+    assert first_key or not torch.allclose(found, dense)
 
 
 def test_what_foretells_differing_tokens(modules: dict[str, ModuleType]) -> None:

@@ -137,12 +137,17 @@ def test_reserves_and_floors_stay(modules: dict[str, ModuleType], monkeypatch: A
     model = SimpleNamespace(layers=LAYERS)
     recorded = SimpleNamespace(tokens=TOKENS)
     monkeypatch.setattr(methods.Prompt, "scores", lambda self, policy: [scores] * LAYERS)
-    prompt = methods.Prompt(model, list(range(TOKENS)), recorded, None, [0, 100, 160, 800], 0)
-    plain, ends, floor = (
+    template = [*range(100), 160, 161, 800]
+    messages = [0, 100, 160, 800]
+    prompt = methods.Prompt(model, list(range(TOKENS)), recorded, None, messages, 0, template)
+    plain, ends, floor, spans = (
         methods.Method.parse("one", "snapkv-expected", own).kept(prompt, "25%")[0][0]
-        for own in ({}, {"ends": 0.2}, {"floor": 16})
+        for own in ({}, {"ends": 0.2}, {"floor": 16}, {"spans": True})
     )
-    assert len(plain) == len(ends) == len(floor)
+    assert len(plain) == len(ends) == len(floor) == len(spans)
+    assert set(template) <= set(spans.tolist()) and not set(template) <= set(plain.tolist())
+    with pytest.raises(ValueError, match="151 tokens stay, and a layer keeps 149"):
+        methods.Method.parse("one", "snapkv-expected", {"spans": True}).kept(prompt, "149")
     assert {place for place in plain.tolist() if place < 200} == set(range(4))
     fifth = round(0.2 * len(ends))
     assert set(range(fifth)) | set(range(TOKENS - fifth, TOKENS)) <= set(ends.tolist())
@@ -158,5 +163,5 @@ def test_arguments_of_the_study_are_checked(modules: dict[str, ModuleType]) -> N
         parse("one", "full", {"static": "ech"})
     assert parse("one", "full", {"static": "echo"}).evicts and not parse("one", "full", {}).evicts
     made = [parse("a", "select", {}), parse("a", "select", {"attend.scorer": "mean"})]
-    made += [parse("a", "snapkv-expected", own) for own in ({}, {"ends": 0.1}, {"floor": 8})]
+    made += [parse("a", "snapkv-expected", own) for own in ({}, {"ends": 0.1}, {"spans": True})]
     assert len({method.definition for method in made}) == 5

@@ -3,15 +3,15 @@
 
 A fact is hidden in the text and asked for at its end. For each policy: the answer, how many tokens
 every layer keeps, how many blocks the request holds before and after the eviction, and the speed.
-All numbers are the engine's own; where the engine does not report them, or did not evict, the
-demonstration fails.
+All numbers are the engine's own; where it does not report them, or did not evict, the demonstration
+fails. An engine of any policy serves requests that keep everything, so two engines are enough.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -35,7 +35,9 @@ from vllm_pyramid.tools.eval.phrases import CODE, make_name, make_number
 from vllm_pyramid.tools.eval.result import Result
 from vllm_pyramid.tools.eval.task import begins_with
 
-POLICIES = ("full", "streaming-llm", RECOMMENDED)  # the first evicts nothing
+FULL = "full"  # evicts nothing
+# The policies of each engine's requests. An engine runs the last one, its requests one at a time.
+ENGINES = ((FULL, "streaming-llm"), (RECOMMENDED,))
 SEED = 0
 DEPTH = 0.4  # of the hidden fact: beyond the reach of a policy that keeps what is recent
 BAR_WIDTH = 40
@@ -53,22 +55,29 @@ def build_prompt(model: Path, tokens: int) -> tuple[str, str]:
     return load_tokens(model).hide(rng, [fact], question, tokens, [DEPTH]), number
 
 
-def work_of(model: Path, prompt: str, max_tokens: int, policy: str, budget: str) -> Work:
-    """Return what one policy's engine is to do; a policy that evicts nothing has no budget."""
+def work_of(
+    model: Path, prompt: str, max_tokens: int, policies: Sequence[str], budget: str
+) -> Work:
+    """Return what an engine of the last of `policies` is to do: a request for each of them."""
     ids = load_tokens(model).encode(prompt)
-    request = Request(
-        key=policy,
-        prompt_token_ids=ids,
-        budget=None if policy == POLICIES[0] else budget,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-    )
+    served = policies[-1]
+    requests = [
+        Request(
+            key=policy,
+            prompt_token_ids=ids,
+            budget=None if policy == FULL else budget,
+            policy=None if policy == served else policy,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
+        for policy in policies
+    ]
     return Work(
-        label=policy,
+        label=served,
         model=str(model),
-        kv_policy=policy,
+        kv_policy=served,
         kv_policy_args={},
-        policy_name=policy,
+        policy_name=served,
         engine_args={
             "max_model_len": len(ids) + max_tokens + 64,
             "max_num_seqs": 4,
@@ -76,26 +85,31 @@ def work_of(model: Path, prompt: str, max_tokens: int, policy: str, budget: str)
             "kv_cache_memory_bytes": 256 << 20,
             "disable_log_stats": False,  # the time stamps come with the statistics
         },
-        requests=[request],
+        requests=requests,
+        batch=1,
         timed=True,
     )
 
 
-def run_policy(work: Work, on_stage: Callable[[str], None]) -> Result:
-    """Run one policy in a process of its own; `on_stage` gets what it is doing.
+def run_engine(work: Work, on_stage: Callable[[str], None]) -> Iterator[tuple[str, Result]]:
+    """Run an engine in a process of its own, and yield each policy and its result.
+
+    Args:
+        on_stage: gets what it is doing.
 
     Raises:
         ChildError: the process failed (with the end of its log), gave no answer, or its engine
             evicted nothing although the policy has a budget.
     """
+    missing = {request.key: request.budget for request in work.requests}
     with closing(answer_all(work, on_stage)) as results:
-        result = next((result for _, result in list(results)), None)
-    if result is None:
+        for policy, result in results:
+            budget = missing.pop(policy)
+            if budget is not None and not result.eviction.evicted_tokens:
+                raise ChildError(f"the engine with {policy!r} evicted nothing at budget {budget}")
+            yield policy, result
+    if missing:
         raise ChildError(f"the engine with {work.label!r} ended without an answer")
-    budget = work.requests[0].budget
-    if budget is not None and not result.eviction.evicted_tokens:
-        raise ChildError(f"the engine with {work.label!r} evicted nothing at budget {budget}")
-    return result
 
 
 def show(console: Console, policy: str, result: Result, kv_budget: str | None, right: str) -> None:
@@ -155,18 +169,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         model = args.model or model_path()
         prompt, right = build_prompt(model, args.prompt_tokens)
+        count = sum(map(len, ENGINES))
         console.print(
             f"A fact is hidden in {args.prompt_tokens:,} tokens of Python's documentation and "
-            f"asked for at the end: {len(POLICIES)} policies, each in an engine of its own.\n"
+            f"asked for at the end, with {count} policies, one after the other.\n"
             f"Model: {'the built-in one' if args.model is None else escape(str(model))}\n"
         )
-        with orderly_termination(), Progress(console, len(POLICIES)) as progress:
-            for policy in POLICIES:
-                work = work_of(model, prompt, args.max_tokens, policy, args.kv_budget)
-                result = run_policy(work, progress.stage)
-                show(console, policy, result, work.requests[0].budget, right)
-                results[policy] = result
-                progress.advance()
+        with orderly_termination(), Progress(console, count) as progress:
+            for policies in ENGINES:
+                work = work_of(model, prompt, args.max_tokens, policies, args.kv_budget)
+                for policy, result in run_engine(work, progress.stage):
+                    kv_budget = None if policy == FULL else args.kv_budget
+                    show(console, policy, result, kv_budget, right)
+                    results[policy] = result
+                    progress.advance()
     except (OSError, RuntimeError, ValueError) as error:  # ChildError is a RuntimeError
         console.print(f"[red]error:[/red] {escape(str(error))}")
         return 1

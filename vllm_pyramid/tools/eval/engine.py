@@ -38,6 +38,7 @@ class Request(BaseModel):
     Attributes:
         key: comes back with the result.
         budget: the request's own, None for a policy that evicts nothing.
+        policy: the request's own, None for the engine's.
         max_tokens: to generate; no text stops it before, since vLLM then returns no report.
         forced: tokens to decode first, or empty; their probability is measured if no others follow.
         reference: whose tokens they are, to be compared with.
@@ -52,6 +53,7 @@ class Request(BaseModel):
     prompt_token_ids: list[int]
     budget: str | None
     max_tokens: int
+    policy: str | None = None
     forced: list[int] = []
     reference: Reference | None = None
     is_reference: bool = False
@@ -70,6 +72,8 @@ class Request(BaseModel):
         from vllm_pyramid.tools.eval.forced import FINDINGS_KEY, REFERENCE_KEY, forced_params
 
         extra: dict[str, object] = {} if self.budget is None else {"kv_budget": self.budget}
+        if self.policy is not None:
+            extra["kv_policy"] = self.policy
         if self.turns:
             extra["kv_turns"] = self.turns
         if self.reference is not None:
@@ -151,6 +155,8 @@ def answer_all(
 def run(work: Work) -> None:
     """Start the engine, answer everything, and send each result as soon as its batch is done."""
     say(stage="loading vLLM")
+    # A core in a process of its own would load vLLM once more.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     forced = any(request.forced for request in work.requests)
     if forced:
         # vLLM's second model runner takes logits processors of another kind.
@@ -221,7 +227,7 @@ def _result(request: Request, output: Any, policy: str, measured: dict[str, Any]
         measured["nats"] = -float(np.mean(chosen[1:])) if len(chosen) > 1 else 0.0
     if request.is_reference:
         measured["reference"] = Reference.of(completion)
-    eviction = EvictionReport.checked(output.kv_transfer_params, policy)
+    eviction = EvictionReport.checked(output.kv_transfer_params, request.policy or policy)
     if request.turns and eviction.kv_turns != [*request.turns, len(request.prompt_token_ids)]:
         raise RuntimeError(f"the engine followed the turns {eviction.kv_turns}, not those given")
     return Result(**{"text": completion.text, "eviction": eviction, **measured})

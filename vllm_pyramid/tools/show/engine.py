@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -13,9 +14,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.trace_files import read_kept
 from vllm_pyramid.tools.child_process import ChildError, read_task, run_child, say
 from vllm_pyramid.tools.eval.engine import Work
-from vllm_pyramid.tools.show.kept import pieces, read_kept
+from vllm_pyramid.tools.show.pieces import pieces
 
 
 class Task(BaseModel):
@@ -84,6 +86,7 @@ def show_policy(task: Task, on_stage: Callable[[str], None]) -> Shown:
 def run(task: Task) -> None:
     """Tokenize the prompt, answer it, and send what its trace holds."""
     say(stage="loading vLLM")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as `eval`'s engines
     from transformers import AutoTokenizer
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read from traces (`step/trace.py`) how many KV heads of each layer kept each token."""
+"""The files of traces (`trace.py`): their names, and how many KV heads kept each token."""
 
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 Counts = npt.NDArray[np.uint16]
 _PART = re.compile(r"(?:-stage\d+)?(?:-rank\d+)?$")
+_RANK = re.compile(r"-rank\d+$")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,34 @@ class Kept:
     def tokens(self) -> int:
         """Tokens of the prompt."""
         return self.counts.shape[1]
+
+
+def file_name(request_id: str) -> str:
+    """Return the request's id as a file name; clients choose ids, which may hold any characters."""
+    name = re.sub(r"^\.|[^A-Za-z0-9_.-]", "_", request_id)[:128]
+    if name != request_id:
+        name += f"-{zlib.crc32(request_id.encode()):08x}"  # so that two ids stay two files
+    return name
+
+
+def read_request(folder: Path, request_id: str, ranks: int = 1) -> Kept | None:
+    """Return what one request kept at its prompt's end; None if it has no trace of that.
+
+    Args:
+        ranks: that share the KV heads of each layer.
+
+    Raises:
+        ValueError: a part of its layers or heads is missing.
+    """
+    name = file_name(request_id)
+    paths = [path for path in folder.glob(f"{name}*.npz") if _PART.sub("", path.stem) == name]
+    if not paths:
+        return None
+    stages = {_RANK.sub("", path.stem) for path in paths}
+    if len(paths) != ranks * len(stages):
+        raise ValueError(f"the trace of {request_id} has {len(paths)} parts of {ranks} ranks")
+    kept = _read(sorted(paths))
+    return kept if kept is not None and kept.request_id == request_id else None
 
 
 def read_kept(folder: Path) -> list[Kept]:
@@ -76,22 +106,3 @@ def _read(paths: list[Path]) -> Kept | None:
     if not np.array_equal(sums, wanted):
         raise ValueError(f"the trace of {name} holds {sums.tolist()} tokens, not {wanted.tolist()}")
     return Kept(name, layers, [heads[layer] for layer in order], stacked)
-
-
-def pieces(text: str, offsets: list[tuple[int, int]], tokens: list[str]) -> list[str]:
-    """Return the part of the text that each token stands for; joined, they are the text.
-
-    A token that the tokenizer added has none, and stands as itself in angle brackets. Of tokens
-    that share one character (bytes of it), the first has it.
-
-    Args:
-        offsets: begin and end of each token in the text. tokens: their names.
-    """
-    found, reached = [], 0
-    for (start, end), token in zip(offsets, tokens, strict=True):
-        if start == end:
-            found.append(f"⟨{token.strip('<>|')}⟩")
-            continue
-        found.append(text[reached:end])
-        reached = max(reached, end)
-    return found

@@ -1,110 +1,8 @@
-<!DOCTYPE html>
-<!-- SPDX-License-Identifier: Apache-2.0 -->
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>vllm-pyramid</title>
-<style>
-:root { color-scheme: light; --ink: #1b2330; --paper: #fff; --panel: #f4f6f9; --line: #d5dbe4;
-  --dim: #5d6878; --kept: #2a7ac0; --shared: #2f9e77; --made: #8a5cc8; --freed: #e3e7ee;
-  --cached: #a9c8b8; --other: #c79a3c; --bad: #b3382a; --host: #c2577f; --read: #14202e; }
-:root[data-theme=dark] { color-scheme: dark; --ink: #e4e9f0; --paper: #12161d; --panel: #1b212b;
-  --line: #343d4b; --dim: #9aa6b6; --kept: #4b9be6; --shared: #45bd92; --made: #a987e0;
-  --freed: #2a313d; --cached: #3d5f50; --other: #d0a952; --bad: #ef8a7a;
-  --host: #d9739a; --read: #f2f5f9; }
-* { box-sizing: border-box; }
-body { margin: 0; font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
-header { display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: center; padding: .5rem 1rem;
-  background: var(--panel); border-bottom: 1px solid var(--line); }
-h1 { font-size: 1.05rem; margin: 0; }
-h2 { font-size: .95rem; margin: 0 0 .4rem; }
-header .right { margin-left: auto; display: flex; gap: .4rem; align-items: center; }
-button, input { font: inherit; color: inherit; background: var(--paper);
-  border: 1px solid var(--line); border-radius: .3rem; padding: .1rem .6rem; }
-button { cursor: pointer; }
-:focus-visible { outline: 2px solid var(--kept); outline-offset: 1px; }
-#state { color: var(--dim); }
-#state.bad { color: var(--bad); font-weight: 600; }
-main { padding: .8rem 1rem; display: grid; gap: .9rem; }
-#tiles { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); }
-#tiles div { background: var(--panel); border: 1px solid var(--line); border-radius: .4rem;
-  padding: .35rem .6rem; }
-#tiles dt { color: var(--dim); font-size: .8rem; }
-#tiles dd { margin: 0; font-size: 1.15rem; font-variant-numeric: tabular-nums; }
-canvas { display: block; width: 100%; }
-#history { height: 150px; border: 1px solid var(--line); border-radius: .4rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem .9rem; color: var(--dim); font-size: .82rem;
-  margin: .3rem 0; }
-.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
-  margin-right: .3em; vertical-align: -1px; border: 1px solid var(--line); }
-#requests { display: grid; gap: .4rem; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); }
-#requests button { text-align: left; padding: .25rem .45rem .35rem; min-width: 0; display: block; }
-#requests .name { display: flex; gap: .5rem; font-size: .8rem; font-variant-numeric: tabular-nums; }
-#requests b { font-weight: 600; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-#requests .name span { margin-left: auto; color: var(--dim); white-space: nowrap; }
-.none { color: var(--dim); }
-dialog { width: min(60rem, 94vw); color: var(--ink); background: var(--paper);
-  border: 1px solid var(--line); border-radius: .5rem; }
-dialog::backdrop { background: rgb(0 0 0 / .45); }
-dialog .top { display: flex; gap: 1rem; align-items: start; overflow-wrap: anywhere; }
-dialog .top button { margin-left: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: .6rem; }
-th, td { text-align: right; padding: .05rem .8rem .05rem 0; }
-th { color: var(--dim); font-weight: 500; }
-.scroll { max-height: 45vh; overflow: auto; }
-#words { margin-top: .6rem; }
-#words .controls { display: flex; flex-wrap: wrap; gap: .2rem 1rem; align-items: center; }
-#words label { display: flex; gap: .5rem; align-items: center; }
-#words input { width: min(16rem, 40vw); padding: 0; }
-#which { min-width: 6.5em; font-variant-numeric: tabular-nums; }
-.legend .ramp { width: 6rem; background: linear-gradient(90deg, transparent,
-  color-mix(in srgb, var(--kept) 60%, transparent)); }
-#about { color: var(--dim); font-size: .85rem; min-height: 1.4em; }
-#text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
-  font-size: .85rem; line-height: 1.6; max-height: 38vh; overflow: auto; border: 1px solid var(--line);
-  border-radius: .3rem; padding: .3rem .5rem; }
-#text:empty { display: none; }
-#text span { background: color-mix(in srgb, var(--kept) var(--s), transparent); }
-#text span.gone { color: var(--bad); opacity: .65; }
-#text span.at { outline: 2px solid var(--other); }
-</style>
-<header>
-  <h1>vllm-pyramid</h1><span id="policy"></span><span id="state" role="status">asking…</span>
-  <span class="right"><button id="pause" title="key: P">pause</button>
-  <button id="theme" title="key: D">light / dark</button></span>
-</header>
-<main>
-  <form id="ask" hidden><label>API key of this server <input id="key" type="password"
-    autocomplete="off"></label> <button>look</button></form>
-  <dl id="tiles"></dl>
-  <section><h2>Blocks of the pool</h2><canvas id="history" role="img"></canvas>
-    <div class="legend" id="pool"></div></section>
-  <section><h2>Running requests, layer by layer</h2>
-    <div class="legend"><span><i style="background:var(--freed)"></i>freed</span>
-    <span><i style="background:var(--shared)"></i>shared with others</span>
-    <span><i style="background:var(--kept)"></i>kept of the prompt</span>
-    <span><i style="background:var(--made)"></i>generated</span>
-    <span id="of-host" hidden><i style="background:var(--host)"></i>from the host cache</span>
-    <span id="of-read" hidden><i style="background:var(--read)"></i>bar: read by each generated token</span>
-    <span>top: first layer; width: tokens, the same for all. Enter opens one.</span></div>
-    <div id="requests"></div></section>
-</main>
-<dialog id="one" aria-labelledby="title"><div class="top"><h2 id="title"></h2>
-  <button id="close">close</button></div><canvas id="large" height="240"></canvas>
-  <section id="words" hidden>
-    <div class="controls" id="layers-of-words"><label>layer <input type="range" id="layer" min="-1"
-      value="-1" aria-describedby="which"></label><output id="which" for="layer"></output>
-    <span class="legend"><span>gone <i class="ramp"></i> kept by every head</span></span></div>
-    <div id="about" aria-live="polite"></div><div id="text" tabindex="0"></div></section>
-  <div class="scroll"><table id="layers"></table></div></dialog>
-<noscript><p>This page draws with a script of its own.</p></noscript>
-<script>
-"use strict";
+/* SPDX-License-Identifier: Apache-2.0 */
 const EVERY = 1000, MOST = 600, MOVE = 500;
 const at = id => document.getElementById(id);
 const address = name => location.pathname.replace(/\/?$/, "/") + name;
-let paused = false, history = [], last = null, open = null, hits = null, frames = 0;
+let paused = false, history = [], last = null, open = null, hits = null, agreement = null, frames = 0;
 const cards = new Map();
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -137,19 +35,22 @@ async function get(name) {
 
 async function ask() {
   const data = await get("data");
-  if (frames++ % 5 === 0) await askHits();
+  if (frames++ % 5 === 0) await askMetrics();
   return data;
 }
 
-// vLLM's own counters of prefixes that were found.
-async function askHits() {
+// Counters that no scheduler has: of prefixes that were found, and of answers that were compared.
+async function askMetrics() {
   try {
     const text = await (await fetch(address("../metrics"))).text();
-    const sum = name => [...text.matchAll(new RegExp(`^vllm:prefix_cache_${name}_total\\{.*\\} (\\S+)$`, "gm"))]
-      .reduce((total, found) => total + Number(found[1]), 0);
-    const queries = sum("queries");
-    hits = queries ? sum("hits") / queries : null;
-  } catch { hits = null; }
+    const sum = (name, label) =>
+      [...text.matchAll(new RegExp(`^${name}_total\\{.*${label}.*\\} (\\S+)$`, "gm"))]
+        .reduce((total, found) => total + Number(found[1]), 0);
+    const share = (some, all, label) => sum(all, label) ? sum(some, label) / sum(all, label) : null;
+    hits = share("vllm:prefix_cache_hits", "vllm:prefix_cache_queries", "");
+    // "whole" is the noise floor.
+    agreement = share("vllm_pyramid:shadow_agreed_tokens", "vllm_pyramid:shadow_tokens", 'cache="evicted"');
+  } catch { hits = agreement = null; }
 }
 
 async function tick() {
@@ -188,6 +89,7 @@ function take(data) {
   const failed = total(data, e => added(Object.values(e.stats.failed_requests || {})));
   const further = [], seen = total(data, e => e.stats.pages_visible || 0);
   if (seen) further.push(["pages read", `${(100 * total(data, e => e.stats.pages_read) / seen).toFixed(1)} %`]);
+  if (agreement !== null) further.push(["shadow agreement", `${(100 * agreement).toFixed(1)} %`]);
   const host = name => total(data, e => e.stats.host_cache?.[name] || 0) / 2 ** 30;
   if (host("bytes")) further.push(["host cache", `${host("bytes_used").toFixed(2)} of ${host("bytes").toFixed(2)} GiB`]);
   const used = pool.held + pool.other;
@@ -337,78 +239,11 @@ function strip(canvas, request, most, height) {
 function show(card) {
   open = card;
   at("words").hidden = true;
+  at("text").replaceChildren();
   at("one").showModal();
   requestAnimationFrame(animate);
   if (card.words) spell(card);
   else askWords(card);
-}
-
-// The words of an opened request, once its prompt has been evicted from.
-async function askWords(card) {
-  if (!last.prompts || card.words || card.asking || card.ended) return;
-  card.asking = true;
-  let why = "";
-  try { card.words = decoded(await get(`prompt?request=${encodeURIComponent(card.to.id)}`)); }
-  catch (error) { why = String(error.message || error); }
-  card.asking = false;
-  if (open !== card) return;
-  at("words").hidden = false;
-  if (card.words) { spell(card); return; }
-  at("layers-of-words").hidden = true;
-  at("text").replaceChildren();
-  at("about").textContent = `No words: ${why}`;
-}
-
-function decoded(words) {
-  const raw = atob(words.counts), bytes = Uint8Array.from(raw, letter => letter.charCodeAt(0));
-  const view = new DataView(bytes.buffer);
-  words.counts = Uint16Array.from({length: raw.length / 2}, (_, i) => view.getUint16(2 * i, true));
-  words.all = added(words.heads);
-  return words;
-}
-
-// How many heads kept a token, and of how many: in one layer, or in all of them (-1).
-function kept(words, token, layer) {
-  const tokens = words.pieces.length;
-  if (layer >= 0) return [words.counts[layer * tokens + token], words.heads[layer]];
-  let heads = 0;
-  for (let i = token; i < words.counts.length; i += tokens) heads += words.counts[i];
-  return [heads, words.all];
-}
-
-function spell(card) {
-  at("text").replaceChildren(...card.words.pieces.map((piece, token) => {
-    const span = make("span", piece);
-    span.dataset.token = token;
-    return span;
-  }));
-  at("layer").max = card.words.layers.length - 1;
-  at("layer").value = -1;
-  at("about").textContent = "Point at a word.";
-  at("words").hidden = at("layers-of-words").hidden = false;
-  shade();
-}
-
-function shade() {
-  const words = open?.words, layer = Number(at("layer").value);
-  if (!words) return;
-  at("which").textContent = layer < 0 ? "all layers" : `layer ${words.layers[layer]}`;
-  for (const span of at("text").children) {
-    const [heads, of] = kept(words, Number(span.dataset.token), layer);
-    span.style.setProperty("--s", `${heads ? 10 + 50 * heads / of : 0}%`);
-    span.classList.toggle("gone", !heads);
-  }
-}
-
-function point(event) {
-  const words = open?.words, token = Number(event.target.dataset.token ?? NaN);
-  if (!words || Number.isNaN(token)) return;
-  at("text").querySelector(".at")?.classList.remove("at");
-  event.target.classList.add("at");
-  const [heads, of] = kept(words, token, -1);
-  const some = words.layers.filter((_, layer) => kept(words, token, layer)[0]).length;
-  at("about").textContent = `token ${token} ${JSON.stringify(words.pieces[token])} is kept by ` +
-    `${heads} of ${of} heads, in ${some} of ${words.layers.length} layers`;
 }
 
 function large(card, moment) {
@@ -450,9 +285,9 @@ function pause() {
 at("theme").onclick = flip;
 at("pause").onclick = pause;
 at("close").onclick = () => at("one").close();
-at("one").onclose = () => { open = null; };
+at("one").onclose = () => { if (!at("one").open) open = null; };
 at("layer").oninput = shade;
-at("text").onmouseover = point;
+at("text").onmouseover = event => { if (event.target.dataset.token) point(event.target); };
 at("ask").onsubmit = event => {
   event.preventDefault();
   sessionStorage.setItem("vllm-pyramid-key", at("key").value);
@@ -463,7 +298,10 @@ document.onkeydown = event => {
   const here = list.indexOf(document.activeElement);
   if (key === "d") flip();
   else if (key === "p") pause();
-  else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
+  else if (open) {  // the arrows scroll
+    if (key !== "j" && key !== "k") return;
+    point(null, key === "j" ? 1 : -1);
+  } else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
   else if (key === "arrowup" || key === "arrowleft") list[Math.max(0, here - 1)]?.focus();
   else return;
   event.preventDefault();
@@ -472,5 +310,3 @@ onresize = () => { drawHistory(); requestAnimationFrame(animate); };
 document.documentElement.dataset.theme = sessionStorage.getItem("vllm-pyramid-theme") ||
   (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 tick();
-</script>
-</html>

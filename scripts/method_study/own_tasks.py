@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks by name: the study's own, and those of `vllm-pyramid eval`."""
+
+from __future__ import annotations
+
+from code_task import Code
+from instruction_task import Instructions
+
+from vllm_pyramid.tools.eval.registry import load_task as load_packaged
+from vllm_pyramid.tools.eval.task import GeneratedTask, Task
+
+OWN: dict[str, type[GeneratedTask]] = {task.name: task for task in (Code, Instructions)}
+
+
+def load_task(name: str) -> Task:
+    """Return the task of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return OWN[name]() if name in OWN else load_packaged(name)

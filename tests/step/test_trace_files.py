@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of traces: of ranks and stages put together, and of one request among others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_pyramid.step.trace_files import file_name, read_kept, read_request
+
+pytestmark = pytest.mark.cpu
+
+TOKENS = 6
+# Of two layers and two KV heads.
+KEPT = {0: [[0, 1, 5], [0, 2, 5]], 1: [[0, 5], [4, 5]]}
+COUNTS = [[2, 1, 1, 0, 0, 2], [1, 0, 0, 0, 1, 2]]
+
+
+def write(path: Path, kept: dict[int, list[list[int]]], held: list[int], **changes: object) -> None:
+    arrays: dict[str, Any] = {
+        f"kept_{layer}": np.array(rows, np.int32) for layer, rows in kept.items()
+    }
+    common = {"request_id": "r", "prompt_len": TOKENS, "layers": [1, 3], "held": held}
+    np.savez(path, **(arrays | common | changes))
+
+
+def test_counts_of_one_file(tmp_path: Path) -> None:
+    write(tmp_path / "r.npz", KEPT, [3, 2])
+    write(tmp_path / "r@9.npz", KEPT, [3, 2], computed=9)  # has a prompt_len here: another request
+    (kept, _) = read_kept(tmp_path)
+    assert kept.counts.tolist() == COUNTS
+    assert (kept.layers, kept.heads, kept.tokens) == ([1, 3], [2, 2], TOKENS)
+
+
+def test_later_evictions_are_left_out(tmp_path: Path) -> None:
+    np.savez(tmp_path / "r@9.npz", request_id="r", computed=9)
+    assert read_kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("by", ["rank", "stage", "both"])
+def test_parts_are_put_together(by: str, tmp_path: Path) -> None:
+    for layer, heads in KEPT.items():
+        for head, places in enumerate(heads):
+            stage, rank = f"-stage{layer}" * (by != "rank"), f"-rank{head}" * (by != "stage")
+            if by == "stage" and head == 0:
+                write(tmp_path / f"r{stage}.npz", {layer: heads}, [3, 2])
+            elif by == "rank" and layer == 0:
+                of_rank = {each: [rows[head]] for each, rows in KEPT.items()}
+                write(tmp_path / f"r{rank}.npz", of_rank, [3, 2])
+            elif by == "both":
+                write(tmp_path / f"r{stage}{rank}.npz", {layer: [places]}, [3, 2])
+    (kept,) = read_kept(tmp_path)
+    assert kept.counts.tolist() == COUNTS and kept.heads == [2, 2]
+
+
+def test_missing_parts_are_noticed(tmp_path: Path) -> None:
+    write(tmp_path / "r-stage0.npz", {0: KEPT[0]}, [3, 2])
+    with pytest.raises(ValueError, match="a stage lacks"):
+        read_kept(tmp_path)
+    write(tmp_path / "r-stage0.npz", KEPT, [4, 2])
+    with pytest.raises(ValueError, match="not \\[8, 4\\]"):
+        read_kept(tmp_path)
+
+
+def test_one_request_among_others(tmp_path: Path) -> None:
+    for name in ("a", "a-b", "a/b"):
+        write(tmp_path / f"{file_name(name)}.npz", KEPT, [3, 2], request_id=name)
+    np.savez(tmp_path / "c@9.npz", request_id="c", computed=9)
+    for name in ("a", "a-b", "a/b"):
+        kept = read_request(tmp_path, name)
+        assert kept is not None and kept.request_id == name and kept.counts.tolist() == COUNTS
+    for name in ("b", "c", "../a", "a*", ""):
+        assert read_request(tmp_path, name) is None
+
+
+def test_a_request_of_several_ranks_needs_all(tmp_path: Path) -> None:
+    for rank in range(2):
+        of_rank = {layer: [rows[rank]] for layer, rows in KEPT.items()}
+        write(tmp_path / f"r-rank{rank}.npz", of_rank, [3, 2])
+        if not rank:
+            with pytest.raises(ValueError, match="1 parts of 2 ranks"):
+                read_request(tmp_path, "r", ranks=2)
+    kept = read_request(tmp_path, "r", ranks=2)
+    assert kept is not None and kept.heads == [2, 2] and kept.counts.tolist() == COUNTS
