@@ -567,6 +567,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             ), "given back without the worker's word"
         stats = self.scheduler.policy_stats()
         assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
+        assert len(stats["blocks_held"]) == len(self.coordinator.layers)
+        assert sum(stats["blocks_held"]) == self.coordinator.counters.held_blocks.sum()
 
     @invariant()
     def every_layer_holds_its_share(self) -> None:
